@@ -1,0 +1,38 @@
+"""Fully sharded training as pure functions over torch tensors.
+
+layout = plan(model, mesh)        which element of which parameter lives where
+params = shard(model, layout)     this rank's part: a pytree of flat buffers
+full = gather(params)             the whole parameters: a dict for torch.func.functional_call; differentiable
+grads = scatter_grads(full_grads) reduced and sharded again
+"""
+
+from . import collectives, testing
+from .gathering import gather, materialize, partition, scatter_grads, shard
+from .layout import Layout
+from .mesh import Axis, Mesh, init_mesh, simulated_mesh
+from .optim import Optimizer, optimizer
+from .planning import plan
+from .transforms import grad, grad_and_value
+from .trees import Full, Sharded
+
+__all__ = [
+    "Axis",
+    "Full",
+    "Layout",
+    "Mesh",
+    "Optimizer",
+    "Sharded",
+    "collectives",
+    "gather",
+    "grad",
+    "grad_and_value",
+    "init_mesh",
+    "materialize",
+    "optimizer",
+    "partition",
+    "plan",
+    "scatter_grads",
+    "shard",
+    "simulated_mesh",
+    "testing",
+]

@@ -1,0 +1,162 @@
+"""How bytes move: the only file that calls ``torch.distributed`` collectives.
+
+A backend is one axis of a mesh at work. Real ranks pass this rank's tensor and get this rank's result. Simulated ranks
+pass the values of all ranks, stacked in dim 0, and get back either one value for all (``all_gather``, ``psum``,
+``pmax``) or a stack of one value a rank (``psum_scatter``).
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
+# testing.count_collectives sees it in any thread and below any transform, without state of ours.
+_LIBRARY = torch.library.Library("functorch_shard", "FRAGMENT")
+_LIBRARY.define("collective(str kind, str axis, int numel, int itemsize) -> ()")
+_LIBRARY.impl("collective", lambda kind, axis, numel, itemsize: None, "CompositeExplicitAutograd")
+
+# 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) travel as their bytes.
+_WIRE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+
+
+class Backend(Protocol):
+    """What the collectives ask of the ranks of one axis. ``dim`` is where ranks are laid side by side."""
+
+    @property
+    def simulated(self) -> bool: ...
+    def index(self) -> Tensor | int: ...
+    def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor: ...
+    def psum(self, x: Tensor) -> Tensor: ...
+    def pmax(self, x: Tensor) -> Tensor: ...
+
+
+def record(kind: str, axis: str, x: Tensor, num_values: int = 1) -> None:
+    """Mark a collective whose operand is ``x`` on each rank; ``num_values`` ranks are stacked in ``x``."""
+    torch.ops.functorch_shard.collective(kind, axis, x.numel() // max(num_values, 1), x.element_size())
+
+
+@dataclass(frozen=True)
+class GroupBackend:
+    """Real ranks, over a ``torch.distributed`` process group."""
+
+    group: Any = field(repr=False)
+    rank: int
+    size: int
+    simulated: bool = field(default=False, init=False)
+
+    def index(self) -> int:
+        return self.rank
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        if not x.numel():
+            return torch.cat([x] * self.size, dim)
+        rows = _as_wire(x.movedim(dim, 0).contiguous())
+        out = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
+        _gather_into(out, rows, group=self.group)
+        return _from_wire(out, x.dtype).movedim(0, dim)
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        rows = _as_real(x.movedim(dim, 0).contiguous())
+        out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        if out.numel():
+            _scatter_into(out, rows, group=self.group)
+        return _from_real(out, x.dtype).movedim(0, dim)
+
+    def psum(self, x: Tensor) -> Tensor:
+        return _from_real(self._all_reduce(_as_real(x), dist.ReduceOp.SUM), x.dtype)
+
+    def pmax(self, x: Tensor) -> Tensor:
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: Tensor, op: Any) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        if out.numel():
+            dist.all_reduce(out, op, group=self.group)
+        return out
+
+
+@dataclass(frozen=True)
+class StackedBackend:
+    """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them."""
+
+    size: int
+    ranks: ContextVar[Tensor | None] = field(repr=False)
+    simulated: bool = field(default=True, init=False)
+
+    def index(self) -> Tensor:
+        index = self.ranks.get()
+        if index is None:
+            raise RuntimeError(
+                f"simulated ranks of axis {self.ranks.name!r} only exist inside mesh.spmd: decorate the function that "
+                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
+            )
+        return index
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x.movedim(0, dim).flatten(dim, dim + 1)  # (N, .., n, ..) -> (.., N * n, ..)
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        total = x.sum(0, dtype=x.dtype)
+        return total.unflatten(dim, (self.size, total.shape[dim] // self.size)).movedim(dim, 0)  # (N, .., n, ..)
+
+    def psum(self, x: Tensor) -> Tensor:
+        return x.sum(0, dtype=x.dtype)
+
+    def pmax(self, x: Tensor) -> Tensor:
+        return x.amax(0)
+
+
+@dataclass(frozen=True)
+class DetachedBackend:
+    """No ranks at hand: one rank alone (nobody asks it), or a mesh that came out of a pickle."""
+
+    rank: int = 0
+    simulated: bool = field(default=False, init=False)
+
+    def index(self) -> int:
+        return self.rank
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        self._refuse()
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        self._refuse()
+
+    def psum(self, x: Tensor) -> Tensor:
+        self._refuse()
+
+    def pmax(self, x: Tensor) -> Tensor:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise RuntimeError(
+            "this mesh was unpickled and its ranks are not here. Put the tree on a live mesh of the same sizes: "
+            "Sharded(tree, tree.layout.on(mesh))."
+        )
+
+
+def _as_wire(x: Tensor) -> Tensor:
+    return x if x.dtype in _WIRE else x.unsqueeze(-1).view(torch.uint8)
+
+
+def _from_wire(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
+
+
+def _as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _from_real(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x) if dtype.is_complex else x

@@ -1,0 +1,104 @@
+"""Whether what a verb was given fits the layout: all offenders at once, before anything is computed or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import name_problems, reject
+from .layout import Buffer, Layout
+from .trees import Sharded
+
+
+def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False) -> None:
+    """Raise unless there is one shard of the right form for every buffer, with rank dims where there are any."""
+    ranks = () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+    problems = name_problems(shards, layout.buffers)
+    for key, buffer in layout.buffers.items():
+        if key in shards and not (allow_none and shards[key] is None):
+            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), buffer.dtype, _arithmetic(buffer))
+    where = "with its rank dims, outside spmd" if ranks else "as one rank's"
+    advice = f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh."
+    reject(verb, problems, advice)
+
+
+def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
+    """Raise unless ``tensors`` are the parameters of ``layout``, with values."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"shard: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    problems = name_problems(tensors, layout.slots, allowed=dict(layout.aliases))
+    for name, slot in layout.slots.items():
+        if name in tensors:
+            problems += _misfit(name, tensors[name], slot.shape, slot.dtype) or _without_values(name, tensors[name])
+    problems += [
+        f"{alias!r}: tied to {name!r} in the layout, but the values differ"
+        for alias, name in layout.aliases
+        if alias in tensors and name in tensors and not _same_values(tensors[alias], tensors[name])
+    ]
+    reject("shard", problems, "Shard the model that the layout was planned from, or plan a layout for this one.")
+
+
+def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
+    """Raise unless there is a gradient, or None, for every trainable parameter of ``layout``."""
+    trainable = [name for name in layout.slots if layout.buffers[layout.key_of[name]].trainable]
+    problems = name_problems(grads, trainable, allowed=layout.slots)
+    for name in trainable:
+        if grads.get(name) is not None:
+            problems += _misfit(
+                name, grads[name], layout.slots[name].shape, _grad_dtype(grads[name], layout.slots[name].dtype)
+            )
+    reject("scatter_grads", problems, "Pass the gradient of every trainable parameter of the layout; None is zeros.")
+
+
+def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
+    """Raise unless the gradients of simulated ranks carry their rank dims, as they must outside ``spmd``."""
+    ranks = tuple(size for _, size in layout.axes)
+    shapes = {name: (*ranks, *slot.shape) for name, slot in layout.slots.items()}
+    problems = [
+        f"{name!r}: got shape {tuple(x.shape)}, expected {shapes[name]}"
+        for name, x in grads.items()
+        if isinstance(x, Tensor) and name in shapes and tuple(x.shape) != shapes[name]
+    ]
+    advice = "Outside spmd, gradients carry leading rank dims. To slice whole values without a reduction, use shard()."
+    reject("scatter_grads", problems, advice)
+
+
+def check_disjoint(trees: Sequence[Sharded]) -> None:
+    """Raise when two trees hold the same buffer."""
+    keys = [key for tree in trees for key in tree]
+    problems = [f"{key!r}: in {keys.count(key)} trees" for key in dict.fromkeys(keys) if keys.count(key) > 1]
+    reject("gather", problems, "Pass the parts that partition() made, each once.")
+
+
+def _misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:
+    if not isinstance(x, Tensor):
+        return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}{arithmetic}"]
+    if tuple(x.shape) == shape and x.dtype == dtype:
+        return []
+    return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}, expected {shape}, {dtype}{arithmetic}"]
+
+
+def _arithmetic(buffer: Buffer) -> str:
+    return f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
+
+
+def _without_values(name: str, x: Tensor) -> list[str]:
+    return [f"{name!r}: on the meta device, without values"] if x.is_meta else []
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    return a is b or a.data_ptr() == b.data_ptr() or torch.equal(a, b)
+
+
+def _grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
+    """The dtype to expect: a gradient may have another precision than its parameter, but be no other kind of number."""
+    if (
+        isinstance(grad, Tensor)
+        and grad.is_complex() == stored.is_complex
+        and grad.is_floating_point() == stored.is_floating_point
+    ):
+        return grad.dtype
+    return stored

@@ -1,0 +1,442 @@
+"""Collectives as exact linear maps: the only file that knows how communication is differentiated.
+
+Every collective is one block in one order: public function, forward, setup_context, backward, jvp, vmap. Seen as a map
+from the values of all ranks to the results of all ranks, each has its true transpose: ``all_gather`` and
+``psum_scatter`` are each other's, ``psum`` is its own. So the gradient of what a rank returns counts every rank's use
+of it, at every order, when a scalar that combines ranks is written with ``psum`` or ``pmean``.
+
+Arguments may be tensors or pytrees of tensors, one collective per leaf. An axis of size 1 costs nothing.
+
+torch's own collectives cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage
+(vmap). See Note [Ranks as a batch axis] in mesh.py for the ``index`` operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .backend import record
+from .errors import reject
+from .mesh import Axis, Mesh
+
+Tree = TypeVar("Tree")
+Over = Axis | Mesh
+
+
+def psum(x: Tree, axis: Over, /) -> Tree:
+    """Sum over the ranks of ``axis``.
+
+    Linear; its own transpose. ``all_gather(psum_scatter(x))`` is the same value.
+
+    Args:
+        x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted.
+        axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor; the message names it.
+
+    Cost:
+        One all-reduce per leaf and axis: each rank sends ``2 (N - 1) / N`` of ``x``.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> rows = torch.tensor([[1, 2], [10, 20]])   # row r = rank r
+        >>> mesh.spmd(lambda x: psum(x, mesh))(rows)
+        tensor([[11, 22],
+                [11, 22]])
+    """
+    return _over("psum", x, axis, lambda x, axis: _Psum.apply(_countable(x), _index(axis), axis))
+
+
+class _Psum(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, axis: Axis) -> Tensor:
+        record("psum", axis.name, x)
+        return axis.backend.psum(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _Psum.apply(grad, *_saved(ctx)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _Psum.apply(tangent, *_saved(ctx))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis) -> Any:
+        if in_dims[1] is None:
+            return _Psum.apply(x.movedim(in_dims[0], 0), index, axis), 0
+        record("psum", axis.name, x, _stacked_in(x, in_dims[0]))
+        return axis.backend.psum(_stack(x, in_dims[0], axis)), None
+
+
+def pmean(x: Tree, axis: Over, /) -> Tree:
+    """Mean over the ranks of ``axis``: ``psum`` divided by their number. Linear; its own transpose.
+
+    Args:
+        x: this rank's value, a tensor or a pytree of them; integers give the default float dtype.
+        axis: the ranks to average over; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+
+    Cost:
+        As :func:`psum`.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1.0, 4.0]))
+        tensor([2.5000, 2.5000])
+    """
+    total = psum(x, axis)
+    return optree.tree_map(lambda leaf: leaf / axis.size, total)  # pyright: ignore[reportReturnType, reportArgumentType]
+
+
+def pmax(x: Tree, axis: Over, /) -> Tree:
+    """Largest value over the ranks of ``axis``, elementwise.
+
+    Its derivative is that of ``amax``: the ranks that hold the largest value share it equally.
+
+    Args:
+        x: this rank's value, a tensor or a pytree of them, the same shapes on every rank.
+        axis: the ranks to compare; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+
+    Cost:
+        One all-reduce per leaf and axis; differentiated, two psums more.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> mesh.spmd(lambda x: pmax(x, mesh))(torch.tensor([[1, 20], [10, 2]]))
+        tensor([[10, 20],
+                [10, 20]])
+    """
+    return _over("pmax", x, axis, lambda x, axis: _Pmax.apply(x, _index(axis), axis))
+
+
+class _Pmax(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, axis: Axis) -> Tensor:
+        record("pmax", axis.name, x)
+        return axis.backend.pmax(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, index, ctx.axis = inputs
+        ctx.save_for_backward(index, x, output)
+        ctx.save_for_forward(index, x, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        index, x, largest = ctx.saved_tensors
+        share = _winners_share(x, largest, index, ctx.axis)
+        return _Psum.apply(grad, index, ctx.axis) * share, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        index, x, largest = ctx.saved_tensors
+        return _Psum.apply(tangent * _winners_share(x, largest, index, ctx.axis), index, ctx.axis)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis) -> Any:
+        if in_dims[1] is None:
+            return _Pmax.apply(x.movedim(in_dims[0], 0), index, axis), 0
+        record("pmax", axis.name, x, _stacked_in(x, in_dims[0]))
+        return axis.backend.pmax(_stack(x, in_dims[0], axis)), None
+
+
+def _winners_share(x: Tensor, largest: Tensor, index: Tensor | None, axis: Axis) -> Tensor:
+    """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
+    wins = (x == largest).to(x.dtype)
+    return wins / _Psum.apply(wins, index, axis)
+
+
+def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
+    """The values of all ranks of ``axis``, laid side by side along ``dim`` in rank order.
+
+    The second half of ``psum``: ``all_gather(psum_scatter(x))`` equals ``psum(x)``. Linear; its transpose is
+    :func:`psum_scatter`.
+
+    Args:
+        x: this rank's part, a tensor or a pytree of them, the same shapes on every rank, of one dim at least.
+        axis: the ranks to gather from; a mesh means all of its axes, in row-major rank order.
+        dim: the dimension along which the parts are laid.
+
+    Returns:
+        Shape of ``x`` with ``dim`` multiplied by ``axis.size``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: a leaf has no dimension ``dim``.
+
+    Cost:
+        One all-gather per leaf and axis: each rank receives ``(N - 1)`` times ``x``.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> rows = torch.tensor([[1, 2], [10, 20]])   # row r = rank r
+        >>> mesh.spmd(lambda x: all_gather(x, mesh["shard"]))(rows)
+        tensor([[ 1,  2, 10, 20],
+                [ 1,  2, 10, 20]])
+    """
+    _check_dim("all_gather", x, dim)
+    inner_first = lambda x, axis: _AllGather.apply(x, _index(axis), axis, dim % x.ndim)  # noqa: E731
+    return _over("all_gather", x, axis, inner_first, inner_axis_first=True)
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Tensor:
+        record("all_gather", axis.name, x)
+        return axis.backend.all_gather(x, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _PsumScatter.apply(grad, *_saved(ctx)), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _AllGather.apply(tangent, *_saved(ctx))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Any:
+        if in_dims[1] is None:
+            return _AllGather.apply(x.movedim(in_dims[0], 0), index, axis, dim + 1), 0
+        record("all_gather", axis.name, x, _stacked_in(x, in_dims[0]))
+        return axis.backend.all_gather(_stack(x, in_dims[0], axis), dim), None
+
+
+def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
+    """Sum over the ranks of ``axis``, each rank keeping its own part of ``dim``.
+
+    The first half of ``psum``: ``all_gather(psum_scatter(x))`` equals ``psum(x)``. Linear; its transpose is
+    :func:`all_gather`.
+
+    Args:
+        x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; ``x.shape[dim]`` divisible
+            by ``axis.size``.
+        axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes, in row-major rank order.
+        dim: the dimension that is split.
+
+    Returns:
+        Shape of ``x`` with ``dim`` divided by ``axis.size``; rank r holds part r.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: ``x.shape[dim]`` is not divisible; the message gives both numbers.
+
+    Cost:
+        One reduce-scatter per leaf and axis: each rank sends ``(N - 1) / N`` of ``x``.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> rows = torch.tensor([[1, 2, 3, 4], [10, 20, 30, 40]])   # row r = rank r
+        >>> mesh.spmd(lambda x: psum_scatter(x, mesh["shard"]))(rows)
+        tensor([[11, 22],
+                [33, 44]])
+    """
+    _check_dim("psum_scatter", x, dim, axis.size)
+    return _over(
+        "psum_scatter", x, axis, lambda x, axis: _PsumScatter.apply(_countable(x), _index(axis), axis, dim % x.ndim)
+    )
+
+
+class _PsumScatter(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Tensor:
+        record("psum_scatter", axis.name, x)
+        return axis.backend.psum_scatter(x, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _AllGather.apply(grad, *_saved(ctx)), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _PsumScatter.apply(tangent, *_saved(ctx))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Any:
+        if in_dims[1] is None:
+            return _PsumScatter.apply(x.movedim(in_dims[0], 0), index, axis, dim + 1), 0
+        record("psum_scatter", axis.name, x, _stacked_in(x, in_dims[0]))
+        return axis.backend.psum_scatter(_stack(x, in_dims[0], axis), dim), 0
+
+
+def shared(x: Tensor, axes: Sequence[Axis], divisor: int) -> Tensor:
+    """``x``, as a value that every rank of ``axes`` holds a copy of: its gradient is psummed, then divided.
+
+    What makes ``gather`` data-parallel. Forward mode passes the tangent through, as the copies' tangents are equal.
+    """
+    for axis in axes:
+        if axis.size > 1:
+            x = _Shared.apply(x, _index(axis), axis, 1)
+    return x if divisor == 1 else _Shared.apply(x, None, _Nobody(), divisor)
+
+
+class _Shared(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, axis: Axis | _Rows | _Nobody, divisor: int) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        index, axis, divisor = _saved(ctx)
+        total = _Psum.apply(grad, index, axis) if isinstance(axis, Axis) else axis.psum(grad)
+        return total / divisor, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _Shared.apply(tangent, *_saved(ctx))
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis | _Rows | _Nobody, divisor: int
+    ) -> Any:
+        if in_dims[1] is None:  # rows, where there are any, stay in dim 0
+            return _Shared.apply(x.movedim(in_dims[0], -1), index, axis, divisor), -1
+        assert isinstance(axis, Axis)
+        return _Shared.apply(_stack(x, in_dims[0], axis), None, _Rows(), divisor), 0
+
+
+class _Rows:
+    """The ranks of a simulated axis once they are the rows of a tensor: what is left of an axis outside its level."""
+
+    def psum(self, x: Tensor) -> Tensor:
+        return x.sum(0, keepdim=True).expand_as(x)
+
+
+class _Nobody:
+    """No ranks to sum over."""
+
+    def psum(self, x: Tensor) -> Tensor:
+        return x
+
+
+def axis_index(axis: Over, /) -> Tensor:
+    """This rank's position on ``axis``, from 0: an integer tensor without dims, differentiable by nobody.
+
+    Args:
+        axis: the ranks to count; a mesh means all of its axes, in row-major order.
+
+    Returns:
+        int64, shape ``()``, on the mesh's device.
+
+    Raises:
+        RuntimeError: on simulated ranks outside ``spmd``, where no rank is this one.
+
+    Cost:
+        Nothing is communicated.
+
+    Example:
+        >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
+        >>> mesh.spmd(lambda: axis_index(mesh))()
+        tensor([[0, 1],
+                [2, 3]])
+    """
+    index = torch.zeros((), dtype=torch.int64)
+    for one in _axes(axis):
+        index = index * one.size + torch.as_tensor(one.backend.index())
+    return index
+
+
+def _axes(axis: Over) -> Sequence[Axis]:
+    if not isinstance(axis, (Axis, Mesh)):
+        raise TypeError(f"axis: got {type(axis).__name__}, expected a mesh or one of its axes, as mesh['shard']")
+    return [axis] if isinstance(axis, Axis) else list(axis)
+
+
+def _over(
+    verb: str, tree: Any, axis: Over, collective: Callable[[Tensor, Axis], Any], inner_axis_first: bool = False
+) -> Any:
+    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank has nothing to tell."""
+    axes = [one for one in _axes(axis) if one.size > 1]
+    _check_tensors(verb, tree)
+
+    def on_leaf(x: Tensor) -> Tensor:
+        for one in reversed(axes) if inner_axis_first else axes:
+            x = collective(x, one)
+        return x
+
+    return optree.tree_map(on_leaf, tree)
+
+
+def _check_tensors(verb: str, tree: Any) -> None:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    leaves_at = zip(paths, leaves, strict=True)
+    problems = [f"x{list(path) or ''}: got {type(x).__name__}" for path, x in leaves_at if not isinstance(x, Tensor)]
+    reject(verb, problems, "Collectives take tensors or pytrees of tensors.", TypeError)
+
+
+def _check_dim(verb: str, tree: Any, dim: int, parts: int = 1) -> None:
+    _check_tensors(verb, tree)
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    problems = []
+    for path, x in zip(paths, leaves, strict=True):
+        if not -x.ndim <= dim < x.ndim:
+            problems.append(f"x{list(path) or ''}: shape {tuple(x.shape)} has no dim {dim}")
+        elif x.shape[dim] % parts:
+            problems.append(f"x{list(path) or ''}: {parts} ranks do not divide dim {dim} of shape {tuple(x.shape)}")
+    reject(verb, problems, "Reshape, or pad to a multiple of the number of ranks.")
+
+
+def _countable(x: Tensor) -> Tensor:
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+def _index(axis: Axis) -> Tensor | None:
+    """The operand that tells the level of a simulated axis; real ranks need none."""
+    index = axis.backend.index()
+    return index if isinstance(index, Tensor) else None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    index, *ctx.static = inputs
+    ctx.save_for_backward(index)
+    ctx.save_for_forward(index)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    return (*ctx.saved_tensors, *ctx.static)
+
+
+def _stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
+    """The values of all ranks in dim 0; a value without a batch dim is the same on every rank."""
+    return x.expand(axis.size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _stacked_in(x: Tensor, dim: int | None) -> int:
+    return 1 if dim is None else x.shape[dim]

@@ -1,0 +1,287 @@
+"""The verbs of the library: ``shard``, ``gather``, ``scatter_grads``, ``partition``, ``materialize``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .checks import check_disjoint, check_grads, check_ranked, check_shards, check_whole
+from .collectives import all_gather, psum, psum_scatter, shared
+from .layout import Buffer, Layout
+from .mesh import Axis
+from .pack import pack, pack_shard, unpack
+from .planning import named_tensors
+from .trees import Full, Sharded
+
+
+def shard(source: nn.Module | Mapping[str, Tensor], layout: Layout) -> Sharded:
+    """This rank's part of whole parameters: slices, no reduction. The inverse of :func:`gather`.
+
+    ``gather(shard(source, layout))`` has the values of ``source`` bitwise, and ``shard(gather(params), layout)`` those
+    of ``params``. FSDP's write-back after ``summon_full_params`` is ``shard(edited, layout)``.
+
+    Args:
+        source: the model, a mapping name -> tensor, or a ``Full``: names, shapes and dtypes of ``layout``. Tied
+            parameters may be listed under all their names.
+        layout: from :func:`plan`.
+
+    Returns:
+        A ``Sharded`` of new 1-D tensors of ``buffer.shard_numel`` elements on the mesh's device, with zeros for
+        padding. On a simulated mesh: of all ranks, stacked, with one leading rank dim per axis.
+
+    Raises:
+        TypeError: ``source`` is already sharded, or ``layout`` is no layout.
+        ValueError: names, shapes or dtypes that do not fit, or meta tensors; all of them at once.
+
+    Cost:
+        No collectives; the memory of the shards.
+
+    Example:
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
+        >>> shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)["fc"]   # row r = rank r
+        tensor([[1., 2.],
+                [3., 0.]])
+    """
+    if isinstance(source, Sharded):
+        raise TypeError(
+            "shard: got a Sharded, expected whole parameters; it is sharded already. gather() gives a Full."
+        )
+    tensors = named_tensors(source)
+    check_whole(tensors, layout)
+    return Sharded({key: _shard_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}, layout)
+
+
+def _shard_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
+    mesh = layout.mesh
+    if not mesh.is_simulated:
+        rank = int(mesh[layout.shard_axis].backend.index()) if layout.shard_axis in mesh.axes else 0
+        return pack_shard(tensors, buffer, rank, mesh.device)
+    rows = torch.stack([pack_shard(tensors, buffer, rank, mesh.device) for rank in range(layout.num_shards)])
+    ones = [size if name == layout.shard_axis else 1 for name, size in layout.axes]
+    return rows.view(*ones, -1).expand(*mesh.axes.values(), -1).contiguous()
+
+
+def gather(params: Sharded, *more: Sharded, dtype: torch.dtype | None = None) -> Full:
+    """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
+
+    The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
+    with ``reduction="sum"``), reduced and sharded again. In forward mode the tangents are gathered.
+
+    Args:
+        params: parameters, or any ``Sharded`` of their shape: gradients, moments, averages.
+        more: the other parts, when :func:`partition` took a tree apart.
+        dtype: cast floating-point shards to this before they travel; gradients come back in the stored dtype.
+
+    Returns:
+        A ``Full``, a dict name -> tensor, in the source's order: views of the gathered buffers. Outside ``spmd`` a
+        stacked tree of simulated ranks gives whole parameters without rank dims; there its gradient is that of every
+        rank returning the same value.
+
+    Raises:
+        TypeError: ``params`` is a ``Full`` or no tree at all.
+        ValueError: shards that do not fit the layout: missing, extra, of other shapes or dtypes; all of them at once.
+
+    Cost:
+        One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes. Backward: one reduce-scatter per
+        buffer, and one all-reduce of the shard where there are replicas.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
+        >>> params = shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)
+        >>> rows = torch.tensor([[1.0, 1.0, 1.0], [3.0, 3.0, 5.0]])   # row r = what rank r multiplies with
+        >>> loss = lambda params, x: (gather(params)["fc.w"] * x).sum()
+        >>> mesh.spmd(torch.func.grad(loss))(params, rows)["fc"]      # the mean of both rows, and zero padding
+        tensor([[2., 2.],
+                [3., 0.]])
+
+    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
+    """
+    trees = (params, *more)
+    for tree in trees:
+        if not isinstance(tree, Sharded):
+            already = "; it is whole already" if isinstance(tree, Full) else ""
+            raise TypeError(f"gather: got {type(tree).__name__}, expected a Sharded{already}.")
+    layout = params.layout.merge([tree.layout for tree in more]) if more else params.layout
+    check_disjoint(trees)
+    shards = {key: tree[key] for tree in trees for key in tree}
+    check_shards("gather", shards, layout)
+    stacked = not layout.mesh.in_spmd
+    whole: dict[str, Tensor] = {}
+    for key, buffer in layout.buffers.items():
+        x = shards[key] if dtype is None or not shards[key].is_floating_point() else shards[key].to(dtype)
+        whole.update(unpack(_flat_of_stack(x, buffer, layout) if stacked else _flat(x, buffer, layout), buffer))
+    return Full({name: whole[name] for name in layout.slots}, layout)
+
+
+def _flat(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """The whole buffer from this rank's shard."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return _over_shards(x, buffer, layout)
+    divisor = layout.num_ranks if layout.reduction == "mean" else 1
+    return _over_shards(shared(x, _copies(buffer, layout), divisor), buffer, layout)
+
+
+def _over_shards(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    return all_gather(x, layout.mesh[layout.shard_axis]) if buffer.num_shards > 1 else x
+
+
+def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """The whole buffer from the shards of all ranks; of copies, the first."""
+    names = list(layout.mesh.axes)
+    copies = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
+    for dim in reversed(copies):
+        x = _FirstCopy.apply(x, dim)
+    return x.flatten()
+
+
+class _FirstCopy(Function):
+    """One of equal copies; every copy gets the whole gradient, as if each rank had returned the same value."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int) -> Tensor:
+        return x.select(dim, 0).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.dim = inputs
+        ctx.size = x.shape[ctx.dim]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.unsqueeze(ctx.dim).expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        return _FirstCopy.apply(tangent, ctx.dim)
+
+
+def _copies(buffer: Buffer, layout: Layout) -> list[Axis]:
+    """The axes whose ranks hold copies of a shard."""
+    names = [layout.replicate_axis, *([layout.shard_axis] if buffer.num_shards == 1 else [])]
+    return [layout.mesh[name] for name in names if layout.axis_size(name) > 1]
+
+
+def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sharded:
+    """Full gradients to reduced, sharded ones: the mean over ranks (or the sum), each rank keeping its part.
+
+    What the gradient of :func:`gather` does, called by hand: ``scatter_grads(torch.func.grad(f)(gather(params)))``
+    equals ``torch.func.grad(lambda params: f(gather(params)))(params)``. To accumulate over microbatches without
+    communication (FSDP's ``no_sync``), add full gradients and scatter once. Linear, and differentiable.
+
+    Args:
+        grads: a ``Full``, or a mapping name -> tensor with ``layout``: this rank's gradients, in shapes of the
+            parameters and any floating-point dtype. ``None`` counts as zeros. Frozen parameters may be left out.
+        layout: where the gradients are to lie; a ``Full`` brings its own.
+
+    Returns:
+        A ``Sharded`` of gradients in the stored dtypes, with exact zeros for padding, and ``None`` for buffers that are
+        not trainable. Outside ``spmd``, ``grads`` of simulated ranks carry their rank dims, and so does the result.
+
+    Raises:
+        TypeError: ``grads`` is already sharded, or a plain mapping comes without a layout.
+        ValueError: names, shapes or dtypes that do not fit; all of them at once.
+
+    Cost:
+        One reduce-scatter per trainable buffer, and one all-reduce of the shard where there are replicas.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
+        >>> rows = torch.tensor([[1.0, 1.0, 1.0], [3.0, 3.0, 5.0]])   # row r = rank r's gradient
+        >>> mesh.spmd(lambda g: scatter_grads({"fc.w": g}, layout))(rows)["fc"]
+        tensor([[2., 2.],
+                [3., 0.]])
+    """
+    if isinstance(grads, Sharded):
+        raise TypeError("scatter_grads: got a Sharded, expected full gradients; these are sharded already.")
+    layout = layout or (grads.layout if isinstance(grads, Full) else None)
+    if layout is None or not isinstance(grads, Mapping):
+        raise TypeError(f"scatter_grads: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
+    if not layout.mesh.in_spmd:
+        check_ranked(grads, layout)
+        return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
+    check_grads(grads, layout)
+    return Sharded({key: _scatter_buffer(grads, buffer, layout) for key, buffer in layout.buffers.items()}, layout)
+
+
+def _scatter_buffer(grads: Mapping[str, Any], buffer: Buffer, layout: Layout) -> Tensor | None:
+    if not buffer.trainable:
+        return None
+    given = [grads[slot.name] for slot in buffer.slots if grads[slot.name] is not None]
+    like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)
+    zeros = {slot.name: like.new_zeros(slot.shape) for slot in buffer.slots if grads[slot.name] is None}
+    total = pack({**grads, **zeros}, buffer)
+    if buffer.num_shards > 1:
+        total = psum_scatter(total, layout.mesh[layout.shard_axis])
+    for axis in _copies(buffer, layout):
+        total = psum(total, axis)
+    divisor = layout.num_ranks if layout.reduction == "mean" else 1
+    return (total if divisor == 1 else total / divisor).to(buffer.dtype)
+
+
+def partition(params: Sharded) -> tuple[Sharded, Sharded]:
+    """``(trainable, frozen)``: two trees that ``gather(trainable, frozen)`` puts together again.
+
+    Differentiate by the first alone: no gradient, optimizer memory or traffic is spent on the second.
+
+    Args:
+        params: any ``Sharded`` with one leaf per buffer of its layout.
+
+    Returns:
+        Two ``Sharded`` that share the leaves of ``params``, each with the layout of its own buffers.
+
+    Raises:
+        TypeError: ``params`` is no ``Sharded``.
+
+    Cost:
+        Nothing is copied or communicated.
+
+    Example:
+        >>> values = {"fc.w": torch.zeros(3), "fc.steps": torch.tensor(7)}
+        >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
+        >>> trainable, frozen = partition(params)
+        >>> list(trainable), list(frozen)
+        (['fc/float32'], ['fc/int64/frozen'])
+    """
+    if not isinstance(params, Sharded):
+        raise TypeError(f"partition: got {type(params).__name__}, expected a Sharded.")
+    layout = params.layout
+    trainable = {key: buffer.trainable for key, buffer in layout.buffers.items()}
+    halves = [layout.select({key: flag == wanted for key, flag in trainable.items()}) for wanted in (True, False)]
+    mine, others = (Sharded({key: params[key] for key in half.buffers}, half) for half in halves)
+    return mine, others
+
+
+def materialize(tree: Any) -> Any:
+    """``tree`` with plain tensors that own their memory, for code that wants a data pointer or to keep a few.
+
+    The tensors of a ``Full`` are views of one gathered buffer per unit: keeping one keeps the whole buffer.
+
+    Args:
+        tree: a ``Full``, a tensor, or any pytree; what is no tensor is passed through.
+
+    Returns:
+        The same tree with a contiguous copy of each tensor. Differentiable.
+
+    Cost:
+        No collectives; the memory of the copies.
+
+    Example:
+        >>> layout = fs.plan({"a": torch.zeros(2), "b": torch.zeros(2)}, fs.simulated_mesh(2), units=[["a", "b"]])
+        >>> full = fs.gather(fs.shard({"a": torch.zeros(2), "b": torch.ones(2)}, layout))
+        >>> full["b"].untyped_storage().nbytes(), materialize(full)["b"].untyped_storage().nbytes()
+        (24, 8)
+    """
+    return optree.tree_map(_own, tree, none_is_leaf=True)
+
+
+def _own(x: Any) -> Any:
+    return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x

@@ -1,0 +1,292 @@
+"""Where every element of every parameter lives: pure integers, no tensors and no process groups.
+
+Note [Layout]: a *unit* is what is gathered together. Inside a unit, parameters of one dtype, one label and one
+trainability are laid row-major, one after the other, into one flat *buffer*; each has its *slot* there. A buffer is
+padded to a multiple of its number of shards S, and rank r of the shard axis owns ``[r * n, (r + 1) * n)`` with
+``n = numel / S``: its *shard*. The intervals are those of FSDP1's ``FlatParamHandle``
+(torch/distributed/fsdp/_flat_param.py); unlike there, padding is always zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+
+from .errors import axes_text, reject, table
+
+if TYPE_CHECKING:
+    from .mesh import Mesh
+
+Reduction = Literal["mean", "sum"]
+_FORMAT = 1
+
+
+class Slice(NamedTuple):
+    """The part of one parameter that one shard holds: ``shard[offset:offset + numel]`` is ``p.flatten()[start:]``."""
+
+    name: str
+    offset: int
+    numel: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in its buffer; ``index`` is its position among the source's parameters."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    numel: int
+    index: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One flat tensor of one dtype, label and trainability; ``numel`` counts its padding. Never empty of slots."""
+
+    key: str
+    label: str
+    trainable: bool
+    numel: int
+    num_shards: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slots[0].dtype
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.num_shards
+
+    @property
+    def parameter_numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def slices(self, rank: int) -> list[Slice]:
+        """The pieces of parameters inside shard ``rank``, in order; an empty parameter is in no shard."""
+        low = (rank if self.num_shards > 1 else 0) * self.shard_numel
+        spans = ((s, max(s.offset, low), min(s.end, low + self.shard_numel)) for s in self.slots)
+        return [Slice(s.name, a - low, b - a, a - s.offset) for s, a, b in spans if a < b]
+
+    def split_sizes(self) -> list[int]:
+        """Sizes that cut the buffer into slot, gap, slot, gap, ...: the gaps are padding and may be 0."""
+        bounds = [edge for slot in self.slots for edge in (slot.offset, slot.end)] + [self.numel]
+        return [b - a for a, b in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The buffers that are gathered together, as one transformer block's."""
+
+    name: str
+    buffers: tuple[Buffer, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Layout:
+    """All units of a model for given numbers of ranks: the static half of every ``Sharded`` and ``Full``.
+
+    Made by :func:`plan`. Frozen and hashable; two layouts are equal when every parameter lies in the same place, on
+    whatever mesh. ``print(layout)`` shows it as a table. ``axes`` are the mesh's names and sizes; an axis that the mesh
+    lacks (``replicate_axis``, say) has size 1. ``aliases`` maps the further names of tied parameters to the first.
+    """
+
+    units: tuple[Unit, ...]
+    axes: tuple[tuple[str, int], ...]
+    shard_axis: str
+    replicate_axis: str
+    reduction: Reduction
+    align_bytes: int
+    aliases: tuple[tuple[str, str], ...]
+    mesh: Mesh = field(compare=False)
+
+    @cached_property
+    def buffers(self) -> Mapping[str, Buffer]:
+        return {buffer.key: buffer for unit in self.units for buffer in unit.buffers}
+
+    @cached_property
+    def slots(self) -> Mapping[str, Slot]:
+        """Every parameter's slot, by name, in the source's order."""
+        slots = sorted((slot for buffer in self.buffers.values() for slot in buffer.slots), key=lambda slot: slot.index)
+        return {slot.name: slot for slot in slots}
+
+    @cached_property
+    def key_of(self) -> Mapping[str, str]:
+        """The key of the buffer that holds each parameter."""
+        return {slot.name: buffer.key for buffer in self.buffers.values() for slot in buffer.slots}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.units, self.axes, self.shard_axis, self.replicate_axis, self.reduction, self.aliases))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def axis_size(self, name: str) -> int:
+        return dict(self.axes).get(name, 1)
+
+    @property
+    def num_shards(self) -> int:
+        return self.axis_size(self.shard_axis)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that a gradient is averaged over: shards times replicas."""
+        return self.num_shards * self.axis_size(self.replicate_axis)
+
+    def slices(self, rank: int) -> list[Slice]:
+        """What rank ``rank`` of the shard axis holds, buffer after buffer: pure arithmetic, no process group.
+
+        Args:
+            rank: position on the shard axis, ``0 <= rank < num_shards``.
+
+        Returns:
+            ``(name, offset in the shard, numel, start in the flattened parameter)``, in elements. Offsets count from
+            the start of the shard of the parameter's own buffer, ``layout.key_of[name]``.
+
+        Example:
+            >>> layout = fs.plan({"w": torch.zeros(3, 3), "b": torch.zeros(3)}, fs.simulated_mesh(2))
+            >>> layout.slices(0)
+            [Slice(name='w', offset=0, numel=8, start=0)]
+            >>> layout.slices(1)
+            [Slice(name='w', offset=0, numel=1, start=8), Slice(name='b', offset=4, numel=3, start=0)]
+        """
+        if not 0 <= rank < self.num_shards:
+            raise ValueError(f"slices: got rank {rank}, expected 0 <= rank < {self.num_shards} ({self.shard_axis!r})")
+        return [piece for buffer in self.buffers.values() for piece in buffer.slices(rank)]
+
+    def on(self, mesh: Mesh) -> Layout:
+        """The same layout on another mesh of the same sizes: for a tree that was unpickled, say."""
+        if tuple(mesh.axes.items()) != self.axes:
+            raise ValueError(
+                f"Layout.on: the layout is for {axes_text(dict(self.axes))}, the mesh has {axes_text(mesh.axes)}. "
+                "A layout fits one set of sizes: plan a new one on this mesh."
+            )
+        return replace(self, mesh=mesh)
+
+    def select(self, keep: Mapping[str, bool]) -> Layout:
+        """The layout of the buffers whose key ``keep`` maps to true, each where it was."""
+        units = (Unit(unit.name, tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units)
+        return replace(self, units=tuple(unit for unit in units if unit.buffers))
+
+    def merge(self, others: Sequence[Layout]) -> Layout:
+        """The layout of all parts that :meth:`select` took apart; the parts are disjoint."""
+        parts: dict[str, list[Buffer]] = {}
+        for unit in (unit for layout in (self, *others) for unit in layout.units):
+            parts.setdefault(unit.name, []).extend(unit.buffers)
+        units = [Unit(name, in_source_order(buffers)) for name, buffers in parts.items()]
+        return replace(self, units=tuple(sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)))
+
+    def lines(self) -> Iterator[str]:
+        """One line for the whole and one for each parameter: equal lines are equal layouts."""
+        yield f"{axes_text(dict(self.axes))}, {self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
+        for buffer in self.buffers.values():
+            for slot in buffer.slots:
+                place = (
+                    f"{slot.name!r}: shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
+                )
+                yield f"{place}, at {slot.offset} of buffer {buffer.key!r} ({buffer.num_shards} x {buffer.shard_numel})"
+        yield f"aliases {dict(self.aliases)}"
+
+    def to_json(self, indent: int | None = None) -> str:
+        """As JSON text; :meth:`from_json` gives an equal layout back."""
+        plain = {name: getattr(self, name) for name in ("shard_axis", "replicate_axis", "reduction", "align_bytes")}
+        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases)}
+        units = [asdict(unit) for unit in self.units]
+        return json.dumps({"format": _FORMAT, **plain, **maps, "units": units}, indent=indent, default=_dtype_name)
+
+    @staticmethod
+    def from_json(text: str, mesh: Mesh) -> Layout:
+        """The layout that ``to_json`` wrote, on a ``mesh`` of the sizes it was planned for."""
+        try:
+            layout = _layout_of(json.loads(text), mesh)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"Layout.from_json: not a layout in JSON ({type(error).__name__}: {error})") from error
+        reject("Layout.from_json", _arithmetic_problems(layout), "The text was altered after to_json wrote it.")
+        return layout.on(mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self  # immutable, and its mesh is a handle
+
+    def __repr__(self) -> str:
+        numel = sum(slot.numel for slot in self.slots.values())
+        counts = f"{len(self.units)} units, {len(self.slots)} parameters, {numel:,} elements"
+        return f"Layout({counts}, {axes_text(dict(self.axes))})"
+
+    def __str__(self) -> str:
+        header = ("buffer", "dtype", "parameters", "elements", "padding", "shard", "shard bytes")
+        rows = [_row(buffer) for buffer in self.buffers.values()]
+        total = ["total", "", *(sum(cast(int, row[i]) for row in rows) for i in range(2, len(header)))]
+        aligned = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
+        note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {aligned}"
+        ties = [f"tied: {alias} = {name}" for alias, name in self.aliases]
+        return "\n".join([table([*rows, total], header, left=2), note, *ties])
+
+
+def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted(buffers, key=lambda buffer: buffer.slots[0].index))
+
+
+def _row(buffer: Buffer) -> list[object]:
+    dtype, elements, shard = _dtype_name(buffer.dtype), buffer.parameter_numel, buffer.shard_numel
+    sizes = [len(buffer.slots), elements, buffer.numel - elements, shard, shard * buffer.dtype.itemsize]
+    return [buffer.key, dtype, *sizes]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _layout_of(data: Any, mesh: Mesh) -> Layout:
+    if data["format"] != _FORMAT:
+        raise ValueError(f"Layout.from_json: got format {data['format']}, this version reads format {_FORMAT}")
+    units = tuple(Unit(unit["name"], tuple(map(_buffer_of, unit["buffers"]))) for unit in data["units"])
+    maps = {name: tuple(data[name].items()) for name in ("axes", "aliases")}
+    plain = {name: data[name] for name in ("shard_axis", "replicate_axis", "reduction", "align_bytes")}
+    return Layout(units=units, mesh=mesh, **maps, **plain)
+
+
+def _buffer_of(data: Any) -> Buffer:
+    return Buffer(**{**data, "slots": tuple(map(_slot_of, data["slots"]))})
+
+
+def _slot_of(data: Any) -> Slot:
+    dtype = getattr(torch, data["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{data['name']!r}: {data['dtype']!r} is no dtype")
+    return Slot(**{**data, "shape": tuple(data["shape"]), "dtype": dtype})
+
+
+def _arithmetic_problems(layout: Layout) -> list[str]:
+    problems, taken = [], 0
+    for buffer in layout.buffers.values():
+        taken = 0
+        for slot in buffer.slots:
+            if slot.numel != prod(slot.shape):
+                problems.append(f"{slot.name!r}: {slot.numel} elements, but shape {slot.shape} has {prod(slot.shape)}")
+            if slot.offset < taken or slot.end > buffer.numel or slot.dtype != buffer.dtype:
+                problems.append(f"{slot.name!r}: [{slot.offset}, {slot.end}) of {slot.dtype} does not fit its buffer")
+            taken = slot.end
+        if buffer.num_shards not in (1, layout.num_shards) or buffer.numel % buffer.num_shards:
+            problems.append(
+                f"buffer {buffer.key!r}: {buffer.numel} elements do not make {buffer.num_shards} equal shards"
+            )
+    return problems

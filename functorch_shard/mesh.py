@@ -1,0 +1,270 @@
+"""The ranks: real ones over a process group, or simulated ones as a batch dim of this process.
+
+Note [Ranks as a batch axis]: on a simulated mesh ``spmd`` is ``torch.func.vmap`` over the ranks, one level per axis,
+and the vmap rule of a collective *is* the communication. Each level carries the rank index as a tensor batched at that
+level alone; a collective takes it as an operand, and so tells the level of its axis from the user's own vmaps. JAX's
+``vmap(axis_name=...)`` is the same idea.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, TypeVar, overload
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .agreement import agree
+from .backend import Backend, DetachedBackend, GroupBackend, StackedBackend
+from .errors import axes_text
+from .spmd import split_tensor, spmd
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One named direction of a mesh, as ``mesh["shard"]``: what a collective communicates over."""
+
+    name: str
+    size: int
+    backend: Backend = field(repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process group does not travel. A simulated axis does: it is only a name and a size.
+        if self.backend.simulated:
+            return _simulated_axis, (self.name, self.size)
+        return Axis, (self.name, self.size, DetachedBackend(int(self.backend.index())))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mesh:
+    """The ranks of a program, in one or more named axes.
+
+    Made by :func:`init_mesh`, :func:`simulated_mesh` or :meth:`from_device_mesh`; an immutable handle. Ranks count in
+    row-major order of the axes. Copying keeps the handle; pickling keeps names and sizes, and real ranks stay behind.
+    """
+
+    _axes: tuple[Axis, ...]
+    device: torch.device
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis, by name, outermost first."""
+        return {axis.name: axis.size for axis in self._axes}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks: the product of the axes."""
+        return prod(self.axes.values())
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the ranks are a batch dim of this process."""
+        return any(axis.backend.simulated for axis in self._axes)
+
+    @property
+    def in_spmd(self) -> bool:
+        """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
+        return all(backend.ranks.get() is not None for backend in self._stacked())
+
+    def __getitem__(self, name: str) -> Axis:
+        for axis in self._axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(f"{name!r}: the mesh has the axes {axes_text(self.axes)}")
+
+    def __iter__(self) -> Any:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    @overload
+    def spmd(self, fn: Fn, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different") -> Fn: ...
+    @overload
+    def spmd(
+        self, fn: None = None, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different"
+    ) -> Callable[[Fn], Fn]: ...
+    def spmd(self, fn: Any = None, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different") -> Any:
+        """Run ``fn`` as a single program on every rank.
+
+        On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On simulated ranks it is
+        ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions.
+
+        Args:
+            fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
+            in_dims: where the rank dims of each positional argument start, as in ``torch.func.vmap``: an int, or a
+                tuple of trees. ``None``: the same on every rank, no rank dims. Keyword arguments are mapped at 0.
+            out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once.
+            randomness: as in vmap; ``"different"`` draws differently on every rank, ``"same"`` alike.
+
+        Returns:
+            A function whose tensors carry one rank dim per axis, in the mesh's order.
+
+        Raises:
+            ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
+            RuntimeError: called inside ``spmd`` of the same mesh.
+
+        Cost:
+            No collectives of its own. One process does the work of all ranks.
+
+        Example:
+            >>> mesh = fs.simulated_mesh(2)
+            >>> rows = torch.tensor([[1, 2], [10, 20]])   # row r = rank r
+            >>> mesh.spmd(lambda x: x - fs.collectives.pmean(x, mesh))(rows)
+            tensor([[-4.5000, -9.0000],
+                    [ 4.5000,  9.0000]])
+        """
+        if fn is None:
+            return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
+        return spmd(fn, self._stacked(), in_dims, out_dims, randomness) if self.is_simulated else fn
+
+    def split(self, tree: Any, dim: int = 0) -> Any:
+        """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.
+
+        Args:
+            tree: a tensor or a pytree; its tensors are split, everything else is passed through.
+            dim: the dimension to split, divisible by ``mesh.size``.
+
+        Returns:
+            Real ranks: views with ``dim`` divided by ``mesh.size``. Simulated ranks: the parts of all ranks, with one
+            leading rank dim per axis, as ``spmd`` takes them.
+
+        Raises:
+            ValueError: a tensor whose ``dim`` is not divisible; the message names all of them.
+
+        Example:
+            >>> fs.simulated_mesh(2).split(torch.arange(6))
+            tensor([[0, 1, 2],
+                    [3, 4, 5]])
+        """
+        parts = split_tensor(tree, self.size, dim)
+        if self.is_simulated:
+            sizes = tuple(self.axes.values())
+            return optree.tree_map(lambda x: x.unflatten(0, sizes) if isinstance(x, Tensor) else x, parts)
+        return optree.tree_map(lambda x: x[self.rank] if isinstance(x, Tensor) else x, parts)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank on a real mesh, in row-major order of the axes; 0 on a simulated one."""
+        rank = 0
+        for axis in self._axes:
+            rank = rank * axis.size + (0 if axis.backend.simulated else int(axis.backend.index()))
+        return rank
+
+    def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]]) -> T:
+        """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
+        real = [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
+        return agree(verb, build, describe, real, self.device) if real else build()
+
+    @staticmethod
+    def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+        """The ranks of a torch ``DeviceMesh``; its dims need names.
+
+        Raises:
+            ValueError: the device mesh has no ``mesh_dim_names``.
+        """
+        names, coordinate = device_mesh.mesh_dim_names, device_mesh.get_coordinate()
+        if names is None or coordinate is None:
+            raise ValueError(
+                "Mesh.from_device_mesh: expected a device mesh with mesh_dim_names that contains this rank, got "
+                f"{device_mesh}. Pass mesh_dim_names=('shard',) or ('replicate', 'shard') to init_device_mesh."
+            )
+        sizes = device_mesh.shape
+        groups = [GroupBackend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
+        axes = tuple(Axis(name, group.size, group) for name, group in zip(names, groups, strict=True))
+        return Mesh(axes, _device(device_mesh.device_type))
+
+    def _stacked(self) -> list[StackedBackend]:
+        return [axis.backend for axis in self._axes if isinstance(axis.backend, StackedBackend)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self
+
+    def __repr__(self) -> str:
+        kind = "simulated, " if self.is_simulated else ""
+        return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
+
+
+def simulated_mesh(axes: int | Mapping[str, int], *, device: torch.device | str | None = None) -> Mesh:
+    """Ranks inside this process: the same program, no process group, true values, every transform.
+
+    Args:
+        axes: the number of ranks of one axis ``"shard"``, or sizes by name, outermost first.
+        device: where ``shard`` puts values; torch's default device unless given.
+
+    Raises:
+        ValueError: a size below 1, or no axis.
+
+    Example:
+        >>> fs.simulated_mesh({"replicate": 2, "shard": 4}).size
+        8
+    """
+    sizes = {"shard": axes} if isinstance(axes, int) else dict(axes)
+    _check_axes("simulated_mesh", sizes)
+    where = torch.get_default_device() if device is None else torch.device(device)
+    return Mesh(tuple(_simulated_axis(name, size) for name, size in sizes.items()), where)
+
+
+def init_mesh(axes: Mapping[str, int] | None = None, *, device: torch.device | str | None = None) -> Mesh:
+    """All ranks of this job: under torchrun, in an initialised process group, or one rank without any.
+
+    Args:
+        axes: sizes by name, outermost first; one may be ``-1``, what is left. Default: ``{"shard": -1}``.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL); CUDA where there is one unless given. Under torchrun the process
+            group is made here; one that exists is used as it is.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks; the message gives the product.
+
+    Cost:
+        Makes a process group per axis, as torch's ``init_device_mesh``.
+
+    Example:
+        >>> fs.init_mesh()          # plain python: one rank, no process group
+        Mesh(shard=1, cpu)
+    """
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+        if not dist.is_initialized():
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        sizes = _fill(axes or {"shard": -1}, dist.get_world_size())
+        names = tuple(sizes)
+        return Mesh.from_device_mesh(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=names))
+    sizes = _fill(axes or {"shard": -1}, 1)
+    return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), _device(kind))
+
+
+def _simulated_axis(name: str, size: int) -> Axis:
+    return Axis(name, size, StackedBackend(size, ContextVar(name, default=None)))
+
+
+def _device(kind: str) -> torch.device:
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _fill(axes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """The sizes with ``-1`` replaced, checked to multiply to ``num_ranks``."""
+    rest = [name for name, size in axes.items() if size == -1]
+    known = prod(size for size in axes.values() if size != -1)
+    sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}
+    _check_axes("init_mesh", sizes)
+    if prod(sizes.values()) != num_ranks:
+        raise ValueError(f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}")
+    return sizes
+
+
+def _check_axes(verb: str, sizes: Mapping[str, int]) -> None:
+    if not sizes or any(size < 1 for size in sizes.values()):
+        raise ValueError(
+            f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
+        )

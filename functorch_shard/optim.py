@@ -1,0 +1,310 @@
+"""Any elementwise ``torch.optim`` class as two pure functions on sharded trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from .checks import check_shards
+from .errors import reject
+from .layout import Buffer, Layout
+from .stock import Group, check_elementwise, check_options, initial_state, state_names, update
+from .trees import Sharded
+
+OptState = dict[str, Sharded]
+
+
+def optimizer(
+    cls: type[torch.optim.Optimizer], *, labels: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+) -> Optimizer:
+    """A ``torch.optim`` class as a pure ``init`` and ``step``.
+
+    The stock class does the arithmetic, fused or foreach where it can, on whole flat buffers. Elementwise means that a
+    shard is updated as it would be inside the whole; classes that are not (LBFGS, Adafactor, Muon) are refused.
+
+    Args:
+        cls: the class, as ``torch.optim.AdamW``.
+        labels: options for buffers of a label, as ``{"no_decay": {"weight_decay": 0.0}}``; they win over ``defaults``.
+        defaults: options of the class, as ``lr=3e-4``.
+
+    Returns:
+        An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads, state)``.
+
+    Raises:
+        TypeError: the class is not elementwise, or has no such option.
+
+    Example:
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
+        >>> params = fs.shard({"fc.w": torch.ones(3)}, layout)
+        >>> opt = optimizer(torch.optim.SGD, lr=0.5)
+        >>> params, state = opt.step(params, fs.shard({"fc.w": torch.ones(3)}, layout), opt.init(params))
+        >>> params["fc"]
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.0000]])
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class of torch.optim, as torch.optim.AdamW")
+    labels = {label: dict(options) for label, options in (labels or {}).items()}
+    variants = [defaults, *({**defaults, **options} for options in labels.values())]
+    for options in variants:
+        check_elementwise(cls, options)
+    known = cls([torch.zeros(1)], **defaults).defaults
+    for options in variants:
+        check_options(cls, options, known)
+    names = {label: tuple(state_names(cls, options)) for label, options in zip([None, *labels], variants, strict=True)}
+    return Optimizer(cls, defaults, labels, known, names)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The two functions that :func:`optimizer` makes. It holds options and no state."""
+
+    cls: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    labels: Mapping[str, Mapping[str, Any]]
+    _known: Mapping[str, Any] = field(repr=False)
+    _names: Mapping[str | None, tuple[str, ...]] = field(repr=False)
+
+    def init(self, params: Sharded) -> OptState:
+        """The state before the first step: what the class itself starts from.
+
+        Args:
+            params: the parameters, this rank's or stacked; only trainable buffers get state.
+
+        Returns:
+            ``{name: Sharded}``, as ``{"step": ..., "exp_avg": ...}``: a shard per buffer, or a scalar. ``None`` stands
+            for what the class makes of the first gradient (SGD's momentum).
+
+        Raises:
+            ValueError: ``params`` do not fit their layout.
+
+        Cost:
+            No collectives; the memory of the state.
+        """
+        _check_params("init", params)
+        options = {key: self._options(buffer, {}, {}) for key, buffer in _trainable(params.layout).items()}
+        state = _run(_Init(self.cls, options), {key: [params[key]] for key in options}, _rank_dims(params.layout))
+        return _by_name(state, params.layout)
+
+    def step(
+        self,
+        params: Sharded,
+        grads: Sharded,
+        state: OptState,
+        *,
+        donate: bool = False,
+        labels: Mapping[str, Mapping[str, Any]] | None = None,
+        **overrides: Any,
+    ) -> tuple[Sharded, OptState]:
+        """One update: new parameters and new state; inputs are left as they are.
+
+        Args:
+            params: the parameters, inside ``spmd`` or, with their rank dims, outside.
+            grads: their gradients, as ``fs.grad`` or ``scatter_grads`` return them; ``None`` leaves a buffer alone.
+            state: from :meth:`init` or the last step.
+            donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
+            labels: options of labels for this step.
+            overrides: options for this step, as ``lr=schedule(i)``; a label's own options win.
+
+        Returns:
+            ``(params, state)`` in the same trees. Buffers that are not trainable are passed through.
+
+        Raises:
+            TypeError: an option that the class does not have.
+            ValueError: trees that do not fit; all offenders at once.
+            NotImplementedError: someone differentiates through the step.
+
+        Cost:
+            No collectives; a copy of parameters and state, or none with ``donate=True``.
+        """
+        _check_params("step", params)
+        check_shards("step: grads", grads, params.layout, allow_none=True)
+        for options in (overrides, *(labels or {}).values()):
+            check_options(self.cls, options, self._known)
+        buffers = _trainable(params.layout)
+        options = {key: self._options(buffer, overrides, labels or {}) for key, buffer in buffers.items()}
+        states = {key: self._state_of(key, buffer, state) for key, buffer in buffers.items()}
+        reject("step: state", [p for s in states.values() for p in s.get(_MISSING, [])], "Start from opt.init(params).")
+        call = _Step(self.cls, options, {key: list(s) for key, s in states.items()}, donate)
+        tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
+        updated = _run(call, tensors, _rank_dims(params.layout))
+        new = {key: updated[key].pop(_PARAM) if key in updated else leaf for key, leaf in params.items()}
+        return Sharded(new, params.layout), _by_name(updated, params.layout)
+
+    def _options(self, buffer: Buffer, overrides: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
+        label = buffer.label
+        return {**self.defaults, **overrides, **self.labels.get(label, {}), **labels.get(label, {})}
+
+    def _state_of(self, key: str, buffer: Buffer, state: OptState) -> dict[str, Any]:
+        names = self._names.get(buffer.label, self._names[None])
+        missing = [f"{key!r}: no {name!r}" for name in names if name not in state or key not in state[name]]
+        return {_MISSING: missing} if missing else {name: state[name][key] for name in names}
+
+
+_PARAM, _MISSING = "(param)", "(missing)"
+
+
+@dataclass(frozen=True)
+class _Init:
+    """What ``init`` does with bare tensors: each buffer's parameter to its state."""
+
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Mapping[str, Any]]
+
+    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        states = {key: initial_state(self.cls, x.detach(), self.options[key]) for key, (x,) in tensors.items()}
+        return {key: {name: _expand(x, rows) for name, x in state.items()} for key, state in states.items()}
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What ``step`` does with bare tensors: parameter, gradient and state to parameter and state."""
+
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Mapping[str, Any]]
+    names: Mapping[str, Sequence[str]]
+    donate: bool
+
+    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        if rows and not all(_alike(x, rows) for parts in tensors.values() for x in parts[2:]):
+            return self._row_by_row(tensors, rows)
+        groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
+        update(self.cls, list(groups.values()))
+        return {
+            key: {_PARAM: group.param, **{name: _expand(x, rows) for name, x in group.state.items()}}
+            for key, group in groups.items()
+        }
+
+    def _group(self, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> Group:
+        param, grad, *state = parts
+        own = _detach if self.donate else _copy
+        states = {name: own(_first(x, rows)) for name, x in zip(self.names[key], state, strict=True) if x is not None}
+        return Group(own(param), None if grad is None else grad.detach(), states, self.options[key])
+
+    def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        """Where the rows of a batch are at different steps: one update each."""
+        row = lambda i: {k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in tensors.items()}  # noqa: E731
+        results = [self(row(i), rows[1:]) for i in range(rows[0])]
+        return {
+            key: {name: _stack([result[key][name] for result in results]) for name in results[0][key]}
+            for key in tensors
+        }
+
+
+def _run(
+    call: Callable[..., dict[str, dict[str, Any]]], tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]
+) -> dict[str, dict[str, Any]]:
+    """``call`` on plain tensors below every transform: batch dims in front, their sizes added to ``rows``."""
+    flat = [x for parts in tensors.values() for x in parts]
+    sent = [x for x in flat if isinstance(x, Tensor)]
+    shape: list[Any] = []
+
+    def on_plain(rows: tuple[int, ...], *plain: Tensor) -> tuple[Tensor, ...]:
+        values = iter(plain)
+        parts = {k: [next(values) if isinstance(x, Tensor) else x for x in xs] for k, xs in tensors.items()}
+        result = call(parts, rows)
+        shape[:] = [
+            (key, name, None if isinstance(x, Tensor) else (x,)) for key, s in result.items() for name, x in s.items()
+        ]
+        return tuple(x for s in result.values() for x in s.values() if isinstance(x, Tensor))
+
+    returned = iter(_Below.apply(_Plain(on_plain, rows), *sent)) if sent else iter(())
+    result: dict[str, dict[str, Any]] = {}
+    for key, name, constant in shape:
+        result.setdefault(key, {})[name] = constant[0] if constant else next(returned)
+    return result
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A function of plain tensors and the sizes of their leading batch dims; opaque to pytrees."""
+
+    fn: Callable[..., tuple[Tensor, ...]]
+    rows: tuple[int, ...]
+
+
+class _Below(Function):
+    """Runs below vmap, where tensors are plain and fused kernels work. Its derivative is refused, not lost."""
+
+    @staticmethod
+    def forward(call: _Plain, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return call.fn(call.rows, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: _Plain, *tensors: Tensor) -> Any:
+        size = info.batch_size
+        # A tensor without this batch dim would be written by every row: each row gets its own.
+        moved = [
+            x.expand(size, *x.shape).clone() if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        results = _Below.apply(_Plain(call.fn, (size, *call.rows)), *moved)
+        return results, (0,) * len(results)
+
+
+_NO_DERIVATIVE = (
+    "opt.step: torch.optim's updates have no derivative. To differentiate through training, use a differentiable "
+    "optimizer on the Sharded trees (torchopt), or write the update with tree_map; or detach the step's inputs."
+)
+
+
+def _check_params(verb: str, params: Sharded) -> None:
+    if not isinstance(params, Sharded):
+        raise TypeError(f"{verb}: params: got {type(params).__name__}, expected a Sharded. shard() makes one.")
+    check_shards(f"{verb}: params", params, params.layout)
+
+
+def _trainable(layout: Layout) -> dict[str, Buffer]:
+    return {key: buffer for key, buffer in layout.buffers.items() if buffer.trainable}
+
+
+def _rank_dims(layout: Layout) -> tuple[int, ...]:
+    return () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+
+
+def _by_name(states: Mapping[str, Mapping[str, Any]], layout: Layout) -> OptState:
+    names = dict.fromkeys(name for state in states.values() for name in state)
+    return {name: Sharded({key: s[name] for key, s in states.items() if name in s}, layout) for name in names}
+
+
+def _alike(x: Any, rows: tuple[int, ...]) -> bool:
+    """Whether a scalar per row is the same in all rows, as a step count is on all ranks; tensors may differ."""
+    return not isinstance(x, Tensor) or tuple(x.shape) != rows or bool((x == x.flatten()[0]).all())
+
+
+def _first(x: Any, rows: tuple[int, ...]) -> Any:
+    return x.flatten()[0] if rows and isinstance(x, Tensor) and tuple(x.shape) == rows and prod(rows) else x
+
+
+def _expand(x: Any, rows: tuple[int, ...]) -> Any:
+    return x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    return torch.stack(list(values)) if isinstance(values[0], Tensor) else values[0]
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
+
+
+def _detach(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

@@ -1,0 +1,168 @@
+"""Real ranks for tests: gloo processes on this machine that answer, fail or time out, but never hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """A rank of :func:`run_ranks` died, or did not answer in time."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ``world_size`` gloo processes and return what each of them returned.
+
+    Each process has one thread, an initialised process group, and ``fs.init_mesh()`` works. Arguments and results are
+    pickled; a tree comes back without its ranks (``Layout.on`` puts it on another mesh).
+
+    Args:
+        fn: a function of a module, or a ``functools.partial`` of one: processes find it by its name.
+        world_size: the number of ranks.
+        args, kwargs: the same for every rank.
+        timeout: seconds for all of it; after that every rank is ended.
+
+    Returns:
+        The results, in rank order.
+
+    Raises:
+        Exception: the first exception of any rank, of its own type, with its rank and traceback; the others are ended.
+        RankError: a rank died without an exception, or did not answer in time; the message says which.
+
+    Cost:
+        The start of the processes: about as long as ``import torch``, the first time less than twice that.
+
+    Example:
+        >>> run_ranks(torch.distributed.get_rank, 2)
+        [0, 1]
+    """
+    if world_size < 1:
+        raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
+    work = _pickled(fn, args, kwargs)
+    deadline = time.monotonic() + timeout
+    context = _context()
+    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
+        ranks = [_start(context, rank, world_size, folder, work, timeout) for rank in range(world_size)]
+        try:
+            return _collect(ranks, deadline, timeout)
+        finally:
+            for process, connection in ranks:
+                process.kill()  # answered, or not wanted any more: nothing is lost
+                process.join()
+                connection.close()
+
+
+Rank = tuple[Any, Connection]
+
+
+def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+        if not ready:
+            raise RankError(
+                f"run_ranks: no answer from rank {sorted(waiting.values())} within {timeout:g} s; all were ended"
+            )
+        answers = {waiting.pop(c): _receive(c) for c in ready if isinstance(c, Connection)}
+        failures = {rank: answer for rank, answer in answers.items() if not answer[0]}
+        if failures:
+            _raise_first(failures, ranks)
+        results.update({rank: value for rank, (_, value) in answers.items()})
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _receive(connection: Connection) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return False, None
+
+
+def _raise_first(failures: dict[int, tuple[bool, Any]], ranks: list[Rank]) -> None:
+    """What a rank said comes before a rank that said nothing; of two that spoke, the one that spoke first."""
+    told = {rank: value for rank, (_, value) in failures.items() if value}
+    if not told:
+        rank = min(failures)
+        ranks[rank][0].join(5)
+        raise RankError(f"run_ranks: rank {rank} died without an answer, exit code {ranks[rank][0].exitcode}")
+    rank = min(told, key=lambda rank: told[rank][0])
+    _, error, text = told[rank]
+    cause = RankError(f"on rank {rank}:\n{text}")
+    raise _unpickled(error, text, rank) from cause
+
+
+def _unpickled(error: bytes | None, text: str, rank: int) -> Exception:
+    try:
+        exception = pickle.loads(error) if error else None
+    except Exception:
+        exception = None
+    if not isinstance(exception, Exception):
+        return RankError(f"run_ranks: rank {rank} raised an exception that cannot be pickled:\n{text}")
+    return exception
+
+
+def _pickled(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    try:
+        return pickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"run_ranks: {fn!r} or its arguments cannot be sent to another process ({error}). Pass a function that is "
+            "defined at the top of a module, and plain data."
+        ) from error
+
+
+def _context() -> Any:
+    """New processes from a server that has torch loaded, where there is one: a start takes a tenth of a second."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _start(context: Any, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> Rank:
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_rank_main, args=(there, rank, world_size, folder, work, timeout), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> None:
+    try:
+        _join_group(rank, world_size, folder, timeout)
+        fn, args, kwargs = pickle.loads(work)
+        answer = True, fn(*args, **kwargs)
+        message = pickle.dumps(answer)
+    except BaseException as error:  # told to the parent, whatever it is
+        text = "".join(traceback.format_exception(error))
+        message = pickle.dumps((False, (time.time(), _pickle_error(error), text)))
+    connection.send_bytes(message)
+    connection.close()
+
+
+def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo asks for the host's name otherwise, which may not resolve
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+
+
+def _pickle_error(error: BaseException) -> bytes | None:
+    try:
+        return pickle.dumps(error)
+    except Exception:
+        return None

@@ -1,0 +1,155 @@
+"""One function as every simulated rank: one vmap per axis. See Note [Ranks as a batch axis] in mesh.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from .backend import StackedBackend
+from .errors import reject
+
+Dim = Any  # an int, or None
+
+
+def spmd(
+    fn: Callable[..., Any], axes: Sequence[StackedBackend], in_dims: Any, out_dims: Any, randomness: str
+) -> Callable[..., Any]:
+    """``fn`` under one vmap per axis, outermost first; only tensors are mapped."""
+
+    @wraps(fn)
+    def every_rank(*args: Any, **kwargs: Any) -> Any:
+        _refuse_nesting(axes)
+        call: Any = (args, kwargs)
+        leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
+        dims = _broadcast(in_dims, args, "in_dims") + [0] * (len(leaves) - _num_leaves(args))
+        mapped = [i for i, dim in enumerate(dims) if isinstance(leaves[i], Tensor) and dim is not None]
+        starts = [_first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
+        _check_sizes(treedef, leaves, mapped, starts, axes)
+        result: list[Any] = []
+
+        def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
+            for i, tensor in zip(mapped, tensors, strict=True):
+                leaves[i] = tensor
+            rank_args, rank_kwargs = optree.tree_unflatten(treedef, leaves)
+            result[:] = optree.tree_flatten(fn(*rank_args, **rank_kwargs), none_is_leaf=True)
+            return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
+
+        stacked = _over_ranks(one_rank, axes, starts, randomness)(*[leaves[i] for i in mapped])
+        return _rebuild(result[0], result[1], stacked, out_dims, len(axes))
+
+    return every_rank
+
+
+def split_tensor(tree: Any, num_ranks: int, dim: int) -> Any:
+    """Every tensor cut into ``num_ranks`` equal parts of ``dim``, stacked in a new dim 0."""
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    problems = [
+        f"{_path(path)}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor) and (not -x.ndim <= dim < x.ndim or x.shape[dim] % num_ranks)
+    ]
+    reject("split", problems, f"Give every rank the same number of rows: a batch of a multiple of {num_ranks}.")
+    return optree.tree_map(lambda x: _cut(x, num_ranks, dim) if isinstance(x, Tensor) else x, tree)
+
+
+def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
+    dim = dim % x.ndim
+    return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)  # (.., N * n, ..) -> (N, .., n, ..)
+
+
+def _over_ranks(
+    fn: Callable[..., Any], axes: Sequence[StackedBackend], starts: list[int], randomness: str
+) -> Callable[..., Any]:
+    for axis in reversed(axes):
+        fn = _over_axis(fn, axis, starts, randomness)
+    return fn
+
+
+def _over_axis(fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str) -> Callable[..., Any]:
+    def one_rank(index: Tensor, *tensors: Tensor) -> Any:
+        token = axis.ranks.set(index)
+        try:
+            return fn(*tensors)
+        finally:
+            axis.ranks.reset(token)
+
+    def all_ranks(*tensors: Tensor) -> Any:
+        device = tensors[0].device if tensors else None
+        in_dims = (0, *starts)
+        return vmap(one_rank, in_dims=in_dims, randomness=randomness)(torch.arange(axis.size, device=device), *tensors)
+
+    return all_ranks
+
+
+def _rebuild(leaves: list[Any], treedef: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: int) -> Any:
+    """The results of all ranks in the tree that one rank returned, each with its rank dims where ``out_dims`` says."""
+    dims = _broadcast(out_dims, optree.tree_unflatten(treedef, leaves), "out_dims")
+    values = iter(stacked)
+    moved = [
+        _place(next(values), dim, num_axes) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)
+    ]
+    return optree.tree_unflatten(treedef, moved)
+
+
+def _place(x: Tensor, dim: Dim, num_axes: int) -> Tensor:
+    if dim is None:
+        return _the_same_on_all_ranks(x, num_axes)
+    start = dim if dim >= 0 else x.ndim - num_axes + dim + 1
+    return x.movedim(tuple(range(num_axes)), tuple(range(start, start + num_axes)))
+
+
+def _the_same_on_all_ranks(x: Tensor, num_axes: int) -> Tensor:
+    # vmap returns a value without a batch dim as an expanded view: stride 0 over the ranks.
+    if any(x.shape[i] > 1 and x.stride(i) for i in range(num_axes)):
+        raise ValueError(
+            "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return them; "
+            f"a result of shape {tuple(x.shape[num_axes:])} differs. Combine it with a collective, or use out_dims=0."
+        )
+    return x[(0,) * num_axes]
+
+
+def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
+    return dim if dim >= 0 else x.ndim - num_axes + dim + 1
+
+
+def _broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
+    """One dim per leaf of ``tree``, from a tree that is a prefix of it."""
+    try:
+        return optree.broadcast_prefix(dims, tree, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
+
+
+def _num_leaves(tree: Any) -> int:
+    return optree.tree_structure(tree, none_is_leaf=True).num_leaves
+
+
+def _refuse_nesting(axes: Sequence[StackedBackend]) -> None:
+    if any(axis.ranks.get() is not None for axis in axes):
+        raise RuntimeError("spmd: this code already runs as one rank of the same mesh; call the undecorated function.")
+
+
+def _check_sizes(
+    treedef: Any, leaves: list[Any], mapped: list[int], starts: list[int], axes: Sequence[StackedBackend]
+) -> None:
+    sizes = tuple(axis.size for axis in axes)
+    problems = []
+    for i, start in zip(mapped, starts, strict=True):
+        shape = tuple(leaves[i].shape)
+        if shape[start : start + len(sizes)] != sizes:
+            where = f"from dim {start}" if start else "as leading dims"
+            problems.append(f"{_path(treedef.paths()[i], 'args')}: shape {shape}, expected {sizes} {where}, one a rank")
+    reject("spmd", problems, "Split a global batch with mesh.split; pass what all ranks share with in_dims=None.")
+
+
+def _path(path: tuple[Any, ...], root: str = "") -> str:
+    """A leaf's place as a reader would write it: ``args[0]['x']``."""
+    if root:
+        root, path = ("args", path[1:]) if path[0] == 0 else ("kwargs", path[1:])
+    return root + "".join(f"[{entry!r}]" for entry in path) or "the tensor"

@@ -1,0 +1,140 @@
+"""Stock ``torch.optim`` classes on bare tensors: state in, state out. The class does all of the arithmetic."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import reject
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Group:
+    """One tensor to update, with the options of its label."""
+
+    param: Tensor
+    grad: Tensor | None
+    state: State
+    options: Mapping[str, Any]
+
+
+def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
+    """One step of ``cls``, in place on parameters and states; a state may get new entries."""
+    optimizer = cls([{"params": [g.param], **g.options} for g in groups], **_fastest(cls, groups))
+    for group in groups:
+        group.param.grad = group.grad
+        optimizer.state[group.param] = group.state
+    try:
+        optimizer.step()
+    finally:
+        for group in groups:
+            group.param.grad = None
+
+
+def initial_state(cls: type[torch.optim.Optimizer], param: Tensor, options: Mapping[str, Any]) -> State:
+    """The state that ``cls`` makes for ``param`` before its first update; ``None`` for what comes with the update.
+
+    torch makes state in the first ``step``. A step with zero gradients would not do: it moves counters, and averages.
+    So the step runs until it is about to write, and no further.
+    """
+    optimizer = cls([param], **options)
+    param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+    try:
+        with _UntilWrite(optimizer, param):
+            optimizer.step()
+    except _AboutToWrite:
+        pass
+    finally:
+        param.grad = None
+    state = dict(optimizer.state[param])
+    return {name: state.get(name) for name in state_names(cls, options)}
+
+
+def state_names(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> list[str]:
+    """What ``cls`` keeps for a parameter."""
+    group = Group(torch.zeros(1), torch.zeros(1), {}, _plain(options))
+    optimizer = cls([group.param], **group.options)
+    group.state.update(optimizer.state[group.param])
+    update(cls, [group])
+    return list(group.state)
+
+
+def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Raise unless ``cls`` treats the elements of a tensor each for itself, so that a shard is as good as the whole."""
+    start, grads = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([[0.5, 0.25, -4.0], [-1.0, 0.5, 8.0]])
+    cls([start.clone()], **options)  # what is wrong with the options is the class's to say
+    try:
+        whole = _trajectory(cls, start, grads, options)
+        parts = torch.cat([_trajectory(cls, start[i : i + 1], grads[:, i : i + 1], options) for i in range(3)])
+    except Exception as error:
+        raise TypeError(_refusal(cls, f"it does not step on 1-D tensors ({type(error).__name__}: {error})")) from error
+    if not torch.allclose(whole, parts, rtol=1e-5, atol=0):
+        raise TypeError(_refusal(cls, "its update of one element depends on others, so a shard is not enough"))
+
+
+def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    problems = [f"{name!r}: {cls.__name__} has no such option" for name in options if name not in known]
+    reject("optimizer", problems, f"It has {', '.join(known)}.", TypeError)
+
+
+def _refusal(cls: type[torch.optim.Optimizer], reason: str) -> str:
+    return (
+        f"optimizer: {cls.__name__} is not elementwise: {reason}. Gather what it needs, update whole matrices, and "
+        "shard() the result."
+    )
+
+
+def _trajectory(cls: Any, start: Tensor, grads: Tensor, options: Mapping[str, Any]) -> Tensor:
+    group = Group(start.clone(), None, {}, _plain(options))
+    optimizer = cls([group.param], **group.options)
+    for grad in grads:
+        group.param.grad = grad.clone()
+        optimizer.step()
+    return group.param
+
+
+_IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the choice of an implementation, which may not exist for a probe on the CPU."""
+    return {name: value for name, value in options.items() if name not in _IMPLEMENTATIONS}
+
+
+def _fastest(cls: Any, groups: Sequence[Group]) -> dict[str, Any]:
+    """``fused=True`` where the class has it and the user chose nothing."""
+    chosen = any(group.options.get(name) for group in groups for name in _IMPLEMENTATIONS)
+    fits = all(group.param.is_floating_point() and group.param.device.type in ("cpu", "cuda") for group in groups)
+    return {"fused": True} if fits and not chosen and "fused" in inspect.signature(cls).parameters else {}
+
+
+class _AboutToWrite(Exception):  # noqa: N818  (no error: the way out of the optimizer's step)
+    pass
+
+
+class _UntilWrite(TorchDispatchMode):
+    """Stops before the first write to the parameter or to its state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+        super().__init__()
+        self.optimizer, self.param = optimizer, param
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [arg for arg, spec in zip(args, func._schema.arguments, strict=False) if _is_written(spec)]
+        kept = [self.param, *self.optimizer.state[self.param].values()]
+        flat = [x for arg in written for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        if any(x is k for x in flat for k in kept):
+            raise _AboutToWrite
+        return func(*args, **(kwargs or {}))
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write

@@ -1,0 +1,189 @@
+"""``grad`` and ``grad_and_value``: torch.func's, with the memory of ``backward()`` where nothing needs more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level  # no public way to ask; tests/test_transforms.py watches it
+
+from .trees import Full, Sharded, take_tensors
+
+Argnums = int | Sequence[int]
+
+
+def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient of ``fn``, which returns a scalar: the same numbers as ``torch.func.grad``.
+
+    Args:
+        fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
+        argnums: which positional arguments to differentiate by, as in ``torch.func.grad``.
+        has_aux: whether ``fn`` returns ``(scalar, aux)``.
+
+    Returns:
+        A function with the arguments of ``fn``. It returns gradients in the tree of the argument (a tuple of them for
+        several ``argnums``), or ``(gradients, aux)``. Leaves that are not trainable - integers, bools, and buffers or
+        parameters frozen in the layout - get ``None``.
+
+    Raises:
+        TypeError, ValueError: as :func:`grad_and_value`.
+
+    Cost:
+        As :func:`grad_and_value`.
+
+    Example:
+        >>> grad(lambda x, y: (x * y).sum())(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor([3., 4.])
+    """
+    both = grad_and_value(fn, argnums, has_aux)
+
+    @wraps(fn)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
+
+
+def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient and the value of ``fn``: the same numbers as ``torch.func.grad_and_value``.
+
+    ``torch.func.grad_and_value`` runs its backward with ``create_graph=True`` and so keeps every activation to the end.
+    Here activations are freed as backward goes, unless someone differentiates the result: inside another transform (a
+    ``torch.func`` level, a simulated rank, ``torch.compile``), and when an argument requires grad, this *is*
+    ``torch.func.grad_and_value``.
+
+    Args:
+        fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
+        argnums: which positional arguments to differentiate by.
+        has_aux: whether ``fn`` returns ``(scalar, aux)``.
+
+    Returns:
+        A function with the arguments of ``fn``. It returns ``(gradients, value)``, or ``(gradients, (value, aux))``.
+        Leaves that are not trainable - integers, bools, and buffers or parameters frozen in the layout - get ``None``.
+
+    Raises:
+        TypeError: ``fn`` does not return a floating-point scalar tensor (and aux).
+        ValueError: ``argnums`` names an argument that was not given.
+
+    Cost:
+        The collectives of ``fn`` and of their transposes.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> params = fs.shard({"fc.w": torch.ones(2)}, fs.plan({"fc.w": torch.ones(2)}, mesh))
+        >>> loss = lambda params, x: (fs.gather(params)["fc.w"] * x).sum()
+        >>> grads, value = mesh.spmd(grad_and_value(loss))(params, torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
+        >>> grads["fc"], value      # the mean of both rows, sharded; each rank's own loss
+        (tensor([[3.],
+                [4.]]), tensor([ 3., 11.]))
+    """
+
+    @wraps(fn)
+    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
+        chosen = _positions(argnums, len(args))
+        wanted = {i: _wanted(args[i]) for i in chosen}
+        leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
+        picked = [x for i, xs in zip(chosen, leaves, strict=True) for x, use in zip(xs, wanted[i], strict=True) if use]
+
+        def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            call, rest = list(args), iter(tensors)
+            for i in chosen:
+                call[i] = _replace(args[i], wanted[i], rest)
+            return _check_scalar(fn(*call, **kwargs), has_aux)
+
+        differentiate = _with_graph if _needs_graph((args, kwargs)) else _without_graph
+        grads, value, aux = differentiate(scalar, picked)
+        rest = iter(grads)
+        trees = [_fill(args[i], wanted[i], rest) for i in chosen]
+        return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
+
+    return gradient_and_value
+
+
+Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
+
+
+def _with_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Any]:
+    """By torch.func, whose aux may hold tensors and nothing else."""
+    put_back: list[Callable[..., Any]] = []
+
+    def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        value, aux = scalar(inputs)
+        tensors, rebuild = take_tensors(aux)
+        put_back.append(rebuild)
+        return value, tensors
+
+    grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
+    return grads, value, put_back[0](aux)
+
+
+def _without_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Any]:
+    """By one backward that frees activations as it goes."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        value, aux = scalar(inputs)
+        if inputs and value.requires_grad:
+            grads = torch.autograd.grad(value, inputs, materialize_grads=True)
+        else:
+            grads = [torch.zeros_like(x) for x in inputs]
+    tensors, put_back = take_tensors(aux)
+    return grads, value.detach(), put_back(x.detach() for x in tensors)
+
+
+def _needs_graph(call: Any) -> bool:
+    """Whether someone outside differentiates (or batches, or traces) what is computed here."""
+    if maybe_current_level() is not None or torch.compiler.is_compiling():
+        return True
+    leaves = optree.tree_leaves(call, none_is_leaf=True)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+
+
+def _wanted(tree: Any) -> list[bool]:
+    """Which leaves have a gradient: floating-point tensors, but nothing that a layout calls frozen."""
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    if isinstance(tree, Sharded):
+        return [tree.layout.buffers[key].trainable and _differentiable(x) for key, x in tree.items()]
+    if isinstance(tree, Full):
+        keys = tree.layout.key_of
+        return [tree.layout.buffers[keys[name]].trainable and _differentiable(x) for name, x in tree.items()]
+    return [_differentiable(x) for x in leaves]
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _replace(tree: Any, wanted: Sequence[bool], tensors: Any) -> Any:
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    return optree.tree_unflatten(treedef, [next(tensors) if use else x for x, use in zip(leaves, wanted, strict=True)])
+
+
+def _fill(tree: Any, wanted: Sequence[bool], grads: Any) -> Any:
+    treedef = optree.tree_structure(tree, none_is_leaf=True)
+    return optree.tree_unflatten(treedef, [next(grads) if use else None for use in wanted])
+
+
+def _positions(argnums: Argnums, num_args: int) -> list[int]:
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not chosen or any(not -num_args <= i < num_args for i in chosen):
+        raise ValueError(
+            f"grad: argnums: got {argnums}, but the function was called with {num_args} positional arguments"
+        )
+    return [i % num_args for i in chosen]
+
+
+def _check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"grad: has_aux=True: expected the function to return (scalar, aux), got {type(result).__name__}"
+        )
+    value, aux = result if has_aux else (result, None)
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"grad: expected the function to return a floating-point scalar tensor, got {got}")
+    return value, aux
