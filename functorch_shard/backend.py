@@ -35,6 +35,7 @@ class Backend(Protocol):
     @property
     def simulated(self) -> bool: ...
     def index(self) -> Tensor | int: ...
+    def others(self) -> Tensor | None: ...
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor: ...
     def psum(self, x: Tensor) -> Tensor: ...
@@ -57,6 +58,9 @@ class GroupBackend:
 
     def index(self) -> int:
         return self.rank
+
+    def others(self) -> None:
+        return None
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         if not x.numel():
@@ -92,6 +96,7 @@ class StackedBackend:
 
     size: int
     ranks: ContextVar[Tensor | None] = field(repr=False)
+    siblings: tuple[ContextVar[Tensor | None], ...] = field(default=(), repr=False)
     simulated: bool = field(default=True, init=False)
 
     def index(self) -> Tensor:
@@ -102,6 +107,11 @@ class StackedBackend:
                 "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
             )
         return index
+
+    def others(self) -> Tensor | None:
+        """A tensor that is batched at the levels of the mesh's other axes."""
+        indices = [index for index in (ranks.get() for ranks in self.siblings) if index is not None]
+        return sum(indices[1:], indices[0]) if indices else None
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return x.movedim(0, dim).flatten(dim, dim + 1)  # (N, .., n, ..) -> (.., N * n, ..)
@@ -126,6 +136,9 @@ class DetachedBackend:
 
     def index(self) -> int:
         return self.rank
+
+    def others(self) -> None:
+        return None
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         self._refuse()

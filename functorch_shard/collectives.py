@@ -8,12 +8,13 @@ of it, at every order, when a scalar that combines ranks is written with ``psum`
 Arguments may be tensors or pytrees of tensors, one collective per leaf. An axis of size 1 costs nothing.
 
 torch's own collectives cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage
-(vmap). See Note [Ranks as a batch axis] in mesh.py for the ``index`` operand.
+(vmap). See Note [Ranks as a batch axis] in mesh.py for the operands ``index`` and ``others``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import optree
@@ -54,13 +55,13 @@ def psum(x: Tree, axis: Over, /) -> Tree:
         tensor([[11, 22],
                 [11, 22]])
     """
-    return _over("psum", x, axis, lambda x, axis: _Psum.apply(_countable(x), _index(axis), axis))
+    return _over("psum", x, axis, lambda x, axis: _Psum.apply(_countable(x), *_place(axis), axis))
 
 
 class _Psum(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, axis: Axis) -> Tensor:
-        record("psum", axis.name, x)
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
+        record("psum", axis.name, x, axis.folded)
         return axis.backend.psum(x)
 
     @staticmethod
@@ -69,17 +70,18 @@ class _Psum(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Psum.apply(grad, *_saved(ctx)), None, None
+        return _Psum.apply(grad, *_saved(ctx)), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return _Psum.apply(tangent, *_saved(ctx))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
         if in_dims[1] is None:
-            return _Psum.apply(x.movedim(in_dims[0], 0), index, axis), 0
-        record("psum", axis.name, x, _stacked_in(x, in_dims[0]))
+            x, batch_dim, _ = _aside(x, in_dims[0])
+            return _Psum.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
+        record("psum", axis.name, x, _num_values(x, in_dims[0], axis))
         return axis.backend.psum(_stack(x, in_dims[0], axis)), None
 
 
@@ -132,44 +134,45 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
         tensor([[10, 20],
                 [10, 20]])
     """
-    return _over("pmax", x, axis, lambda x, axis: _Pmax.apply(x, _index(axis), axis))
+    return _over("pmax", x, axis, lambda x, axis: _Pmax.apply(x, *_place(axis), axis))
 
 
 class _Pmax(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, axis: Axis) -> Tensor:
-        record("pmax", axis.name, x)
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
+        record("pmax", axis.name, x, axis.folded)
         return axis.backend.pmax(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, index, ctx.axis = inputs
-        ctx.save_for_backward(index, x, output)
-        ctx.save_for_forward(index, x, output)
+        x, *place, ctx.axis = inputs
+        ctx.save_for_backward(x, output, *place)
+        ctx.save_for_forward(x, output, *place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        index, x, largest = ctx.saved_tensors
-        share = _winners_share(x, largest, index, ctx.axis)
-        return _Psum.apply(grad, index, ctx.axis) * share, None, None
+        x, largest, *place = ctx.saved_tensors
+        share = _winners_share(x, largest, *place, ctx.axis)
+        return _Psum.apply(grad, *place, ctx.axis) * share, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        index, x, largest = ctx.saved_tensors
-        return _Psum.apply(tangent * _winners_share(x, largest, index, ctx.axis), index, ctx.axis)
+        x, largest, *place = ctx.saved_tensors
+        return _Psum.apply(tangent * _winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
         if in_dims[1] is None:
-            return _Pmax.apply(x.movedim(in_dims[0], 0), index, axis), 0
-        record("pmax", axis.name, x, _stacked_in(x, in_dims[0]))
+            x, batch_dim, _ = _aside(x, in_dims[0])
+            return _Pmax.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
+        record("pmax", axis.name, x, _num_values(x, in_dims[0], axis))
         return axis.backend.pmax(_stack(x, in_dims[0], axis)), None
 
 
-def _winners_share(x: Tensor, largest: Tensor, index: Tensor | None, axis: Axis) -> Tensor:
+def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
     """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
     wins = (x == largest).to(x.dtype)
-    return wins / _Psum.apply(wins, index, axis)
+    return wins / _Psum.apply(wins, *place)
 
 
 def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
@@ -201,14 +204,14 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [ 1,  2, 10, 20]])
     """
     _check_dim("all_gather", x, dim)
-    inner_first = lambda x, axis: _AllGather.apply(x, _index(axis), axis, dim % x.ndim)  # noqa: E731
+    inner_first = lambda x, axis: _AllGather.apply(x, *_place(axis), axis, dim % x.ndim)  # noqa: E731
     return _over("all_gather", x, axis, inner_first, inner_axis_first=True)
 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Tensor:
-        record("all_gather", axis.name, x)
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
+        record("all_gather", axis.name, x, axis.folded)
         return axis.backend.all_gather(x, dim)
 
     @staticmethod
@@ -217,17 +220,20 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _PsumScatter.apply(grad, *_saved(ctx)), None, None, None
+        return _PsumScatter.apply(grad, *_saved(ctx)), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return _AllGather.apply(tangent, *_saved(ctx))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int
+    ) -> Any:
         if in_dims[1] is None:
-            return _AllGather.apply(x.movedim(in_dims[0], 0), index, axis, dim + 1), 0
-        record("all_gather", axis.name, x, _stacked_in(x, in_dims[0]))
+            x, batch_dim, shift = _aside(x, in_dims[0])
+            return _AllGather.apply(x, index, others, _fold(axis, info, in_dims), dim + shift), batch_dim
+        record("all_gather", axis.name, x, _num_values(x, in_dims[0], axis))
         return axis.backend.all_gather(_stack(x, in_dims[0], axis), dim), None
 
 
@@ -262,14 +268,14 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     """
     _check_dim("psum_scatter", x, dim, axis.size)
     return _over(
-        "psum_scatter", x, axis, lambda x, axis: _PsumScatter.apply(_countable(x), _index(axis), axis, dim % x.ndim)
+        "psum_scatter", x, axis, lambda x, axis: _PsumScatter.apply(_countable(x), *_place(axis), axis, dim % x.ndim)
     )
 
 
 class _PsumScatter(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Tensor:
-        record("psum_scatter", axis.name, x)
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
+        record("psum_scatter", axis.name, x, axis.folded)
         return axis.backend.psum_scatter(x, dim)
 
     @staticmethod
@@ -278,17 +284,20 @@ class _PsumScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _AllGather.apply(grad, *_saved(ctx)), None, None, None
+        return _AllGather.apply(grad, *_saved(ctx)), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return _PsumScatter.apply(tangent, *_saved(ctx))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis, dim: int) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int
+    ) -> Any:
         if in_dims[1] is None:
-            return _PsumScatter.apply(x.movedim(in_dims[0], 0), index, axis, dim + 1), 0
-        record("psum_scatter", axis.name, x, _stacked_in(x, in_dims[0]))
+            x, batch_dim, shift = _aside(x, in_dims[0])
+            return _PsumScatter.apply(x, index, others, _fold(axis, info, in_dims), dim + shift), batch_dim
+        record("psum_scatter", axis.name, x, _num_values(x, in_dims[0], axis))
         return axis.backend.psum_scatter(_stack(x, in_dims[0], axis), dim), 0
 
 
@@ -299,13 +308,15 @@ def shared(x: Tensor, axes: Sequence[Axis], divisor: int) -> Tensor:
     """
     for axis in axes:
         if axis.size > 1:
-            x = _Shared.apply(x, _index(axis), axis, 1)
-    return x if divisor == 1 else _Shared.apply(x, None, _Nobody(), divisor)
+            x = _Shared.apply(x, *_place(axis), axis, 1)
+    return x if divisor == 1 else _Shared.apply(x, None, None, _Nobody(), divisor)
 
 
 class _Shared(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, axis: Axis | _Rows | _Nobody, divisor: int) -> Tensor:
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis | _Rows | _Nobody, divisor: int
+    ) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -314,9 +325,9 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        index, axis, divisor = _saved(ctx)
-        total = _Psum.apply(grad, index, axis) if isinstance(axis, Axis) else axis.psum(grad)
-        return total / divisor, None, None, None
+        *place, axis, divisor = _saved(ctx)
+        total = _Psum.apply(grad, *place, axis) if isinstance(axis, Axis) else axis.psum(grad)
+        return total / divisor, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -324,12 +335,19 @@ class _Shared(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, axis: Axis | _Rows | _Nobody, divisor: int
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis | _Rows | _Nobody,
+        divisor: int,
     ) -> Any:
-        if in_dims[1] is None:  # rows, where there are any, stay in dim 0
-            return _Shared.apply(x.movedim(in_dims[0], -1), index, axis, divisor), -1
+        if in_dims[1] is None:
+            x, batch_dim, _ = _aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
+            return _Shared.apply(x, index, others, _fold(axis, info, in_dims), divisor), batch_dim
         assert isinstance(axis, Axis)
-        return _Shared.apply(_stack(x, in_dims[0], axis), None, _Rows(), divisor), 0
+        return _Shared.apply(_stack(x, in_dims[0], axis), None, None, _Rows(), divisor), 0
 
 
 class _Rows:
@@ -417,20 +435,34 @@ def _countable(x: Tensor) -> Tensor:
     return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
-def _index(axis: Axis) -> Tensor | None:
-    """The operand that tells the level of a simulated axis; real ranks need none."""
+def _place(axis: Axis) -> tuple[Tensor | None, Tensor | None]:
+    """The operands that tell vmap levels apart: batched at the level of the axis, and at those of the other axes.
+
+    Real ranks need neither.
+    """
     index = axis.backend.index()
-    return index if isinstance(index, Tensor) else None
+    return (index, axis.backend.others()) if isinstance(index, Tensor) else (None, None)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    index, *ctx.static = inputs
-    ctx.save_for_backward(index)
-    ctx.save_for_forward(index)
+    index, others, *ctx.static = inputs
+    ctx.save_for_backward(index, others)
+    ctx.save_for_forward(index, others)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     return (*ctx.saved_tensors, *ctx.static)
+
+
+def _aside(x: Tensor, batch_dim: int | None, to: int = 0) -> tuple[Tensor, int | None, int]:
+    """At a level of somebody else: ``x`` with the batch dim out of the way, where it is, and what it shifts dims by."""
+    return (x, None, 0) if batch_dim is None else (x.movedim(batch_dim, to), to, 1)
+
+
+def _fold(axis: Any, info: Any, in_dims: Any) -> Any:
+    """``axis``, knowing how many values of other simulated ranks are folded into its operand, to count per rank."""
+    of_ranks = isinstance(axis, Axis) and in_dims[0] is not None and in_dims[2] is not None
+    return replace(axis, folded=axis.folded * info.batch_size) if of_ranks else axis
 
 
 def _stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
@@ -438,5 +470,5 @@ def _stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
     return x.expand(axis.size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _stacked_in(x: Tensor, dim: int | None) -> int:
-    return 1 if dim is None else x.shape[dim]
+def _num_values(x: Tensor, dim: int | None, axis: Axis) -> int:
+    return axis.folded * (1 if dim is None else x.shape[dim])

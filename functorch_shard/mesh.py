@@ -37,12 +37,12 @@ class Axis:
     name: str
     size: int
     backend: Backend = field(repr=False)
+    folded: int = field(default=1, repr=False)  # values of other simulated ranks inside an operand; see collectives
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group does not travel. A simulated axis does: it is only a name and a size.
-        if self.backend.simulated:
-            return _simulated_axis, (self.name, self.size)
-        return Axis, (self.name, self.size, DetachedBackend(int(self.backend.index())))
+        # A process group does not travel; a simulated axis is pickled with its mesh.
+        rank = 0 if self.backend.simulated else int(self.backend.index())
+        return Axis, (self.name, self.size, DetachedBackend(rank))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -190,6 +190,11 @@ class Mesh:
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_simulated:
+            return _simulated_again, (self.axes, self.device)
+        return Mesh, (self._axes, self.device)
+
     def __repr__(self) -> str:
         kind = "simulated, " if self.is_simulated else ""
         return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
@@ -212,7 +217,7 @@ def simulated_mesh(axes: int | Mapping[str, int], *, device: torch.device | str 
     sizes = {"shard": axes} if isinstance(axes, int) else dict(axes)
     _check_axes("simulated_mesh", sizes)
     where = torch.get_default_device() if device is None else torch.device(device)
-    return Mesh(tuple(_simulated_axis(name, size) for name, size in sizes.items()), where)
+    return Mesh(_simulated_axes(sizes), where)
 
 
 def init_mesh(axes: Mapping[str, int] | None = None, *, device: torch.device | str | None = None) -> Mesh:
@@ -244,8 +249,14 @@ def init_mesh(axes: Mapping[str, int] | None = None, *, device: torch.device | s
     return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), _device(kind))
 
 
-def _simulated_axis(name: str, size: int) -> Axis:
-    return Axis(name, size, StackedBackend(size, ContextVar(name, default=None)))
+def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
+    others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
+    return tuple(Axis(name, size, StackedBackend(size, ranks[name], others[name])) for name, size in sizes.items())
+
+
+def _simulated_again(axes: Mapping[str, int], device: torch.device) -> Mesh:
+    return simulated_mesh(axes, device=device)
 
 
 def _device(kind: str) -> torch.device:
