@@ -43,7 +43,7 @@ def agree(
     digests = _gather_bytes(digest, axes, device)
     if len(set(digests)) == 1 and not error:
         return value  # pyright: ignore[reportReturnType]
-    reports = _gather_texts(json.dumps([str(error) if error else None, lines]), axes, device)
+    reports = _gather_texts(json.dumps([f"{type(error).__name__}: {error}" if error else None, lines]), axes, device)
     if error:
         raise error
     raise RuntimeError(_first_difference(verb, [json.loads(report) for report in reports]))

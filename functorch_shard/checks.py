@@ -30,13 +30,18 @@ def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(f"shard: layout: got {type(layout).__name__}, expected a Layout from plan().")
     problems = name_problems(tensors, layout.slots, allowed=dict(layout.aliases))
-    for name, slot in layout.slots.items():
+    owner_of = {name: name for name in layout.slots} | {a: name for a, name in layout.aliases if name in layout.slots}
+    fit: set[str] = set()
+    for name, owner in owner_of.items():
         if name in tensors:
-            problems += _misfit(name, tensors[name], slot.shape, slot.dtype) or _without_values(name, tensors[name])
+            slot, x = layout.slots[owner], tensors[name]
+            unfit = _misfit(name, x, slot.shape, slot.dtype) or _without_values(name, x)
+            problems += unfit
+            fit |= set() if unfit else {name}
     problems += [
         f"{alias!r}: tied to {name!r} in the layout, but the values differ"
         for alias, name in layout.aliases
-        if alias in tensors and name in tensors and not _same_values(tensors[alias], tensors[name])
+        if {alias, name} <= fit and not _same_values(tensors[alias], tensors[name])
     ]
     reject("shard", problems, "Shard the model that the layout was planned from, or plan a layout for this one.")
 

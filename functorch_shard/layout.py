@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from math import lcm, prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
@@ -196,15 +196,20 @@ class Layout:
         return replace(self, units=tuple(sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)))
 
     def lines(self) -> Iterator[str]:
-        """One line for the whole and one for each parameter: equal lines are equal layouts."""
-        yield f"{axes_text(dict(self.axes))}, {self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
+        """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""
+        over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
+        yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
+        for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
+            buffer = self.buffers[self.key_of[slot.name]]
+            kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
+            yield f"{slot.name!r}: {kind}, at {slot.offset} of buffer {buffer.key!r}"
+        yield "no more parameters"
         for buffer in self.buffers.values():
-            for slot in buffer.slots:
-                place = (
-                    f"{slot.name!r}: shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
-                )
-                yield f"{place}, at {slot.offset} of buffer {buffer.key!r} ({buffer.num_shards} x {buffer.shard_numel})"
-        yield f"aliases {dict(self.aliases)}"
+            yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
+        yield from self._ties()
+
+    def _ties(self) -> list[str]:
+        return [f"tied: {alias} = {name}" for alias, name in self.aliases]
 
     def to_json(self, indent: int | None = None) -> str:
         """As JSON text; :meth:`from_json` gives an equal layout back."""
@@ -218,10 +223,15 @@ class Layout:
         """The layout that ``to_json`` wrote, on a ``mesh`` of the sizes it was planned for."""
         try:
             layout = _layout_of(json.loads(text), mesh)
+            problems = _arithmetic_problems(layout)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"Layout.from_json: not a layout in JSON ({type(error).__name__}: {error})") from error
-        reject("Layout.from_json", _arithmetic_problems(layout), "The text was altered after to_json wrote it.")
+        reject("Layout.from_json", problems, "The text was altered after to_json wrote it.")
         return layout.on(mesh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is cached: a hash of strings is another number in another process.
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self  # immutable, and its mesh is a handle
@@ -235,10 +245,19 @@ class Layout:
         header = ("buffer", "dtype", "parameters", "elements", "padding", "shard", "shard bytes")
         rows = [_row(buffer) for buffer in self.buffers.values()]
         total = ["total", "", *(sum(cast(int, row[i]) for row in rows) for i in range(2, len(header)))]
-        aligned = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
-        note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {aligned}"
-        ties = [f"tied: {alias} = {name}" for alias, name in self.aliases]
-        return "\n".join([table([*rows, total], header, left=2), note, *ties])
+        spacing = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
+        note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {spacing}"
+        return "\n".join([table([*rows, total], header, left=2), note, *self._ties()])
+
+
+def padded(numel: int, step: int) -> int:
+    """The first multiple of ``step`` that is not below ``numel``."""
+    return -(-numel // step) * step
+
+
+def aligned(taken: int, dtype: torch.dtype, align_bytes: int) -> int:
+    """Where the next slot starts, in elements, after ``taken`` of them; ``align_bytes`` 0 packs."""
+    return padded(taken, lcm(align_bytes, dtype.itemsize) // dtype.itemsize or 1)
 
 
 def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
@@ -276,17 +295,19 @@ def _slot_of(data: Any) -> Slot:
 
 
 def _arithmetic_problems(layout: Layout) -> list[str]:
-    problems, taken = [], 0
+    problems: list[str] = []
+    if layout.reduction not in get_args(Reduction):
+        problems.append(f"reduction: got {layout.reduction!r}, expected 'mean' or 'sum'")
     for buffer in layout.buffers.values():
         taken = 0
         for slot in buffer.slots:
+            start = aligned(taken, buffer.dtype, layout.align_bytes)
             if slot.numel != prod(slot.shape):
                 problems.append(f"{slot.name!r}: {slot.numel} elements, but shape {slot.shape} has {prod(slot.shape)}")
-            if slot.offset < taken or slot.end > buffer.numel or slot.dtype != buffer.dtype:
-                problems.append(f"{slot.name!r}: [{slot.offset}, {slot.end}) of {slot.dtype} does not fit its buffer")
+            if slot.offset != start or slot.dtype != buffer.dtype:
+                problems.append(f"{slot.name!r}: {slot.dtype} at {slot.offset}, expected {buffer.dtype} at {start}")
             taken = slot.end
-        if buffer.num_shards not in (1, layout.num_shards) or buffer.numel % buffer.num_shards:
-            problems.append(
-                f"buffer {buffer.key!r}: {buffer.numel} elements do not make {buffer.num_shards} equal shards"
-            )
+        num_shards = buffer.num_shards
+        if num_shards not in (1, layout.num_shards) or buffer.numel != padded(taken, num_shards):
+            problems.append(f"buffer {buffer.key!r}: {buffer.numel} elements in {num_shards} shards, {taken} used")
     return problems

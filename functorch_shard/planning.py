@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .errors import reject
-from .layout import Buffer, Layout, Reduction, Slot, Unit, in_source_order
+from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
 from .units import Units, assign, below
 
@@ -38,7 +39,7 @@ def plan(
     replicate_axis: str = "replicate",
     reduction: Reduction = "mean",
     align_bytes: int = 16,
-    ignored: Sequence[str] = (),
+    ignored: Sequence[str] | Set[str] = (),
 ) -> Layout:
     """Decide which element of which parameter lives on which rank: a pure function of names, shapes and dtypes.
 
@@ -82,6 +83,8 @@ def plan(
     The layout is that of torch's ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which refuses what is
     listed above.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected a Mesh, of init_mesh() or simulated_mesh()")
     options = (shard_axis, replicate_axis, reduction, align_bytes)
     return mesh.agree("plan", lambda: _plan(source, mesh, units, labels, ignored, *options), lambda x: list(x.lines()))
 
@@ -90,9 +93,10 @@ def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
     """Every parameter of ``source`` by name, under all its names."""
     if isinstance(source, nn.Module):
         return dict(source.named_parameters(remove_duplicate=False))
-    if isinstance(source, Mapping):
+    if isinstance(source, Mapping) and all(isinstance(name, str) for name in source):
         return dict(source)
-    raise TypeError(f"source: got {type(source).__name__}, expected an nn.Module or a mapping name -> tensor")
+    got = "other keys than names" if isinstance(source, Mapping) else type(source).__name__
+    raise TypeError(f"source: got {got}, expected an nn.Module or a mapping name -> tensor")
 
 
 def _plan(
@@ -100,7 +104,7 @@ def _plan(
     mesh: Mesh,
     units: Units,
     labels: Labels,
-    ignored: Sequence[str],
+    ignored: Sequence[str] | Set[str],
     shard_axis: str,
     replicate_axis: str,
     reduction: Reduction,
@@ -112,10 +116,10 @@ def _plan(
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     unit_of = assign(tensors, source if isinstance(source, nn.Module) else None, units)
     label_of = _labels(tensors, labels)
+    whole = {aliases.get(name, name) for name in every if any(below(name, prefix) for prefix in ignored)}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
-        whole = any(below(name, prefix) for prefix in ignored)
-        kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), whole)
+        kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
         slots = groups.setdefault(kind, [])
         slots.append(_slot(name, tensor, slots[-1].end if slots else 0, index, align_bytes))
     shards = mesh.axes.get(shard_axis, 1)
@@ -132,16 +136,19 @@ def _plan(
 
 
 def _slot(name: str, tensor: Tensor, taken: int, index: int, align_bytes: int) -> Slot:
-    step = max(align_bytes // tensor.element_size(), 1)
-    return Slot(name, tuple(tensor.shape), tensor.dtype, -(-taken // step) * step, tensor.numel(), index)
+    offset = aligned(taken, tensor.dtype, align_bytes)
+    return Slot(name, tuple(tensor.shape), tensor.dtype, offset, tensor.numel(), index)
 
 
 def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, ...]:
     """Units, and the buffers in each, in the order of their first parameters."""
+    keys = Counter(_key(kind, groups) for kind in groups)
+    problems = [f"{key!r}: the key of {count} buffers" for key, count in keys.items() if count > 1]
+    reject("plan: labels", problems, "No label may look like a dtype, 'frozen', 'whole' or part of a unit's name.")
     buffers: dict[str, list[Buffer]] = {}
     for kind, slots in groups.items():
         num_shards = 1 if kind.ignored else shards
-        numel = -(-slots[-1].end // num_shards) * num_shards
+        numel = padded(slots[-1].end, num_shards)
         key = _key(kind, groups)
         buffers.setdefault(kind.unit, []).append(
             Buffer(key, kind.label, kind.trainable, numel, num_shards, tuple(slots))
@@ -165,9 +172,13 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _identity(tensor: Tensor) -> object:
     """Equal for one parameter under two names; a state dict holds two tensors over one memory for it."""
-    if tensor.numel() == 0 or tensor.is_meta or tensor.layout != torch.strided:
+    if isinstance(tensor, nn.Parameter):
         return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    try:
+        memory = tensor.untyped_storage()._cdata  # private, but data_ptr() is 0 for every meta and fake tensor
+    except NotImplementedError:  # a tensor inside a transform
+        return id(tensor)
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _trainable(tensor: Tensor) -> bool:
@@ -180,6 +191,8 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
         return dict.fromkeys(tensors, "")
     if callable(labels):
         label_of = {name: labels(name, tensor) or "" for name, tensor in tensors.items()}
+    elif not isinstance(labels, Mapping):
+        raise TypeError(f"plan: labels: got {type(labels).__name__}, expected a mapping name -> label or a callable")
     else:
         problems = [f"{name!r}: labelled, but no such parameter" for name in labels if name not in tensors]
         reject("plan: labels", problems, "Spell names as named_parameters() does; tied ones under the first name.")
@@ -197,10 +210,11 @@ def _check(
     reduction: Reduction,
     align_bytes: int,
     axes: tuple[str, str],
-    ignored: Sequence[str],
+    ignored: Sequence[str] | Set[str],
 ) -> None:
     problems = [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _unfit(x))]
-    if isinstance(ignored, str) or not all(isinstance(name, str) for name in ignored):
+    names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
+    if isinstance(ignored, str) or not names:  # an iterator would be used up by the check
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
     problems += [
         f"ignored {p!r}: no such parameter or module" for p in ignored if not any(below(n, p) for n in tensors)

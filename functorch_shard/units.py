@@ -33,6 +33,10 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
     if isinstance(units, int):
         return _by_bytes(tensors, units)
     if isinstance(units, Sequence) and not _is_classes(units):
+        if any(isinstance(group, str) or not isinstance(group, Sequence) for group in units):
+            raise TypeError(
+                f"plan: units: got {units!r}, expected lists of names, as [['embed', 'head'], ['blocks.0']]"
+            )
         return _by_names(tensors, units)
     return _by_module(tensors, module, _predicate(units))
 
@@ -43,17 +47,15 @@ def below(name: str, prefix: str) -> bool:
 
 
 def _stack_entries(names: Iterable[str], module: nn.Module | None) -> set[str]:
-    """The entries of the outermost ModuleList and Sequential stacks, by name.
+    """The entries of ModuleList and Sequential stacks, by name; the outermost around a parameter is its unit.
 
     Without modules to look at (a mapping of tensors) a number in a name is taken for a stack's entry.
     """
     if module is None:
         return {entry for entry in map(_numbered_prefix, names) if entry}
-    stacks: list[str] = []
-    for name, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and not any(below(name, stack) for stack in stacks):
-            stacks.append(name)
-    children = [(stack, entry) for stack in stacks for entry, _ in module.get_submodule(stack).named_children()]
+    modules = module.named_modules(remove_duplicate=False)
+    stacks = {name: child for name, child in modules if isinstance(child, (nn.ModuleList, nn.Sequential))}
+    children = [(stack, entry) for stack, child in stacks.items() for entry, _ in child.named_children()]
     return {f"{stack}.{entry}" if stack else entry for stack, entry in children}
 
 

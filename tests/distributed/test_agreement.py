@@ -1,0 +1,192 @@
+"""Ranks that do not plan the same model: an error on every rank that names the first difference, and no hang."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import functorch_shard as fs
+
+LINEAR = nn.Linear(3, 5)
+ADVICE = "Every rank must plan the same model, from the same code and options."
+
+
+def tensors(**changes: Tensor) -> dict[str, Tensor]:
+    """Four parameters of one buffer, some of them changed."""
+    return {f"m.{name}": changes.get(name, torch.zeros(5)) for name in "wbgh"}
+
+
+# What rank 0 plans, what the last rank plans, and the two lines that tell the difference.
+Plan = tuple[Any, dict[str, Any]]
+DIFFERENT: dict[str, tuple[Plan, Plan, str, str]] = {
+    "shape": (
+        (tensors(), {}),
+        (tensors(g=torch.zeros(7)), {}),
+        "'m.g': shape (5,), torch.float32, trainable, at 16 of buffer 'm'",
+        "'m.g': shape (7,), torch.float32, trainable, at 16 of buffer 'm'",
+    ),
+    "the last shape": (
+        (tensors(), {}),
+        (tensors(h=torch.zeros(7, 3)), {}),
+        "'m.h': shape (5,), torch.float32, trainable, at 24 of buffer 'm'",
+        "'m.h': shape (7, 3), torch.float32, trainable, at 24 of buffer 'm'",
+    ),
+    "shape of as many elements": (
+        (tensors(b=torch.zeros(6)), {}),
+        (tensors(b=torch.zeros(2, 3)), {}),
+        "'m.b': shape (6,), ",
+        "'m.b': shape (2, 3), ",
+    ),
+    "dtype": (
+        ({"a.w": torch.zeros(3), "b.w": torch.zeros(3)}, {}),
+        ({"a.w": torch.zeros(3), "b.w": torch.zeros(3, dtype=torch.float64)}, {}),
+        "'b.w': shape (3,), torch.float32, ",
+        "'b.w': shape (3,), torch.float64, ",
+    ),
+    "name": (
+        ({"m.a": torch.zeros(3), "m.weight": torch.zeros(3)}, {}),
+        ({"m.a": torch.zeros(3), "m.wieght": torch.zeros(3)}, {}),
+        "'m.weight': shape (3,)",
+        "'m.wieght': shape (3,)",
+    ),
+    "one parameter more": (
+        (tensors(), {}),
+        ({**tensors(), "m.last": torch.zeros(2)}, {}),
+        "no more parameters",
+        "'m.last': shape (2,)",
+    ),
+    "order": (
+        ({"a": torch.zeros(3), "b": torch.tensor(1), "c": torch.zeros(3)}, {}),
+        ({"a": torch.zeros(3), "c": torch.zeros(3), "b": torch.tensor(1)}, {}),
+        "'b': shape ()",
+        "'c': shape (3,)",
+    ),
+    "frozen": (
+        (nn.Linear(3, 5), {}),
+        (nn.Linear(3, 5).requires_grad_(False), {}),
+        "'weight': shape (5, 3), torch.float32, trainable, at 0 of buffer '(root)'",
+        "'weight': shape (5, 3), torch.float32, frozen, at 0 of buffer '(root)/frozen'",
+    ),
+    "units": ((tensors(), {"units": 20}), (tensors(), {}), "'m.w': shape", "'m.w': shape"),
+    "reduction": ((tensors(), {}), (tensors(), {"reduction": "sum"}), "mean over 'shard'", "sum over 'shard'"),
+    "alignment": ((tensors(), {}), (tensors(), {"align_bytes": 0}), "to 16 bytes", "to 0 bytes"),
+    "ignored": ((tensors(), {}), (tensors(), {"ignored": ["m"]}), "of buffer 'm'", "of buffer 'm/whole'"),
+    "tied": (
+        (nn.ModuleDict({"a": LINEAR, "b": LINEAR}), {}),
+        (nn.ModuleDict({"a": LINEAR, "c": LINEAR}), {}),
+        "tied: b.weight = a.weight",
+        "tied: c.weight = a.weight",
+    ),
+    "no model": ((tensors(), {}), ({}, {}), "'m.w': shape (5,)", "no more parameters"),
+}
+
+
+def refuse(name: str, tensor: Tensor) -> str:
+    raise KeyError  # without a message
+
+
+FAILING: dict[str, tuple[Plan, str, str]] = {
+    "bad option": (
+        (tensors(), {"align_bytes": -1}),
+        "plan: 1 problem\n  align_bytes: got -1",
+        "ValueError: plan: 1",
+    ),
+    "no source": ((None, {}), "source: got NoneType, expected an nn.Module", "TypeError: source: got NoneType"),
+    "user's function": ((tensors(), {"labels": refuse}), "", "KeyError: "),
+}
+
+
+def text_of_error(mesh: fs.Mesh, plan: Plan) -> tuple[str, str]:
+    try:
+        fs.plan(plan[0], mesh, **plan[1])
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def plan_everything() -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dict[str, tuple[str, str]]]:
+    """What this rank is told in each case; the last rank is the odd one."""
+    mesh = fs.init_mesh()
+    odd = mesh.rank == mesh.size - 1
+    different = {name: text_of_error(mesh, case[:2][odd]) for name, case in DIFFERENT.items()}
+    failing = {name: text_of_error(mesh, case[0] if odd else (tensors(), {})) for name, case in FAILING.items()}
+    all_fail = {name: text_of_error(mesh, case[0]) for name, case in FAILING.items()}
+    dist.barrier()  # and afterwards the ranks are still in step
+    return different, failing, all_fail
+
+
+@cache
+def answers(num_ranks: int) -> list[Any]:
+    return fs.testing.run_ranks(plan_everything, num_ranks, timeout=60)
+
+
+both = pytest.mark.parametrize("num_ranks", [2, 3])
+
+
+@both
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_every_rank_is_told_the_first_difference(case: str, num_ranks: int) -> None:
+    *_, first, last = DIFFERENT[case]
+    told = [different[case] for different, _, _ in answers(num_ranks)]
+    assert len(told) == num_ranks
+    assert len(set(told)) == 1
+    kind, text = told[0]
+    assert kind == "RuntimeError"
+    title, line, other, advice = text.splitlines()
+    assert title == "plan: the ranks disagree. First difference:"
+    assert line.startswith("  rank 0: ")
+    assert first in line
+    assert other.startswith(f"  rank {num_ranks - 1}: ")
+    assert last in other
+    assert advice == ADVICE
+
+
+@both
+@pytest.mark.parametrize("case", FAILING)
+def test_a_rank_that_fails_gets_its_own_error_and_the_others_are_told_which(case: str, num_ranks: int) -> None:
+    _, own, quoted = FAILING[case]
+    *others, last = [failing[case] for _, failing, _ in answers(num_ranks)]
+    assert last[0] == quoted.partition(":")[0]
+    assert last[1].startswith(own)
+    for kind, text in others:
+        assert kind == "RuntimeError"
+        assert text.startswith(f"plan failed on rank {num_ranks - 1}, so no rank can go on. There:\n{quoted}")
+
+
+@both
+@pytest.mark.parametrize("case", FAILING)
+def test_when_all_fail_each_gets_its_own_error(case: str, num_ranks: int) -> None:
+    _, own, quoted = FAILING[case]
+    for kind, text in (fail[case] for _, _, fail in answers(num_ranks)):
+        assert kind == quoted.partition(":")[0]
+        assert text.startswith(own)
+
+
+def count_collectives_of_plan() -> tuple[list[tuple[dict[str, int], int]], str]:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    counts, layout = [], None
+    for axes in ({"shard": -1}, {"replicate": 1, "shard": -1}, {"replicate": 2, "shard": 2}):
+        with fs.testing.count_collectives() as seen:
+            mesh = fs.init_mesh(axes)
+            layout = fs.plan(model, mesh)
+        counts.append((dict(seen.by_kind), seen.nbytes("all_gather")))
+    assert layout is not None
+    return counts, layout.to_json()
+
+
+def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis() -> None:
+    counts, layouts = zip(*fs.testing.run_ranks(count_collectives_of_plan, 4), strict=True)
+    one, two = ({"all_gather": 1}, 32), ({"all_gather": 2}, 32 + 64)  # the second axis passes on what the first gave
+    assert list(counts) == [[one, one, two]] * 4
+    assert len(set(layouts)) == 1
+
+
+def test_simulated_ranks_agree_without_communication() -> None:
+    with fs.testing.count_collectives() as seen:
+        fs.plan(nn.Linear(3, 5), fs.simulated_mesh(3))
+    assert seen.total == 0

@@ -1,0 +1,68 @@
+"""How the library says no: all offenders of all kinds in one error, each under the name that the caller used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import functorch_shard as fs
+from functorch_shard.errors import name_problems, reject, table
+
+MESH = fs.simulated_mesh(2)
+
+
+def test_one_error_lists_every_problem_and_then_the_advice() -> None:
+    reject("verb", [], "Do better.")
+    with pytest.raises(ValueError, match=r"^verb: 1 problem\n  it is late\nDo better\.$"):
+        reject("verb", ["it is late"], "Do better.")
+    with pytest.raises(TypeError, match=r"^verb: 2 problems\n  late\n  dark\nDo better\.$"):
+        reject("verb", ["late", "dark"], "Do better.", TypeError)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_right_one() -> None:
+    problems = name_problems(["blocks.0.wieght", "xyz", "tied"], ["blocks.0.weight", "bias"], allowed=["tied"])
+    assert problems == [
+        "'blocks.0.weight': missing",
+        "'bias': missing",
+        "'blocks.0.wieght': not in the layout (did you mean 'blocks.0.weight'?)",
+        "'xyz': not in the layout",
+    ]
+
+
+def test_a_table_aligns_text_left_and_numbers_right() -> None:
+    text = table([("a", "x", 1), ("bcd", "", 12345)], ("name", "note", "size"), left=2)
+    assert text.splitlines() == [
+        "name  note    size",
+        "------------------",
+        "a     x          1",
+        "bcd         12,345",
+    ]
+    assert table([], ("name", "size")) == "name  size\n----------"
+
+
+TIED: dict[str, tuple[Any, str]] = {
+    "values": (torch.ones(3), "'b': tied to 'a' in the layout, but the values differ"),
+    "dtype": (torch.zeros(3).double(), "'b': got shape (3,), torch.float64, expected (3,), torch.float32"),
+    "shape": (torch.zeros(4), "'b': got shape (4,), torch.float32, expected (3,), torch.float32"),
+    "meta": (torch.zeros(3, device="meta"), "'b': on the meta device, without values"),
+    "number": (3, "'b': got int, expected a tensor of shape (3,), torch.float32"),
+}
+
+
+@pytest.mark.parametrize("what", TIED)
+def test_a_tied_name_is_checked_like_any_other(what: str) -> None:
+    x = torch.zeros(3)
+    layout = fs.plan({"a": x, "b": x}, MESH)
+    wrong, problem = TIED[what]
+    with pytest.raises(ValueError, match="shard: 1 problem") as error:
+        fs.shard({"a": x, "b": wrong}, layout)
+    assert str(error.value).splitlines()[1] == f"  {problem}"
+
+
+def test_a_tied_name_may_be_given_or_left_out() -> None:
+    x = torch.arange(3.0)
+    layout = fs.plan({"a": x, "b": x}, MESH)
+    for source in ({"a": x}, {"a": x, "b": x}, {"a": x, "b": x.clone()}):
+        assert fs.gather(fs.shard(source, layout))["a"].tolist() == [0, 1, 2]
