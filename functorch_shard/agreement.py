@@ -31,7 +31,7 @@ def agree(
         RuntimeError: ``build`` raised on another rank, or the lines differ; it names the rank and the first difference.
 
     Cost:
-        One all-gather of 32 bytes per axis; two more when there is an error to tell.
+        One all-gather of a 32-byte digest per axis; two more when there is an error to tell.
     """
     error, lines, value = None, [], None
     try:

@@ -21,7 +21,10 @@ def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_
         if key in shards and not (allow_none and shards[key] is None):
             problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), buffer.dtype, _arithmetic(buffer))
     where = "with its rank dims, outside spmd" if ranks else "as one rank's"
-    advice = f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh."
+    advice = (
+        f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh; a tree that "
+        "was unpickled has a mesh of its own: put it on this one, Sharded(tree, tree.layout.on(mesh))."
+    )
     reject(verb, problems, advice)
 
 

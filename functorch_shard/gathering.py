@@ -47,10 +47,6 @@ def shard(source: nn.Module | Mapping[str, Tensor], layout: Layout) -> Sharded:
         tensor([[1., 2.],
                 [3., 0.]])
     """
-    if isinstance(source, Sharded):
-        raise TypeError(
-            "shard: got a Sharded, expected whole parameters; it is sharded already. gather() gives a Full."
-        )
     tensors = named_tensors(source)
     check_whole(tensors, layout)
     return Sharded({key: _shard_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}, layout)

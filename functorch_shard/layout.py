@@ -184,8 +184,9 @@ class Layout:
 
     def select(self, keep: Mapping[str, bool]) -> Layout:
         """The layout of the buffers whose key ``keep`` maps to true, each where it was."""
-        units = (Unit(unit.name, tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units)
-        return replace(self, units=tuple(unit for unit in units if unit.buffers))
+        units = [Unit(unit.name, tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
+        aliases = tuple((alias, name) for alias, name in self.aliases if keep[self.key_of[name]])
+        return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
 
     def merge(self, others: Sequence[Layout]) -> Layout:
         """The layout of all parts that :meth:`select` took apart; the parts are disjoint."""
@@ -193,7 +194,9 @@ class Layout:
         for unit in (unit for layout in (self, *others) for unit in layout.units):
             parts.setdefault(unit.name, []).extend(unit.buffers)
         units = [Unit(name, in_source_order(buffers)) for name, buffers in parts.items()]
-        return replace(self, units=tuple(sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)))
+        aliases = tuple(sorted({pair for layout in (self, *others) for pair in layout.aliases}))
+        in_order = sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)
+        return replace(self, units=tuple(in_order), aliases=aliases)
 
     def lines(self) -> Iterator[str]:
         """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""

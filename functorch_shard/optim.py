@@ -53,12 +53,10 @@ def optimizer(
     labels = {label: dict(options) for label, options in (labels or {}).items()}
     variants = [defaults, *({**defaults, **options} for options in labels.values())]
     for options in variants:
+        check_options(cls, options)
         check_elementwise(cls, options)
-    known = cls([torch.zeros(1)], **defaults).defaults
-    for options in variants:
-        check_options(cls, options, known)
     names = {label: tuple(state_names(cls, options)) for label, options in zip([None, *labels], variants, strict=True)}
-    return Optimizer(cls, defaults, labels, known, names)
+    return Optimizer(cls, defaults, labels, names)
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class Optimizer:
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
     labels: Mapping[str, Mapping[str, Any]]
-    _known: Mapping[str, Any] = field(repr=False)
     _names: Mapping[str | None, tuple[str, ...]] = field(repr=False)
 
     def init(self, params: Sharded) -> OptState:
@@ -82,12 +79,13 @@ class Optimizer:
             for what the class makes of the first gradient (SGD's momentum).
 
         Raises:
-            ValueError: ``params`` do not fit their layout.
+            ValueError: ``params`` do not fit their layout, or it has no buffer of a label that has options.
 
         Cost:
             No collectives; the memory of the state.
         """
         _check_params("init", params)
+        self._check_labels(params.layout)
         options = {key: self._options(buffer, {}, {}) for key, buffer in _trainable(params.layout).items()}
         state = _run(_Init(self.cls, options), {key: [params[key]] for key in options}, _rank_dims(params.layout))
         return _by_name(state, params.layout)
@@ -126,28 +124,46 @@ class Optimizer:
         _check_params("step", params)
         check_shards("step: grads", grads, params.layout, allow_none=True)
         for options in (overrides, *(labels or {}).values()):
-            check_options(self.cls, options, self._known)
+            check_options(self.cls, options)
         buffers = _trainable(params.layout)
         options = {key: self._options(buffer, overrides, labels or {}) for key, buffer in buffers.items()}
-        states = {key: self._state_of(key, buffer, state) for key, buffer in buffers.items()}
-        reject("step: state", [p for s in states.values() for p in s.get(_MISSING, [])], "Start from opt.init(params).")
+        self._check_state(state, params, buffers)
+        states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
         call = _Step(self.cls, options, {key: list(s) for key, s in states.items()}, donate)
         tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
         updated = _run(call, tensors, _rank_dims(params.layout))
         new = {key: updated[key].pop(_PARAM) if key in updated else leaf for key, leaf in params.items()}
         return Sharded(new, params.layout), _by_name(updated, params.layout)
 
+    def _check_labels(self, layout: Layout) -> None:
+        present = {buffer.label for buffer in layout.buffers.values() if buffer.label}
+        problems = [f"{label!r}: no buffer has this label" for label in self.labels if label not in present]
+        reject(
+            "init: labels", problems, f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) makes them."
+        )
+
     def _options(self, buffer: Buffer, overrides: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
         label = buffer.label
         return {**self.defaults, **overrides, **self.labels.get(label, {}), **labels.get(label, {})}
 
-    def _state_of(self, key: str, buffer: Buffer, state: OptState) -> dict[str, Any]:
-        names = self._names.get(buffer.label, self._names[None])
-        missing = [f"{key!r}: no {name!r}" for name in names if name not in state or key not in state[name]]
-        return {_MISSING: missing} if missing else {name: state[name][key] for name in names}
+    def _check_state(self, state: OptState, params: Sharded, buffers: Mapping[str, Buffer]) -> None:
+        """Raise unless every state is there, a shard or a scalar: fused kernels write past the end of a short one."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
+        problems, scalar = [], _rank_dims(params.layout)
+        for key, buffer in buffers.items():
+            names = self._names.get(buffer.label, self._names[None])
+            problems += [f"{key!r}: no {name!r}" for name in names if key not in state.get(name, {})]
+            shapes = [tuple(params[key].shape), scalar]
+            problems += [
+                f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
+                for name, tree in state.items()
+                if isinstance(tree.get(key), Tensor) and tuple(tree[key].shape) not in shapes
+            ]
+        reject("step: state", problems, "Start from opt.init(params), with the params of this layout.")
 
 
-_PARAM, _MISSING = "(param)", "(missing)"
+_PARAM = "(param)"
 
 
 @dataclass(frozen=True)
@@ -177,7 +193,11 @@ class _Step:
         groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
         update(self.cls, list(groups.values()))
         return {
-            key: {_PARAM: group.param, **{name: _expand(x, rows) for name, x in group.state.items()}}
+            key: {
+                _PARAM: group.param,
+                **dict.fromkeys(self.names[key]),  # what no gradient has made yet stays None
+                **{name: _expand(x, rows) for name, x in group.state.items()},
+            }
             for key, group in groups.items()
         }
 

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from .errors import reject
 from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
+from .trees import Sharded
 from .units import Units, assign, below
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
@@ -64,11 +65,11 @@ def plan(
         A frozen, hashable :class:`Layout`. ``print`` shows it.
 
     Raises:
-        ValueError: names that do not exist, lazy parameters, bad options; all of them at once.
+        TypeError, ValueError: names that do not exist, lazy parameters, bad options; all of a kind at once.
         RuntimeError: another rank failed, or planned something else; the message names the first difference.
 
     Cost:
-        Real ranks: one all-gather of 32 bytes per axis. Nothing is allocated.
+        Real ranks: one all-gather of a 32-byte digest per axis. Nothing is allocated.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1, bias=False))
@@ -93,6 +94,8 @@ def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
     """Every parameter of ``source`` by name, under all its names."""
     if isinstance(source, nn.Module):
         return dict(source.named_parameters(remove_duplicate=False))
+    if isinstance(source, Sharded):
+        raise TypeError("source: got a Sharded, expected whole parameters: an nn.Module or a mapping name -> tensor")
     if isinstance(source, Mapping) and all(isinstance(name, str) for name in source):
         return dict(source)
     got = "other keys than names" if isinstance(source, Mapping) else type(source).__name__
@@ -130,7 +133,7 @@ def _plan(
         replicate_axis=replicate_axis,
         reduction=reduction,
         align_bytes=align_bytes,
-        aliases=tuple(aliases.items()),
+        aliases=tuple(sorted(aliases.items())),
         mesh=mesh,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -49,7 +50,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     if world_size < 1:
         raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
-    work = _pickled(fn, args, kwargs)
+    work = _pickled((fn, args, kwargs, dict(os.environ)))
     deadline = time.monotonic() + timeout
     context = _context()
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
@@ -75,7 +76,7 @@ def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
             raise RankError(
                 f"run_ranks: no answer from rank {sorted(waiting.values())} within {timeout:g} s; all were ended"
             )
-        answers = {waiting.pop(c): _receive(c) for c in ready if isinstance(c, Connection)}
+        answers = {waiting[c]: _receive(c, waiting.pop(c)) for c in ready if isinstance(c, Connection)}
         failures = {rank: answer for rank, answer in answers.items() if not answer[0]}
         if failures:
             _raise_first(failures, ranks)
@@ -83,20 +84,25 @@ def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _receive(connection: Connection) -> tuple[bool, Any]:
+def _receive(connection: Connection, rank: int) -> tuple[bool, Any]:
     try:
-        return pickle.loads(connection.recv_bytes())
-    except EOFError:
+        message = connection.recv_bytes()
+    except (EOFError, OSError):
         return False, None
+    try:
+        return pickle.loads(message)
+    except Exception as error:
+        raise RankError(f"run_ranks: the answer of rank {rank} cannot be unpickled: {error!r}") from error
 
 
 def _raise_first(failures: dict[int, tuple[bool, Any]], ranks: list[Rank]) -> None:
-    """What a rank said comes before a rank that said nothing; of two that spoke, the one that spoke first."""
-    told = {rank: value for rank, (_, value) in failures.items() if value}
-    if not told:
-        rank = min(failures)
+    """A rank that died comes first: others only say that it is gone. Of those that spoke, the first to speak."""
+    died = [rank for rank, (_, value) in failures.items() if value is None]
+    if died:
+        rank = min(died)
         ranks[rank][0].join(5)
         raise RankError(f"run_ranks: rank {rank} died without an answer, exit code {ranks[rank][0].exitcode}")
+    told = {rank: value for rank, (_, value) in failures.items()}
     rank = min(told, key=lambda rank: told[rank][0])
     _, error, text = told[rank]
     cause = RankError(f"on rank {rank}:\n{text}")
@@ -108,18 +114,18 @@ def _unpickled(error: bytes | None, text: str, rank: int) -> Exception:
         exception = pickle.loads(error) if error else None
     except Exception:
         exception = None
-    if not isinstance(exception, Exception):
-        return RankError(f"run_ranks: rank {rank} raised an exception that cannot be pickled:\n{text}")
+    if not isinstance(exception, Exception):  # cannot be pickled, or would end this process too, as SystemExit
+        return RankError(f"run_ranks: rank {rank} raised what cannot be raised again here:\n{text}")
     return exception
 
 
-def _pickled(fn: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+def _pickled(work: tuple[Any, ...]) -> bytes:
     try:
-        return pickle.dumps((fn, args, kwargs))
+        return pickle.dumps(work)
     except Exception as error:
         raise TypeError(
-            f"run_ranks: {fn!r} or its arguments cannot be sent to another process ({error}). Pass a function that is "
-            "defined at the top of a module, and plain data."
+            f"run_ranks: {work[0]!r} or its arguments cannot be sent to another process ({error}). Pass a function "
+            "that is defined at the top of a module, and plain data."
         ) from error
 
 
@@ -133,7 +139,7 @@ def _context() -> Any:
 
 
 def _start(context: Any, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> Rank:
-    here, there = context.Pipe(duplex=False)
+    here, there = context.Pipe()
     process = context.Process(target=_rank_main, args=(there, rank, world_size, folder, work, timeout), daemon=True)
     process.start()
     there.close()
@@ -142,20 +148,22 @@ def _start(context: Any, rank: int, world_size: int, folder: str, work: bytes, t
 
 def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> None:
     try:
+        fn, args, kwargs, environ = pickle.loads(work)
+        os.environ.update(environ)  # the server's is as old as the server
         _join_group(rank, world_size, folder, timeout)
-        fn, args, kwargs = pickle.loads(work)
         answer = True, fn(*args, **kwargs)
         message = pickle.dumps(answer)
     except BaseException as error:  # told to the parent, whatever it is
         text = "".join(traceback.format_exception(error))
         message = pickle.dumps((False, (time.time(), _pickle_error(error), text)))
     connection.send_bytes(message)
-    connection.close()
+    connection.poll(None)  # until all have answered: others may still be connecting to this rank
 
 
 def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo asks for the host's name otherwise, which may not resolve
+    if sys.platform == "linux":  # gloo asks for the host's name otherwise, which may not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))

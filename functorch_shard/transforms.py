@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 from torch._C._functorch import maybe_current_level  # no public way to ask; tests/test_transforms.py watches it
+from torch.autograd.forward_ad import unpack_dual
 
 from .trees import Full, Sharded, take_tensors
 
@@ -54,8 +55,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     ``torch.func.grad_and_value`` runs its backward with ``create_graph=True`` and so keeps every activation to the end.
     Here activations are freed as backward goes, unless someone differentiates the result: inside another transform (a
-    ``torch.func`` level, a simulated rank, ``torch.compile``), and when an argument requires grad, this *is*
-    ``torch.func.grad_and_value``.
+    ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference mode, and when an argument
+    requires grad, this *is* ``torch.func.grad_and_value``. Otherwise nothing that is returned has a graph: to
+    differentiate by a tensor that ``fn`` closes over, pass it as an argument.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -68,7 +70,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     Raises:
         TypeError: ``fn`` does not return a floating-point scalar tensor (and aux).
-        ValueError: ``argnums`` names an argument that was not given.
+        ValueError: ``argnums`` names an argument that was not given, or one twice.
 
     Cost:
         The collectives of ``fn`` and of their transposes.
@@ -139,8 +141,12 @@ def _needs_graph(call: Any) -> bool:
     """Whether someone outside differentiates (or batches, or traces) what is computed here."""
     if maybe_current_level() is not None or torch.compiler.is_compiling():
         return True
-    leaves = optree.tree_leaves(call, none_is_leaf=True)
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+    tensors = [x for x in optree.tree_leaves(call, none_is_leaf=True) if isinstance(x, Tensor)]
+    # torch.func differentiates in inference mode, and tensors from there; plain autograd gives zeros or an error.
+    if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
+        return True
+    outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return outer or any(unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _wanted(tree: Any) -> list[bool]:
@@ -170,11 +176,15 @@ def _fill(tree: Any, wanted: Sequence[bool], grads: Any) -> Any:
 
 def _positions(argnums: Argnums, num_args: int) -> list[int]:
     chosen = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not chosen or any(not -num_args <= i < num_args for i in chosen):
+    if not all(isinstance(i, int) for i in chosen):
+        raise TypeError(f"grad: argnums: got {argnums!r}, expected an int or a sequence of ints")
+    positions = [i % num_args for i in chosen if -num_args <= i < num_args]
+    if not chosen or len(set(positions)) < len(chosen):
         raise ValueError(
-            f"grad: argnums: got {argnums}, but the function was called with {num_args} positional arguments"
+            f"grad: argnums: got {argnums}, expected one or more different positions, but the function was called with "
+            f"{num_args} positional arguments"
         )
-    return [i % num_args for i in chosen]
+    return positions
 
 
 def _check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:

@@ -60,6 +60,13 @@ class Full(dict[str, Any]):
         super().__init__(tensors)
         self.layout = layout
 
+    def copy(self) -> Full:
+        return Full(self, self.layout)
+
+    def __or__(self, other: Mapping[str, Any]) -> Full:
+        """With other values for some names, as ``shard(full | edited, layout)`` takes them."""
+        return Full({**self, **other}, self.layout)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Full, (dict(self), self.layout)
 

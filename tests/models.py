@@ -40,8 +40,9 @@ class Awkward(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.3))
         self.inp = nn.Linear(5, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
-        self.blocks[1].fc.weight = self.blocks[0].fc.weight
+        first, second = Block(width), Block(width)
+        second.fc.weight = first.fc.weight
+        self.blocks = nn.ModuleList([first, second])
         self.out = nn.Linear(width, 3)
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.frozen = nn.Parameter(torch.rand(width) + 0.5, requires_grad=False)

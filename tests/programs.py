@@ -109,7 +109,8 @@ def as_rank(program: Program, axis: Any) -> Callable[..., Tensor]:
     """``program`` with the collectives of the library, as each rank runs it."""
 
     def fn(*args: Tensor) -> Tensor:
-        steps, answer = program(*args), None
+        steps: Any = program(*args)
+        answer = None
         while True:
             try:
                 verb, x, dim = steps.send(answer)

@@ -95,7 +95,7 @@ def test_the_sum_reduction_is_the_gradient_of_the_sum(axes: dict[str, int], task
         {"ignored": ["blocks.0", "scale"]},
         {"labels": lambda name, p: "no_decay" if p.ndim < 2 else None, "align_bytes": 64},
     ],
-    ids=str,
+    ids=["lists", "one parameter each", "one unit, packed", "whole", "labels"],
 )
 @pytest.mark.parametrize(
     "task", ["grad through gather", "fs.grad", "reverse over reverse", "forward over scatter_grads"]
@@ -253,6 +253,22 @@ def test_partition_spends_nothing_on_the_frozen_half() -> None:
     assert both.layout == fs.gather(frozen, trainable).layout
 
 
+def test_an_edited_full_keeps_its_layout_and_can_be_sharded_again() -> None:
+    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
+    full = fs.gather(params)
+    edited = full | {"0.bias": torch.ones(7)}
+    assert full.copy().layout is edited.layout is full.layout
+    again = fs.gather(fs.shard(edited, edited.layout))
+    assert_trees_close(dict(again), {**full, "0.bias": torch.ones(7)}, rtol=0, atol=0)
+
+
+def test_halves_of_a_tree_know_only_their_own_ties() -> None:
+    params = fs.shard(awkward(), fs.plan(awkward(), fs.simulated_mesh(2)))
+    trainable, frozen = fs.partition(params)
+    assert dict(trainable.layout.aliases) == dict(params.layout.aliases) == {"blocks.1.fc.weight": "blocks.0.fc.weight"}
+    assert frozen.layout.aliases == ()
+
+
 def test_materialized_tensors_own_their_memory() -> None:
     params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
     full = fs.gather(params)
@@ -302,7 +318,7 @@ def test_shard_refuses_what_has_no_values_or_is_sharded_already() -> None:
     layout = fs.plan(model, mesh)
     assert "'0.weight': on the meta device, without values" in refused(fs.shard, model, layout)
     params = fs.shard(two_layers(), layout)
-    assert "TypeError: shard: got a Sharded" in refused(fs.shard, params, layout)
+    assert "TypeError: source: got a Sharded" in refused(fs.shard, params, layout)
     assert "expected a Layout from plan()" in refused(fs.shard, two_layers(), {"w": 1})
 
 

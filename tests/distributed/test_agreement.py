@@ -79,7 +79,7 @@ DIFFERENT: dict[str, tuple[Plan, Plan, str, str]] = {
     "tied": (
         (nn.ModuleDict({"a": LINEAR, "b": LINEAR}), {}),
         (nn.ModuleDict({"a": LINEAR, "c": LINEAR}), {}),
-        "tied: b.weight = a.weight",
+        "tied: b.bias = a.bias",
         "tied: c.weight = a.weight",
     ),
     "no model": ((tensors(), {}), ({}, {}), "'m.w': shape (5,)", "no more parameters"),

@@ -42,9 +42,8 @@ def test_two_axes_of_real_ranks_are_two_axes_of_simulated_ones() -> None:
     mesh, rows = fs.simulated_mesh({"a": 2, "b": 2}), torch.randn(2, 2, 4, 4, dtype=torch.float64)
     results = run_ranks(on_two_axes, 4, rows)
     for name in PROGRAMS:
-        for axis in (mesh, mesh["a"], mesh["b"]):
+        for key, axis in {name: mesh, f"{name} a": mesh["a"], f"{name} b": mesh["b"]}.items():
             expected = mesh.spmd(as_rank(PROGRAMS[name], axis))(rows).flatten(0, 1)
-            key = name if axis is mesh else f"{name} {axis.name}"
             actual = torch.stack([result[key] for result in results])
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 

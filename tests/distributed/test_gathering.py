@@ -96,7 +96,7 @@ def test_gloo_ranks_simulated_ranks_and_a_plain_loop_train_alike(num_ranks: int)
 
 def plain_autograd_on_this_rank() -> fs.Sharded:
     mesh, model = fs.init_mesh(), two_layers()
-    params = fs.shard(model, fs.plan(model, mesh))
+    params: Any = fs.shard(model, fs.plan(model, mesh))
     leaves: Any = optree.tree_map(lambda x: x.requires_grad_(), params)
     x, y = mesh.split((torch.arange(20.0).view(4, 5).sin(), torch.arange(12.0).view(4, 3).cos()))
     loss_of(model, fs.gather(leaves), x, y).backward()

@@ -1,0 +1,220 @@
+"""Train a byte-level GPT on the source code of the Python standard library, fully sharded.
+
+python examples/train_gpt.py                                # 4 simulated ranks in this process
+torchrun --nproc-per-node 2 examples/train_gpt.py           # the same program on 2 real gloo ranks
+python examples/train_gpt.py --text book.txt --ranks 8      # your text, 8 ranks
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+
+# On simulated ranks vmap runs the attention kernel rank by rank; it is as fast, and torch warns about it.
+warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+
+CONTEXT, WIDTH, HEADS, DEPTH, VOCABULARY = 64, 128, 4, 4, 256
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1))  # (B, T, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.before = nn.Embedding(VOCABULARY, WIDTH)  # a byte says little by itself: the two before it help early on
+        self.before_that = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        for table in (self.embed, self.before, self.before_that):
+            nn.init.normal_(table.weight, std=0.02)
+        self.head.weight = self.embed.weight  # tied: sharded once, both uses add to its gradient
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
+        earlier = F.pad(tokens, (2, 0))  # (B, T + 2)
+        x = self.embed(tokens) + self.before(earlier[:, 1:-1]) + self.before_that(earlier[:, :-2])
+        x = x + self.position[: tokens.shape[-1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def read_text(path: str | None) -> tuple[Tensor, Tensor]:
+    """Bytes to train on and bytes to validate on: of one file its end, of the standard library every 16th file."""
+    if path:
+        text = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+        cut = len(text) - max(len(text) // 10, 2 * CONTEXT)
+        return text[:cut], text[cut:]
+    root = Path(sysconfig.get_paths()["stdlib"])
+    other = {"site-packages", "test", "tests", "encodings"}  # tables of character codes are no text
+    files = sorted(f for f in root.rglob("*.py") if not other & set(f.parts))
+    parts = [[f.read_bytes() for i, f in enumerate(files) if (i % 16 == 0) == held_out] for held_out in (False, True)]
+    train, valid = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
+    return train, valid
+
+
+def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (len(starts), CONTEXT)."""
+    tokens = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def schedule(step: int, num_steps: int, peak: float = 4e-3) -> float:
+    """The learning rate: a linear warm-up, then a cosine down to a tenth."""
+    warmup = max(num_steps // 20, 1)
+    progress = max(step - warmup, 0) / max(num_steps - warmup, 1)
+    return peak * min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) -> str:
+    """The prompt and what the model makes of it."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        for _ in range(num_bytes):
+            logits = functional_call(model, full, (tokens[:, -CONTEXT:],))[0, -1]
+            chosen = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, chosen[None]], 1)
+    return bytes(tokens[0].tolist()).decode(errors="replace")
+
+
+class Progress:
+    """One line that is rewritten on a terminal, and ten lines elsewhere; silent on all ranks but the first."""
+
+    def __init__(self, num_steps: int, tokens_per_step: int, silent: bool) -> None:
+        self.num_steps, self.tokens_per_step, self.silent = num_steps, tokens_per_step, silent
+        self.start = time.perf_counter()
+
+    def tokens_per_second(self, steps: int) -> float:
+        return steps * self.tokens_per_step / (time.perf_counter() - self.start)
+
+    def show(self, step: int, loss: float) -> None:
+        live = sys.stderr.isatty()
+        if self.silent or (not live and step % max(self.num_steps // 10, 1) and step != self.num_steps):
+            return
+        left = (time.perf_counter() - self.start) / step * (self.num_steps - step)
+        speed = self.tokens_per_second(step)
+        line = f"step {step}/{self.num_steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
+        print(
+            f"\r{line}   " if live else line,
+            end="" if live and step < self.num_steps else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT, fully sharded.")
+    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", help="train on this file instead of the standard library")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    mesh = fs.init_mesh() if "RANK" in os.environ else fs.simulated_mesh(args.ranks)
+    train_text, valid_text = read_text(args.text)
+    torch.manual_seed(args.seed)
+    model = GPT()  # every rank draws the same values; only the shards are kept
+    layout = fs.plan(model, mesh, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
+    params = fs.shard(model, layout)
+    opt = fs.optimizer(
+        torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, labels={"no_decay": {"weight_decay": 0.0}}
+    )
+    state = opt.init(params)
+
+    def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        logits = functional_call(model, fs.gather(params), (x,))
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    @mesh.spmd
+    def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor, lr: float) -> Any:
+        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
+        params, state = opt.step(params, grads, state, lr=lr, donate=True)
+        return params, state, fs.collectives.pmean(loss, mesh)
+
+    @mesh.spmd
+    def valid_step(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            return fs.collectives.pmean(loss_fn(params, x, y), mesh)
+
+    if mesh.rank == 0:
+        print(
+            f"{mesh}: {len(train_text):,} bytes to train on, {len(valid_text):,} to validate\n{layout}", file=sys.stderr
+        )
+    generator = torch.Generator().manual_seed(args.seed)  # the global batch is the same on every rank, and split
+    progress = Progress(args.steps, mesh.size * args.batch_size * CONTEXT, silent=mesh.rank > 0)
+    losses = []
+    for step in range(args.steps):
+        starts = torch.randint(len(train_text) - CONTEXT, (mesh.size * args.batch_size,), generator=generator)
+        x, y = mesh.split(windows(train_text, starts))
+        params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
+        losses.append(loss.flatten()[0].item())
+        progress.show(step + 1, losses[-1])
+    tokens_per_s = progress.tokens_per_second(args.steps)
+
+    num_windows = 512 // mesh.size * mesh.size
+    starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, num_windows).long()
+    batches = [mesh.split(windows(valid_text, part)) for part in starts.split(32 * mesh.size)]
+    valid = torch.stack([valid_step(params, x, y).flatten()[0] for x, y in batches])
+    bits_per_byte = valid.mean().item() / math.log(2)
+    continuation = sample(model, fs.gather(params), b"def ", 200, args.seed)  # a collective: every rank gathers
+
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
+    results = {
+        "steps": args.steps,
+        "train_loss": losses[-1],
+        "val_bits_per_byte": bits_per_byte,
+        "tokens_per_s": tokens_per_s,
+        "peak_rss_mb": (peak if mesh.is_simulated else fs.collectives.pmax(peak, mesh)).item(),
+        "ranks": mesh.size,
+        "simulated": mesh.is_simulated,
+        "losses": losses,
+    }
+    if mesh.rank == 0:
+        memory = f"peak memory of a process: {results['peak_rss_mb']:.0f} MB"
+        print(f"validation: {bits_per_byte:.3f} bits per byte; {memory}", file=sys.stderr)
+        print(f"a sample:\n{continuation}")
+        if args.json:
+            print(json.dumps(results))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Seconds that a user waits: one step on eight simulated ranks, and the import of the package.
+
+python -m tests.benchmarks.quick
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+
+STEP_LIMIT_MS, IMPORT_LIMIT_MS = 50.0, 300.0
+
+
+def median_ms(fn: Callable[[], object], runs: int) -> tuple[float, float, float]:
+    """The median, and the fastest and slowest run."""
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        fn()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times), min(times), max(times)
+
+
+def step_ms() -> tuple[float, float, float]:
+    """One training step of a two-layer MLP on eight simulated ranks: gather, gradient, reduction, AdamW."""
+    mesh, model = fs.simulated_mesh(8), nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10))
+    params = fs.shard(model, fs.plan(model, mesh))
+    opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
+    state = opt.init(params)
+    x, y = mesh.split((torch.randn(64, 64), torch.randint(10, (64,))))
+
+    def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(functional_call(model, fs.gather(params), (x,)), y)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: dict[str, fs.Sharded], x: Tensor, y: Tensor) -> object:
+        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
+        return opt.step(params, grads, state), fs.collectives.pmean(loss, mesh)
+
+    for _ in range(3):
+        step(params, state, x, y)
+    return median_ms(lambda: step(params, state, x, y), 50)
+
+
+def import_ms() -> tuple[float, float, float]:
+    """What ``import functorch_shard`` takes once torch is there, in new processes."""
+    code = "import torch, time; t = time.perf_counter(); import functorch_shard; print(1e3 * (time.perf_counter() - t))"
+    command = [sys.executable, "-c", code]
+    times = [float(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout) for _ in range(5)]
+    return statistics.median(times), min(times), max(times)
+
+
+def main() -> int:
+    rows = [
+        ("step, 8 simulated ranks, two-layer MLP", step_ms(), STEP_LIMIT_MS),
+        ("import on top of torch's", import_ms(), IMPORT_LIMIT_MS),
+    ]
+    for name, (median, low, high), limit in rows:
+        print(f"{name}: median {median:.1f} ms ({low:.1f} to {high:.1f}), limit {limit:.0f} ms")
+    return int(any(median > limit for _, (median, _, _), limit in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

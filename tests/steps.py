@@ -1,0 +1,108 @@
+"""Training steps by the optimizer on shards, and by torch on plain parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+
+# Smaller than the number of ranks, a matrix row cut in two, a scalar, an empty tensor; frozen and integer ones.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a.w": (3, 5),
+    "a.b": (5,),
+    "b.w": (7,),
+    "b.scale": (),
+    "c.one": (1,),
+    "c.no": (0, 3),
+}
+FROZEN: dict[str, Tensor] = {"b.steps": torch.tensor(3), "b.mask": torch.tensor([True, False, True])}
+CASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd_momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd_nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "sgd_dampened": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adam_foreach": (torch.optim.Adam, {"lr": 0.01, "foreach": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "adamw_maximize": (torch.optim.AdamW, {"lr": 0.01, "maximize": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 1.0}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+NUM_STEPS = 7  # RAdam rectifies from the sixth on
+
+
+def values(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in SHAPES.items()}
+
+
+def whole(seed: int = 0) -> dict[str, Tensor]:
+    return {**values(seed), **FROZEN}
+
+
+def planned(mesh: fs.Mesh, **options: Any) -> fs.Layout:
+    return fs.plan(whole(), mesh, **options)
+
+
+def sharded_grads(layout: fs.Layout, seed: int) -> fs.Sharded:
+    """Gradients as ``scatter_grads`` returns them: nothing for what is not trainable."""
+    shards = fs.shard(whole(seed), layout)
+    return fs.Sharded({key: x if layout.buffers[key].trainable else None for key, x in shards.items()}, layout)
+
+
+def run(opt: fs.Optimizer, layout: fs.Layout, num_steps: int = NUM_STEPS, wrap: Any = lambda step: step) -> fs.Sharded:
+    """The parameters after some steps with different gradients."""
+    params = fs.shard(whole(), layout)
+    state, step = wrap(opt.init)(params), wrap(opt.step)
+    for i in range(num_steps):
+        params, state = step(params, sharded_grads(layout, i + 1), state)
+    return params
+
+
+def stock(case: str, num_steps: int = NUM_STEPS, lr: Callable[[int], float] | None = None) -> dict[str, Tensor]:
+    """The same by torch, on plain parameters."""
+    cls, options = CASES[case]
+    params = {name: x.requires_grad_() for name, x in values().items()}
+    optimizer: Any = cls(params.values(), **options)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr) if lr else None
+    for i in range(num_steps):
+        for name, grad in values(i + 1).items():
+            params[name].grad = grad
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return {name: x.detach() for name, x in params.items()}
+
+
+def optimizer(case: str, **more: Any) -> fs.Optimizer:
+    cls, options = CASES[case]
+    return fs.optimizer(cls, **options, **more)
+
+
+def assert_equal_stock(params: fs.Sharded, expected: Mapping[str, Tensor]) -> None:
+    assert_trees_close(fs.gather(params), {**expected, **FROZEN}, rtol=1e-12, atol=1e-13)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def copied(tree: Any) -> Any:
+    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree, none_is_leaf=True)
+
+
+def structure(tree: Any) -> Any:
+    return optree.tree_structure(tree, none_is_leaf=True)

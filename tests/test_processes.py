@@ -1,0 +1,188 @@
+"""Real ranks answer, fail or time out, but never hang."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.testing import RankError, assert_trees_close, run_ranks
+
+
+def identity(*args: Any, **kwargs: Any) -> Any:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), args, kwargs
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_results_come_in_rank_order_with_arguments_sent_both_ways(world_size: int) -> None:
+    layout = fs.plan({"w": torch.zeros(5)}, fs.simulated_mesh(2))
+    params = fs.shard({"w": torch.arange(5.0)}, layout)
+    args, kwargs = (torch.arange(3), params), {"text": "yes", "none": None, "nested": [{"x": torch.tensor(2.0)}]}
+    results = run_ranks(identity, world_size, *args, **kwargs)
+    for rank, result in enumerate(results):
+        assert result[:3] == (rank, world_size, 1)
+        assert_trees_close(result[3:], (args, kwargs), rtol=0, atol=0)
+        assert isinstance(result[3][1], fs.Sharded)
+        assert result[3][1].layout == layout
+
+
+def own_shards(values: dict[str, Tensor]) -> Any:
+    mesh = fs.init_mesh()
+    return mesh.axes, mesh.rank, fs.shard(values, fs.plan(values, mesh))
+
+
+def test_a_rank_has_a_mesh_and_its_shards_come_back() -> None:
+    values = {"w": torch.arange(5.0)}
+    expected = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
+    for rank, (axes, mesh_rank, params) in enumerate(run_ranks(own_shards, 2, values)):
+        assert (axes, mesh_rank) == ({"shard": 2}, rank)
+        assert_trees_close(dict(params), {key: rows[rank] for key, rows in expected.items()})
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_ranks_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(identity, 1)  # later ranks come from a server that this started
+    monkeypatch.setenv("RUN_RANKS_TEST", "here")
+    assert run_ranks(variable, 2, "RUN_RANKS_TEST") == ["here", "here"]
+
+
+def answer_at_once() -> int:
+    return dist.get_rank()
+
+
+def test_a_rank_that_is_done_early_disturbs_nobody() -> None:
+    for _ in range(10):  # others may still be connecting to it
+        assert run_ranks(answer_at_once, 4) == [0, 1, 2, 3]
+
+
+class CannotPickleError(Exception):
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = lambda: what
+
+
+class CannotUnpickleError(Exception):
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what} {why}")
+
+
+class Answer:
+    """Pickles, but not back."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def note_pid(folder: str) -> None:
+    Path(folder, str(os.getpid())).touch()
+
+
+def fail(folder: str, how: str) -> Any:
+    """Rank 1 does as told; the others wait for it in a collective."""
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        return FAILURES[how]()
+    dist.all_reduce(torch.ones(3))
+    return None
+
+
+def raise_it(error: BaseException) -> None:
+    raise error
+
+
+def say_nothing() -> None:
+    os._exit(3)
+
+
+FAILURES: dict[str, Any] = {
+    "raise": lambda: {}["absent"],
+    "cannot_pickle": lambda: raise_it(CannotPickleError("broken")),
+    "cannot_unpickle": lambda: raise_it(CannotUnpickleError("it is", "broken")),
+    "interrupt": lambda: raise_it(KeyboardInterrupt()),
+    "exit": lambda: sys.exit(4),
+    "die": say_nothing,
+    "result": lambda: lambda: None,
+    "answer": Answer,
+}
+EXPECTED: dict[str, tuple[type[Exception], str]] = {
+    "raise": (KeyError, "absent"),
+    "cannot_pickle": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*CannotPickleError: broken"),
+    "cannot_unpickle": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*it is broken"),
+    "interrupt": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*KeyboardInterrupt"),
+    "exit": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*SystemExit: 4"),
+    "die": (RankError, "rank 1 died without an answer, exit code 3"),
+    "result": (AttributeError, "Can't (pickle|get) local object"),
+    "answer": (RankError, "the answer of rank 1 cannot be unpickled: ValueError"),
+}
+
+
+def assert_all_gone(folder: Path, num_ranks: int) -> None:
+    assert multiprocessing.active_children() == []
+    pids = [int(path.name) for path in folder.iterdir()]
+    assert len(pids) <= num_ranks
+    deadline = time.monotonic() + 5  # the server reaps them
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_first_failure_is_raised_and_those_who_wait_for_it_are_ended(how: str, tmp_path: Path) -> None:
+    kind, text = EXPECTED[how]
+    started = time.monotonic()
+    with pytest.raises(kind, match=text) as caught:
+        run_ranks(fail, 3, str(tmp_path), how)
+    assert type(caught.value) is kind
+    assert time.monotonic() - started < 20
+    if how not in ("die", "answer"):
+        cause = str(caught.value.__cause__)
+        assert cause.startswith("on rank 1:\nTraceback")
+        assert "test_processes.py" in cause or how == "result"
+    assert_all_gone(tmp_path, 3)
+
+
+def hang(folder: str) -> None:
+    note_pid(folder)
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def test_a_rank_that_hangs_is_named_and_ended_by_the_timeout(tmp_path: Path) -> None:
+    run_ranks(identity, 1)  # the start of the server is not what is timed
+    with pytest.raises(RankError, match=r"no answer from rank \[1\] within 4 s; all were ended"):
+        run_ranks(hang, 3, str(tmp_path), timeout=4)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert_all_gone(tmp_path, 3)
+
+
+def late(seconds: float) -> None:
+    time.sleep(seconds * dist.get_rank())
+    raise ValueError(f"rank {dist.get_rank()}")
+
+
+def test_of_several_exceptions_the_first_in_time_is_raised() -> None:
+    with pytest.raises(ValueError, match="rank 0"):
+        run_ranks(late, 3, 0.2)
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
+    with pytest.raises(TypeError, match=r"lambda.* cannot be sent .* function that is defined at the top of a module"):
+        run_ranks(lambda: None, 2)
+    with pytest.raises(TypeError, match="or its arguments cannot be sent"):
+        run_ranks(identity, 2, lambda: None)
+    with pytest.raises(ValueError, match="world_size: got 0, expected 1 or more"):
+        run_ranks(identity, 0)
+    assert run_ranks(functools.partial(variable, "RANK"), 2) == ["0", "1"]

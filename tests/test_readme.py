@@ -1,0 +1,39 @@
+"""README.md does what it says: its Python runs, its commands are the ones CI runs, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_python_of_the_readme_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, object] = {"__name__": "readme"}
+    assert len(BLOCKS) >= 5
+    for i, block in enumerate(BLOCKS):
+        exec(compile(block, f"README.md, block {i}", "exec"), namespace)
+        printed = capsys.readouterr().out
+        for line in re.findall(r"#> (.*)", block):
+            assert line in printed, f"block {i} printed {printed!r}"
+
+
+def test_commands_name_files_and_modules_that_exist() -> None:
+    for path in re.findall(r"(?:examples|tests|\.ci)/[\w/.]+\w", README):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m (tests\.[\w.]+)", README):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+def test_every_claim_names_a_test_that_exists() -> None:
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", README):
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
+def test_links_inside_the_repository_lead_somewhere() -> None:
+    for target in re.findall(r"\]\((?!http|#)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target

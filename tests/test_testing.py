@@ -1,0 +1,128 @@
+"""Collectives are counted exactly, alike on simulated and real ranks; trees are compared leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+
+NUMEL = 11
+
+
+def layout_on(mesh: fs.Mesh) -> fs.Layout:
+    return fs.plan({"a.w": torch.zeros(NUMEL), "b.w": torch.zeros(2, dtype=torch.float64)}, mesh)
+
+
+def count_step(axes: dict[str, int], simulated: bool) -> Any:
+    """What one step issues, forward and backward: kind, axis, elements and bytes, in order."""
+    mesh = fs.simulated_mesh(axes) if simulated else fs.init_mesh(axes)
+    layout = layout_on(mesh)
+    params = fs.shard({"a.w": torch.ones(NUMEL), "b.w": torch.ones(2, dtype=torch.float64)}, layout)
+    loss = lambda p: sum(x.square().sum() for x in fs.gather(p).values())  # noqa: E731
+    with count_collectives() as forward:
+        mesh.spmd(loss)(params)
+    with count_collectives() as both:
+        mesh.spmd(fs.grad(loss))(params)
+    issued = [[(c.kind, c.axis, c.numel, c.nbytes) for c in counter.issued] for counter in (forward, both)]
+    return issued, dict(both.by_kind), both.total, both.nbytes("psum_scatter"), both["pmax"]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_simulated_and_real_ranks_count_the_same_collectives(axes: dict[str, int]) -> None:
+    simulated = count_step(axes, simulated=True)
+    num_ranks = torch.tensor(list(axes.values())).prod().item()
+    assert run_ranks(count_step, int(num_ranks), axes, simulated=False) == [simulated] * int(num_ranks)
+    if axes["shard"] == 1:
+        assert simulated == ([[], []], {}, 0, 0, 0)
+        return
+    ranks = axes["shard"]
+    shards = [(-(-NUMEL // ranks), 4), (-(-2 // ranks), 8)]  # elements and their bytes: a.w in float32, b.w in float64
+    (forward, both), *_ = simulated
+    assert forward == [("all_gather", "shard", n, n * size) for n, size in shards]
+    scatters = {("psum_scatter", "shard", ranks * n, ranks * n * size) for n, size in shards}
+    assert {entry for entry in both if entry[0] == "psum_scatter"} == scatters
+    assert simulated[3] == sum(nbytes for *_, nbytes in scatters)
+    expected = {"all_gather": 2, "psum_scatter": 2} | ({"psum": 2} if "replicate" in axes else {})
+    assert simulated[1] == expected
+    assert simulated[2] == sum(expected.values())
+    assert simulated[4] == 0
+
+
+def fail_inside(counting: count_collectives, program: Callable[[], object]) -> None:
+    with counting:
+        program()
+        raise KeyError
+
+
+def test_nested_counters_each_see_what_is_inside_them() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    psum = mesh.spmd(lambda x: fs.collectives.psum(x, mesh["shard"]))
+    x = torch.ones(2, 3, 5)
+    with count_collectives() as outer:
+        psum(x)
+        with count_collectives() as inner:
+            psum(x)
+        broken = count_collectives()
+        with pytest.raises(KeyError):
+            fail_inside(broken, lambda: psum(x))
+        psum(x.double())
+    psum(x)
+    assert (outer["psum"], inner["psum"], broken.counter["psum"]) == (4, 1, 1)
+    assert outer.nbytes("psum") == 3 * 5 * 4 + 5 * 8
+    assert inner.nbytes("psum") == 5 * 4
+    assert {(c.axis, c.numel) for c in outer.issued} == {("shard", 5)}
+
+
+def test_a_collective_under_a_users_vmap_counts_once_with_all_of_its_bytes() -> None:
+    mesh = fs.simulated_mesh(2)
+    with count_collectives() as seen:
+        mesh.spmd(torch.func.vmap(lambda x: fs.collectives.psum(x, mesh)))(torch.ones(2, 7, 3))
+    assert (seen["psum"], seen.nbytes("psum")) == (1, 7 * 3 * 4)
+
+
+def test_equal_trees_pass_whatever_kind_of_mapping_they_are() -> None:
+    full = fs.gather(fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.simulated_mesh(2))))
+    assert_trees_close(full, {"w": torch.ones(3)})
+    assert_trees_close({"b": 1, "a": [None, "x"]}, {"a": (None, "x"), "b": 1})
+    assert_trees_close(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
+    assert_trees_close({"x": torch.ones(2)}, {"x": torch.ones(2) + 1e-3}, rtol=0, atol=1e-2)
+
+
+def test_every_leaf_that_differs_is_named() -> None:
+    actual = {
+        "same": torch.ones(2),
+        "far": torch.ones(2),
+        "list": [torch.ones(1), torch.tensor(1)],
+        "more": torch.ones(1),
+    }
+    expected = {"same": torch.ones(2), "far": torch.zeros(2), "list": [torch.ones(1), torch.tensor(2)], "less": 1}
+    with pytest.raises(AssertionError) as caught:
+        assert_trees_close(actual, expected)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "4 leaves differ:"
+    named = [line.split(":")[0].strip() for line in lines[1:] if line.startswith("  [")]
+    assert named == ["['far']", "['less']", "['list'][1]", "['more']"]
+    assert "  ['less']: missing" in lines
+    assert "  ['more']: not expected" in lines
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "text"),
+    [
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "1 leaf differs:\n  the tree: .*dtype"),
+        (torch.ones(2), torch.ones(3), "shape"),
+        (torch.tensor(float("nan")), torch.tensor(0.0), "the tree: .*not close"),
+        ({"a": None}, {"a": torch.ones(1)}, r"\['a'\]: got None, expected tensor"),
+        ({"a": 1}, {"a": True}, r"\['a'\]: got 1, expected True"),
+        ({"a": 1}, {}, r"\['a'\]: not expected"),
+        ({"a": {"b": 1}}, {"a": 1}, r"2 leaves differ:\n  \['a'\]: missing\n  \['a'\]\['b'\]: not expected"),
+    ],
+)
+def test_differences_of_any_kind_fail(actual: Any, expected: Any, text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        assert_trees_close(actual, expected)
