@@ -138,9 +138,8 @@ class Optimizer:
     def _check_labels(self, layout: Layout) -> None:
         present = {buffer.label for buffer in layout.buffers.values() if buffer.label}
         problems = [f"{label!r}: no buffer has this label" for label in self.labels if label not in present]
-        reject(
-            "init: labels", problems, f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) makes them."
-        )
+        have = f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) makes them."
+        reject("init: labels", problems, f"{have} Leave out options of labels that these parameters lack.")
 
     def _options(self, buffer: Buffer, overrides: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
         label = buffer.label

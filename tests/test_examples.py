@@ -96,7 +96,8 @@ def test_both_match_a_plain_unsharded_torch_loop(simulated: dict[str, Any], real
 def train_unsharded(text: str) -> list[float]:
     """The same model, data and optimizer as the example, in ten lines of ordinary torch."""
     spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
-    assert spec and spec.loader
+    assert spec is not None
+    assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     train_text, _ = example.read_text(text)
