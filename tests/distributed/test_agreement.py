@@ -80,7 +80,7 @@ DIFFERENT: dict[str, tuple[Plan, Plan, str, str]] = {
         (nn.ModuleDict({"a": LINEAR, "b": LINEAR}), {}),
         (nn.ModuleDict({"a": LINEAR, "c": LINEAR}), {}),
         "tied: b.bias = a.bias",
-        "tied: c.weight = a.weight",
+        "tied: c.bias = a.bias",
     ),
     "no model": ((tensors(), {}), ({}, {}), "'m.w': shape (5,)", "no more parameters"),
 }

@@ -1,0 +1,215 @@
+"""Meshes and spmd: who the ranks are, what is mapped over them, and what is passed through."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+import functorch_shard as fs
+from functorch_shard.collectives import axis_index, pmean, psum
+
+Pair = namedtuple("Pair", "left right")
+
+
+def refused(fn: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError)) as caught:
+        fn(*args, **kwargs)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_mesh_tells_its_axes_outermost_first() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    assert mesh.axes == {"replicate": 2, "shard": 3}
+    assert (mesh.size, mesh.is_simulated, mesh.device, len(mesh)) == (6, True, torch.device("cpu"), 2)
+    assert (mesh["shard"].name, mesh["shard"].size) == ("shard", 3)
+    assert [axis.name for axis in mesh] == ["replicate", "shard"]
+    assert repr(mesh) == "Mesh(replicate=2 x shard=3, simulated, cpu)"
+
+
+def test_a_simulated_mesh_puts_shards_where_it_says() -> None:
+    mesh = fs.simulated_mesh(2, device="meta")
+    assert fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, mesh))["(root)"].is_meta
+    with torch.device("meta"):
+        assert fs.simulated_mesh(2).device.type == "meta"
+
+
+def test_plain_python_has_one_rank_and_no_process_group() -> None:
+    mesh = fs.init_mesh({"replicate": 1, "shard": -1})
+    assert mesh.axes == {"replicate": 1, "shard": 1}
+    assert (mesh.size, mesh.rank, mesh.is_simulated) == (1, 0, False)
+    assert not torch.distributed.is_initialized()
+
+
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
+    assert "init_mesh: shard=4 makes 4 ranks, but there are 1" in refused(fs.init_mesh, {"shard": 4})
+    assert "each of size 1 or more, got replicate=2 x shard=0" in refused(fs.init_mesh, {"replicate": 2, "shard": -1})
+    assert "each of size 1 or more, got shard=0" in refused(fs.simulated_mesh, 0)
+    assert "expected at least one axis" in refused(fs.simulated_mesh, {})
+    assert "each of size 1 or more" in refused(fs.init_mesh, {"a": -1, "b": -1})
+
+
+def test_spmd_is_the_function_itself_on_real_ranks() -> None:
+    def fn() -> None: ...
+
+    assert fs.init_mesh().spmd(fn) is fn
+    assert fs.init_mesh().spmd(in_dims=1)(fn) is fn
+
+
+def test_tensors_are_mapped_and_everything_else_is_passed_through() -> None:
+    mesh = fs.simulated_mesh(3)
+    seen: list[Any] = []
+
+    @mesh.spmd
+    def fn(tree: Any, name: str, *, scale: Tensor, flag: bool) -> Any:
+        seen.append((tree["x"].shape, tree["none"], name, scale.shape, flag))
+        return {"y": tree["x"] * scale, "name": name, "none": None, "pair": Pair(tree["x"][0], 7)}
+
+    x = torch.arange(6.0).view(3, 2)
+    result = fn({"x": x, "none": None, "list": [1]}, "a", scale=torch.tensor([1.0, 10.0, 100.0]), flag=True)
+    assert seen == [((2,), None, "a", (), True)]
+    assert torch.equal(result["y"], x * torch.tensor([[1.0], [10.0], [100.0]]))
+    assert (result["name"], result["none"], result["pair"].right) == ("a", None, 7)
+    assert isinstance(result["pair"], Pair)
+    assert torch.equal(result["pair"].left, x[:, 0])
+
+
+def test_a_function_may_take_and_return_no_tensor_at_all() -> None:
+    mesh = fs.simulated_mesh(3)
+    assert mesh.spmd(lambda: "done")() == "done"
+    assert torch.equal(mesh.spmd(lambda: axis_index(mesh))(), torch.arange(3))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_rank_dims_may_be_anywhere_on_either_side(dim: int) -> None:
+    mesh = fs.simulated_mesh({"a": 2, "b": 3})
+    per_rank = torch.randn(2, 3, 4, 5)  # (a, b, ..)
+    start = dim if dim >= 0 else dim + 3
+    placed = per_rank.movedim((0, 1), (start, start + 1))
+    double = lambda x: 2 * x  # noqa: E731
+    assert torch.equal(mesh.spmd(double, in_dims=dim)(placed), 2 * per_rank)
+    assert torch.equal(mesh.spmd(double, out_dims=dim)(per_rank), 2 * placed)
+    assert torch.equal(mesh.spmd(double, in_dims=dim, out_dims=dim)(placed), 2 * placed)
+
+
+def test_dims_are_given_by_trees_that_are_prefixes() -> None:
+    mesh = fs.simulated_mesh(2)
+    x, shared, y = torch.randn(3, 2), torch.randn(3), torch.randn(2, 3)
+    fn = mesh.spmd(
+        lambda a, b: {"sum": a["x"] + a["shared"] + b, "total": psum(b, mesh)},
+        in_dims=({"x": 1, "shared": None}, 0),
+        out_dims={"sum": 1, "total": None},
+    )
+    result = fn({"x": x, "shared": shared}, y)
+    torch.testing.assert_close(result["sum"], x + shared[:, None] + y.T)
+    torch.testing.assert_close(result["total"], y.sum(0))
+    assert "in_dims=(0,) does not match" in refused(mesh.spmd(lambda a, b: a, in_dims=(0,)), y, y)
+
+
+def test_a_result_that_differs_between_ranks_cannot_be_returned_once() -> None:
+    mesh = fs.simulated_mesh(2)
+    text = refused(mesh.spmd(lambda x: x, out_dims=None), torch.randn(2, 3))
+    assert "a result of shape (3,) differs" in text
+    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh), out_dims=None)(torch.tensor([1.0, 3.0])), torch.tensor(2.0))
+
+
+def test_tensors_without_rank_dims_are_all_named() -> None:
+    mesh = fs.simulated_mesh({"a": 2, "b": 3})
+    bad = {"x": torch.zeros(3, 2), "ok": torch.zeros(2, 3), "s": torch.tensor(1.0)}
+    text = refused(mesh.spmd(lambda tree, k: tree), bad, k=torch.zeros(2))
+    assert text.startswith("ValueError: spmd: 3 problems")
+    assert "args[0]['x']: shape (3, 2), expected (2, 3) as leading dims, one a rank" in text
+    assert "args[0]['s']: shape (), expected (2, 3)" in text
+    assert "kwargs['k']: shape (2,)" in text
+    assert text.endswith("Split a global batch with mesh.split; pass what all ranks share with in_dims=None.")
+
+
+def test_spmd_does_not_nest_with_itself_and_recovers_from_exceptions() -> None:
+    mesh = fs.simulated_mesh(2)
+    nested = mesh.spmd(lambda x: mesh.spmd(lambda y: y)(x))
+    assert "already runs as one rank of the same mesh" in refused(nested, torch.zeros(2, 2))
+    with pytest.raises(ZeroDivisionError):
+        mesh.spmd(lambda x: 1 / 0)(torch.zeros(2))
+    assert not mesh.in_spmd
+    assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(torch.ones(2)), torch.tensor([2.0, 2.0]))
+
+
+def test_two_meshes_nest_in_each_other() -> None:
+    outer, inner = fs.simulated_mesh(2), fs.simulated_mesh(3)
+    rows = torch.arange(6.0).view(2, 3)
+    both = outer.spmd(lambda row: inner.spmd(lambda x: psum(x, inner) + 10 * psum(x, outer))(row))
+    assert torch.equal(both(rows), rows.sum(1, keepdim=True) + 10 * rows.sum(0))
+
+
+def test_dropout_differs_between_ranks_unless_told_otherwise() -> None:
+    mesh, x = fs.simulated_mesh(4), torch.ones(4, 64)
+    drop = lambda x: nn.functional.dropout(x, 0.5)  # noqa: E731
+    assert not torch.equal(*mesh.spmd(drop)(x)[:2])
+    same = mesh.spmd(drop, randomness="same")(x)
+    assert all(torch.equal(row, same[0]) for row in same)
+    assert "randomness" in refused(mesh.spmd(drop, randomness="error"), x)
+
+
+def test_the_wrapped_function_keeps_its_name() -> None:
+    @fs.simulated_mesh(2).spmd
+    def train_step() -> None:
+        """Once."""
+
+    assert (train_step.__name__, train_step.__doc__) == ("train_step", "Once.")
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 3, "b": 2}, {"a": 1, "b": 6}])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_split_gives_every_rank_its_part_in_rank_order(axes: dict[str, int], dim: int) -> None:
+    mesh = fs.simulated_mesh(axes)
+    x = torch.randn(12, 6)
+    parts = mesh.split({"x": x, "n": 3}, dim=dim)
+    assert parts["n"] == 3
+    rows = parts["x"].flatten(0, len(axes) - 1)
+    assert torch.equal(torch.cat(rows.unbind(0), dim), x)
+    assert parts["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(fs.init_mesh().split(x), x)
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused_by_name() -> None:
+    mesh = fs.simulated_mesh(4)
+    text = refused(mesh.split, {"x": torch.zeros(6, 4), "y": torch.zeros(8), "z": torch.tensor(1.0)})
+    assert text.startswith("ValueError: split: 2 problems")
+    assert "['x']: shape (6, 4), and 4 ranks do not divide dim 0" in text
+    assert "['z']: shape ()" in text
+    assert "the tensor: shape (6,)" in refused(mesh.split, torch.zeros(6))
+
+
+def test_copies_keep_the_mesh_and_pickles_make_one_of_the_same_sizes() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    assert copy.deepcopy(mesh) is mesh
+    thawed = pickle.loads(pickle.dumps(mesh))
+    assert (thawed.axes, thawed.device, thawed.is_simulated) == (mesh.axes, mesh.device, True)
+    rows = torch.randn(2, 3, 4)
+    torch.testing.assert_close(thawed.spmd(lambda x: psum(x, thawed))(rows)[0, 0], rows.sum((0, 1)))
+    real = pickle.loads(pickle.dumps(fs.init_mesh()))
+    assert real.axes == {"shard": 1}
+
+
+def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:
+    mesh = fs.simulated_mesh(2)
+    params = fs.shard({"fc.w": torch.ones(3)}, fs.plan({"fc.w": torch.ones(3)}, mesh))
+    thawed = pickle.loads(pickle.dumps(params))
+    text = refused(mesh.spmd(lambda p: fs.gather(p)), thawed)
+    assert "unpickled has a mesh of its own: put it on this one, Sharded(tree, tree.layout.on(mesh))" in text
+    again = fs.Sharded(thawed, thawed.layout.on(mesh))
+    assert torch.equal(mesh.spmd(lambda p: fs.gather(p)["fc.w"], out_dims=None)(again), torch.ones(3))
+    assert "the layout is for shard=2, the mesh has shard=3" in refused(thawed.layout.on, fs.simulated_mesh(3))
+
+
+def test_a_user_vmap_may_go_around_or_inside_of_split_batches() -> None:
+    mesh = fs.simulated_mesh(2)
+    x = torch.randn(5, 4, 3)  # (outer batch, global batch, ..)
+    step = mesh.spmd(lambda x: pmean(x.sum(0), mesh), out_dims=None)
+    torch.testing.assert_close(vmap(lambda x: step(mesh.split(x)))(x), x.sum(1) / 2)
