@@ -120,7 +120,8 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[Tens
         put_back.append(rebuild)
         return value, tensors
 
-    grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
+    with torch.inference_mode(False):  # in it, torch.func of 2.11 gives silent zeros
+        grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
     return grads, value, put_back[0](aux)
 
 
@@ -142,7 +143,7 @@ def _needs_graph(call: Any) -> bool:
     if maybe_current_level() is not None or torch.compiler.is_compiling():
         return True
     tensors = [x for x in optree.tree_leaves(call, none_is_leaf=True) if isinstance(x, Tensor)]
-    # torch.func differentiates in inference mode, and tensors from there; plain autograd gives zeros or an error.
+    # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return True
     outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
