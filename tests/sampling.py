@@ -71,7 +71,7 @@ def under(transform: str, fn: Any, x: Any) -> Any:
     if transform == "vmap at the last dim":
         return vmap(fn, in_dims=-1)(optree.tree_map(lambda leaf: leaf.movedim(0, -1), x))
     if transform == "vjp":
-        y, pull = vjp(fn, x)
+        y, pull, *_ = vjp(fn, x)
         return pull(optree.tree_map(lambda leaf: leaf + 1, y))[0]
     if transform == "jvp":
         return jvp(fn, (x,), (optree.tree_map(lambda leaf: leaf.square(), x),))[1]

@@ -15,6 +15,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
 from tests import reference
 from tests.programs import PROGRAMS, Case, as_rank, cases
+from tests.refusals import refused
 
 RANKS = (1, 2, 3, 5, 8)
 CASES = [case for num_ranks in (1, 2, 3, 5) for case in cases(num_ranks)]
@@ -165,12 +166,6 @@ def test_inputs_are_never_written_to() -> None:
         mesh.spmd(lambda x, verb=verb: verb(x, mesh))(rows)
         mesh.spmd(torch.func.grad(lambda x, verb=verb: verb(x, mesh).square().sum()))(rows)
     assert rows._version == version
-
-
-def refused(fn: Any, *args: Any) -> str:
-    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError)) as caught:
-        fn(*args)
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_errors_name_every_leaf_and_the_arithmetic() -> None:

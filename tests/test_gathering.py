@@ -16,6 +16,7 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.models import awkward, loss_of, two_layers
+from tests.refusals import refused
 
 RANKS = (1, 2, 3, 5, 8)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
@@ -285,12 +286,6 @@ def test_one_rank_needs_no_process_group_and_no_collective() -> None:
         full = fs.gather(params)
     assert seen.total == 0
     assert_trees_close(dict(full), {name: p.detach() for name, p in model.named_parameters()}, rtol=0, atol=0)
-
-
-def refused(fn: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-        fn(*args, **kwargs)
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_shard_lists_every_parameter_that_does_not_fit() -> None:

@@ -14,14 +14,9 @@ from torch.func import vmap
 
 import functorch_shard as fs
 from functorch_shard.collectives import axis_index, pmean, psum
+from tests.refusals import refused
 
 Pair = namedtuple("Pair", "left right")
-
-
-def refused(fn: Any, *args: Any, **kwargs: Any) -> str:
-    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError)) as caught:
-        fn(*args, **kwargs)
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def test_a_mesh_tells_its_axes_outermost_first() -> None:

@@ -1,0 +1,14 @@
+"""What the library says when it refuses something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def refused(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """The type and the text of the error that ``fn`` has to raise."""
+    with pytest.raises((ValueError, TypeError, RuntimeError, KeyError)) as caught:
+        fn(*args, **kwargs)
+    return f"{type(caught.value).__name__}: {caught.value}"
