@@ -371,7 +371,7 @@ def axis_index(axis: Over, /) -> Tensor:
         axis: the ranks to count; a mesh means all of its axes, in row-major order.
 
     Returns:
-        int64, shape ``()``, on the mesh's device.
+        int64, shape ``()``.
 
     Raises:
         RuntimeError: on simulated ranks outside ``spmd``, where no rank is this one.

@@ -152,13 +152,17 @@ def _needs_graph(call: Any) -> bool:
 
 def _wanted(tree: Any) -> list[bool]:
     """Which leaves have a gradient: floating-point tensors, but nothing that a layout calls frozen."""
-    leaves = optree.tree_leaves(tree, none_is_leaf=True)
-    if isinstance(tree, Sharded):
-        return [tree.layout.buffers[key].trainable and _differentiable(x) for key, x in tree.items()]
-    if isinstance(tree, Full):
-        keys = tree.layout.key_of
-        return [tree.layout.buffers[keys[name]].trainable and _differentiable(x) for name, x in tree.items()]
-    return [_differentiable(x) for x in leaves]
+    nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (Sharded, Full)), none_is_leaf=True)
+    return [flag for node in nodes for flag in _wanted_of(node)]
+
+
+def _wanted_of(node: Any) -> list[bool]:
+    if isinstance(node, Sharded):
+        return [node.layout.buffers[key].trainable and _differentiable(x) for key, x in node.items()]
+    if isinstance(node, Full):
+        buffer_of = {name: node.layout.buffers[key] for name, key in node.layout.key_of.items()}
+        return [buffer_of[name].trainable and _differentiable(x) for name, x in node.items()]
+    return [_differentiable(node)]
 
 
 def _differentiable(x: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
@@ -301,3 +301,14 @@ def test_torch_still_tells_the_level_of_its_transforms() -> None:
     torch.func.grad(lambda x: vmap(note)(x[None]).sum())(x)
     assert seen == [None, 1, 1, 1, 2]
     assert maybe_current_level() is None
+
+
+def test_frozen_buffers_are_known_wherever_their_tree_stands() -> None:
+    values = {"a.w": torch.ones(3), "b.w": nn.Parameter(torch.ones(2), requires_grad=False)}
+    params = fs.shard(values, fs.plan(values, fs.init_mesh()))
+    grads = fs.grad(lambda tree: sum(x.sum() for x in fs.gather(tree["params"]).values()) * tree["scale"])(
+        {"params": params, "scale": torch.tensor(2.0)}
+    )
+    assert torch.equal(grads["params"]["a"], torch.full((3,), 2.0))
+    assert grads["params"]["b/frozen"] is None
+    assert grads["scale"] == 5
