@@ -149,7 +149,7 @@ class StackedBackend:
         return sum(indices[1:], indices[0]) if indices else None
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return x.movedim(0, dim).flatten(dim, dim + 1)  # (N, .., n, ..) -> (.., N * n, ..)
+        return torch.cat(x.unbind(0), dim)  # a copy, as on real ranks: a view would let the result write to the operand
 
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
         total = x.sum(0, dtype=x.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .errors import name_problems, reject
 from .layout import Buffer, Layout
-from .trees import Sharded
 
 
 def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False) -> None:
@@ -72,13 +71,6 @@ def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
     ]
     advice = "Outside spmd, gradients carry leading rank dims. To slice whole values without a reduction, use shard()."
     reject("scatter_grads", problems, advice)
-
-
-def check_disjoint(trees: Sequence[Sharded]) -> None:
-    """Raise when two trees hold the same buffer."""
-    keys = [key for tree in trees for key in tree]
-    problems = [f"{key!r}: in {keys.count(key)} trees" for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    reject("gather", problems, "Pass the parts that partition() made, each once.")
 
 
 def _misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:

@@ -106,8 +106,9 @@ def pmean(x: Tree, axis: Over, /) -> Tree:
         >>> mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1.0, 4.0]))
         tensor([2.5000, 2.5000])
     """
-    total = psum(x, axis)
-    return optree.tree_map(lambda leaf: leaf / axis.size, total)  # pyright: ignore[reportReturnType, reportArgumentType]
+    values: Any = x
+    total = psum(optree.tree_map(_averageable, values), axis)
+    return optree.tree_map(lambda leaf: leaf / axis.size, total)  # pyright: ignore[reportReturnType]
 
 
 def pmax(x: Tree, axis: Over, /) -> Tree:
@@ -433,6 +434,12 @@ def _check_dim(verb: str, tree: Any, dim: int, parts: int = 1) -> None:
 
 def _countable(x: Tensor) -> Tensor:
     return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+def _averageable(x: Any) -> Any:
+    """A small integer type would overflow before it is divided."""
+    integer = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
+    return x.to(torch.get_default_dtype()) if integer else x
 
 
 def _place(axis: Axis) -> tuple[Tensor | None, Tensor | None]:

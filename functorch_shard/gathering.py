@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .checks import check_disjoint, check_grads, check_ranked, check_shards, check_whole
+from .checks import check_grads, check_ranked, check_shards, check_whole
 from .collectives import all_gather, psum, psum_scatter, shared
 from .layout import Buffer, Layout
 from .mesh import Axis
@@ -54,12 +54,20 @@ def shard(source: nn.Module | Mapping[str, Tensor], layout: Layout) -> Sharded:
 
 def _shard_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
     mesh = layout.mesh
-    if not mesh.is_simulated:
-        rank = int(mesh[layout.shard_axis].backend.index()) if layout.shard_axis in mesh.axes else 0
-        return pack_shard(tensors, buffer, rank, mesh.device)
+    index = mesh[layout.shard_axis].backend.index() if mesh.in_spmd and layout.num_shards > 1 else 0
+    if mesh.in_spmd and mesh.is_simulated:  # values may differ between ranks: nothing is written in place
+        return _row_of_rank(pack(tensors, buffer).detach(), buffer, index)
+    if mesh.in_spmd:
+        return pack_shard(tensors, buffer, int(index), mesh.device)
     rows = torch.stack([pack_shard(tensors, buffer, rank, mesh.device) for rank in range(layout.num_shards)])
     ones = [size if name == layout.shard_axis else 1 for name, size in layout.axes]
     return rows.view(*ones, -1).expand(*mesh.axes.values(), -1).contiguous()
+
+
+def _row_of_rank(flat: Tensor, buffer: Buffer, index: Tensor | int) -> Tensor:
+    if not isinstance(index, Tensor) or buffer.num_shards == 1:
+        return flat
+    return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1)).squeeze(0)
 
 
 def gather(params: Sharded, *more: Sharded, dtype: torch.dtype | None = None) -> Full:
@@ -76,11 +84,12 @@ def gather(params: Sharded, *more: Sharded, dtype: torch.dtype | None = None) ->
     Returns:
         A ``Full``, a dict name -> tensor, in the source's order: views of the gathered buffers. Outside ``spmd`` a
         stacked tree of simulated ranks gives whole parameters without rank dims; there its gradient is that of every
-        rank returning the same value.
+        rank returning the same value. A buffer that one rank holds whole shares its memory with ``params``.
 
     Raises:
-        TypeError: ``params`` is a ``Full`` or no tree at all.
-        ValueError: shards that do not fit the layout: missing, extra, of other shapes or dtypes; all of them at once.
+        TypeError: ``params`` is a ``Full`` or no tree at all, or ``dtype`` is not a floating-point one.
+        ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
+            dtypes; all of them at once.
 
     Cost:
         One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes. Backward: one reduce-scatter per
@@ -103,8 +112,9 @@ def gather(params: Sharded, *more: Sharded, dtype: torch.dtype | None = None) ->
         if not isinstance(tree, Sharded):
             already = "; it is whole already" if isinstance(tree, Full) else ""
             raise TypeError(f"gather: got {type(tree).__name__}, expected a Sharded{already}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     layout = params.layout.merge([tree.layout for tree in more]) if more else params.layout
-    check_disjoint(trees)
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
     stacked = not layout.mesh.in_spmd
@@ -133,7 +143,7 @@ def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     copies = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
     for dim in reversed(copies):
         x = _FirstCopy.apply(x, dim)
-    return x.flatten()
+    return x.flatten().clone()
 
 
 class _FirstCopy(Function):

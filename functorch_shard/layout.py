@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
@@ -190,6 +190,7 @@ class Layout:
 
     def merge(self, others: Sequence[Layout]) -> Layout:
         """The layout of all parts that :meth:`select` took apart; the parts are disjoint."""
+        self._check_parts(others)
         parts: dict[str, list[Buffer]] = {}
         for unit in (unit for layout in (self, *others) for unit in layout.units):
             parts.setdefault(unit.name, []).extend(unit.buffers)
@@ -197,6 +198,25 @@ class Layout:
         aliases = tuple(sorted({pair for layout in (self, *others) for pair in layout.aliases}))
         in_order = sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)
         return replace(self, units=tuple(in_order), aliases=aliases)
+
+    def _check_parts(self, others: Sequence[Layout]) -> None:
+        parts = [self, *others]
+        problems = [
+            f"{name}: {mine!r} in the first tree, {theirs!r} in another"
+            for name in ("axes", "shard_axis", "replicate_axis", "reduction", "align_bytes")
+            for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
+            if mine != theirs
+        ]
+        names = [name for part in parts for name in part.slots]
+        problems += [
+            f"{name!r}: in {names.count(name)} trees" for name in dict.fromkeys(names) if names.count(name) > 1
+        ]
+        reject("gather", problems, "Pass the parts that partition() made of one tree, each once.")
+
+    def difference(self, other: Layout) -> str:
+        """The first line in which two layouts differ, as each tells it; empty when they are equal."""
+        pairs = zip_longest(self.lines(), other.lines(), fillvalue="nothing")
+        return next((f"{mine}, against {theirs}" for mine, theirs in pairs if mine != theirs), "")
 
     def lines(self) -> Iterator[str]:
         """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""

@@ -110,6 +110,9 @@ class Mesh:
         Returns:
             A function whose tensors carry one rank dim per axis, in the mesh's order.
 
+        Differentiate inside: a transform around ``spmd`` sees all ranks at once, and there the reduction of ``gather``
+        still applies, so its gradient of a sum over ranks is the gradient of the mean.
+
         Raises:
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
             RuntimeError: called inside ``spmd`` of the same mesh.
@@ -275,7 +278,7 @@ def _fill(axes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def _check_axes(verb: str, sizes: Mapping[str, int]) -> None:
-    if not sizes or any(size < 1 for size in sizes.values()):
+    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()):
         raise ValueError(
             f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
         )

@@ -122,7 +122,7 @@ class Optimizer:
             No collectives; a copy of parameters and state, or none with ``donate=True``.
         """
         _check_params("step", params)
-        check_shards("step: grads", grads, params.layout, allow_none=True)
+        _check_gradients(grads, params)
         for options in (overrides, *(labels or {}).values()):
             check_options(self.cls, options)
         buffers = _trainable(params.layout)
@@ -289,6 +289,16 @@ def _check_params(verb: str, params: Sharded) -> None:
     if not isinstance(params, Sharded):
         raise TypeError(f"{verb}: params: got {type(params).__name__}, expected a Sharded. shard() makes one.")
     check_shards(f"{verb}: params", params, params.layout)
+
+
+def _check_gradients(grads: Sharded, params: Sharded) -> None:
+    if not isinstance(grads, Sharded):
+        known = "a Sharded: fs.grad and scatter_grads return one"
+        raise TypeError(f"step: grads: got {type(grads).__name__}, expected {known}.")
+    if grads.layout != params.layout:
+        where = params.layout.difference(grads.layout)
+        raise ValueError(f"step: grads: they lie as another layout says: {where}. Use one layout for both.")
+    check_shards("step: grads", grads, params.layout, allow_none=True)
 
 
 def _trainable(layout: Layout) -> dict[str, Buffer]:

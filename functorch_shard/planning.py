@@ -85,7 +85,9 @@ def plan(
     listed above.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected a Mesh, of init_mesh() or simulated_mesh()")
+        advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
+        known = "a Mesh, of init_mesh() or simulated_mesh()"
+        raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
     options = (shard_axis, replicate_axis, reduction, align_bytes)
     return mesh.agree("plan", lambda: _plan(source, mesh, units, labels, ignored, *options), lambda x: list(x.lines()))
 
@@ -228,6 +230,12 @@ def _check(
         problems.append(f"align_bytes: got {align_bytes!r}, expected a number of bytes, 0 to pack")
     if axes[0] == axes[1]:
         problems.append(f"shard_axis and replicate_axis: got {axes[0]!r} for both, expected two names")
+    for name, size in mesh.axes.items():
+        if name not in axes and size > 1:
+            problems.append(
+                f"mesh: axis {name!r} of {size} ranks is neither shard_axis nor replicate_axis: no gradient"
+            )
+            problems[-1] += f" would be reduced over it. Name it, as replicate_axis={name!r}"
     if not set(axes) & set(mesh.axes):
         problems.append(f"shard_axis and replicate_axis: the mesh has neither {axes[0]!r} nor {axes[1]!r}: {mesh}")
     reject("plan", problems, "Nothing was planned.")

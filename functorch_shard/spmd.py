@@ -145,7 +145,11 @@ def _check_sizes(
         if shape[start : start + len(sizes)] != sizes:
             where = f"from dim {start}" if start else "as leading dims"
             problems.append(f"{_path(treedef.paths()[i], 'args')}: shape {shape}, expected {sizes} {where}, one a rank")
-    reject("spmd", problems, "Split a global batch with mesh.split; pass what all ranks share with in_dims=None.")
+    reject(
+        "spmd",
+        problems,
+        "Split a global batch with mesh.split; pass what all ranks share by position, with in_dims=None.",
+    )
 
 
 def _path(path: tuple[Any, ...], root: str = "") -> str:

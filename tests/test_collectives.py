@@ -122,6 +122,8 @@ def test_booleans_are_counted_and_integers_averaged_in_floating_point() -> None:
     flags = torch.tensor([True, False, True])
     assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(flags), torch.tensor([2, 2, 2]))
     assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1, 2, 4])), torch.full((3,), 7 / 3))
+    large = torch.full((3,), 200, dtype=torch.uint8)
+    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(large), torch.full((3,), 200.0))
 
 
 def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:

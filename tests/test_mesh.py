@@ -122,7 +122,9 @@ def test_tensors_without_rank_dims_are_all_named() -> None:
     assert "args[0]['x']: shape (3, 2), expected (2, 3) as leading dims, one a rank" in text
     assert "args[0]['s']: shape (), expected (2, 3)" in text
     assert "kwargs['k']: shape (2,)" in text
-    assert text.endswith("Split a global batch with mesh.split; pass what all ranks share with in_dims=None.")
+    assert text.endswith(
+        "Split a global batch with mesh.split; pass what all ranks share by position, with in_dims=None."
+    )
 
 
 def test_spmd_does_not_nest_with_itself_and_recovers_from_exceptions() -> None:

@@ -187,14 +187,20 @@ MISFITS = [
     (
         "grads_full",
         lambda p, g, s: (p, fs.gather(p), s),
-        ValueError,
-        "step: grads: 13 problems\n  'a': missing\n(?s:.*)'b.scale': not in the layout",
+        TypeError,
+        "step: grads: got Full, expected a Sharded",
     ),
     (
         "grads_elsewhere",
         lambda p, g, s: (p, fs.shard(whole(), planned(fs.simulated_mesh(2))), s),
         ValueError,
-        r"step: grads: 5 problems\n  'a': got shape \(2, 11\), torch.float64, expected \(3, 7\).*\n.*'b/float64'",
+        r"step: grads: they lie as another layout says: shard=3, .*, against shard=2, ",
+    ),
+    (
+        "grads_cut",
+        lambda p, g, s: (p, fs.Sharded({k: x if x is None else x[:2] for k, x in g.items()}, g.layout), s),
+        ValueError,
+        r"step: grads: 3 problems\n  'a': got shape \(2, 7\), torch.float64, expected \(3, 7\).*\n.*'b/float64'",
     ),
     ("state_none", lambda p, g, s: (p, g, None), TypeError, "state: got NoneType, expected what opt.init"),
     (

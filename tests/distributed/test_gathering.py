@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, run_ranks
@@ -94,17 +95,19 @@ def test_gloo_ranks_simulated_ranks_and_a_plain_loop_train_alike(num_ranks: int)
     assert_trees_close(dict(full), values, rtol=1e-10, atol=1e-10)
 
 
-def plain_autograd_on_this_rank() -> fs.Sharded:
+def plain_autograd_on_this_rank(recompute: bool) -> fs.Sharded:
     mesh, model = fs.init_mesh(), two_layers()
     params: Any = fs.shard(model, fs.plan(model, mesh))
     leaves: Any = optree.tree_map(lambda x: x.requires_grad_(), params)
     x, y = mesh.split((torch.arange(20.0).view(4, 5).sin(), torch.arange(12.0).view(4, 3).cos()))
-    loss_of(model, fs.gather(leaves), x, y).backward()
+    loss = lambda leaves: loss_of(model, fs.gather(leaves), x, y)  # noqa: E731
+    (checkpoint(loss, leaves, use_reentrant=False) if recompute else loss(leaves)).backward()
     return fs.Sharded({key: leaf.grad for key, leaf in leaves.items()}, params.layout)
 
 
-def test_plain_backward_reduces_the_gradients_too() -> None:
-    results = run_ranks(plain_autograd_on_this_rank, 2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_plain_backward_and_checkpointing_reduce_the_gradients_too(recompute: bool) -> None:
+    results = run_ranks(plain_autograd_on_this_rank, 2, recompute)
     rows = fs.Sharded({key: torch.stack([r[key] for r in results]) for key in results[0]}, results[0].layout)
     model = two_layers()
     loss_of(
