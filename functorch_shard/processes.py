@@ -76,12 +76,25 @@ def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
             raise RankError(
                 f"run_ranks: no answer from rank {sorted(waiting.values())} within {timeout:g} s; all were ended"
             )
-        answers = {waiting[c]: _receive(c, waiting.pop(c)) for c in ready if isinstance(c, Connection)}
-        failures = {rank: answer for rank, answer in answers.items() if not answer[0]}
-        if failures:
-            _raise_first(failures, ranks)
+        answers = _answers(ready, waiting)
+        if not all(fine for fine, _ in answers.values()):
+            answers |= _late_answers(waiting)
+            _raise_first({rank: answer for rank, answer in answers.items() if not answer[0]}, ranks)
         results.update({rank: value for rank, (_, value) in answers.items()})
     return [results[rank] for rank in range(len(ranks))]
+
+
+def _answers(ready: list[Any], waiting: dict[Connection, int]) -> dict[int, tuple[bool, Any]]:
+    return {waiting[connection]: _receive(connection, waiting.pop(connection)) for connection in ready}
+
+
+def _late_answers(waiting: dict[Connection, int], grace: float = 0.5) -> dict[int, tuple[bool, Any]]:
+    """A rank that lost its peer may be heard before the peer's end is: the cause gets a moment to show itself."""
+    answers: dict[int, tuple[bool, Any]] = {}
+    deadline = time.monotonic() + grace
+    while waiting and (ready := wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))):
+        answers |= _answers(ready, waiting)
+    return answers
 
 
 def _receive(connection: Connection, rank: int) -> tuple[bool, Any]:

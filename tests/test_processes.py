@@ -146,7 +146,7 @@ def test_the_first_failure_is_raised_and_those_who_wait_for_it_are_ended(how: st
     with pytest.raises(kind, match=text) as caught:
         run_ranks(fail, 3, str(tmp_path), how)
     assert type(caught.value) is kind
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 100  # run_ranks would give up after 120
     if how not in ("die", "answer"):
         cause = str(caught.value.__cause__)
         assert cause.startswith("on rank 1:\nTraceback")
