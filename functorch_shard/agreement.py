@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .backend import Backend, record
+from .errors import first_difference
 
 T = TypeVar("T")
 _FAILED = bytes(32)
@@ -55,12 +55,11 @@ def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]]
             return f"{verb} failed on rank {rank}, so no rank can go on. There:\n{error}"
     (_, first), *others = reports
     for rank, (_, lines) in enumerate(others, 1):
-        for mine, theirs in zip_longest(first, lines, fillvalue="nothing"):
-            if mine != theirs:
-                return (
-                    f"{verb}: the ranks disagree. First difference:\n  rank 0: {mine}\n  rank {rank}: {theirs}\n"
-                    "Every rank must plan the same model, from the same code and options."
-                )
+        if difference := first_difference(first, lines):
+            return (
+                f"{verb}: the ranks disagree. First difference:\n  rank 0: {difference[0]}\n"
+                f"  rank {rank}: {difference[1]}\nEvery rank must plan the same model, from the same code and options."
+            )
     raise AssertionError("digests differ but lines do not")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import zip_longest
 
 
 def reject(verb: str, problems: Sequence[str], advice: str, kind: type[Exception] = ValueError) -> None:
@@ -24,6 +25,12 @@ def name_problems(got: Iterable[str], expected: Iterable[str], allowed: Iterable
 def _hint(name: str, names: Sequence[str]) -> str:
     close = get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def first_difference(mine: Iterable[str], theirs: Iterable[str]) -> tuple[str, str] | None:
+    """The first pair of lines that differ, where one side has ended ``"nothing"``; None when all are equal."""
+    pairs = zip_longest(mine, theirs, fillvalue="nothing")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str], left: int = 1) -> str:

@@ -10,10 +10,11 @@ padded to a multiple of its number of shards S, and rank r of the shard axis own
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from math import lcm, prod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
@@ -207,16 +208,9 @@ class Layout:
             for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
             if mine != theirs
         ]
-        names = [name for part in parts for name in part.slots]
-        problems += [
-            f"{name!r}: in {names.count(name)} trees" for name in dict.fromkeys(names) if names.count(name) > 1
-        ]
+        counts = Counter(name for part in parts for name in part.slots)
+        problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
         reject("gather", problems, "Pass the parts that partition() made of one tree, each once.")
-
-    def difference(self, other: Layout) -> str:
-        """The first line in which two layouts differ, as each tells it; empty when they are equal."""
-        pairs = zip_longest(self.lines(), other.lines(), fillvalue="nothing")
-        return next((f"{mine}, against {theirs}" for mine, theirs in pairs if mine != theirs), "")
 
     def lines(self) -> Iterator[str]:
         """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""

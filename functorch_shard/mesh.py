@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -195,7 +196,7 @@ class Mesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_simulated:
-            return _simulated_again, (self.axes, self.device)
+            return partial(simulated_mesh, self.axes, device=self.device), ()
         return Mesh, (self._axes, self.device)
 
     def __repr__(self) -> str:
@@ -256,10 +257,6 @@ def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
     others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
     return tuple(Axis(name, size, StackedBackend(size, ranks[name], others[name])) for name, size in sizes.items())
-
-
-def _simulated_again(axes: Mapping[str, int], device: torch.device) -> Mesh:
-    return simulated_mesh(axes, device=device)
 
 
 def _device(kind: str) -> torch.device:

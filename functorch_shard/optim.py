@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .checks import check_shards
-from .errors import reject
+from .errors import first_difference, reject
 from .layout import Buffer, Layout
 from .stock import Group, check_elementwise, check_options, initial_state, state_names, update
 from .trees import Sharded
@@ -296,7 +296,8 @@ def _check_gradients(grads: Sharded, params: Sharded) -> None:
         known = "a Sharded: fs.grad and scatter_grads return one"
         raise TypeError(f"step: grads: got {type(grads).__name__}, expected {known}.")
     if grads.layout != params.layout:
-        where = params.layout.difference(grads.layout)
+        mine, theirs = first_difference(params.layout.lines(), grads.layout.lines()) or ("", "")
+        where = f"{mine}, against {theirs}"
         raise ValueError(f"step: grads: they lie as another layout says: {where}. Use one layout for both.")
     check_shards("step: grads", grads, params.layout, allow_none=True)
 
