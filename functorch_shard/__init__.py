@@ -12,6 +12,7 @@ from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
 from .optim import Optimizer, optimizer
 from .planning import plan
+from .precision import MixedPrecision
 from .transforms import grad, grad_and_value
 from .trees import Full, Sharded
 
@@ -20,6 +21,7 @@ __all__ = [
     "Full",
     "Layout",
     "Mesh",
+    "MixedPrecision",
     "Optimizer",
     "Sharded",
     "collectives",

@@ -7,6 +7,8 @@ pass the values of all ranks, stacked in dim 0, and get back either one value fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
@@ -14,6 +16,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .pack import Pieces
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
@@ -28,6 +32,10 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 # What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) travel as their bytes.
 _WIRE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 
+# Up to so many bytes a rank, gloo's collectives of a single call win: what counts is how often threads wake each other.
+# Above, what needs no copy: broadcasts, and messages from where gradients lie. tests/benchmarks/gloo.py measures it.
+SMALL_MESSAGE = 1 << 17
+
 
 class Backend(Protocol):
     """What the collectives ask of the ranks of one axis. ``dim`` is where ranks are laid side by side."""
@@ -36,15 +44,44 @@ class Backend(Protocol):
     def simulated(self) -> bool: ...
     def index(self) -> Tensor | int: ...
     def others(self) -> Tensor | None: ...
+    def ready(self) -> None: ...
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor: ...
     def psum(self, x: Tensor) -> Tensor: ...
     def pmax(self, x: Tensor) -> Tensor: ...
 
 
-def record(kind: str, axis: str, x: Tensor, num_values: int = 1) -> None:
-    """Mark a collective whose operand is ``x`` on each rank; ``num_values`` ranks are stacked in ``x``."""
-    torch.ops.functorch_shard.collective(kind, axis, x.numel() // max(num_values, 1), x.element_size())
+def record(kind: str, axis: str, numel: int, dtype: torch.dtype) -> None:
+    """Mark a collective whose operand on each rank has ``numel`` elements of ``dtype``."""
+    torch.ops.functorch_shard.collective(kind, axis, numel, dtype.itemsize)
+
+
+class Flight:
+    """A collective under way: ``land`` waits for it and gives its result, once.
+
+    On CUDA waiting orders the current stream behind the collective and does not stop the host.
+    """
+
+    __slots__ = ("_finish", "_works")
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+        self._works = list(works)
+        self._finish: Callable[[], Tensor] | None = finish
+
+    def land(self) -> Tensor:
+        works, finish = self._works, self._finish
+        assert finish is not None, "a flight lands once"
+        self._works, self._finish = [], None  # what was sent is let go with the closure
+        for work in works:
+            work.wait()
+        return finish()
+
+    def __del__(self) -> None:
+        # Nobody wants the result (a part of the model was skipped, or an error was thrown): other ranks still send it,
+        # and its memory must outlive that.
+        for work in self._works:
+            with suppress(RuntimeError):
+                work.wait()
 
 
 @dataclass(frozen=True)
@@ -62,61 +99,125 @@ class GroupBackend:
     def others(self) -> None:
         return None
 
+    def ready(self) -> None:
+        """Raise unless the ranks are there."""
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        if not x.numel():
-            return torch.cat([x] * self.size, dim)
-        rows = _as_wire(x.movedim(dim, 0).contiguous())
-        out = rows.new_empty((self.size * rows.shape[0], *rows.shape[1:]))
-        _gather_into(out, rows, group=self.group)
-        return _from_wire(out, x.dtype).movedim(0, dim)
+        return self.start_all_gather(x.movedim(dim, 0)).land().movedim(0, dim)
 
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        rows = _as_real(x.movedim(dim, 0).contiguous())
-        out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        if out.numel():
-            _scatter_into(out, rows, group=self.group)
-        return _from_real(out, x.dtype).movedim(0, dim)
+        rows = x.movedim(dim, 0)
+        total = self.start_psum_scatter(Pieces(x.numel(), [(0, rows.reshape(-1))])).land()
+        return total.view(rows.shape[0] // self.size, *rows.shape[1:]).movedim(0, dim)
 
     def psum(self, x: Tensor) -> Tensor:
-        return _from_real(self._all_reduce(_as_real(x), dist.ReduceOp.SUM), x.dtype)
+        return self.start_psum(x).land()
 
     def pmax(self, x: Tensor) -> Tensor:
-        return self._all_reduce(x, dist.ReduceOp.MAX)
+        return self._start_all_reduce(x, dist.ReduceOp.MAX).land()
 
-    def _all_reduce(self, x: Tensor, op: Any) -> Tensor:
+    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+        """The rows of all ranks, one after the other in dim 0; ``dtype`` casts them on the way out."""
+        dtype = dtype or x.dtype
+        out = x.new_empty((self.size, *x.shape), dtype=dtype)
+        out[self.rank].copy_(x)  # cast and laid in place by one copy, and sent from there
+        works = self._gather_rows(_as_wire(out)) if out.numel() else []
+        return Flight(works, lambda: out.flatten(0, 1))
+
+    def start_psum_scatter(self, x: Pieces) -> Flight:
+        """The sum over ranks, of which this rank keeps its part."""
+        flat = x.laid()
+        rows = _as_real(flat)
+        out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        works = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
+        return Flight(works, lambda: _from_real(out, flat.dtype))
+
+    def start_psum(self, x: Tensor) -> Flight:
+        """The sum over ranks, on every rank."""
+        flight = self._start_all_reduce(_as_real(x), dist.ReduceOp.SUM)
+        return Flight([], lambda: _from_real(flight.land(), x.dtype)) if x.is_complex() else flight
+
+    def _start_all_reduce(self, x: Tensor, op: Any) -> Flight:
         out = x.clone(memory_format=torch.contiguous_format)
-        if out.numel():
-            dist.all_reduce(out, op, group=self.group)
-        return out
+        works = [dist.all_reduce(out, op, group=self.group, async_op=True)] if out.numel() else []
+        return Flight(works, lambda: out)
+
+    def _gather_rows(self, rows: Tensor) -> list[Any]:
+        """Row r of ``rows`` is rank r's; this rank's is there already."""
+        return [_gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)]
 
 
 @dataclass(frozen=True)
 class GlooBackend(GroupBackend):
-    """Gloo ranks: reductions by messages between pairs, added up in rank order, whatever the timing of the ranks.
+    """Gloo ranks: all-gathers by one broadcast a rank, reductions by messages between pairs.
 
-    From 1.0 to 9.7 times as fast as gloo's own reduce-scatter, the more the smaller the buffers and the more ranks;
-    all-gathers showed no such difference (python -m tests.benchmarks.gloo).
+    A gradient is sent from where it lies, and what pairs exchange is added up in rank order, whatever the timing.
     """
 
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        parts = x.movedim(dim, 0).unflatten(0, (self.size, x.shape[dim] // self.size)).contiguous()
-        first, *others = _from_wire(self._exchange(_as_wire(parts)), x.dtype)
-        for row in others:
-            first += row
-        return first.movedim(0, dim)
+    def start_psum_scatter(self, x: Pieces) -> Flight:
+        if x.parts[0][1].is_complex():
+            flat = x.laid()
+            total = self.start_psum_scatter(Pieces(2 * x.numel, [(0, torch.view_as_real(flat).flatten())]))
+            return Flight([], lambda: _from_real(total.land().unflatten(0, (-1, 2)), flat.dtype))
+        step = x.numel // self.size
+        rows = [x.within(rank * step, (rank + 1) * step) for rank in range(self.size)]
+        like = x.parts[0][1]
+        if step * like.element_size() <= SMALL_MESSAGE:
+            return self._start_small_sum(x.laid().view(self.size, step))
+        rows = [row.joined(SMALL_MESSAGE // like.element_size()) for row in rows]
+        got = list(like.new_empty((self.size - 1, step)))
+        got.insert(self.rank, got[0])  # this rank has its own addend, and no place for another
+        works = self._exchange(rows, got)
+        return Flight(works, lambda: _sum_in_order(rows[self.rank], got, self.rank))
 
-    def _exchange(self, rows: Tensor) -> Tensor:
-        """Row i goes to rank i; row i of the result comes from rank i."""
-        got = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        if not rows.numel():
-            return got
-        got[self.rank] = rows[self.rank]
+    def _start_small_sum(self, rows: Tensor) -> Flight:
+        got = torch.empty_like(rows)
+        sent, received = _as_wire(rows).flatten(0, 1), _as_wire(got).flatten(0, 1)
+        works = [dist.all_to_all_single(received, sent, group=self.group, async_op=True)] if rows.numel() else []
+        return Flight(works, lambda: _sum(list(got)))
+
+    def _exchange(self, rows: Sequence[Pieces], got: Sequence[Tensor]) -> list[Any]:
+        """The parts of row r go to rank r; those of this rank's row come from every other rank, into its row of got."""
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
-        sends = [dist.P2POp(dist.isend, rows[i], group=self.group, group_peer=i) for i in peers]
-        receives = [dist.P2POp(dist.irecv, got[i], group=self.group, group_peer=i) for i in peers]
-        for work in dist.batch_isend_irecv([*sends, *receives]):
-            work.wait()
-        return got
+        works = []
+        for rank in peers:
+            for at, part in rows[self.rank].parts:
+                place = _as_wire(got[rank][at : at + part.numel()])
+                works.append(dist.irecv(place, group=self.group, group_src=rank))
+        for rank in peers:
+            for _, part in rows[rank].parts:
+                works.append(dist.isend(_as_wire(part), group=self.group, group_dst=rank))
+        return works
+
+    def _gather_rows(self, rows: Tensor) -> list[Any]:
+        if rows[0].numel() * rows.element_size() <= SMALL_MESSAGE:
+            return [_gather_into(rows.flatten(0, 1), rows[self.rank].clone(), group=self.group, async_op=True)]
+        return [
+            dist.broadcast(rows[rank], group=self.group, group_src=rank, async_op=True) for rank in range(self.size)
+        ]
+
+
+def _sum(rows: Sequence[Tensor]) -> Tensor:
+    """From the first to the last."""
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total += row
+    return total
+
+
+def _sum_in_order(mine: Pieces, got: Sequence[Tensor], rank: int) -> Tensor:
+    """The rows of all ranks, from the first to the last; this rank's own lies in pieces, with zeros between them."""
+    total = got[0].new_empty(mine.numel)
+    end = 0
+    for at, part in mine.parts:
+        total[end:at] = 0
+        end = at + part.numel()
+        first, second, *others = [part if i == rank else row[at:end] for i, row in enumerate(got)]
+        torch.add(first, second, out=total[at:end])
+        for row in others:
+            total[at:end] += row
+    total[end:] = 0
+    return total
 
 
 def group_backend(group: Any, rank: int, size: int) -> GroupBackend:
@@ -148,6 +249,9 @@ class StackedBackend:
         indices = [index for index in (ranks.get() for ranks in self.siblings) if index is not None]
         return sum(indices[1:], indices[0]) if indices else None
 
+    def ready(self) -> None:
+        self.index()
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(x.unbind(0), dim)  # a copy, as on real ranks: a view would let the result write to the operand
 
@@ -175,6 +279,9 @@ class DetachedBackend:
     def others(self) -> None:
         return None
 
+    def ready(self) -> None:
+        self._refuse()
+
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         self._refuse()
 
@@ -196,10 +303,6 @@ class DetachedBackend:
 
 def _as_wire(x: Tensor) -> Tensor:
     return x if x.dtype in _WIRE else x.unsqueeze(-1).view(torch.uint8)
-
-
-def _from_wire(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype == dtype else x.view(dtype).squeeze(-1)
 
 
 def _as_real(x: Tensor) -> Tensor:

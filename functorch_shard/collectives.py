@@ -25,6 +25,7 @@ from torch.autograd import Function
 from .backend import record
 from .errors import reject
 from .mesh import Axis, Mesh
+from .precision import Travel
 
 Tree = TypeVar("Tree")
 Over = Axis | Mesh
@@ -61,7 +62,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
 class _Psum(Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        record("psum", axis.name, x, axis.folded)
+        _record("psum", axis, x, axis.folded)
         return axis.backend.psum(x)
 
     @staticmethod
@@ -81,7 +82,7 @@ class _Psum(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = _aside(x, in_dims[0])
             return _Psum.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
-        record("psum", axis.name, x, _num_values(x, in_dims[0], axis))
+        _record("psum", axis, x, _num_values(x, in_dims[0], axis))
         return axis.backend.psum(_stack(x, in_dims[0], axis)), None
 
 
@@ -141,7 +142,7 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
 class _Pmax(Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        record("pmax", axis.name, x, axis.folded)
+        _record("pmax", axis, x, axis.folded)
         return axis.backend.pmax(x)
 
     @staticmethod
@@ -166,7 +167,7 @@ class _Pmax(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = _aside(x, in_dims[0])
             return _Pmax.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
-        record("pmax", axis.name, x, _num_values(x, in_dims[0], axis))
+        _record("pmax", axis, x, _num_values(x, in_dims[0], axis))
         return axis.backend.pmax(_stack(x, in_dims[0], axis)), None
 
 
@@ -205,14 +206,17 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [ 1,  2, 10, 20]])
     """
     _check_dim("all_gather", x, dim)
-    inner_first = lambda x, axis: _AllGather.apply(x, *_place(axis), axis, dim % x.ndim)  # noqa: E731
+    inner_first = lambda x, axis: _AllGather.apply(x, *_place(axis), axis, dim % x.ndim, None)  # noqa: E731
     return _over("all_gather", x, axis, inner_first, inner_axis_first=True)
 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
-        record("all_gather", axis.name, x, axis.folded)
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
+    ) -> Tensor:
+        x = x.to(dtypes.gathered) if dtypes else x
+        _record("all_gather", axis, x, axis.folded)
         return axis.backend.all_gather(x, dim)
 
     @staticmethod
@@ -221,7 +225,7 @@ class _AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _PsumScatter.apply(grad, *_saved(ctx)), None, None, None, None
+        return _PsumScatter.apply(grad, *_saved(ctx)), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -229,12 +233,20 @@ class _AllGather(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis,
+        dim: int,
+        dtypes: Travel | None,
     ) -> Any:
         if in_dims[1] is None:
             x, batch_dim, shift = _aside(x, in_dims[0])
-            return _AllGather.apply(x, index, others, _fold(axis, info, in_dims), dim + shift), batch_dim
-        record("all_gather", axis.name, x, _num_values(x, in_dims[0], axis))
+            return _AllGather.apply(x, index, others, _fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
+        x = x.to(dtypes.gathered) if dtypes else x
+        _record("all_gather", axis, x, _num_values(x, in_dims[0], axis))
         return axis.backend.all_gather(_stack(x, in_dims[0], axis), dim), None
 
 
@@ -268,16 +280,19 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [33, 44]])
     """
     _check_dim("psum_scatter", x, dim, axis.size)
-    return _over(
-        "psum_scatter", x, axis, lambda x, axis: _PsumScatter.apply(_countable(x), *_place(axis), axis, dim % x.ndim)
-    )
+    scatter = lambda x, axis: _PsumScatter.apply(_countable(x), *_place(axis), axis, dim % x.ndim, None)  # noqa: E731
+    return _over("psum_scatter", x, axis, scatter)
 
 
 class _PsumScatter(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
-        record("psum_scatter", axis.name, x, axis.folded)
-        return axis.backend.psum_scatter(x, dim)
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
+    ) -> Tensor:
+        x = x.to(dtypes.reduced) if dtypes else x
+        _record("psum_scatter", axis, x, axis.folded)
+        total = axis.backend.psum_scatter(x, dim)
+        return total.to(dtypes.stored) if dtypes else total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -285,7 +300,7 @@ class _PsumScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _AllGather.apply(grad, *_saved(ctx)), None, None, None, None
+        return _AllGather.apply(grad, *_saved(ctx)), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -293,30 +308,55 @@ class _PsumScatter(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis,
+        dim: int,
+        dtypes: Travel | None,
     ) -> Any:
         if in_dims[1] is None:
             x, batch_dim, shift = _aside(x, in_dims[0])
-            return _PsumScatter.apply(x, index, others, _fold(axis, info, in_dims), dim + shift), batch_dim
-        record("psum_scatter", axis.name, x, _num_values(x, in_dims[0], axis))
-        return axis.backend.psum_scatter(_stack(x, in_dims[0], axis), dim), 0
+            return _PsumScatter.apply(x, index, others, _fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
+        x = x.to(dtypes.reduced) if dtypes else x
+        _record("psum_scatter", axis, x, _num_values(x, in_dims[0], axis))
+        total = axis.backend.psum_scatter(_stack(x, in_dims[0], axis), dim)
+        return total.to(dtypes.stored) if dtypes else total, 0
 
 
-def shared(x: Tensor, axes: Sequence[Axis], divisor: int) -> Tensor:
+def gather_shards(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
+    """``all_gather`` of stored shards in the dtype to compute in; its transpose reduces in the dtype for that."""
+    return _AllGather.apply(x, *_place(axis), axis, 0, dtypes)
+
+
+def scatter_sums(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
+    """``psum_scatter`` of full gradients in the dtype to reduce in, as stored shards: transpose of `gather_shards`."""
+    return _PsumScatter.apply(x, *_place(axis), axis, 0, dtypes)
+
+
+def shared(x: Tensor, axes: Sequence[Axis], divisor: int, reduced: torch.dtype) -> Tensor:
     """``x``, as a value that every rank of ``axes`` holds a copy of: its gradient is psummed, then divided.
 
     What makes ``gather`` data-parallel. Forward mode passes the tangent through, as the copies' tangents are equal.
     """
-    for axis in axes:
+    x = x if divisor == 1 else _Shared.apply(x, None, None, _Nobody(), divisor, reduced)
+    for axis in reversed(axes):  # backward goes from the first axis to the last, and divides at the end
         if axis.size > 1:
-            x = _Shared.apply(x, *_place(axis), axis, 1)
-    return x if divisor == 1 else _Shared.apply(x, None, None, _Nobody(), divisor)
+            x = _Shared.apply(x, *_place(axis), axis, 1, reduced)
+    return x
 
 
 class _Shared(Function):
     @staticmethod
     def forward(
-        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis | _Rows | _Nobody, divisor: int
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis | _Rows | _Nobody,
+        divisor: int,
+        reduced: torch.dtype,
     ) -> Tensor:
         return x.view_as(x)
 
@@ -326,9 +366,10 @@ class _Shared(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, axis, divisor = _saved(ctx)
-        total = _Psum.apply(grad, *place, axis) if isinstance(axis, Axis) else axis.psum(grad)
-        return total / divisor, None, None, None, None
+        *place, axis, divisor, reduced = _saved(ctx)
+        addend = grad.to(reduced)
+        total = _Psum.apply(addend, *place, axis) if isinstance(axis, Axis) else axis.psum(addend)
+        return total.to(grad.dtype) / divisor, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -343,12 +384,13 @@ class _Shared(Function):
         others: Tensor | None,
         axis: Axis | _Rows | _Nobody,
         divisor: int,
+        reduced: torch.dtype,
     ) -> Any:
         if in_dims[1] is None:
             x, batch_dim, _ = _aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
-            return _Shared.apply(x, index, others, _fold(axis, info, in_dims), divisor), batch_dim
+            return _Shared.apply(x, index, others, _fold(axis, info, in_dims), divisor, reduced), batch_dim
         assert isinstance(axis, Axis)
-        return _Shared.apply(_stack(x, in_dims[0], axis), None, None, _Rows(), divisor), 0
+        return _Shared.apply(_stack(x, in_dims[0], axis), None, None, _Rows(), divisor, reduced), 0
 
 
 class _Rows:
@@ -430,6 +472,11 @@ def _check_dim(verb: str, tree: Any, dim: int, parts: int = 1) -> None:
         elif x.shape[dim] % parts:
             problems.append(f"x{list(path) or ''}: {parts} ranks do not divide dim {dim} of shape {tuple(x.shape)}")
     reject(verb, problems, "Reshape, or pad to a multiple of the number of ranks.")
+
+
+def _record(kind: str, axis: Axis, x: Tensor, num_values: int) -> None:
+    """``num_values`` ranks are stacked in ``x``."""
+    record(kind, axis.name, x.numel() // max(num_values, 1), x.dtype)
 
 
 def _countable(x: Tensor) -> Tensor:

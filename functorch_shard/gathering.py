@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .checks import check_grads, check_ranked, check_shards, check_whole
-from .collectives import all_gather, psum, psum_scatter, shared
+from .collectives import all_gather, gather_shards, shared
 from .layout import Buffer, Layout
-from .mesh import Axis
+from .lazy import lazily
 from .pack import pack, pack_shard, unpack
 from .planning import named_tensors
+from .precision import travel
+from .reduction import copies, reduced
 from .trees import Full, Sharded
 
 
@@ -70,30 +72,41 @@ def _row_of_rank(flat: Tensor, buffer: Buffer, index: Tensor | int) -> Tensor:
     return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1)).squeeze(0)
 
 
-def gather(params: Sharded, *more: Sharded, dtype: torch.dtype | None = None) -> Full:
+def gather(params: Sharded, *more: Sharded, lazy: bool | None = None, dtype: torch.dtype | None = None) -> Full:
     """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
 
     The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
     with ``reduction="sum"``), reduced and sharded again. In forward mode the tangents are gathered.
 
+    On real ranks the parameters are lazy: a unit is fetched when an operation first needs its data, the next one ahead
+    of its use, and at most two are whole at a time; backward gathers again what it needs. So every rank has to use
+    them, in the same order: what one rank alone looks at, take with ``lazy=False``.
+
     Args:
         params: parameters, or any ``Sharded`` of their shape: gradients, moments, averages.
         more: the other parts, when :func:`partition` took a tree apart.
-        dtype: cast floating-point shards to this before they travel; gradients come back in the stored dtype.
+        lazy: ``False`` gathers everything now, into plain tensors. ``True`` makes even what one rank holds whole lazy,
+            ``None`` only what has to be fetched. Simulated ranks share one memory: there all is plain.
+        dtype: what to gather floating-point shards in, cast before they travel; the layout's ``precision`` unless
+            given. Gradients come back in the stored dtype.
 
     Returns:
-        A ``Full``, a dict name -> tensor, in the source's order: views of the gathered buffers. Outside ``spmd`` a
-        stacked tree of simulated ranks gives whole parameters without rank dims; there its gradient is that of every
-        rank returning the same value. A buffer that one rank holds whole shares its memory with ``params``.
+        A ``Full``, a dict name -> tensor, in the source's order: lazy tensors, or views of the gathered buffers.
+        Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without rank dims; there its gradient
+        is that of every rank returning the same value. A buffer that one rank holds whole shares its memory with
+        ``params``.
 
     Raises:
         TypeError: ``params`` is a ``Full`` or no tree at all, or ``dtype`` is not a floating-point one.
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
+        RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), or used after
+            its shards were written to.
 
     Cost:
-        One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes. Backward: one reduce-scatter per
-        buffer, and one all-reduce of the shard where there are replicas.
+        One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes; lazy, one more in backward, but for
+        the last two units of forward (and none with ``reshard_after_forward=False``). Backward: one reduce-scatter per
+        buffer while it goes on, and one all-reduce of the shard where there are replicas.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -118,30 +131,38 @@ def gather(params: Sharded, *more: Sharded, dtype: torch.dtype | None = None) ->
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
     stacked = not layout.mesh.in_spmd
-    whole: dict[str, Tensor] = {}
+    later = {key: x for key, x in shards.items() if _is_lazy(layout.buffers[key], layout, lazy)}
+    whole = lazily(later, layout, dtype) if later else {}
+    flat = _flat_of_stack if stacked else _flat
     for key, buffer in layout.buffers.items():
-        x = shards[key] if dtype is None or not shards[key].is_floating_point() else shards[key].to(dtype)
-        whole.update(unpack(_flat_of_stack(x, buffer, layout) if stacked else _flat(x, buffer, layout), buffer))
+        if key not in later:
+            whole.update(unpack(flat(shards[key], buffer, layout, dtype), buffer))
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
-def _flat(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+def _is_lazy(buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
+    """Simulated ranks share one memory, and a compiler schedules by itself."""
+    worth_it = buffer.num_shards > 1 if lazy is None else lazy
+    return worth_it and not layout.mesh.is_simulated and not torch.compiler.is_compiling()
+
+
+def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
     """The whole buffer from this rank's shard."""
+    axis = layout.mesh[layout.shard_axis] if buffer.num_shards > 1 else None
     if not (x.is_floating_point() or x.is_complex()):
-        return _over_shards(x, buffer, layout)
+        return all_gather(x, axis) if axis else x
     divisor = layout.num_ranks if layout.reduction == "mean" else 1
-    return _over_shards(shared(x, _copies(buffer, layout), divisor), buffer, layout)
+    dtypes = travel(buffer.dtype, layout.precision, dtype)
+    x = shared(x, copies(buffer, layout), divisor, dtypes.reduced)
+    return gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
 
 
-def _over_shards(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    return all_gather(x, layout.mesh[layout.shard_axis]) if buffer.num_shards > 1 else x
-
-
-def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
+    x = x.to(travel(buffer.dtype, layout.precision, dtype).gathered)
     names = list(layout.mesh.axes)
-    copies = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
-    for dim in reversed(copies):
+    same = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
+    for dim in reversed(same):
         x = _FirstCopy.apply(x, dim)
     return x.flatten().clone()
 
@@ -167,12 +188,6 @@ class _FirstCopy(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
         return _FirstCopy.apply(tangent, ctx.dim)
-
-
-def _copies(buffer: Buffer, layout: Layout) -> list[Axis]:
-    """The axes whose ranks hold copies of a shard."""
-    names = [layout.replicate_axis, *([layout.shard_axis] if buffer.num_shards == 1 else [])]
-    return [layout.mesh[name] for name in names if layout.axis_size(name) > 1]
 
 
 def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sharded:
@@ -215,22 +230,8 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         check_ranked(grads, layout)
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
-    return Sharded({key: _scatter_buffer(grads, buffer, layout) for key, buffer in layout.buffers.items()}, layout)
-
-
-def _scatter_buffer(grads: Mapping[str, Any], buffer: Buffer, layout: Layout) -> Tensor | None:
-    if not buffer.trainable:
-        return None
-    given = [grads[slot.name] for slot in buffer.slots if grads[slot.name] is not None]
-    like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)
-    zeros = {slot.name: like.new_zeros(slot.shape) for slot in buffer.slots if grads[slot.name] is None}
-    total = pack({**grads, **zeros}, buffer)
-    if buffer.num_shards > 1:
-        total = psum_scatter(total, layout.mesh[layout.shard_axis])
-    for axis in _copies(buffer, layout):
-        total = psum(total, axis)
-    divisor = layout.num_ranks if layout.reduction == "mean" else 1
-    return (total if divisor == 1 else total / divisor).to(buffer.dtype)
+    shards = {key: reduced(grads, b, layout) if b.trainable else None for key, b in layout.buffers.items()}
+    return Sharded(shards, layout)
 
 
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:

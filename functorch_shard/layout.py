@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from .errors import axes_text, reject, table
+from .precision import MixedPrecision
 
 if TYPE_CHECKING:
     from .mesh import Mesh
 
 Reduction = Literal["mean", "sum"]
-_FORMAT = 1
+_FORMAT = 2
+_OPTIONS = ("shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward")
 
 
 class Slice(NamedTuple):
@@ -118,6 +120,8 @@ class Layout:
     align_bytes: int
     aliases: tuple[tuple[str, str], ...]
     mesh: Mesh = field(compare=False)
+    reshard_after_forward: bool = True
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
 
     @cached_property
     def buffers(self) -> Mapping[str, Buffer]:
@@ -204,7 +208,7 @@ class Layout:
         parts = [self, *others]
         problems = [
             f"{name}: {mine!r} in the first tree, {theirs!r} in another"
-            for name in ("axes", "shard_axis", "replicate_axis", "reduction", "align_bytes")
+            for name in ("axes", *_OPTIONS, "precision")
             for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
             if mine != theirs
         ]
@@ -216,6 +220,7 @@ class Layout:
         """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""
         over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
         yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
+        yield f"reshard_after_forward={self.reshard_after_forward}, {self.precision}"
         for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
             buffer = self.buffers[self.key_of[slot.name]]
             kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
@@ -230,8 +235,8 @@ class Layout:
 
     def to_json(self, indent: int | None = None) -> str:
         """As JSON text; :meth:`from_json` gives an equal layout back."""
-        plain = {name: getattr(self, name) for name in ("shard_axis", "replicate_axis", "reduction", "align_bytes")}
-        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases)}
+        plain = {name: getattr(self, name) for name in _OPTIONS}
+        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases), "precision": asdict(self.precision)}
         units = [asdict(unit) for unit in self.units]
         return json.dumps({"format": _FORMAT, **plain, **maps, "units": units}, indent=indent, default=_dtype_name)
 
@@ -296,8 +301,9 @@ def _layout_of(data: Any, mesh: Mesh) -> Layout:
         raise ValueError(f"Layout.from_json: got format {data['format']}, this version reads format {_FORMAT}")
     units = tuple(Unit(unit["name"], tuple(map(_buffer_of, unit["buffers"]))) for unit in data["units"])
     maps = {name: tuple(data[name].items()) for name in ("axes", "aliases")}
-    plain = {name: data[name] for name in ("shard_axis", "replicate_axis", "reduction", "align_bytes")}
-    return Layout(units=units, mesh=mesh, **maps, **plain)
+    plain = {name: data[name] for name in _OPTIONS}
+    precision = {name: dtype and _dtype(name, dtype) for name, dtype in data["precision"].items()}
+    return Layout(units=units, mesh=mesh, precision=MixedPrecision(**precision), **maps, **plain)
 
 
 def _buffer_of(data: Any) -> Buffer:
@@ -305,10 +311,14 @@ def _buffer_of(data: Any) -> Buffer:
 
 
 def _slot_of(data: Any) -> Slot:
-    dtype = getattr(torch, data["dtype"])
+    return Slot(**{**data, "shape": tuple(data["shape"]), "dtype": _dtype(data["name"], data["dtype"])})
+
+
+def _dtype(what: str, name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{data['name']!r}: {data['dtype']!r} is no dtype")
-    return Slot(**{**data, "shape": tuple(data["shape"]), "dtype": dtype})
+        raise TypeError(f"{what!r}: {name!r} is no dtype")
+    return dtype
 
 
 def _arithmetic_problems(layout: Layout) -> list[str]:

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from .errors import reject
 from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
+from .precision import MixedPrecision
 from .trees import Sharded
 from .units import Units, assign, below
 
@@ -30,6 +31,18 @@ class _Kind:
     ignored: bool
 
 
+@dataclass(frozen=True)
+class _Options:
+    """What a layout says about the whole model."""
+
+    shard_axis: str
+    replicate_axis: str
+    reduction: Reduction
+    align_bytes: int
+    reshard_after_forward: bool
+    precision: MixedPrecision | None
+
+
 def plan(
     source: nn.Module | Mapping[str, Tensor],
     mesh: Mesh,
@@ -39,6 +52,8 @@ def plan(
     shard_axis: str = "shard",
     replicate_axis: str = "replicate",
     reduction: Reduction = "mean",
+    precision: MixedPrecision | None = None,
+    reshard_after_forward: bool = True,
     align_bytes: int = 16,
     ignored: Sequence[str] | Set[str] = (),
 ) -> Layout:
@@ -58,6 +73,9 @@ def plan(
         shard_axis: the axis that buffers are cut over.
         replicate_axis: the axis that shards are copied over.
         reduction: what gradients are, over the ranks: ``"mean"`` or ``"sum"``.
+        precision: the dtypes that ``gather`` returns and that gradients are reduced in; as stored unless given.
+        reshard_after_forward: whether real ranks let a gathered unit go after its use, and gather it again in
+            backward. ``False`` keeps every unit from its first use to its gradient: half the gathers, more memory.
         align_bytes: every parameter starts at a multiple of this; 0 packs them.
         ignored: names, of parameters or modules, that stay whole on every rank; gradients are still reduced.
 
@@ -88,8 +106,8 @@ def plan(
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
         known = "a Mesh, of init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
-    options = (shard_axis, replicate_axis, reduction, align_bytes)
-    return mesh.agree("plan", lambda: _plan(source, mesh, units, labels, ignored, *options), lambda x: list(x.lines()))
+    options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward, precision)
+    return mesh.agree("plan", lambda: _plan(source, mesh, units, labels, ignored, options), lambda x: list(x.lines()))
 
 
 def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -110,13 +128,10 @@ def _plan(
     units: Units,
     labels: Labels,
     ignored: Sequence[str] | Set[str],
-    shard_axis: str,
-    replicate_axis: str,
-    reduction: Reduction,
-    align_bytes: int,
+    options: _Options,
 ) -> Layout:
     every = named_tensors(source)
-    _check(every, mesh, reduction, align_bytes, (shard_axis, replicate_axis), ignored)
+    _check(every, mesh, options, ignored)
     aliases = _aliases(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     unit_of = assign(tensors, source if isinstance(source, nn.Module) else None, units)
@@ -126,17 +141,14 @@ def _plan(
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
         slots = groups.setdefault(kind, [])
-        slots.append(_slot(name, tensor, slots[-1].end if slots else 0, index, align_bytes))
-    shards = mesh.axes.get(shard_axis, 1)
+        slots.append(_slot(name, tensor, slots[-1].end if slots else 0, index, options.align_bytes))
+    shards = mesh.axes.get(options.shard_axis, 1)
     return Layout(
         units=_units(groups, shards),
         axes=tuple(mesh.axes.items()),
-        shard_axis=shard_axis,
-        replicate_axis=replicate_axis,
-        reduction=reduction,
-        align_bytes=align_bytes,
         aliases=tuple(sorted(aliases.items())),
         mesh=mesh,
+        **{**vars(options), "precision": options.precision or MixedPrecision()},
     )
 
 
@@ -212,11 +224,10 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
 def _check(
     tensors: Mapping[str, Tensor],
     mesh: Mesh,
-    reduction: Reduction,
-    align_bytes: int,
-    axes: tuple[str, str],
+    options: _Options,
     ignored: Sequence[str] | Set[str],
 ) -> None:
+    axes, align_bytes = (options.shard_axis, options.replicate_axis), options.align_bytes
     problems = [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _unfit(x))]
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator would be used up by the check
@@ -224,8 +235,12 @@ def _check(
     problems += [
         f"ignored {p!r}: no such parameter or module" for p in ignored if not any(below(n, p) for n in tensors)
     ]
-    if reduction not in ("mean", "sum"):
-        problems.append(f"reduction: got {reduction!r}, expected 'mean' or 'sum'")
+    if options.reduction not in ("mean", "sum"):
+        problems.append(f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'")
+    if not isinstance(options.reshard_after_forward, bool):
+        problems.append(f"reshard_after_forward: got {options.reshard_after_forward!r}, expected True or False")
+    if not isinstance(options.precision, (MixedPrecision, type(None))):
+        problems.append(f"precision: got {type(options.precision).__name__}, expected a MixedPrecision or None")
     if not isinstance(align_bytes, int) or align_bytes < 0:
         problems.append(f"align_bytes: got {align_bytes!r}, expected a number of bytes, 0 to pack")
     if axes[0] == axes[1]:

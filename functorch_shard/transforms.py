@@ -9,9 +9,9 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._C._functorch import maybe_current_level  # no public way to ask; tests/test_transforms.py watches it
 from torch.autograd.forward_ad import unpack_dual
 
+from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
 
 Argnums = int | Sequence[int]
@@ -140,7 +140,7 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[T
 
 def _needs_graph(call: Any) -> bool:
     """Whether someone outside differentiates (or batches, or traces) what is computed here."""
-    if maybe_current_level() is not None or torch.compiler.is_compiling():
+    if in_transform():
         return True
     tensors = [x for x in optree.tree_leaves(call, none_is_leaf=True) if isinstance(x, Tensor)]
     # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.

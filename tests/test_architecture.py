@@ -13,17 +13,22 @@ PACKAGE = Path(fs.__file__).parent
 # A module imports from those before it and from none behind it.
 ORDER = [
     "errors",
+    "surroundings",
+    "precision",
     "layout",
     "trees",
     "pack",
-    "checks",
     "backend",
+    "checks",
     "agreement",
     "spmd",
     "mesh",
     "units",
     "planning",
     "collectives",
+    "reduction",
+    "residency",
+    "lazy",
     "gathering",
     "transforms",
     "stock",
@@ -34,10 +39,11 @@ ORDER = [
 ]
 # Private names of torch, each with its reason beside the import, and nowhere else.
 PRIVATE = {
+    "lazy": {"torch.utils._pytree"},
     "trees": {"torch.utils._pytree"},
     "stock": {"torch.utils._python_dispatch"},
     "testing": {"torch.utils._python_dispatch"},
-    "transforms": {"torch._C._functorch"},
+    "surroundings": {"torch._C", "torch._C._functorch"},
 }
 
 

@@ -182,7 +182,7 @@ ALTERED = [
 ]
 BROKEN = [
     ("layout", {"units": None}, "not a layout in JSON .TypeError"),
-    ("layout", {"format": 2}, "got format 2, this version reads format 1"),
+    ("layout", {"format": 3}, "got format 3, this version reads format 2"),
     ("buffer", {"colour": 1}, "not a layout in JSON .TypeError.*colour"),
     ("slot 0", {"dtype": "zeros"}, "not a layout in JSON .TypeError: 'm.w': 'zeros' is no dtype"),
     ("slot 0", {"dtype": "float7"}, "not a layout in JSON .AttributeError.*float7"),

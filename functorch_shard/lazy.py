@@ -1,0 +1,269 @@
+"""The lazy tensor: a gathered parameter that fetches its unit when an operation needs data.
+
+Autograd saves the lazy tensor and not its data, so a unit that was let go is gathered again when backward asks. Nothing
+wraps the model; the order of use drives everything. Views stay lazy, any other operation sees plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._pytree import tree_map_only  # what torch dispatches is flattened with this one
+
+from .layout import Buffer, Layout, Slot
+from .reduction import Reductions, reduced
+from .residency import Cell, Part, Session
+from .surroundings import backward_pass, in_transform
+
+aten = torch.ops.aten
+_PLAIN_COPY = "Pass it through functorch_shard.materialize first, or gather with lazy=False."
+# What asks for the form of a tensor and not for its values.
+_FORM_ONLY = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+}
+
+
+class Lazy(Tensor):
+    """A view of one whole buffer of a cell, by its shape, strides and offset; it holds no data."""
+
+    _session: Session
+    _cell: Cell
+    _index: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        session: Session,
+        cell: Cell,
+        index: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+    ) -> Lazy:
+        # torch's one way to a tensor without data; its own documentation of __torch_dispatch__ uses it
+        self = Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=cell.device
+        )
+        self._session, self._cell, self._index = session, cell, index
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_view(func) and isinstance(args[0], Lazy):
+            return args[0]._view(func, args, kwargs)
+        if func in _FORM_ONLY and isinstance(args[0], Lazy):
+            return func(args[0]._form(), *args[1:], **kwargs)
+        _refuse_writes(func, args, kwargs)
+        plain_args = [x._data() if isinstance(x, Lazy) else _plain(x) for x in args]
+        return func(*plain_args, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
+
+    def _data(self) -> Tensor:
+        flat = self._session.data(self._cell, self._index)
+        return flat.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten.t.default and self.ndim == 2:  # every linear layer, twice
+            return self._at(self.shape[::-1], self.stride()[::-1], self.storage_offset())
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        views = func(like, *args[1:], **kwargs)
+        several = views if isinstance(views, (list, tuple)) else [views]
+        if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
+            return func(self._data(), *args[1:], **kwargs)  # a view of other numbers
+        lazy = [self._at(view.shape, view.stride(), self.storage_offset() + view.storage_offset()) for view in several]
+        return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
+
+    def _at(self, shape: Sequence[int], strides: Sequence[int], offset: Any) -> Lazy:
+        return Lazy(self._session, self._cell, self._index, shape, strides, int(offset), self.dtype)
+
+    def _form(self) -> Tensor:
+        """Its shape, dtype and device over one element of memory."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    def __repr__(self) -> str:
+        # values would have to be fetched, and on one rank alone that hangs
+        return f"lazy parameter of shape {tuple(self.shape)}, {self.dtype}, on {self.device}"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().clone().__reduce_ex__(protocol)
+
+    def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"a lazy parameter has no memory of its own to point to: {self!r}. {_PLAIN_COPY}")
+
+    data_ptr = untyped_storage = storage = numpy = share_memory_ = __dlpack__ = _has_no_memory
+
+
+def _plain(x: Any) -> Any:
+    return [_plain(y) if not isinstance(y, Lazy) else y._data() for y in x] if isinstance(x, (list, tuple)) else x
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    # as_strided counts from the start of the memory and not of the tensor
+    return func.is_view and func is not aten.as_strided.default
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    arguments = func._schema.arguments
+    return tuple((i, arg.name) for i, arg in enumerate(arguments) if arg.alias_info and arg.alias_info.is_write)
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for i, name in _written(func):
+        x = args[i] if i < len(args) else kwargs.get(name)
+        if any(isinstance(y, Lazy) for y in (x if isinstance(x, (list, tuple)) else [x])):
+            raise RuntimeError(
+                f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
+                "functorch_shard.materialize, and bring that back with shard()."
+            )
+
+
+def lazily(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
+    session, tensors = Session(layout), {}
+    if any(layout.buffers[key].num_shards > 1 for key in shards):
+        layout.mesh[layout.shard_axis].backend.ready()
+    shards = _joined(session, shards, layout)
+    for part in _parts(shards, layout, dtype):
+        whole = _Gather.apply(session, part, *(shards[buffer.key] for buffer in part.buffers))
+        tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
+    return tensors
+
+
+def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None) -> list[Part]:
+    """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
+    groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
+    for i, unit in enumerate(layout.units):
+        for buffer in unit.buffers:
+            if buffer.key in shards:
+                kind = i, buffer.trainable, _differentiable(buffer.dtype)
+                groups.setdefault(kind, []).append(buffer)
+    return [Part(unit, tuple(buffers), layout, dtype) for (unit, _, _), buffers in groups.items()]
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _slots(part: Part) -> list[Slot]:
+    return [slot for buffer in part.buffers for slot in buffer.slots]
+
+
+class _Gather(Function):
+    """The shards of a part to its parameters. Its transpose is ``scatter_grads``."""
+
+    @staticmethod
+    def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
+        cell = session.cell(part, shards)
+        return tuple(
+            Lazy(session, cell, i, *_place(slot, buffer, shard.shape[:-1]), part.gathered_dtype(buffer))
+            for i, (buffer, shard) in enumerate(zip(part.buffers, shards, strict=True))
+            for slot in buffer.slots
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.session, ctx.part, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        session, part, now = ctx.session, ctx.part, backward_pass()
+        session.leave(part.unit)
+        by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
+        wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
+        if session.joined and now is not None and not in_transform() and not torch.is_grad_enabled():
+            session.reductions.start(by_name, wanted, part.layout, now)
+            shards = {buffer.key: _stand_in(buffer, grads[0].device) for buffer in wanted}
+        else:
+            shards = {buffer.key: reduced(by_name, buffer, part.layout) for buffer in wanted}
+        return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[2:], strict=True) if x is not None}
+        part = replace(ctx.part, buffers=tuple(buffer for buffer in ctx.part.buffers if buffer.key in given))
+        whole = _Gather.apply(ctx.session, part, *given.values())
+        by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
+        return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, session: Session, part: Part, *shards: Tensor) -> Any:
+        dims = in_dims[2:]
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
+        out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
+        return _Gather.apply(session, part, *moved), tuple(out_dims)
+
+
+def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of a parameter in the whole buffer, of which there is one for each of a batch."""
+    return (*batch, *slot.shape), (*_strides((*batch, buffer.numel))[:-1], *_strides(slot.shape)), slot.offset
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    behind = accumulate(reversed(shape[1:]), lambda product, size: product * max(size, 1), initial=1)
+    return tuple(reversed([*behind]))[: len(shape)]
+
+
+def _stand_in(buffer: Buffer, device: torch.device) -> Tensor:
+    """For a gradient that is under way: nobody reads it before ``_Join`` puts the landed one in its place."""
+    return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
+
+
+def _joined(session: Session, shards: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
+    """The shards behind one node, which the last of all gradients passes: there reductions under way are awaited.
+
+    Only plain autograd lets work be under way: a transform wants to see every gradient when it is made.
+    """
+    keys = [key for key, x in shards.items() if layout.buffers[key].trainable and x.requires_grad]
+    if not keys or in_transform() or not torch.is_grad_enabled():
+        return shards
+    session.joined = True
+    return {**shards, **dict(zip(keys, _Join.apply(session.reductions, keys, *map(shards.get, keys)), strict=True))}
+
+
+class _Join(Function):
+    """The shards themselves. In backward: where everything that is under way lands."""
+
+    @staticmethod
+    def forward(reductions: Reductions, keys: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in shards)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.reductions, ctx.keys, *_ = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        now = backward_pass()
+        landed = {} if now is None else ctx.reductions.land(now)
+        return None, None, *(landed.get(key, grad) for key, grad in zip(ctx.keys, grads, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        return tuple(None if x is None else x.view_as(x) for x in tangents[2:])

@@ -1,0 +1,219 @@
+"""Which units are whole at a moment, and which is fetched next: decided by the order of use alone.
+
+Note [Residency]: at most two units of a session are whole: the one in use and the one that is fetched ahead of it (or,
+where none follows, the one before it). What is next is guessed: in forward what followed the last time, or the next
+unit of the layout; in backward what came before in forward. Nothing here looks at a clock, at what has arrived or at
+what the garbage collector has done, so that all ranks fetch in the same order, whatever their timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backend import Flight, record
+from .layout import Buffer, Layout
+from .precision import travel
+from .reduction import Reductions
+from .surroundings import backward_pass
+
+# Units so small that all of them together are no more than this part of the largest one (norms, scalars, position
+# tables) stay once they are fetched: a gather costs a round of messages however little it moves, and a scalar that
+# every block uses would push the block out of its place each time.
+SMALL_PART = 1 / 8
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Buffers of one unit that are gathered and differentiated together, and the dtype they are gathered in."""
+
+    unit: int
+    buffers: tuple[Buffer, ...]
+    layout: Layout
+    dtype: torch.dtype | None
+
+    def gathered_dtype(self, buffer: Buffer) -> torch.dtype:
+        return travel(buffer.dtype, self.layout.precision, self.dtype).gathered
+
+
+class Cell:
+    """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
+
+    __slots__ = ("_flights", "_shards", "_versions", "device", "flats", "part")
+
+    def __init__(self, part: Part, shards: Sequence[Tensor]) -> None:
+        self.part, self.device = part, shards[0].device
+        self._shards = [shard.detach() for shard in shards]
+        self._versions = [_version(shard) for shard in self._shards]
+        self._flights: list[Flight] | None = None
+        self.flats: list[Tensor] | None = None
+
+    def start(self) -> None:
+        """Send for the whole buffers."""
+        if self.flats is None and self._flights is None:
+            self._check_unchanged()
+            pairs = zip(self.part.buffers, self._shards, strict=True)
+            # what is made in inference mode may not be saved for a backward after it
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                self._flights = [self._flight(buffer, shard) for buffer, shard in pairs]
+
+    def land(self) -> None:
+        """Wait for them."""
+        self.start()
+        if self._flights is not None:
+            self.flats, self._flights = [flight.land() for flight in self._flights], None
+
+    def drop(self) -> None:
+        """Let them go."""
+        self.flats = self._flights = None
+
+    def _flight(self, buffer: Buffer, shard: Tensor) -> Flight:
+        dtype = self.part.gathered_dtype(buffer)
+        if buffer.num_shards == 1:
+            return Flight([], lambda: shard.to(dtype))
+        axis: Any = self.part.layout.mesh[self.part.layout.shard_axis]
+        record("all_gather", axis.name, shard.numel(), dtype)
+        if shard.ndim == 1:
+            return axis.backend.start_all_gather(shard, dtype)
+        return Flight([], lambda: axis.backend.all_gather(shard.to(dtype), shard.ndim - 1).contiguous())
+
+    def _check_unchanged(self) -> None:
+        if [_version(shard) for shard in self._shards] != self._versions:
+            keys = ", ".join(repr(buffer.key) for buffer in self.part.buffers)
+            raise RuntimeError(
+                f"gather: {keys}: the shards were written to (by a step with donate=True, say) after they were "
+                "gathered, and a lazy parameter would now have other values than before. Gather again from the new "
+                "shards, or take plain values with gather(params, lazy=False)."
+            )
+
+
+class Session:
+    """All cells of one ``gather``: it owns what is resident and what is under way, and dies with the last lazy tensor.
+
+    The first cell of a part is fetched ahead, later ones (tangents) when they are asked for. Nothing that a session
+    knows refers back to it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.reductions, self.joined = Reductions(), False
+        self._keeps = not layout.reshard_after_forward
+        self._small = small_units(layout)
+        self._trail = _Trail([unit for unit in range(len(layout.units)) if unit not in self._small])
+        self._cells: dict[int, dict[Part, Cell]] = {}
+        self._resident: dict[int, list[Cell]] = {}  # from the least to the most recently used unit
+        self._current: int | None = None
+
+    def cell(self, part: Part, shards: Sequence[Tensor]) -> Cell:
+        cell = Cell(part, shards)
+        self._cells.setdefault(part.unit, {}).setdefault(part, cell)
+        return cell
+
+    def data(self, cell: Cell, index: int) -> Tensor:
+        """The whole buffer ``index`` of ``cell``, which is in use from now on."""
+        if cell.flats is None or cell.part.unit != self._current:
+            self._arrive(cell)
+        assert cell.flats is not None
+        return cell.flats[index]
+
+    def leave(self, unit: int) -> None:
+        """Let ``unit`` go: its gradients are complete, and so backward is done with it."""
+        for cell in self._resident.pop(unit, []):
+            cell.drop()
+
+    def _arrive(self, cell: Cell) -> None:
+        unit = cell.part.unit
+        ahead = None
+        if unit != self._current and unit not in self._small:
+            ahead = self._trail.arrive(unit)
+            self._current = unit
+            self._make_room(unit, ahead)
+        self._fetch(cell)
+        if ahead is not None:  # before waiting for this one: the wire is never idle
+            for next_unit in self._up_to(unit, ahead):
+                for next_cell in self._cells.get(next_unit, {}).values():
+                    self._fetch(next_cell)
+        cell.land()
+
+    def _fetch(self, cell: Cell) -> None:
+        cells = self._resident.setdefault(cell.part.unit, [])
+        if cell not in cells:
+            cells.append(cell)
+        cell.start()
+
+    def _make_room(self, unit: int, ahead: int | None) -> None:
+        """For ``unit`` and the one ahead; where none is ahead, the one used before may stay."""
+        self._resident[unit] = self._resident.pop(unit, [])
+        large = [other for other in self._resident if other not in self._small]
+        kept = {unit, ahead} if ahead is not None else set(large[-2:])
+        for other in large:
+            if other not in kept and not self._keeps:
+                self.leave(other)
+
+    def _up_to(self, unit: int, ahead: int) -> list[int]:
+        """The small units that lie on the way, and ``ahead``."""
+        return [*(other for other in range(unit + 1, ahead) if other in self._small), ahead]
+
+
+class _Trail:
+    """The order in which units were used, and from it the next one in the direction of travel."""
+
+    def __init__(self, units: Sequence[int]) -> None:
+        self._next_in_layout = dict(pairwise(units))
+        self._followers: dict[int, int] = {}
+        self._last: int | None = None  # in forward
+        self._units: list[int] = []
+        self._position = 0  # in the list, of the backward pass
+        self._backward_pass: int | None = None
+
+    def arrive(self, unit: int) -> int | None:
+        """``unit`` is in use from now on; which one may be next."""
+        now = backward_pass()
+        if now is None:
+            return self._forward(unit)
+        if now != self._backward_pass:
+            self._backward_pass, self._position, self._last = now, len(self._units) - 1, None
+        return self._backward(unit)
+
+    def _forward(self, unit: int) -> int | None:
+        if self._last is not None:
+            self._followers[self._last] = unit
+        self._last = unit
+        self._units += [unit] if torch.is_grad_enabled() else []
+        follower = self._followers.setdefault(unit, unit)  # itself: seen, but not what comes next
+        if follower == unit:
+            follower = self._next_in_layout.get(unit)
+            return None if follower in self._followers else follower
+        return follower
+
+    def _backward(self, unit: int) -> int | None:
+        """From where it was used nearest to here, on in the same direction; at the turn, back."""
+        for distance in range(len(self._units)):
+            for step in (-1, 1):
+                i = self._position + step * distance
+                if 0 <= i < len(self._units) and self._units[i] == unit:
+                    self._position = i
+                    return self._ahead(i + step, unit)
+        return None
+
+    def _ahead(self, i: int, unit: int) -> int | None:
+        """The unit at ``i``, but not the first one: nothing was computed before it, so seldom is its data asked for."""
+        return self._units[i] if 0 < i < len(self._units) and self._units[i] != unit else None
+
+
+@lru_cache(maxsize=64)
+def small_units(layout: Layout) -> frozenset[int]:
+    sizes = sorted((sum(buffer.nbytes for buffer in unit.buffers), i) for i, unit in enumerate(layout.units))
+    limit = SMALL_PART * sizes[-1][0] if sizes else 0
+    sums = accumulate(size for size, _ in sizes)
+    return frozenset(i for (_, i), total in zip(sizes, sums, strict=True) if total <= limit)
+
+
+def _version(shard: Tensor) -> int:
+    return -1 if shard.is_inference() else shard._version  # inference tensors do not count writes

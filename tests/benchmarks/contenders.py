@@ -1,0 +1,106 @@
+"""One training step of the same model by this library and by its peers: functions of a batch, each with its state."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import MixedPrecision as FSDP1Precision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+import functorch_shard as fs
+from tests.benchmarks.workloads import Workload
+
+Step = Callable[[Tensor, Tensor], Tensor]
+LR = 1e-3
+
+
+def ours(work: Workload, bf16: bool, device: torch.device, *, reshard: bool, lazy: bool | None = None) -> Step:
+    mesh, model = fs.init_mesh(device=device.type), work.model().to(device)
+    precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
+    params = fs.shard(model, fs.plan(model, mesh, reshard_after_forward=reshard, precision=precision))
+    model.to("meta")  # the shards are all that is needed
+    opt = fs.optimizer(torch.optim.AdamW, lr=LR)
+    state = opt.init(params)
+
+    def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return work.loss(functional_call(model, fs.gather(params, lazy=lazy), (_cast(x, bf16),)), y)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal params, state
+        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
+        params, state = opt.step(params, grads, state, donate=True)
+        return loss
+
+    return step
+
+
+def fsdp2(work: Workload, bf16: bool, device: torch.device, *, reshard: bool) -> Step:
+    mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+    model: Any = work.model().to(device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return _stateful(model, work)
+
+
+def fsdp1(work: Workload, bf16: bool, device: torch.device, *, reshard: bool) -> Step:
+    model: Any = work.model().to(device)
+    policy = FSDP1Precision(torch.bfloat16, torch.float32) if bf16 else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a CPU it says that a GPU would be faster
+        wrapped = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+            sharding_strategy=ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP,
+            mixed_precision=policy,
+            device_id=device,
+        )
+    return _stateful(wrapped, work)
+
+
+def ddp(work: Workload, bf16: bool, device: torch.device) -> Step:
+    return _stateful(DistributedDataParallel(work.model().to(device)), work)
+
+
+def alone(work: Workload, bf16: bool, device: torch.device) -> Step:
+    """Pure compute: every rank by itself, nothing communicated; in bfloat16 everything is stored in it."""
+    model = work.model().to(device)
+    return _stateful(model.bfloat16() if bf16 else model, work, bf16)
+
+
+def _stateful(model: nn.Module, work: Workload, bf16: bool = False) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = work.loss(model(_cast(x, bf16)), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _cast(x: Tensor, bf16: bool) -> Tensor:
+    return x.bfloat16() if bf16 and x.is_floating_point() else x
+
+
+CONTENDERS: dict[str, Callable[[Workload, bool, torch.device], Step]] = {
+    "ours": functools.partial(ours, reshard=True),
+    "FSDP2": functools.partial(fsdp2, reshard=True),
+    "FSDP1": functools.partial(fsdp1, reshard=True),
+    "ours, no reshard": functools.partial(ours, reshard=False),
+    "FSDP2, no reshard": functools.partial(fsdp2, reshard=False),
+    "FSDP1, no reshard": functools.partial(fsdp1, reshard=False),
+    "DDP": ddp,
+    "compute alone": alone,
+}
