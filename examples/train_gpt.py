@@ -192,7 +192,8 @@ def main() -> None:
     batches = [mesh.split(windows(valid_text, part)) for part in starts.split(32 * mesh.size)]
     valid = torch.stack([valid_step(params, x, y).flatten()[0] for x, y in batches])
     bits_per_byte = valid.mean().item() / math.log(2)
-    continuation = sample(model, fs.gather(params), b"def ", 200, args.seed)  # a collective: every rank gathers
+    full = fs.gather(params, lazy=False)  # on every rank, and at once: 200 forward passes follow
+    continuation = sample(model, full, b"def ", 200, args.seed)
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .pack import Pieces
+from .surroundings import being_traced
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
@@ -79,7 +79,7 @@ class Flight:
     def __del__(self) -> None:
         # Nobody wants the result (a part of the model was skipped, or an error was thrown): other ranks still send it,
         # and its memory must outlive that.
-        for work in self._works:
+        for work in getattr(self, "_works", ()):  # a compiler that traces may make one without __init__
             with suppress(RuntimeError):
                 work.wait()
 
@@ -106,9 +106,7 @@ class GroupBackend:
         return self.start_all_gather(x.movedim(dim, 0)).land().movedim(0, dim)
 
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        rows = x.movedim(dim, 0)
-        total = self.start_psum_scatter(Pieces(x.numel(), [(0, rows.reshape(-1))])).land()
-        return total.view(rows.shape[0] // self.size, *rows.shape[1:]).movedim(0, dim)
+        return self.start_psum_scatter(x.movedim(dim, 0)).land().movedim(0, dim)
 
     def psum(self, x: Tensor) -> Tensor:
         return self.start_psum(x).land()
@@ -118,19 +116,20 @@ class GroupBackend:
 
     def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
         """The rows of all ranks, one after the other in dim 0; ``dtype`` casts them on the way out."""
+        _refuse_tracing()
         dtype = dtype or x.dtype
         out = x.new_empty((self.size, *x.shape), dtype=dtype)
         out[self.rank].copy_(x)  # cast and laid in place by one copy, and sent from there
         works = self._gather_rows(_as_wire(out)) if out.numel() else []
         return Flight(works, lambda: out.flatten(0, 1))
 
-    def start_psum_scatter(self, x: Pieces) -> Flight:
-        """The sum over ranks, of which this rank keeps its part."""
-        flat = x.laid()
-        rows = _as_real(flat)
+    def start_psum_scatter(self, x: Tensor) -> Flight:
+        """The sum over ranks, of which this rank keeps its part of dim 0; ``x`` is not to be written to until then."""
+        _refuse_tracing()
+        rows = _as_real(x.contiguous())
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
         works = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
-        return Flight(works, lambda: _from_real(out, flat.dtype))
+        return Flight(works, lambda: _from_real(out, x.dtype))
 
     def start_psum(self, x: Tensor) -> Flight:
         """The sum over ranks, on every rank."""
@@ -138,6 +137,7 @@ class GroupBackend:
         return Flight([], lambda: _from_real(flight.land(), x.dtype)) if x.is_complex() else flight
 
     def _start_all_reduce(self, x: Tensor, op: Any) -> Flight:
+        _refuse_tracing()
         out = x.clone(memory_format=torch.contiguous_format)
         works = [dist.all_reduce(out, op, group=self.group, async_op=True)] if out.numel() else []
         return Flight(works, lambda: out)
@@ -151,43 +151,26 @@ class GroupBackend:
 class GlooBackend(GroupBackend):
     """Gloo ranks: all-gathers by one broadcast a rank, reductions by messages between pairs.
 
-    A gradient is sent from where it lies, and what pairs exchange is added up in rank order, whatever the timing.
+    What pairs exchange is added up in rank order, whatever the timing.
     """
 
-    def start_psum_scatter(self, x: Pieces) -> Flight:
-        if x.parts[0][1].is_complex():
-            flat = x.laid()
-            total = self.start_psum_scatter(Pieces(2 * x.numel, [(0, torch.view_as_real(flat).flatten())]))
-            return Flight([], lambda: _from_real(total.land().unflatten(0, (-1, 2)), flat.dtype))
-        step = x.numel // self.size
-        rows = [x.within(rank * step, (rank + 1) * step) for rank in range(self.size)]
-        like = x.parts[0][1]
-        if step * like.element_size() <= SMALL_MESSAGE:
-            return self._start_small_sum(x.laid().view(self.size, step))
-        rows = [row.joined(SMALL_MESSAGE // like.element_size()) for row in rows]
-        got = list(like.new_empty((self.size - 1, step)))
-        got.insert(self.rank, got[0])  # this rank has its own addend, and no place for another
-        works = self._exchange(rows, got)
-        return Flight(works, lambda: _sum_in_order(rows[self.rank], got, self.rank))
-
-    def _start_small_sum(self, rows: Tensor) -> Flight:
-        got = torch.empty_like(rows)
-        sent, received = _as_wire(rows).flatten(0, 1), _as_wire(got).flatten(0, 1)
-        works = [dist.all_to_all_single(received, sent, group=self.group, async_op=True)] if rows.numel() else []
-        return Flight(works, lambda: _sum(list(got)))
-
-    def _exchange(self, rows: Sequence[Pieces], got: Sequence[Tensor]) -> list[Any]:
-        """The parts of row r go to rank r; those of this rank's row come from every other rank, into its row of got."""
+    def start_psum_scatter(self, x: Tensor) -> Flight:
+        _refuse_tracing()
+        parts = x.contiguous().unflatten(0, (self.size, x.shape[0] // self.size))
+        if parts[0].numel() * x.element_size() <= SMALL_MESSAGE:
+            return self._start_small_sum(parts)
+        got = list(torch.empty_like(parts[1:]))
+        got.insert(self.rank, parts[self.rank])
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
-        works = []
-        for rank in peers:
-            for at, part in rows[self.rank].parts:
-                place = _as_wire(got[rank][at : at + part.numel()])
-                works.append(dist.irecv(place, group=self.group, group_src=rank))
-        for rank in peers:
-            for _, part in rows[rank].parts:
-                works.append(dist.isend(_as_wire(part), group=self.group, group_dst=rank))
-        return works
+        works = [dist.irecv(_as_wire(got[rank]), group=self.group, group_src=rank) for rank in peers]
+        works += [dist.isend(_as_wire(parts[rank]), group=self.group, group_dst=rank) for rank in peers]
+        return Flight(works, lambda: _sum(got, parts))
+
+    def _start_small_sum(self, parts: Tensor) -> Flight:
+        got = torch.empty_like(parts)
+        sent, received = _as_wire(parts).flatten(0, 1), _as_wire(got).flatten(0, 1)
+        works = [dist.all_to_all_single(received, sent, group=self.group, async_op=True)] if parts.numel() else []
+        return Flight(works, lambda: _sum(list(got), sent))
 
     def _gather_rows(self, rows: Tensor) -> list[Any]:
         if rows[0].numel() * rows.element_size() <= SMALL_MESSAGE:
@@ -197,27 +180,20 @@ class GlooBackend(GroupBackend):
         ]
 
 
-def _sum(rows: Sequence[Tensor]) -> Tensor:
-    """From the first to the last."""
+def _sum(rows: Sequence[Tensor], sent: Tensor) -> Tensor:
+    """From the first to the last; ``sent`` is let go only here, when it has arrived."""
     total = rows[0] + rows[1]
     for row in rows[2:]:
         total += row
     return total
 
 
-def _sum_in_order(mine: Pieces, got: Sequence[Tensor], rank: int) -> Tensor:
-    """The rows of all ranks, from the first to the last; this rank's own lies in pieces, with zeros between them."""
-    total = got[0].new_empty(mine.numel)
-    end = 0
-    for at, part in mine.parts:
-        total[end:at] = 0
-        end = at + part.numel()
-        first, second, *others = [part if i == rank else row[at:end] for i, row in enumerate(got)]
-        torch.add(first, second, out=total[at:end])
-        for row in others:
-            total[at:end] += row
-    total[end:] = 0
-    return total
+def _refuse_tracing() -> None:
+    if being_traced():
+        raise NotImplementedError(
+            "make_fx, and so torch.func.linearize, cannot record a collective of real ranks: what it returned would be "
+            "what it saw once. Use torch.func.jvp, which gathers the tangents of each call."
+        )
 
 
 def group_backend(group: Any, rank: int, size: int) -> GroupBackend:

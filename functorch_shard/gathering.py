@@ -16,7 +16,6 @@ from .layout import Buffer, Layout
 from .lazy import lazily
 from .pack import pack, pack_shard, unpack
 from .planning import named_tensors
-from .precision import travel
 from .reduction import copies, reduced
 from .trees import Full, Sharded
 
@@ -152,14 +151,14 @@ def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) 
     if not (x.is_floating_point() or x.is_complex()):
         return all_gather(x, axis) if axis else x
     divisor = layout.num_ranks if layout.reduction == "mean" else 1
-    dtypes = travel(buffer.dtype, layout.precision, dtype)
+    dtypes = layout.travel(buffer, dtype)
     x = shared(x, copies(buffer, layout), divisor, dtypes.reduced)
     return gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
 
 
 def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
-    x = x.to(travel(buffer.dtype, layout.precision, dtype).gathered)
+    x = x.to(layout.travel(buffer, dtype).gathered)
     names = list(layout.mesh.axes)
     same = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
     for dim in reversed(same):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from .errors import axes_text, reject, table
-from .precision import MixedPrecision
+from .precision import MixedPrecision, Travel, travel
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -156,6 +156,10 @@ class Layout:
     def num_ranks(self) -> int:
         """Ranks that a gradient is averaged over: shards times replicas."""
         return self.num_shards * self.axis_size(self.replicate_axis)
+
+    def travel(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Travel:
+        """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of ``precision``'s."""
+        return travel(buffer.dtype, self.precision, dtype)
 
     def slices(self, rank: int) -> list[Slice]:
         """What rank ``rank`` of the shard axis holds, buffer after buffer: pure arithmetic, no process group.
@@ -323,6 +327,8 @@ def _dtype(what: str, name: str) -> torch.dtype:
 
 def _arithmetic_problems(layout: Layout) -> list[str]:
     problems: list[str] = []
+    if not isinstance(layout.reshard_after_forward, bool):
+        problems.append(f"reshard_after_forward: got {layout.reshard_after_forward!r}, expected True or False")
     if layout.reduction not in get_args(Reduction):
         problems.append(f"reduction: got {layout.reduction!r}, expected 'mean' or 'sum'")
     for buffer in layout.buffers.values():

@@ -15,12 +15,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_map_only  # what torch dispatches is flattened with this one
 
 from .layout import Buffer, Layout, Slot
 from .reduction import Reductions, reduced
 from .residency import Cell, Part, Session
-from .surroundings import backward_pass, in_transform
+from .surroundings import backward_pass, differentiate_at_once, in_transform, refuse_pointers
 
 aten = torch.ops.aten
 _PLAIN_COPY = "Pass it through functorch_shard.materialize first, or gather with lazy=False."
@@ -63,6 +64,7 @@ class Lazy(Tensor):
             cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=cell.device
         )
         self._session, self._cell, self._index = session, cell, index
+        refuse_pointers(self)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
@@ -74,12 +76,20 @@ class Lazy(Tensor):
             return args[0]._view(func, args, kwargs)
         if func in _FORM_ONLY and isinstance(args[0], Lazy):
             return func(args[0]._form(), *args[1:], **kwargs)
+        if func is aten.is_same_size.default:
+            return args[0].shape == args[1].shape
+        if func is aten._has_same_storage_numel.default:
+            return _memory_numel(args[0]) == _memory_numel(args[1])
+        if func is aten.as_strided.default and isinstance(args[0], Lazy):
+            return func(args[0]._data(own=True), *args[1:], **kwargs)  # no view: it counts from the start of memory
         _refuse_writes(func, args, kwargs)
         plain_args = [x._data() if isinstance(x, Lazy) else _plain(x) for x in args]
         return func(*plain_args, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
 
-    def _data(self) -> Tensor:
+    def _data(self, own: bool = False) -> Tensor:
+        """Its values, in memory that nobody may write to, or in a copy of that."""
         flat = self._session.data(self._cell, self._index)
+        flat = flat.clone() if own else flat
         return flat.as_strided(self.shape, self.stride(), self.storage_offset())
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -89,7 +99,7 @@ class Lazy(Tensor):
         views = func(like, *args[1:], **kwargs)
         several = views if isinstance(views, (list, tuple)) else [views]
         if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
-            return func(self._data(), *args[1:], **kwargs)  # a view of other numbers
+            return func(self._data(own=True), *args[1:], **kwargs)  # a view of other numbers
         lazy = [self._at(view.shape, view.stride(), self.storage_offset() + view.storage_offset()) for view in several]
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
 
@@ -97,23 +107,42 @@ class Lazy(Tensor):
         return Lazy(self._session, self._cell, self._index, shape, strides, int(offset), self.dtype)
 
     def _form(self) -> Tensor:
-        """Its shape, dtype and device over one element of memory."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        """Its shape, dtype and device, over one element of memory where strides say no more than the shape."""
+        if self.is_contiguous():
+            return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
 
     def __repr__(self) -> str:
         # values would have to be fetched, and on one rank alone that hangs
         return f"lazy parameter of shape {tuple(self.shape)}, {self.dtype}, on {self.device}"
 
-    def __deepcopy__(self, memo: Any) -> Tensor:
+    def _copy(self) -> Tensor:
         return self.detach().clone()
 
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._copy()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.detach().clone().__reduce_ex__(protocol)
+        return self._copy().__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.ndim or not spec else format(self._copy(), spec)
+
+    def tolist(self) -> Any:
+        return self._copy().tolist()
 
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(f"a lazy parameter has no memory of its own to point to: {self!r}. {_PLAIN_COPY}")
 
-    data_ptr = untyped_storage = storage = numpy = share_memory_ = __dlpack__ = _has_no_memory
+    data_ptr = untyped_storage = storage = numpy = share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
+    data = property(lambda self: self.detach(), _has_no_memory)
+
+
+def _memory_numel(x: Tensor) -> int:
+    """Elements of the memory that ``x`` is a view of: forward mode wants those of a tangent to be its primal's."""
+    if isinstance(x, Lazy):
+        return x._cell.numel(x._index)
+    return x.untyped_storage().nbytes() // x.element_size()
 
 
 def _plain(x: Any) -> Any:
@@ -122,7 +151,6 @@ def _plain(x: Any) -> Any:
 
 @cache
 def _is_view(func: Any) -> bool:
-    # as_strided counts from the start of the memory and not of the tensor
     return func.is_view and func is not aten.as_strided.default
 
 
@@ -147,11 +175,22 @@ def lazily(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | No
     session, tensors = Session(layout), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
-    shards = _joined(session, shards, layout)
     for part in _parts(shards, layout, dtype):
-        whole = _Gather.apply(session, part, *(shards[buffer.key] for buffer in part.buffers))
+        whole = _gather(session, part, [shards[buffer.key] for buffer in part.buffers])
+        differentiate_at_once(whole)
         tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
     return tensors
+
+
+def _gather(session: Session, part: Part, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Only plain autograd lets reductions be under way: a transform wants to see every gradient when it is made."""
+    needy = [i for i, x in enumerate(shards) if x.requires_grad]
+    if not needy or in_transform() or not torch.is_grad_enabled():
+        return _Gather.apply(session, part, *shards)
+    keys = [part.buffers[i].key for i in needy]
+    joined = dict(zip(needy, _Join.apply(session.reductions, keys, *(shards[i] for i in needy)), strict=True))
+    shards = [joined.get(i, x) for i, x in enumerate(shards)]
+    return _Gather.apply(session, replace(part, joined=True), *shards)
 
 
 def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None) -> list[Part]:
@@ -192,10 +231,10 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
-        session.leave(part.unit)
+        session.leave(part)
         by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
-        if session.joined and now is not None and not in_transform() and not torch.is_grad_enabled():
+        if part.joined and now is not None and not _is_differentiated(grads):
             session.reductions.start(by_name, wanted, part.layout, now)
             shards = {buffer.key: _stand_in(buffer, grads[0].device) for buffer in wanted}
         else:
@@ -205,7 +244,8 @@ class _Gather(Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[2:], strict=True) if x is not None}
-        part = replace(ctx.part, buffers=tuple(buffer for buffer in ctx.part.buffers if buffer.key in given))
+        buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
+        part = replace(ctx.part, buffers=buffers, joined=False)
         whole = _Gather.apply(ctx.session, part, *given.values())
         by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
         return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))
@@ -216,6 +256,12 @@ class _Gather(Function):
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
         out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
         return _Gather.apply(session, part, *moved), tuple(out_dims)
+
+
+def _is_differentiated(grads: Sequence[Tensor]) -> bool:
+    """Whether somebody wants a derivative (or a batch) of what is done with ``grads``."""
+    dual = any(unpack_dual(grad).tangent is not None for grad in grads)
+    return dual or in_transform() or torch.is_grad_enabled()
 
 
 def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -234,20 +280,11 @@ def _stand_in(buffer: Buffer, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
 
 
-def _joined(session: Session, shards: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
-    """The shards behind one node, which the last of all gradients passes: there reductions under way are awaited.
-
-    Only plain autograd lets work be under way: a transform wants to see every gradient when it is made.
-    """
-    keys = [key for key, x in shards.items() if layout.buffers[key].trainable and x.requires_grad]
-    if not keys or in_transform() or not torch.is_grad_enabled():
-        return shards
-    session.joined = True
-    return {**shards, **dict(zip(keys, _Join.apply(session.reductions, keys, *map(shards.get, keys)), strict=True))}
-
-
 class _Join(Function):
-    """The shards themselves. In backward: where everything that is under way lands."""
+    """The shards of a part themselves. In backward: where what is under way lands.
+
+    Made before the model runs, these nodes come after all of the model in backward.
+    """
 
     @staticmethod
     def forward(reductions: Reductions, keys: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
@@ -261,8 +298,8 @@ class _Join(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         now = backward_pass()
-        landed = {} if now is None else ctx.reductions.land(now)
-        return None, None, *(landed.get(key, grad) for key, grad in zip(ctx.keys, grads, strict=True))
+        landed = [None if now is None else ctx.reductions.land(key, now) for key in ctx.keys]
+        return None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import increment_version
 
 from .checks import check_shards
 from .errors import first_difference, reject
 from .layout import Buffer, Layout
 from .stock import Group, check_elementwise, check_options, initial_state, state_names, update
+from .surroundings import in_transform
 from .trees import Sharded
 
 OptState = dict[str, Sharded]
@@ -132,6 +134,8 @@ class Optimizer:
         call = _Step(self.cls, options, {key: list(s) for key, s in states.items()}, donate)
         tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
         updated = _run(call, tensors, _rank_dims(params.layout))
+        if donate:
+            _count_writes([params[key] for key in buffers] + [x for s in states.values() for x in s.values()])
         new = {key: updated[key].pop(_PARAM) if key in updated else leaf for key, leaf in params.items()}
         return Sharded(new, params.layout), _by_name(updated, params.layout)
 
@@ -175,6 +179,12 @@ class _Init:
     def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         states = {key: initial_state(self.cls, x.detach(), self.options[key]) for key, (x,) in tensors.items()}
         return {key: {name: _expand(x, rows) for name, x in state.items()} for key, state in states.items()}
+
+
+def _count_writes(donated: Sequence[Any]) -> None:
+    """So that whoever still holds them for a backward, autograd or a lazy gather, is told that they have changed."""
+    if not in_transform():
+        increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ class MixedPrecision:
 
     Args:
         param_dtype: what ``gather`` returns, and what the model computes in. ``None``: as stored.
-        reduce_dtype: what gradients are summed over ranks in. ``None``: ``param_dtype``.
+        reduce_dtype: what gradients are summed over ranks in. ``None``: what they come in, and that is ``param_dtype``.
 
     Example:
         >>> bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

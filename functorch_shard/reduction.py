@@ -7,7 +7,7 @@ in, summed over the shards, cast to the stored dtype, summed over the copies, di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +17,19 @@ from .backend import Flight, record
 from .collectives import psum, scatter_sums
 from .layout import Buffer, Layout
 from .mesh import Axis
-from .pack import Pieces, pieces
+from .pack import pack
 from .precision import Travel
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
     """The shard of the mean (or the sum) over ranks of the gradients of ``buffer``; ``None`` counts as zeros."""
-    packed = _pieces(grads, buffer, layout).laid()
+    packed = pack(_complete(grads, buffer, layout), buffer)
     dtypes = _dtypes(packed, buffer, layout)
     total = scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes) if buffer.num_shards > 1 else packed
     for axis in copies(buffer, layout):
-        total = psum(total.to(dtypes.reduced), axis)
-    divisor = _divisor(layout)
-    return total.to(dtypes.stored) if divisor == 1 else total.to(dtypes.stored) / divisor
+        total = psum(total.to(dtypes.reduced), axis).to(dtypes.stored)
+    total, divisor = total.to(dtypes.stored), _divisor(layout)
+    return total if divisor == 1 else total / divisor
 
 
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
@@ -38,80 +38,84 @@ def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
     return [layout.mesh[name] for name in names if layout.axis_size(name) > 1]
 
 
-@dataclass
 class Reductions:
-    """The reductions of one backward pass at a time, started as gradients come and landed at its end.
+    """The reductions of backward passes, started as gradients come and landed at the end of each pass.
 
-    One unit's is under way at a time: the next waits for it, and so a full gradient is let go before another is packed.
+    One part's is under way at a time: the next waits for it, and so one full gradient is let go before another is laid
+    out, in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
     """
 
-    _backward_pass: int | None = None
-    _under_way: list[_Reduction] = field(default_factory=list)
-    _landed: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._under_way: list[tuple[int, _Reduction]] = []
+        self._landed: dict[tuple[int, str], Tensor] = {}
+        self._room: dict[int, Tensor] = {}
 
-    def start(self, grads: Mapping[str, Tensor], buffers: Sequence[Buffer], layout: Layout, backward_pass: int) -> None:
-        if backward_pass != self._backward_pass:  # the last one may have been stopped by an exception
-            self._land()
-            self._landed, self._backward_pass = {}, backward_pass
+    def start(
+        self, grads: Mapping[str, Tensor | None], buffers: Sequence[Buffer], layout: Layout, backward_pass: int
+    ) -> None:
         self._land()
-        self._under_way = [_Reduction.start(_pieces(grads, buffer, layout), buffer, layout) for buffer in buffers]
+        for i, buffer in enumerate(buffers):
+            self._under_way.append((backward_pass, self._start(_complete(grads, buffer, layout), buffer, layout, i)))
 
-    def land(self, backward_pass: int) -> dict[str, Tensor]:
-        """The shards that ``backward_pass`` has reduced, by key of their buffer."""
-        if backward_pass != self._backward_pass:
-            return {}
+    def land(self, key: str, backward_pass: int) -> Tensor | None:
+        """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
         self._land()
-        landed, self._landed, self._backward_pass = self._landed, {}, None
-        return landed
+        return self._landed.pop((backward_pass, key), None)
 
     def _land(self) -> None:
         while self._under_way:
-            reduction = self._under_way.pop(0)
-            self._landed[reduction.key] = reduction.land()
+            backward_pass, reduction = self._under_way.pop(0)
+            self._landed[backward_pass, reduction.buffer.key] = reduction.land()
+
+    def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int) -> _Reduction:
+        like = grads[buffer.slots[0].name]
+        dtypes = _dtypes(like, buffer, layout)
+        if buffer.num_shards == 1:  # nothing to add up here, and what was laid out may be the result
+            packed = pack(grads, buffer)
+            return _Reduction(buffer, layout, dtypes, Flight([], lambda: packed))
+        packed = pack(grads, buffer, out=self._room_for(buffer, like, dtypes.reduced, place))
+        axis: Any = layout.mesh[layout.shard_axis]
+        record("psum_scatter", axis.name, packed.numel(), packed.dtype)
+        return _Reduction(buffer, layout, dtypes, axis.backend.start_psum_scatter(packed))
+
+    def _room_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
+        """Memory that is written again and again: fresh pages cost as much as what is written to them."""
+        room = self._room.get(place)
+        if room is None or room.dtype != dtype or room.numel() < buffer.numel:
+            room = self._room[place] = like.new_empty(buffer.numel, dtype=dtype)
+        return room[: buffer.numel]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Reduction:
     """One buffer on its way: over the shards while backward goes on, then over the copies."""
 
-    key: str
-    flight: Flight
-    dtypes: Travel
-    axes: list[Axis]
+    buffer: Buffer
     layout: Layout
-
-    @staticmethod
-    def start(grads: Pieces, buffer: Buffer, layout: Layout) -> _Reduction:
-        dtypes, axes = _dtypes(grads.parts[0][1], buffer, layout), copies(buffer, layout)
-        grads = grads.to(dtypes.reduced)
-        if buffer.num_shards > 1:
-            axis: Any = layout.mesh[layout.shard_axis]
-            record("psum_scatter", axis.name, grads.numel, dtypes.reduced)
-            flight = axis.backend.start_psum_scatter(grads)
-        else:
-            flight = Flight([], grads.laid)
-        return _Reduction(buffer.key, flight, dtypes, axes, layout)
+    dtypes: Travel
+    flight: Flight
 
     def land(self) -> Tensor:
         total = self.flight.land().to(self.dtypes.stored)
-        for axis in self.axes:
+        for axis in copies(self.buffer, self.layout):
             addend = total.to(self.dtypes.reduced)
             record("psum", axis.name, addend.numel(), addend.dtype)
-            total = axis.backend.psum(addend)
-        total = total.to(self.dtypes.stored)
+            total = axis.backend.psum(addend).to(self.dtypes.stored)
         return total if _divisor(self.layout) == 1 else total.div_(_divisor(self.layout))
 
 
-def _pieces(grads: Mapping[str, Any], buffer: Buffer, layout: Layout) -> Pieces:
-    given = [grads[slot.name] for slot in buffer.slots if grads[slot.name] is not None]
+def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
+    """With zeros for what is ``None``."""
+    given = [grad for slot in buffer.slots if (grad := grads[slot.name]) is not None]
     like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)
     zeros = {slot.name: like.new_zeros(slot.shape) for slot in buffer.slots if grads[slot.name] is None}
-    return pieces({**grads, **zeros}, buffer)
+    return {**grads, **zeros}
 
 
 def _dtypes(grads: Tensor, buffer: Buffer, layout: Layout) -> Travel:
-    """Gradients come in the dtype that was computed in."""
-    return Travel(buffer.dtype, grads.dtype, layout.precision.reduce_dtype or grads.dtype)
+    """Gradients come in the dtype that was computed in; a complex one is not cast to a real one."""
+    asked = None if grads.is_complex() else layout.precision.reduce_dtype
+    return Travel(buffer.dtype, grads.dtype, asked or grads.dtype)
 
 
 def _divisor(layout: Layout) -> int:

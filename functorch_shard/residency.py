@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from .backend import Flight, record
 from .layout import Buffer, Layout
-from .precision import travel
 from .reduction import Reductions
 from .surroundings import backward_pass
 
@@ -38,9 +36,10 @@ class Part:
     buffers: tuple[Buffer, ...]
     layout: Layout
     dtype: torch.dtype | None
+    joined: bool = False  # whether a node behind it waits for what is under way
 
     def gathered_dtype(self, buffer: Buffer) -> torch.dtype:
-        return travel(buffer.dtype, self.layout.precision, self.dtype).gathered
+        return self.layout.travel(buffer, self.dtype).gathered
 
 
 class Cell:
@@ -54,6 +53,10 @@ class Cell:
         self._versions = [_version(shard) for shard in self._shards]
         self._flights: list[Flight] | None = None
         self.flats: list[Tensor] | None = None
+
+    def numel(self, index: int) -> int:
+        """Elements of a whole buffer, batch and all."""
+        return self._shards[index].numel() * self.part.buffers[index].num_shards
 
     def start(self) -> None:
         """Send for the whole buffers."""
@@ -97,12 +100,11 @@ class Cell:
 class Session:
     """All cells of one ``gather``: it owns what is resident and what is under way, and dies with the last lazy tensor.
 
-    The first cell of a part is fetched ahead, later ones (tangents) when they are asked for. Nothing that a session
-    knows refers back to it.
+    The first cell of a part is fetched ahead with its unit. Nothing that a session knows refers back to it.
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.reductions, self.joined = Reductions(), False
+        self.reductions = Reductions()
         self._keeps = not layout.reshard_after_forward
         self._small = small_units(layout)
         self._trail = _Trail([unit for unit in range(len(layout.units)) if unit not in self._small])
@@ -122,9 +124,14 @@ class Session:
         assert cell.flats is not None
         return cell.flats[index]
 
-    def leave(self, unit: int) -> None:
-        """Let ``unit`` go: its gradients are complete, and so backward is done with it."""
-        for cell in self._resident.pop(unit, []):
+    def leave(self, part: Part) -> None:
+        """Let ``part`` go: its gradients are complete, and so backward is done with it (not with frozen neighbours)."""
+        for cell in self._resident.get(part.unit, []):
+            if cell.part is part:
+                cell.drop()
+
+    def _evict(self, unit: int) -> None:
+        for cell in self._resident.pop(unit):
             cell.drop()
 
     def _arrive(self, cell: Cell) -> None:
@@ -148,13 +155,13 @@ class Session:
         cell.start()
 
     def _make_room(self, unit: int, ahead: int | None) -> None:
-        """For ``unit`` and the one ahead; where none is ahead, the one used before may stay."""
+        """For ``unit`` and the one ahead; where none is, the last one that was used or fetched may stay."""
         self._resident[unit] = self._resident.pop(unit, [])
         large = [other for other in self._resident if other not in self._small]
         kept = {unit, ahead} if ahead is not None else set(large[-2:])
         for other in large:
             if other not in kept and not self._keeps:
-                self.leave(other)
+                self._evict(other)
 
     def _up_to(self, unit: int, ahead: int) -> list[int]:
         """The small units that lie on the way, and ``ahead``."""
@@ -207,7 +214,6 @@ class _Trail:
         return self._units[i] if 0 < i < len(self._units) and self._units[i] != unit else None
 
 
-@lru_cache(maxsize=64)
 def small_units(layout: Layout) -> frozenset[int]:
     sizes = sorted((sum(buffer.nbytes for buffer in unit.buffers), i) for i, unit in enumerate(layout.units))
     limit = SMALL_PART * sizes[-1][0] if sizes else 0

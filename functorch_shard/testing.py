@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .processes import RankError, run_ranks
@@ -79,7 +80,8 @@ class count_collectives(TorchDispatchMode):  # noqa: N801  (used as a function)
         if func is torch.ops.functorch_shard.collective.default:
             kind, axis, numel, itemsize = args
             self.counter.issued.append(Collective(kind, axis, numel, numel * itemsize))
-        if types:  # a subclass: what it does below, as the collectives of a lazy tensor, is seen one by one
+        if any(kind not in (Tensor, Parameter) for kind in types):
+            # a subclass: what it does below, as the collectives of a lazy tensor, is seen one by one
             return NotImplemented
         return func(*args, **(kwargs or {}))
 

@@ -23,6 +23,7 @@ from functorch_shard.layout import Layout, Slice
 RANKS = (1, 2, 3, 5, 8)
 SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 3), (17, 257), (2, 3, 5), (31,), (101,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
+PRECISIONS = [(torch.bfloat16, torch.float32), (torch.float16, None), (None, torch.float64)]
 ALIGNMENTS = [0, 1, 2, 10, 16, 64]
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -53,6 +54,8 @@ def planned(draw: st.DrawFn) -> Layout:
         align_bytes=draw(st.sampled_from(ALIGNMENTS)),
         ignored=draw(st.lists(st.sampled_from(firsts), max_size=2)),
         reduction=draw(st.sampled_from(["mean", "sum"])),
+        precision=draw(st.sampled_from([None, *(fs.MixedPrecision(*dtypes) for dtypes in PRECISIONS)])),
+        reshard_after_forward=draw(st.booleans()),
     )
 
 
@@ -150,6 +153,8 @@ def test_json_and_pickle_give_an_equal_layout_with_an_equal_hash(layout: Layout)
         assert hash(back) == hash(layout)
         assert list(back.lines()) == list(layout.lines())
         assert str(back) == str(layout)
+        assert back.precision == layout.precision
+        assert back.reshard_after_forward is layout.reshard_after_forward
 
 
 def test_the_hash_of_a_pickled_layout_is_right_in_another_process() -> None:
@@ -178,6 +183,7 @@ ALTERED = [
     ("buffer", {"numel": 14}, "buffer 'm/float32': 14 elements in 2 shards, 15 used"),
     ("buffer", {"num_shards": 4}, "buffer 'm/float32': 16 elements in 4 shards, 15 used"),
     ("layout", {"align_bytes": 0}, "'m.b': torch.float32 at 12, expected torch.float32 at 9"),
+    ("layout", {"reshard_after_forward": "no"}, "reshard_after_forward: got 'no', expected True or False"),
     ("layout", {"reduction": "max"}, "reduction: got 'max', expected 'mean' or 'sum'"),
 ]
 BROKEN = [
@@ -186,6 +192,10 @@ BROKEN = [
     ("buffer", {"colour": 1}, "not a layout in JSON .TypeError.*colour"),
     ("slot 0", {"dtype": "zeros"}, "not a layout in JSON .TypeError: 'm.w': 'zeros' is no dtype"),
     ("slot 0", {"dtype": "float7"}, "not a layout in JSON .AttributeError.*float7"),
+    ("layout", {"precision": {"param_dtype": "int8"}}, "not a layout in JSON .TypeError: MixedPrecision: param_dtype"),
+    ("layout", {"precision": {"reduce_dtype": "zeros"}}, "not a layout in JSON .TypeError: 'reduce_dtype': 'zeros' is"),
+    ("layout", {"precision": {"colour": None}}, "not a layout in JSON .TypeError.*colour"),
+    ("layout", {"precision": None}, "not a layout in JSON"),
     ("slot 0", {"numel": "9"}, "not a layout in JSON .TypeError"),
 ]
 
@@ -264,9 +274,10 @@ def test_a_layout_is_frozen_and_a_dict_key_and_copies_are_itself() -> None:
         layout.reduction = "sum"  # pyright: ignore[reportAttributeAccessIssue]
     assert {layout: 1}[example()] == 1
     assert copy.deepcopy(layout) is layout
-    others = [example(3), example(reduction="sum"), example(align_bytes=0), example(labels={"m.b": "x"})]
+    others = [example(precision=fs.MixedPrecision(torch.bfloat16)), example(reshard_after_forward=False)]
+    others += [example(3), example(reduction="sum"), example(align_bytes=0), example(labels={"m.b": "x"})]
     assert all(other != layout for other in others)
-    assert len({layout, example(), *others}) == 5
+    assert len({layout, example(), *others}) == 7
 
 
 @given(planned(), st.data())

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.live_bytes import LiveBytes
 from tests.steps import (
     CASES,
     FROZEN,
@@ -102,6 +103,22 @@ def test_donating_allocates_nothing_large(case: str) -> None:
         opt.step(params, grads, state, donate=True)
     assert copying.largest >= 1000
     assert donating.largest <= 2
+
+
+@pytest.mark.parametrize("case", ["sgd", "sgd_momentum", "adamw"])
+def test_donating_allocates_less_than_a_kilobyte_kernels_included(case: str) -> None:
+    layout = fs.plan({f"{unit}.w": torch.zeros(1001, 257) for unit in "ab"}, fs.init_mesh())
+    params, grads = (fs.shard({f"{unit}.w": torch.rand(1001, 257) for unit in "ab"}, layout) for _ in range(2))
+    opt = optimizer(case)
+    with LiveBytes() as live:
+        params, state = opt.step(params, grads, opt.init(params))
+        live.mark("copying")
+        params, state = opt.step(params, grads, state)
+        live.mark("donating")
+        params, state = opt.step(params, grads, state, donate=True)
+        live.mark("end")
+    assert sum(live.allocations("copying", "donating")) >= 2 * 4 * 1001 * 257
+    assert sum(live.allocations("donating", "end")) < 1000  # counters and step sizes
 
 
 @every_case

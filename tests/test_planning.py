@@ -244,6 +244,26 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"plan: labels: 2 problems\n  'embed.weight': label 'a/b'\n  'head.bias': label 'a/b'\nA label is a string w",
     ),
     "number": ({"labels": {"head.bias": 3}}, ValueError, r"'head\.bias': label 3\nA label is a string without '/'"),
+    "dtype for precision": (
+        {"precision": torch.bfloat16},
+        ValueError,
+        "plan: 1 problem\n  precision: got dtype, expected a MixedPrecision or None\nNothing was planned",
+    ),
+    "mapping for precision": (
+        {"precision": {"param_dtype": torch.bfloat16}},
+        ValueError,
+        "precision: got dict, expected a MixedPrecision or None",
+    ),
+    "reshard_after_forward": (
+        {"reshard_after_forward": 1},
+        ValueError,
+        "plan: 1 problem\n  reshard_after_forward: got 1, expected True or False\nNothing was planned",
+    ),
+    "reshard_after_forward text": (
+        {"reshard_after_forward": "no", "align_bytes": -1},
+        ValueError,
+        "plan: 2 problems\n  reshard_after_forward: got 'no', expected True or False\n  align_bytes: got -1",
+    ),
     "labels list": ({"labels": ["x"]}, TypeError, r"plan: labels: got list, expected a mapping name -> label or"),
 }  # fmt: skip
 
@@ -253,6 +273,23 @@ def test_wrong_options_are_refused(case: str) -> None:
     options, kind, match = WRONG[case]
     with pytest.raises(kind, match=match):
         fs.plan(tied(), MESH, **options)
+
+
+def test_no_precision_is_that_of_the_stored_parameters_and_units_go_after_use() -> None:
+    layout = fs.plan(tied(), MESH)
+    assert layout.precision == fs.MixedPrecision(None, None)
+    assert layout.reshard_after_forward is True
+    assert layout == fs.plan(tied(), MESH, precision=fs.MixedPrecision(), reshard_after_forward=True)
+    assert layout != fs.plan(tied(), MESH, precision=fs.MixedPrecision(torch.bfloat16))
+    assert layout != fs.plan(tied(), MESH, reshard_after_forward=False)
+
+
+def test_precision_changes_no_place() -> None:
+    plain, mixed = (
+        fs.plan(tied(), MESH, precision=precision)
+        for precision in (None, fs.MixedPrecision(torch.bfloat16, torch.float64))
+    )
+    assert mixed.units == plain.units
 
 
 CLASHES: dict[str, dict[str, Tensor]] = {

@@ -1,4 +1,4 @@
-"""Gloo's own reduce-scatter against messages between pairs, interleaved in one run.
+"""Gloo's own all-gather and reduce-scatter against how this library moves bytes, interleaved in one run.
 
 python -m tests.benchmarks.gloo
 """
@@ -16,18 +16,21 @@ from torch import Tensor
 from functorch_shard.backend import GlooBackend, GroupBackend
 from functorch_shard.testing import run_ranks
 
-SIZES = {"64 KB": 1 << 14, "1 MB": 1 << 18, "16 MB": 1 << 22}  # of the whole buffer, in float32
+SIZES = {"16 KB": 1 << 12, "256 KB": 1 << 16, "1 MB": 1 << 18, "16 MB": 1 << 22}  # of the whole buffer, in float32
 ROUNDS = 41
+Times = dict[str, dict[str, tuple[float, float]]]
 
 
-def on_this_rank() -> dict[str, tuple[float, float]]:
-    """Median milliseconds, gloo's own and ours, of each size."""
+def on_this_rank() -> Times:
+    """Median milliseconds, gloo's own and ours, of each collective and size."""
     where = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    own, pairs = GroupBackend(*where), GlooBackend(*where)
-    result = {}
+    own, ours = GroupBackend(*where), GlooBackend(*where)
+    result: Times = {"all_gather": {}, "psum_scatter": {}}
     for size, numel in SIZES.items():
         whole = torch.randn(numel // where[2] * where[2])
-        result[size] = medians(lambda b, x=whole: b.psum_scatter(x, 0), own, pairs)
+        part = whole[: len(whole) // where[2]].clone()
+        result["all_gather"][size] = medians(lambda b, x=part: b.all_gather(x, 0), own, ours)
+        result["psum_scatter"][size] = medians(lambda b, x=whole: b.psum_scatter(x, 0), own, ours)
     return result
 
 
@@ -39,15 +42,16 @@ def medians(fn: Callable[[GroupBackend], Tensor], *backends: GroupBackend) -> tu
             start = time.perf_counter()
             fn(backend)
             series.append(1e3 * (time.perf_counter() - start))
-    own, pairs = (statistics.median(series[1:]) for series in times)
-    return own, pairs
+    own, ours = (statistics.median(series[1:]) for series in times)
+    return own, ours
 
 
 def main() -> None:
     for num_ranks in (2, 4):
-        for size, (own, pairs) in run_ranks(on_this_rank, num_ranks)[0].items():
-            ratio = f"{own / pairs:.2f} times as fast"
-            print(f"{num_ranks} ranks, psum_scatter of {size}: gloo {own:.2f} ms, pairs {pairs:.2f} ms, {ratio}")
+        for kind, sizes in run_ranks(on_this_rank, num_ranks)[0].items():
+            for size, (own, ours) in sizes.items():
+                ratio = f"{own / ours:.2f} times as fast"
+                print(f"{num_ranks} ranks, {kind} of {size}: gloo's own {own:.2f} ms, here {ours:.2f} ms, {ratio}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,158 @@
+"""Torch's private answers still mean what the library takes them for."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.func import grad, jvp, vmap
+
+from functorch_shard.surroundings import backward_pass, differentiate_at_once, in_transform
+
+Seen = list[tuple["int | None", bool]]
+
+
+def look(seen: Seen) -> None:
+    seen.append((backward_pass(), in_transform()))
+
+
+class Look(Function):
+    """The identity; its backward looks around."""
+
+    @staticmethod
+    def forward(x: Tensor, seen: Seen) -> Tensor:
+        look(seen)
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.seen = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        look(ctx.seen)
+        return grad, None
+
+
+def leaf_with(hook: Any) -> Tensor:
+    """A scalar whose backward calls ``hook``."""
+    x = torch.ones(()).requires_grad_()
+    y = x * 3
+    y.register_hook(hook)
+    return y * 2
+
+
+def test_outside_there_is_neither_a_backward_pass_nor_a_transform() -> None:
+    assert backward_pass() is None
+    assert in_transform() is False
+    with torch.no_grad(), torch.inference_mode():
+        assert (backward_pass(), in_transform()) == (None, False)
+
+
+def test_a_backward_pass_has_one_number_and_the_next_one_another() -> None:
+    seen: Seen = []
+    for _ in range(3):
+        x = torch.ones(2).requires_grad_()
+        Look.apply(Look.apply(x, seen), seen).sum().backward()
+    passes = [number for number, _ in seen]
+    assert passes[0:2] == passes[4:6] == passes[8:10] == [None, None]  # the two forwards
+    first, second, third = passes[2:4], passes[6:8], passes[10:12]
+    assert all(isinstance(number, int) and pair[0] == pair[1] for pair in (first, second, third) for number in pair)
+    assert len({*first, *second, *third}) == 3
+    assert not any(transformed for _, transformed in seen)
+    assert backward_pass() is None
+
+
+def test_a_backward_inside_a_backward_has_its_own_number_and_then_the_outer_one_is_back() -> None:
+    seen: Seen = []
+
+    def hook(_: Tensor) -> None:
+        look(seen)
+        with torch.enable_grad():
+            leaf_with(lambda _: look(seen)).backward()
+        look(seen)
+
+    leaf_with(hook).backward()
+    before, inner, after = [number for number, _ in seen]
+    assert before == after
+    assert None not in (before, inner)
+    assert inner != before
+
+
+def test_a_pass_that_was_stopped_by_an_exception_is_over() -> None:
+    def hook(_: Tensor) -> None:
+        raise KeyError
+
+    try:
+        leaf_with(hook).backward()
+    except KeyError:
+        assert backward_pass() is None
+        return
+    raise AssertionError("the hook was not called")
+
+
+def test_another_thread_is_in_no_backward_pass() -> None:
+    seen: Seen = []
+    with ThreadPoolExecutor(1) as threads:
+        leaf_with(lambda _: threads.submit(look, seen).result()).backward()
+    assert seen == [(None, False)]
+
+
+def test_every_transform_is_one() -> None:
+    def fn(x: Tensor) -> Tensor:
+        assert backward_pass() is None
+        assert in_transform() is True
+        return x.sin().sum()
+
+    x = torch.ones(3)
+    vmap(fn)(x)
+    grad(fn)(x)
+    jvp(fn, (x,), (x,))
+    vmap(grad(fn))(torch.ones(2, 3))
+    assert in_transform() is False
+
+
+def test_the_backward_of_a_transform_is_a_pass_and_in_the_transform() -> None:
+    for transform in (grad, lambda fn: vmap(grad(fn))):
+        seen: Seen = []
+        fn = lambda x, seen=seen: (look(seen), leaf_hooked(x, seen).sum())[1]  # noqa: E731
+        transform(fn)(torch.ones(2, 3))
+        (outside, there), (number, in_backward) = seen
+        assert (outside, there) == (None, True)
+        assert isinstance(number, int)
+        assert in_backward is True
+
+
+def leaf_hooked(x: Tensor, seen: Seen) -> Tensor:
+    y = x * 2
+    y.register_hook(lambda _: look(seen))
+    return y
+
+
+def test_a_compiler_is_a_transform() -> None:
+    compiled = torch.compile(lambda x: x + (2 if in_transform() else 1), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(())) == 2
+    assert in_transform() is False
+
+
+def test_backward_goes_through_a_node_at_once_however_early_it_was_made() -> None:
+    order: list[str] = []
+    hooked = lambda x, name: x.register_hook(lambda _: order.append(name))  # noqa: E731
+
+    def run(at_once: bool) -> list[str]:
+        order.clear()
+        w, x = torch.ones(2).requires_grad_(), torch.ones(2).requires_grad_()
+        early = w * 1
+        if at_once:
+            differentiate_at_once([early, early, torch.ones(2)])
+        late = x * 2 * 3
+        hooked(x, "model")
+        hooked(w, "early")
+        (early * late).sum().backward()
+        return list(order)
+
+    assert run(at_once=False) == ["model", "early"]
+    assert run(at_once=True) == ["early", "model"]
