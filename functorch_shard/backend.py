@@ -159,12 +159,12 @@ class GlooBackend(GroupBackend):
         parts = x.contiguous().unflatten(0, (self.size, x.shape[0] // self.size))
         if parts[0].numel() * x.element_size() <= SMALL_MESSAGE:
             return self._start_small_sum(parts)
-        got = list(torch.empty_like(parts[1:]))
+        got = [torch.empty_like(part) for part in parts[1:]]
         got.insert(self.rank, parts[self.rank])
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
         works = [dist.irecv(_as_wire(got[rank]), group=self.group, group_src=rank) for rank in peers]
         works += [dist.isend(_as_wire(parts[rank]), group=self.group, group_dst=rank) for rank in peers]
-        return Flight(works, lambda: _sum(got, parts))
+        return Flight(works, lambda: _sum(got, parts, into=got[1 if self.rank == 0 else 0]))
 
     def _start_small_sum(self, parts: Tensor) -> Flight:
         got = torch.empty_like(parts)
@@ -180,9 +180,9 @@ class GlooBackend(GroupBackend):
         ]
 
 
-def _sum(rows: Sequence[Tensor], sent: Tensor) -> Tensor:
-    """From the first to the last; ``sent`` is let go only here, when it has arrived."""
-    total = rows[0] + rows[1]
+def _sum(rows: Sequence[Tensor], sent: Tensor, into: Tensor | None = None) -> Tensor:
+    """From the first to the last, into one of the first two; ``sent`` is let go only here, when it has arrived."""
+    total = torch.add(rows[0], rows[1], out=into)
     for row in rows[2:]:
         total += row
     return total
