@@ -33,7 +33,9 @@ _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 _WIRE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 
 # Up to so many bytes a rank, gloo's collectives of a single call win: what counts is how often threads wake each other.
-# Above, what needs no copy: broadcasts, and messages from where gradients lie. tests/benchmarks/gloo.py measures it.
+# Two ranks on two cores (tests/benchmarks/gloo.py), 8 KB a rank: a reduction by one all-to-all takes 0.20 ms, by
+# messages 1.9 ms, gloo's own 0.73 ms. 8 MB a rank: by messages 7.8 ms, gloo's own 16.8 ms; an all-gather by broadcasts
+# 6.7 ms, gloo's own 10.1 ms.
 SMALL_MESSAGE = 1 << 17
 
 

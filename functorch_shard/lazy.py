@@ -76,10 +76,8 @@ class Lazy(Tensor):
             return args[0]._view(func, args, kwargs)
         if func in _FORM_ONLY and isinstance(args[0], Lazy):
             return func(args[0]._form(), *args[1:], **kwargs)
-        if func is aten.is_same_size.default:
-            return args[0].shape == args[1].shape
-        if func is aten._has_same_storage_numel.default:
-            return _memory_numel(args[0]) == _memory_numel(args[1])
+        if func in _COMPARES_FORM:
+            return _COMPARES_FORM[func](*args)
         if func is aten.as_strided.default and isinstance(args[0], Lazy):
             return func(args[0]._data(own=True), *args[1:], **kwargs)  # no view: it counts from the start of memory
         _refuse_writes(func, args, kwargs)
@@ -139,10 +137,17 @@ class Lazy(Tensor):
 
 
 def _memory_numel(x: Tensor) -> int:
-    """Elements of the memory that ``x`` is a view of: forward mode wants those of a tangent to be its primal's."""
+    """Elements of the memory that ``x`` is a view of."""
     if isinstance(x, Lazy):
         return x._cell.numel(x._index)
     return x.untyped_storage().nbytes() // x.element_size()
+
+
+# What forward mode asks of a tangent and its primal.
+_COMPARES_FORM = {
+    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
+    aten._has_same_storage_numel.default: lambda a, b: _memory_numel(a) == _memory_numel(b),
+}
 
 
 def _plain(x: Any) -> Any:

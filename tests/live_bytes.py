@@ -28,7 +28,7 @@ class LiveBytes:
     _history: list[tuple[str, int]] = field(default_factory=list)  # what happened, and the live bytes after it
 
     def __enter__(self) -> LiveBytes:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True).__enter__()
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True).__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -1,4 +1,4 @@
-"""Seconds that a user waits: one step on eight simulated ranks, and the import of the package.
+"""What a user waits for: a step and a gather on eight simulated ranks, and the import of the package.
 
 python -m tests.benchmarks.quick
 """
@@ -59,6 +59,17 @@ def import_ms() -> tuple[float, float, float]:
     return statistics.median(times), min(times), max(times)
 
 
+def gather_ratio() -> float:
+    """What ``gather`` takes on simulated ranks, against plain tensors at once: the median of interleaved runs."""
+    mesh, model = fs.simulated_mesh(8), nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+    params = fs.shard(model, fs.plan(model, mesh))
+    calls = [
+        mesh.spmd(lambda p, lazy=lazy: list(fs.gather(p, lazy=lazy).values()), out_dims=0) for lazy in (None, False)
+    ]
+    pairs = [[median_ms(lambda call=call: call(params), 1)[0] for call in calls] for _ in range(60)]
+    return statistics.median(mine / plain for mine, plain in pairs[5:])
+
+
 def main() -> int:
     rows = [
         ("step, 8 simulated ranks, two-layer MLP", step_ms(), STEP_LIMIT_MS),
@@ -66,6 +77,7 @@ def main() -> int:
     ]
     for name, (median, low, high), limit in rows:
         print(f"{name}: median {median:.1f} ms ({low:.1f} to {high:.1f}), limit {limit:.0f} ms")
+    print(f"gather, 8 simulated ranks: {gather_ratio():.2f} of the time of gather(lazy=False)")
     return int(any(median > limit for _, (median, _, _), limit in rows))
 
 
