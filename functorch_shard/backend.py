@@ -111,10 +111,10 @@ class GroupBackend:
         return self.start_psum_scatter(x.movedim(dim, 0)).land().movedim(0, dim)
 
     def psum(self, x: Tensor) -> Tensor:
-        return self.start_psum(x).land()
+        return _from_real(self._all_reduce(_as_real(x), dist.ReduceOp.SUM), x.dtype)
 
     def pmax(self, x: Tensor) -> Tensor:
-        return self._start_all_reduce(x, dist.ReduceOp.MAX).land()
+        return self._all_reduce(x, dist.ReduceOp.MAX)
 
     def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
         """The rows of all ranks, one after the other in dim 0; ``dtype`` casts them on the way out."""
@@ -133,16 +133,12 @@ class GroupBackend:
         works = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
         return Flight(works, lambda: _from_real(out, x.dtype))
 
-    def start_psum(self, x: Tensor) -> Flight:
-        """The sum over ranks, on every rank."""
-        flight = self._start_all_reduce(_as_real(x), dist.ReduceOp.SUM)
-        return Flight([], lambda: _from_real(flight.land(), x.dtype)) if x.is_complex() else flight
-
-    def _start_all_reduce(self, x: Tensor, op: Any) -> Flight:
+    def _all_reduce(self, x: Tensor, op: Any) -> Tensor:
         _refuse_tracing()
         out = x.clone(memory_format=torch.contiguous_format)
-        works = [dist.all_reduce(out, op, group=self.group, async_op=True)] if out.numel() else []
-        return Flight(works, lambda: out)
+        if out.numel():
+            dist.all_reduce(out, op, group=self.group)
+        return out
 
     def _gather_rows(self, rows: Tensor) -> list[Any]:
         """Row r of ``rows`` is rank r's; this rank's is there already."""

@@ -148,11 +148,10 @@ def _is_lazy(buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
     """The whole buffer from this rank's shard."""
     axis = layout.mesh[layout.shard_axis] if buffer.num_shards > 1 else None
-    if not (x.is_floating_point() or x.is_complex()):
+    if not buffer.differentiable:
         return all_gather(x, axis) if axis else x
-    divisor = layout.num_ranks if layout.reduction == "mean" else 1
     dtypes = layout.travel(buffer, dtype)
-    x = shared(x, copies(buffer, layout), divisor, dtypes.reduced)
+    x = shared(x, copies(buffer, layout), layout.divisor, dtypes.reduced)
     return gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
 
 

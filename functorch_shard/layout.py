@@ -72,6 +72,11 @@ class Buffer:
         return self.slots[0].dtype
 
     @property
+    def differentiable(self) -> bool:
+        """Whether its dtype has gradients, trainable or not."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def shard_numel(self) -> int:
         return self.numel // self.num_shards
 
@@ -156,6 +161,11 @@ class Layout:
     def num_ranks(self) -> int:
         """Ranks that a gradient is averaged over: shards times replicas."""
         return self.num_shards * self.axis_size(self.replicate_axis)
+
+    @property
+    def divisor(self) -> int:
+        """What a sum of gradients over all ranks is divided by."""
+        return self.num_ranks if self.reduction == "mean" else 1
 
     def travel(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Travel:
         """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of ``precision``'s."""

@@ -204,13 +204,9 @@ def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | No
     for i, unit in enumerate(layout.units):
         for buffer in unit.buffers:
             if buffer.key in shards:
-                kind = i, buffer.trainable, _differentiable(buffer.dtype)
+                kind = i, buffer.trainable, buffer.differentiable
                 groups.setdefault(kind, []).append(buffer)
     return [Part(unit, tuple(buffers), layout, dtype) for (unit, _, _), buffers in groups.items()]
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _slots(part: Part) -> list[Slot]:

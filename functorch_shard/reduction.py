@@ -28,8 +28,8 @@ def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) 
     total = scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes) if buffer.num_shards > 1 else packed
     for axis in copies(buffer, layout):
         total = psum(total.to(dtypes.reduced), axis).to(dtypes.stored)
-    total, divisor = total.to(dtypes.stored), _divisor(layout)
-    return total if divisor == 1 else total / divisor
+    total = total.to(dtypes.stored)
+    return total if layout.divisor == 1 else total / layout.divisor
 
 
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
@@ -101,7 +101,7 @@ class _Reduction:
             addend = total.to(self.dtypes.reduced)
             record("psum", axis.name, addend.numel(), addend.dtype)
             total = axis.backend.psum(addend).to(self.dtypes.stored)
-        return total if _divisor(self.layout) == 1 else total.div_(_divisor(self.layout))
+        return total if self.layout.divisor == 1 else total.div_(self.layout.divisor)
 
 
 def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
@@ -116,7 +116,3 @@ def _dtypes(grads: Tensor, buffer: Buffer, layout: Layout) -> Travel:
     """Gradients come in the dtype that was computed in; a complex one is not cast to a real one."""
     asked = None if grads.is_complex() else layout.precision.reduce_dtype
     return Travel(buffer.dtype, grads.dtype, asked or grads.dtype)
-
-
-def _divisor(layout: Layout) -> int:
-    return layout.num_ranks if layout.reduction == "mean" else 1
