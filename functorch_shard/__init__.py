@@ -7,7 +7,7 @@ grads = scatter_grads(full_grads) reduced and sharded again
 """
 
 from . import collectives, testing
-from .gathering import gather, materialize, partition, scatter_grads, shard
+from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
 from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
 from .optim import Optimizer, optimizer
@@ -24,6 +24,7 @@ __all__ = [
     "MixedPrecision",
     "Optimizer",
     "Sharded",
+    "accumulate",
     "collectives",
     "gather",
     "grad",

@@ -12,13 +12,19 @@ from .errors import name_problems, reject
 from .layout import Buffer, Layout
 
 
-def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False) -> None:
-    """Raise unless there is one shard of the right form for every buffer, with rank dims where there are any."""
+def check_shards(
+    verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False, gradients: bool = False
+) -> None:
+    """Raise unless there is one shard of the right form for every buffer, with rank dims where there are any.
+
+    ``gradients`` may have another precision than what they are gradients of.
+    """
     ranks = () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
     problems = name_problems(shards, layout.buffers)
     for key, buffer in layout.buffers.items():
         if key in shards and not (allow_none and shards[key] is None):
-            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), buffer.dtype, _arithmetic(buffer))
+            dtype = _grad_dtype(shards[key], buffer.dtype) if gradients else buffer.dtype
+            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), dtype, _arithmetic(buffer))
     where = "with its rank dims, outside spmd" if ranks else "as one rank's"
     advice = (
         f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh; a tree that "

@@ -336,7 +336,7 @@ def scatter_sums(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
     return _PsumScatter.apply(x, *_place(axis), axis, 0, dtypes)
 
 
-def shared(x: Tensor, axes: Sequence[Axis], divisor: int, reduced: torch.dtype) -> Tensor:
+def shared(x: Tensor, axes: Sequence[Axis], divisor: float, reduced: torch.dtype) -> Tensor:
     """``x``, as a value that every rank of ``axes`` holds a copy of: its gradient is psummed, then divided.
 
     What makes ``gather`` data-parallel. Forward mode passes the tangent through, as the copies' tangents are equal.
@@ -355,7 +355,7 @@ class _Shared(Function):
         index: Tensor | None,
         others: Tensor | None,
         axis: Axis | _Rows | _Nobody,
-        divisor: int,
+        divisor: float,
         reduced: torch.dtype,
     ) -> Tensor:
         return x.view_as(x)
@@ -383,7 +383,7 @@ class _Shared(Function):
         index: Tensor | None,
         others: Tensor | None,
         axis: Axis | _Rows | _Nobody,
-        divisor: int,
+        divisor: float,
         reduced: torch.dtype,
     ) -> Any:
         if in_dims[1] is None:

@@ -19,10 +19,11 @@ def name_problems(got: Iterable[str], expected: Iterable[str], allowed: Iterable
     got, expected = list(got), list(expected)
     present, wanted = set(got), {*expected, *allowed}
     missing = [f"{name!r}: missing" for name in expected if name not in present]
-    return missing + [f"{name!r}: not in the layout{_hint(name, expected)}" for name in got if name not in wanted]
+    return missing + [f"{name!r}: not in the layout{hint(name, expected)}" for name in got if name not in wanted]
 
 
-def _hint(name: str, names: Sequence[str]) -> str:
+def hint(name: str, names: Sequence[str]) -> str:
+    """What ``name`` may have been meant to be."""
     close = get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

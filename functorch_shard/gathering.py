@@ -151,8 +151,10 @@ def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) 
     if not buffer.differentiable:
         return all_gather(x, axis) if axis else x
     dtypes = layout.travel(buffer, dtype)
-    x = shared(x, copies(buffer, layout), layout.divisor, dtypes.reduced)
-    return gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
+    before, after = layout.divisors(dtypes.reduced)  # backward meets the last of these lines first
+    x = shared(x, copies(buffer, layout), after, dtypes.reduced)
+    x = gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
+    return shared(x, [], before, dtypes.reduced)
 
 
 def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
@@ -201,8 +203,9 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         layout: where the gradients are to lie; a ``Full`` brings its own.
 
     Returns:
-        A ``Sharded`` of gradients in the stored dtypes, with exact zeros for padding, and ``None`` for buffers that are
-        not trainable. Outside ``spmd``, ``grads`` of simulated ranks carry their rank dims, and so does the result.
+        A ``Sharded`` of gradients in the stored dtypes (with ``keep_low_precision_grads`` in those of the reduction),
+        with exact zeros for padding, and ``None`` for buffers that are not trainable. Outside ``spmd``, ``grads`` of
+        simulated ranks carry their rank dims, and so does the result.
 
     Raises:
         TypeError: ``grads`` is already sharded, or a plain mapping comes without a layout.
@@ -229,7 +232,64 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
     shards = {key: reduced(grads, b, layout) if b.trainable else None for key, b in layout.buffers.items()}
-    return Sharded(shards, layout)
+    return in_returned_dtypes(Sharded(shards, layout))
+
+
+def accumulate(total: Full | None, grads: Full) -> Full:
+    """``total + grads``: full gradients of microbatches, added up in the dtype that they are reduced in.
+
+    ``scatter_grads`` of the sum reduces once, and communicates nothing before that: FSDP's ``no_sync``.
+
+    Args:
+        total: the sum so far; ``None`` before the first microbatch.
+        grads: full gradients, as ``fs.grad`` of a function of a ``Full`` returns them.
+
+    Returns:
+        A new ``Full`` in each unit's ``reduce_dtype``, or as ``grads`` come. ``None`` counts as zeros.
+
+    Raises:
+        TypeError: ``grads`` or ``total`` is no ``Full``.
+
+    Cost:
+        No collectives; the memory of one set of full gradients in that dtype.
+
+    Example:
+        >>> bf16 = fs.MixedPrecision(torch.bfloat16, torch.float32)
+        >>> layout = fs.plan({"w": torch.zeros(1)}, fs.simulated_mesh(2), precision=bf16)
+        >>> small, large = (fs.Full({"w": torch.full((1,), x, dtype=torch.bfloat16)}, layout) for x in (1.0, 256.0))
+        >>> accumulate(accumulate(None, large), small)["w"]    # 256 in bfloat16
+        tensor([257.])
+    """
+    for name, tree in (("total", total), ("grads", grads)):
+        if not isinstance(tree, Full) and not (tree is None and name == "total"):
+            raise TypeError(f"accumulate: {name}: got {type(tree).__name__}, expected a Full of gradients.")
+    total = Full(dict.fromkeys(grads), grads.layout) if total is None else total
+    return Full(
+        {name: _add(total[name], x, _reduce_dtype(name, x, grads.layout)) for name, x in grads.items()}, grads.layout
+    )
+
+
+def _add(total: Tensor | None, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    if x is None:
+        return total
+    return x.to(dtype, copy=True) if total is None else total + x.to(dtype)
+
+
+def _reduce_dtype(name: str, grad: Tensor | None, layout: Layout) -> torch.dtype | None:
+    if grad is None or not grad.is_floating_point():
+        return None if grad is None else grad.dtype
+    return layout.precision_of[layout.key_of[name]].reduce_dtype or grad.dtype
+
+
+def in_returned_dtypes(grads: Sharded) -> Sharded:
+    """Gradients in the dtypes that they are to come back in, where policies keep the low precision of the reduction."""
+    kept = {key for key, precision in grads.layout.precision_of.items() if precision.keep_low_precision_grads}
+    if not kept:
+        return grads
+    dtypes = {key: grads.layout.travel(grads.layout.buffers[key]).returned for key in kept}
+    return Sharded(
+        {k: x.to(dtypes[k]) if k in kept and isinstance(x, Tensor) else x for k, x in grads.items()}, grads.layout
+    )
 
 
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:

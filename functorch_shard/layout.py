@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 import torch
 
 from .errors import axes_text, reject, table
-from .precision import MixedPrecision, Travel, travel
+from .precision import MixedPrecision, Travel, divide_factors, travel
 
 if TYPE_CHECKING:
     from .mesh import Mesh
 
 Reduction = Literal["mean", "sum"]
-_FORMAT = 2
+_FORMAT = 3
 _OPTIONS = ("shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward")
 
 
@@ -102,10 +102,11 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The buffers that are gathered together, as one transformer block's."""
+    """The buffers that are gathered together, as one transformer block's, and in which dtypes."""
 
     name: str
     buffers: tuple[Buffer, ...]
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +127,6 @@ class Layout:
     aliases: tuple[tuple[str, str], ...]
     mesh: Mesh = field(compare=False)
     reshard_after_forward: bool = True
-    precision: MixedPrecision = field(default_factory=MixedPrecision)
 
     @cached_property
     def buffers(self) -> Mapping[str, Buffer]:
@@ -142,6 +142,11 @@ class Layout:
     def key_of(self) -> Mapping[str, str]:
         """The key of the buffer that holds each parameter."""
         return {slot.name: buffer.key for buffer in self.buffers.values() for slot in buffer.slots}
+
+    @cached_property
+    def precision_of(self) -> Mapping[str, MixedPrecision]:
+        """The policy of each buffer's unit, by the buffer's key."""
+        return {buffer.key: unit.precision for unit in self.units for buffer in unit.buffers}
 
     @cached_property
     def _hash(self) -> int:
@@ -162,14 +167,13 @@ class Layout:
         """Ranks that a gradient is averaged over: shards times replicas."""
         return self.num_shards * self.axis_size(self.replicate_axis)
 
-    @property
-    def divisor(self) -> int:
-        """What a sum of gradients over all ranks is divided by."""
-        return self.num_ranks if self.reduction == "mean" else 1
+    def divisors(self, reduced: torch.dtype) -> tuple[float, float]:
+        """What gradients are divided by before and after they are summed over all ranks in ``reduced``."""
+        return divide_factors(self.num_ranks, reduced) if self.reduction == "mean" else (1, 1)
 
     def travel(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Travel:
-        """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of ``precision``'s."""
-        return travel(buffer.dtype, self.precision, dtype)
+        """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of its unit's policy."""
+        return travel(buffer.dtype, self.precision_of[buffer.key], dtype)
 
     def slices(self, rank: int) -> list[Slice]:
         """What rank ``rank`` of the shard axis holds, buffer after buffer: pure arithmetic, no process group.
@@ -203,17 +207,18 @@ class Layout:
 
     def select(self, keep: Mapping[str, bool]) -> Layout:
         """The layout of the buffers whose key ``keep`` maps to true, each where it was."""
-        units = [Unit(unit.name, tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
+        units = [replace(unit, buffers=tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
         aliases = tuple((alias, name) for alias, name in self.aliases if keep[self.key_of[name]])
         return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
 
     def merge(self, others: Sequence[Layout]) -> Layout:
         """The layout of all parts that :meth:`select` took apart; the parts are disjoint."""
         self._check_parts(others)
-        parts: dict[str, list[Buffer]] = {}
+        parts: dict[str, Unit] = {}
         for unit in (unit for layout in (self, *others) for unit in layout.units):
-            parts.setdefault(unit.name, []).extend(unit.buffers)
-        units = [Unit(name, in_source_order(buffers)) for name, buffers in parts.items()]
+            buffers = (*parts[unit.name].buffers, *unit.buffers) if unit.name in parts else unit.buffers
+            parts[unit.name] = replace(unit, buffers=in_source_order(buffers))
+        units = list(parts.values())
         aliases = tuple(sorted({pair for layout in (self, *others) for pair in layout.aliases}))
         in_order = sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)
         return replace(self, units=tuple(in_order), aliases=aliases)
@@ -222,9 +227,16 @@ class Layout:
         parts = [self, *others]
         problems = [
             f"{name}: {mine!r} in the first tree, {theirs!r} in another"
-            for name in ("axes", *_OPTIONS, "precision")
+            for name in ("axes", *_OPTIONS)
             for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
             if mine != theirs
+        ]
+        policies = {unit.name: unit.precision for unit in self.units}
+        problems += [
+            f"unit {unit.name!r}: {policies[unit.name]} in the first tree, {unit.precision} in another"
+            for other in others
+            for unit in other.units
+            if policies.get(unit.name, unit.precision) != unit.precision
         ]
         counts = Counter(name for part in parts for name in part.slots)
         problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
@@ -234,7 +246,7 @@ class Layout:
         """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""
         over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
         yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
-        yield f"reshard_after_forward={self.reshard_after_forward}, {self.precision}"
+        yield f"reshard_after_forward={self.reshard_after_forward}"
         for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
             buffer = self.buffers[self.key_of[slot.name]]
             kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
@@ -242,6 +254,8 @@ class Layout:
         yield "no more parameters"
         for buffer in self.buffers.values():
             yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
+        for unit in self.units:
+            yield f"unit {unit.name!r}: {unit.precision}"
         yield from self._ties()
 
     def _ties(self) -> list[str]:
@@ -250,7 +264,7 @@ class Layout:
     def to_json(self, indent: int | None = None) -> str:
         """As JSON text; :meth:`from_json` gives an equal layout back."""
         plain = {name: getattr(self, name) for name in _OPTIONS}
-        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases), "precision": asdict(self.precision)}
+        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases)}
         units = [asdict(unit) for unit in self.units]
         return json.dumps({"format": _FORMAT, **plain, **maps, "units": units}, indent=indent, default=_dtype_name)
 
@@ -313,11 +327,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _layout_of(data: Any, mesh: Mesh) -> Layout:
     if data["format"] != _FORMAT:
         raise ValueError(f"Layout.from_json: got format {data['format']}, this version reads format {_FORMAT}")
-    units = tuple(Unit(unit["name"], tuple(map(_buffer_of, unit["buffers"]))) for unit in data["units"])
+    units = tuple(map(_unit_of, data["units"]))
     maps = {name: tuple(data[name].items()) for name in ("axes", "aliases")}
     plain = {name: data[name] for name in _OPTIONS}
-    precision = {name: dtype and _dtype(name, dtype) for name, dtype in data["precision"].items()}
-    return Layout(units=units, mesh=mesh, precision=MixedPrecision(**precision), **maps, **plain)
+    return Layout(units=units, mesh=mesh, **maps, **plain)
+
+
+def _unit_of(data: Any) -> Unit:
+    policy: dict[str, Any] = {k: _dtype(k, v) if isinstance(v, str) else v for k, v in data["precision"].items()}
+    return Unit(data["name"], tuple(map(_buffer_of, data["buffers"])), MixedPrecision(**policy))
 
 
 def _buffer_of(data: Any) -> Buffer:

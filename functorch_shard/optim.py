@@ -106,7 +106,8 @@ class Optimizer:
 
         Args:
             params: the parameters, inside ``spmd`` or, with their rank dims, outside.
-            grads: their gradients, as ``fs.grad`` or ``scatter_grads`` return them; ``None`` leaves a buffer alone.
+            grads: their gradients, as ``fs.grad`` or ``scatter_grads`` return them, cast to the dtypes of ``params``;
+                ``None`` leaves a buffer alone.
             state: from :meth:`init` or the last step.
             donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
             labels: options of labels for this step.
@@ -214,7 +215,7 @@ class _Step:
         param, grad, *state = parts
         own = _detach if self.donate else _copy
         states = {name: own(_first(x, rows)) for name, x in zip(self.names[key], state, strict=True) if x is not None}
-        return Group(own(param), None if grad is None else grad.detach(), states, self.options[key])
+        return Group(own(param), None if grad is None else grad.detach().to(param.dtype), states, self.options[key])
 
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """Where the rows of a batch are at different steps: one update each."""
@@ -309,7 +310,7 @@ def _check_gradients(grads: Sharded, params: Sharded) -> None:
         mine, theirs = first_difference(params.layout.lines(), grads.layout.lines()) or ("", "")
         where = f"{mine}, against {theirs}"
         raise ValueError(f"step: grads: they lie as another layout says: {where}. Use one layout for both.")
-    check_shards("step: grads", grads, params.layout, allow_none=True)
+    check_shards("step: grads", grads, params.layout, allow_none=True, gradients=True)
 
 
 def _trainable(layout: Layout) -> dict[str, Buffer]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .errors import reject
+from .errors import hint, reject
 from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
 from .precision import MixedPrecision
@@ -18,6 +19,7 @@ from .trees import Sharded
 from .units import Units, assign, below
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
+Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], MixedPrecision | None] | None
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,6 @@ class _Options:
     reduction: Reduction
     align_bytes: int
     reshard_after_forward: bool
-    precision: MixedPrecision | None
 
 
 def plan(
@@ -52,7 +53,7 @@ def plan(
     shard_axis: str = "shard",
     replicate_axis: str = "replicate",
     reduction: Reduction = "mean",
-    precision: MixedPrecision | None = None,
+    precision: Precision = None,
     reshard_after_forward: bool = True,
     align_bytes: int = 16,
     ignored: Sequence[str] | Set[str] = (),
@@ -73,7 +74,9 @@ def plan(
         shard_axis: the axis that buffers are cut over.
         replicate_axis: the axis that shards are copied over.
         reduction: what gradients are, over the ranks: ``"mean"`` or ``"sum"``.
-        precision: the dtypes that ``gather`` returns and that gradients are reduced in; as stored unless given.
+        precision: the dtypes that ``gather`` returns and that gradients are reduced in; as stored unless given. One
+            policy for all units, a mapping unit -> policy, or a callable ``(unit) -> policy or None``, for norms in
+            float32, say, where ``units`` makes them units of their own.
         reshard_after_forward: whether real ranks let a gathered unit go after its use, and gather it again in
             backward. ``False`` keeps every unit from its first use to its gradient: half the gathers, more memory.
         align_bytes: every parameter starts at a multiple of this; 0 packs them.
@@ -106,8 +109,9 @@ def plan(
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
         known = "a Mesh, of init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
-    options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward, precision)
-    return mesh.agree("plan", lambda: _plan(source, mesh, units, labels, ignored, options), lambda x: list(x.lines()))
+    options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward)
+    build = lambda: _plan(source, mesh, units, labels, precision, ignored, options)  # noqa: E731
+    return mesh.agree("plan", build, lambda layout: list(layout.lines()))
 
 
 def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,6 +131,7 @@ def _plan(
     mesh: Mesh,
     units: Units,
     labels: Labels,
+    precision: Precision,
     ignored: Sequence[str] | Set[str],
     options: _Options,
 ) -> Layout:
@@ -144,11 +149,11 @@ def _plan(
         slots.append(_slot(name, tensor, slots[-1].end if slots else 0, index, options.align_bytes))
     shards = mesh.axes.get(options.shard_axis, 1)
     return Layout(
-        units=_units(groups, shards),
+        units=_with_policies(_units(groups, shards), precision),
         axes=tuple(mesh.axes.items()),
         aliases=tuple(sorted(aliases.items())),
         mesh=mesh,
-        **{**vars(options), "precision": options.precision or MixedPrecision()},
+        **vars(options),
     )
 
 
@@ -171,6 +176,34 @@ def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, .
             Buffer(key, kind.label, kind.trainable, numel, num_shards, tuple(slots))
         )
     return tuple(Unit(name, in_source_order(parts)) for name, parts in buffers.items())
+
+
+def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, ...]:
+    """Each unit with its policy; units that a mapping or a callable does not speak of stay as stored."""
+    if isinstance(precision, (MixedPrecision, type(None))):
+        policies: dict[str, Any] = dict.fromkeys((unit.name for unit in units), precision)
+    elif isinstance(precision, Mapping):
+        names = [unit.name for unit in units]
+        unknown = [f"{name!r}: not a unit{hint(name, names)}" for name in precision if name not in names]
+        reject("plan: precision", unknown, _units_are(units))
+        policies = dict(precision)
+    elif callable(precision):
+        policies = {unit.name: precision(unit.name) for unit in units}
+    else:
+        known = "a MixedPrecision, a mapping unit -> MixedPrecision, or a callable"
+        raise TypeError(f"plan: precision: got {type(precision).__name__}, expected {known}")
+    policies = {name: policy or MixedPrecision() for name, policy in policies.items()}
+    problems = [
+        f"unit {name!r}: got {type(policy).__name__}, expected a MixedPrecision or None"
+        for name, policy in policies.items()
+        if not isinstance(policy, MixedPrecision)
+    ]
+    reject("plan: precision", problems, _units_are(units), TypeError)
+    return tuple(replace(unit, precision=policies.get(unit.name, unit.precision)) for unit in units)
+
+
+def _units_are(units: Sequence[Unit]) -> str:
+    return f"The units are {', '.join(repr(unit.name) for unit in units) or 'none'}."
 
 
 def _key(kind: _Kind, groups: Mapping[_Kind, object]) -> str:
@@ -239,8 +272,6 @@ def _check(
         problems.append(f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'")
     if not isinstance(options.reshard_after_forward, bool):
         problems.append(f"reshard_after_forward: got {options.reshard_after_forward!r}, expected True or False")
-    if not isinstance(options.precision, (MixedPrecision, type(None))):
-        problems.append(f"precision: got {type(options.precision).__name__}, expected a MixedPrecision or None")
     if not isinstance(align_bytes, int) or align_bytes < 0:
         problems.append(f"align_bytes: got {align_bytes!r}, expected a number of bytes, 0 to pack")
     if axes[0] == axes[1]:

@@ -1,7 +1,7 @@
 """Full gradients to reduced shards: by differentiable collectives, or under way while backward goes on.
 
 Both add up the same numbers in the same order, so their results are equal bitwise: packed, cast to the dtype to reduce
-in, summed over the shards, cast to the stored dtype, summed over the copies, divided.
+in, divided (if that is float16), summed over the shards, cast to the stored dtype, summed over the copies, divided.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) 
     """The shard of the mean (or the sum) over ranks of the gradients of ``buffer``; ``None`` counts as zeros."""
     packed = pack(_complete(grads, buffer, layout), buffer)
     dtypes = _dtypes(packed, buffer, layout)
+    before, after = layout.divisors(dtypes.reduced)
+    packed = packed if before == 1 else packed.to(dtypes.reduced) / before
     total = scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes) if buffer.num_shards > 1 else packed
     for axis in copies(buffer, layout):
         total = psum(total.to(dtypes.reduced), axis).to(dtypes.stored)
     total = total.to(dtypes.stored)
-    return total if layout.divisor == 1 else total / layout.divisor
+    return total if after == 1 else total / after
 
 
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
@@ -70,10 +72,13 @@ class Reductions:
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int) -> _Reduction:
         like = grads[buffer.slots[0].name]
         dtypes = _dtypes(like, buffer, layout)
+        before, _ = layout.divisors(dtypes.reduced)
         if buffer.num_shards == 1:  # nothing to add up here, and what was laid out may be the result
             packed = pack(grads, buffer)
+            packed = packed if before == 1 else packed.to(dtypes.reduced).div_(before)
             return _Reduction(buffer, layout, dtypes, Flight([], lambda: packed))
         packed = pack(grads, buffer, out=self._room_for(buffer, like, dtypes.reduced, place))
+        packed = packed if before == 1 else packed.div_(before)
         axis: Any = layout.mesh[layout.shard_axis]
         record("psum_scatter", axis.name, packed.numel(), packed.dtype)
         return _Reduction(buffer, layout, dtypes, axis.backend.start_psum_scatter(packed))
@@ -101,7 +106,8 @@ class _Reduction:
             addend = total.to(self.dtypes.reduced)
             record("psum", axis.name, addend.numel(), addend.dtype)
             total = axis.backend.psum(addend).to(self.dtypes.stored)
-        return total if self.layout.divisor == 1 else total.div_(self.layout.divisor)
+        _, after = self.layout.divisors(self.dtypes.reduced)
+        return total if after == 1 else total.div_(after)
 
 
 def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
@@ -114,5 +120,6 @@ def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout
 
 def _dtypes(grads: Tensor, buffer: Buffer, layout: Layout) -> Travel:
     """Gradients come in the dtype that was computed in; a complex one is not cast to a real one."""
-    asked = None if grads.is_complex() else layout.precision.reduce_dtype
-    return Travel(buffer.dtype, grads.dtype, asked or grads.dtype)
+    if grads.is_complex():
+        return Travel(buffer.dtype, grads.dtype, grads.dtype, buffer.dtype)
+    return layout.travel(buffer, grads.dtype)

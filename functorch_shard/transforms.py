@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from .gathering import in_returned_dtypes
 from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
 
@@ -102,6 +103,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         grads, value, aux = differentiate(scalar, picked)
         rest = iter(grads)
         trees = [_fill(args[i], wanted[i], rest) for i in chosen]
+        trees = [optree.tree_map(_returned, tree, is_leaf=_is_sharded, none_is_leaf=True) for tree in trees]
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
     return gradient_and_value
@@ -177,6 +179,14 @@ def _replace(tree: Any, wanted: Sequence[bool], tensors: Any) -> Any:
 def _fill(tree: Any, wanted: Sequence[bool], grads: Any) -> Any:
     treedef = optree.tree_structure(tree, none_is_leaf=True)
     return optree.tree_unflatten(treedef, [next(grads) if use else None for use in wanted])
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
+
+
+def _returned(x: Any) -> Any:
+    return in_returned_dtypes(x) if isinstance(x, Sharded) else x
 
 
 def _positions(argnums: Argnums, num_args: int) -> list[int]:

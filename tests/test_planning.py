@@ -246,13 +246,18 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "number": ({"labels": {"head.bias": 3}}, ValueError, r"'head\.bias': label 3\nA label is a string without '/'"),
     "dtype for precision": (
         {"precision": torch.bfloat16},
-        ValueError,
-        "plan: 1 problem\n  precision: got dtype, expected a MixedPrecision or None\nNothing was planned",
+        TypeError,
+        "plan: precision: got dtype, expected a MixedPrecision, a mapping unit -> MixedPrecision, or a callable",
     ),
     "mapping for precision": (
-        {"precision": {"param_dtype": torch.bfloat16}},
+        {"precision": {"haed": fs.MixedPrecision(torch.bfloat16)}},
         ValueError,
-        "precision: got dict, expected a MixedPrecision or None",
+        r"plan: precision: 1 problem\n  'haed': not a unit \(did you mean 'head'\?\)\nThe units are 'embed', 'head'.",
+    ),
+    "policies for precision": (
+        {"precision": lambda unit: torch.bfloat16 if unit == "head" else None},
+        TypeError,
+        r"plan: precision: 1 problem\n  unit 'head': got dtype, expected a MixedPrecision or None\nThe units are",
     ),
     "reshard_after_forward": (
         {"reshard_after_forward": 1},
@@ -277,7 +282,7 @@ def test_wrong_options_are_refused(case: str) -> None:
 
 def test_no_precision_is_that_of_the_stored_parameters_and_units_go_after_use() -> None:
     layout = fs.plan(tied(), MESH)
-    assert layout.precision == fs.MixedPrecision(None, None)
+    assert {unit.precision for unit in layout.units} == {fs.MixedPrecision(None, None)}
     assert layout.reshard_after_forward is True
     assert layout == fs.plan(tied(), MESH, precision=fs.MixedPrecision(), reshard_after_forward=True)
     assert layout != fs.plan(tied(), MESH, precision=fs.MixedPrecision(torch.bfloat16))
@@ -289,7 +294,15 @@ def test_precision_changes_no_place() -> None:
         fs.plan(tied(), MESH, precision=precision)
         for precision in (None, fs.MixedPrecision(torch.bfloat16, torch.float64))
     )
-    assert mixed.units == plain.units
+    assert list(mixed.buffers.values()) == list(plain.buffers.values())
+    assert mixed != plain
+
+
+def test_every_unit_may_have_a_policy_of_its_own() -> None:
+    bf16 = fs.MixedPrecision(torch.bfloat16)
+    for precision in ({"head": bf16}, lambda unit: bf16 if unit == "head" else None):
+        layout = fs.plan(tied(), MESH, precision=precision)
+        assert {unit.name: unit.precision for unit in layout.units} == {"embed": fs.MixedPrecision(), "head": bf16}
 
 
 CLASHES: dict[str, dict[str, Tensor]] = {

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
+from functorch_shard.precision import divide_factors
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.refusals import refused
 
@@ -163,14 +164,135 @@ def test_per_sample_gradients_are_those_of_each_sample(rule: str) -> None:
         assert torch.equal(mapped[:, i], alone)
 
 
+def test_float16_sums_are_divided_before_and_after_as_fully_shard_does_it() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+    class Ranks:
+        def __init__(self, size: int) -> None:
+            self.size = lambda: size
+
+    for n in range(1, 300):
+        before, after, *_ = _get_gradient_divide_factors(Ranks(n), None, F16)  # pyright: ignore[reportArgumentType]
+        assert divide_factors(n, F16) == (before, after)
+        assert all(divide_factors(n, dtype) == (1, n) for dtype in (BF16, F32, F64))
+    assert [divide_factors(n, F16) for n in (3, 6, 128)] == [(2, 1.5), (4, 1.5), (16, 8)]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 4}, {"replicate": 4}, {"replicate": 2, "shard": 2}], ids=str)
+def test_a_mean_of_float16_does_not_overflow_where_its_sum_would(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    values = {"w": torch.zeros(3)}
+    rows = torch.full((4,), 30_000.0).view(*axes.values())
+    loss = lambda p, x: (fs.gather(p)["w"] * x.to(F16)).float().sum()  # noqa: E731
+    for reduction, total in (("mean", 30_000.0), ("sum", torch.inf)):
+        layout = fs.plan(values, mesh, precision=fs.MixedPrecision(F16), reduction=reduction)  # pyright: ignore[reportArgumentType]
+        params = fs.shard(values, layout)
+        for grads in (
+            mesh.spmd(grad(loss))(params, rows),
+            fs.scatter_grads({"w": rows.to(F16).unsqueeze(-1).expand(*rows.shape, 3)}, layout),
+        ):
+            assert torch.equal(fs.gather(grads, dtype=F32)["w"], torch.full((3,), total))
+
+
+def test_inputs_outputs_and_buffers_are_cast_where_a_policy_says_so() -> None:
+    policy = fs.MixedPrecision(BF16, output_dtype=F32, buffer_dtype=F64)
+    tree: dict[str, Any] = {
+        "x": torch.ones(2),
+        "n": torch.ones(2, dtype=torch.int32),
+        "z": torch.ones(1, dtype=torch.complex64),
+    }
+    tree |= {"mask": torch.ones(1, dtype=torch.bool), "text": "left", "none": None}
+    for cast, dtype in ((policy.cast_inputs, BF16), (policy.cast_output, F32), (policy.cast_buffers, F64)):
+        done = cast((tree, [tree["x"].half()]))
+        assert_trees_close(done, ({**tree, "x": tree["x"].to(dtype)}, [torch.ones(2, dtype=dtype)]))
+    for silent in (fs.MixedPrecision(BF16, cast_forward_inputs=False), fs.MixedPrecision()):
+        assert silent.cast_inputs(tree) is tree
+        assert silent.cast_output(tree) is tree
+        assert silent.cast_buffers(tree) is tree
+
+
+def low(mesh: fs.Mesh, keep: bool) -> fs.Sharded:
+    policies = {"a": fs.MixedPrecision(BF16, keep_low_precision_grads=keep), "b": fs.MixedPrecision(None, F64)}
+    values = {"a.w": THIRDS, "a.n": torch.tensor([3, 5]), "b.w": THIRDS.clone()}
+    return fs.shard(values, fs.plan(values, mesh, precision=policies, reduction="sum"))
+
+
+def test_gradients_stay_in_low_precision_if_a_policy_keeps_them() -> None:
+    mesh = fs.simulated_mesh(2)
+    rows = torch.tensor([256.0, 1.0])
+
+    def loss_of(full: fs.Full, x: Tensor) -> Tensor:
+        return (full["a.w"] * x.to(BF16)).sum().float() + (full["b.w"] * x).sum()
+
+    loss = lambda p, x: loss_of(fs.gather(p), x)  # noqa: E731
+    by_hand = lambda p, x: fs.scatter_grads(fs.grad(loss_of)(fs.gather(p), x))  # noqa: E731
+    for keep, dtype in ((False, F32), (True, BF16)):
+        params = low(mesh, keep)
+        for differentiate in (fs.grad(loss), by_hand, lambda p, x: fs.grad_and_value(loss)(p, x)[0]):
+            grads = mesh.spmd(differentiate)(params, rows)
+            assert (grads["a/float32"].dtype, grads["b"].dtype, grads["a/int64/frozen"]) == (dtype, F32, None)
+            assert torch.equal(grads["a/float32"].float().flatten()[:7], torch.full((7,), 256.0))  # summed in bfloat16
+            assert torch.equal(grads["b"].flatten()[:7], torch.full((7,), 257.0))
+
+
+def test_a_step_takes_gradients_of_either_precision_alike() -> None:
+    mesh = fs.simulated_mesh(2)
+    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
+    results = []
+    for keep in (False, True):
+        params = low(mesh, keep)
+        grads = fs.Sharded({k: None if x.dtype == torch.int64 else x * 2 for k, x in params.items()}, params.layout)
+        grads = fs.Sharded({k: x if x is None else x.bfloat16() for k, x in grads.items()}, params.layout)
+        if not keep:
+            grads = fs.Sharded({k: x if x is None else x.float() for k, x in grads.items()}, params.layout)
+        new, state = opt.step(params, grads, opt.init(params))
+        results.append((dict(new), {name: dict(tree) for name, tree in state.items()}))
+    assert_trees_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
+    mesh = fs.simulated_mesh(2)
+    values = {
+        "a.w": THIRDS,
+        "b.w": THIRDS.clone(),
+        "b.n": torch.tensor(3),
+        "c.z": torch.zeros(2, dtype=torch.complex64),
+    }
+    policies = {"a": fs.MixedPrecision(BF16, F32), "b": fs.MixedPrecision(BF16), "c": fs.MixedPrecision(BF16, F32)}
+    layout = fs.plan(values, mesh, precision=policies, reduction="sum")
+
+    def microbatch(x: float) -> fs.Full:
+        return fs.Full({"a.w": torch.full((7,), x, dtype=BF16), "b.w": torch.full((7,), x, dtype=BF16), "b.n": None,
+                        "c.z": torch.full((2,), x * 1j)}, layout)  # fmt: skip
+
+    first = microbatch(256.0)
+    total = fs.accumulate(fs.accumulate(None, first), microbatch(1.0))
+    assert_trees_close(first, microbatch(256.0), rtol=0, atol=0)
+    assert fs.accumulate(None, first)["b.w"] is not first["b.w"]
+    assert_trees_close(total, {"a.w": torch.full((7,), 257.0), "b.w": torch.full((7,), 256.0, dtype=BF16),
+                               "b.n": None, "c.z": torch.full((2,), 257j)}, rtol=0, atol=0)  # fmt: skip
+    assert total.layout is layout
+    some = fs.accumulate(fs.accumulate(None, fs.Full(dict.fromkeys(values), layout)), first)
+    assert_trees_close(some, fs.accumulate(None, first), rtol=0, atol=0)
+    assert_trees_close(fs.accumulate(some, fs.Full(dict.fromkeys(values), layout)), some, rtol=0, atol=0)
+    for wrong in ((None, dict(first)), (dict(first), first), (None, fs.shard(values, layout))):
+        assert refused(fs.accumulate, *wrong).startswith("TypeError: accumulate: ")
+
+
 WRONG: dict[str, Any] = {"text": "bfloat16", "integer": torch.int8, "bool": torch.bool, "complex": torch.complex64}
 
 
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_floating_point_dtype_is_refused(case: str, name: str) -> None:
     text = refused(fs.MixedPrecision, **{name: WRONG[case]})
     assert text == f"TypeError: MixedPrecision: {name}: got {WRONG[case]!r}, expected a floating-point dtype or None"
+
+
+@pytest.mark.parametrize("name", ["cast_forward_inputs", "keep_low_precision_grads"])
+def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
+    text = refused(fs.MixedPrecision, **{name: torch.bfloat16})
+    assert text == f"TypeError: MixedPrecision: {name}: got torch.bfloat16, expected True or False"
 
 
 def test_gather_refuses_to_cast_to_what_is_no_floating_point_dtype() -> None:
@@ -184,6 +306,5 @@ def test_parts_of_different_precision_do_not_gather_together() -> None:
     mesh = fs.simulated_mesh(2)
     part, _ = fs.partition(planned(mesh, None)[0])
     _, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16))[0])
-    assert "precision: MixedPrecision(param_dtype=None, reduce_dtype=None) in the first tree, " in refused(
-        fs.gather, part, frozen
-    )
+    expected = "unit 'm': MixedPrecision() in the first tree, MixedPrecision(param_dtype=torch.bfloat16) in another"
+    assert expected in refused(fs.gather, part, frozen)

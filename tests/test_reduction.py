@@ -86,12 +86,13 @@ def results(num_ranks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
 def in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
     """Whole buffers, added up from the first rank to the last, each sum rounded."""
     (buffer,) = layout.buffers.values()
-    dtype = layout.precision.reduce_dtype or buffer.dtype
-    total, *others = [pack(grads_of(kind, rank), buffer).to(dtype) for rank in range(layout.num_ranks)]
+    dtype = KINDS[kind][2] or buffer.dtype
+    before = 2 if dtype == torch.float16 and layout.reduction == "mean" else 1  # FSDP's, for 2 and for 3 ranks
+    total, *others = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(layout.num_ranks)]
     for addend in others:
         total = total + addend
     total = total.to(buffer.dtype)
-    return total / layout.num_ranks if layout.reduction == "mean" else total
+    return total / (layout.num_ranks / before) if layout.reduction == "mean" else total
 
 
 both = pytest.mark.parametrize("num_ranks", [2, 3])
@@ -104,7 +105,7 @@ def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, num_ra
     for reduction in ("mean", "sum"):
         layout = planned(kind, fs.simulated_mesh(num_ranks), reduction)
         (buffer,) = layout.buffers.values()
-        nbytes = buffer.shard_numel * (layout.precision.reduce_dtype or buffer.dtype).itemsize
+        nbytes = buffer.shard_numel * (KINDS[kind][2] or buffer.dtype).itemsize
         assert (nbytes > SMALL_MESSAGE) == kind.startswith("large")
         expected = in_rank_order(kind, layout).chunk(num_ranks) if buffer.numel else [torch.zeros(0)] * num_ranks
         for rank, result in enumerate(results(num_ranks)):
@@ -150,9 +151,10 @@ def test_sums_over_shards_and_then_over_copies_are_the_same_both_ways_bitwise() 
             assert torch.equal(*result[f"{kind}, mean"])
         (buffer,) = planned(kind, fs.simulated_mesh({"replicate": 2, "shard": 2})).buffers.values()
         dtype = KINDS[kind][2] or buffer.dtype
-        rows = [pack(grads_of(kind, rank), buffer).to(dtype) for rank in range(4)]
+        before = 2 if dtype == torch.float16 else 1
+        rows = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(4)]
         pairs = [(rows[i] + rows[i + 1]).to(buffer.dtype).to(dtype) for i in (0, 2)]
-        expected = (pairs[0] + pairs[1]).to(buffer.dtype) / 4
+        expected = (pairs[0] + pairs[1]).to(buffer.dtype) / (4 / before)
         for rank in range(4):
             low = rank % 2 * buffer.shard_numel
             assert torch.equal(told[rank][f"{kind}, mean"][0], expected[low : low + buffer.shard_numel])
@@ -208,7 +210,8 @@ def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
     layout, _ = alone()
     grads = {"a.w": torch.tensor([257.0, 1.0, 1 / 3]), "b.w": torch.ones(1)}
     for dtype in (None, torch.bfloat16):
-        mixed = replace(layout, precision=fs.MixedPrecision(reduce_dtype=dtype))
+        policy = fs.MixedPrecision(reduce_dtype=dtype)
+        mixed = replace(layout, units=tuple(replace(unit, precision=policy) for unit in layout.units))
         reductions = Reductions()
         reductions.start(grads, list(mixed.buffers.values()), mixed, 1)
         assert_trees_close(

@@ -16,7 +16,12 @@ from tests.test_precision import BF16, F16, F32, F64, RULES
 SHAPES: dict[str, tuple[int, ...]] = {"a.w": (3, 5), "a.s": (), "b.no": (0, 3), "b.w": (7,), "c.big": (1001, 37)}
 FROZEN = {"b.n": torch.tensor([3, 2**20 + 1]), "c.mask": torch.tensor([True, False, True])}
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
-NAMES = [name for name, (precision, *_) in RULES.items() if precision]
+POLICIES: dict[str, Any] = {name: precision for name, (precision, *_) in RULES.items() if precision}
+POLICIES |= {
+    "sums in halves": fs.MixedPrecision(BF16, F16),  # divided before and after
+    "low gradients": fs.MixedPrecision(BF16, keep_low_precision_grads=True),
+    "by unit": {"a": fs.MixedPrecision(BF16, F32), "c": fs.MixedPrecision(None, F16, keep_low_precision_grads=True)},
+}
 
 
 def values(seed: int) -> dict[str, Tensor]:
@@ -39,7 +44,7 @@ def loss(params: fs.Sharded, frozen: fs.Sharded, x: dict[str, Tensor], lazy: boo
     return torch.stack(terms).sum()
 
 
-def derivatives(mesh: fs.Mesh, precision: fs.MixedPrecision | None, lazy: bool | None = None) -> dict[str, Any]:
+def derivatives(mesh: fs.Mesh, precision: Any, lazy: bool | None = None) -> dict[str, Any]:
     given = {**values(0), **FROZEN}
     params, frozen = fs.partition(fs.shard(given, fs.plan(given, mesh, precision=precision)))
     x: Any = samples(mesh)
@@ -60,7 +65,9 @@ def derivatives(mesh: fs.Mesh, precision: fs.MixedPrecision | None, lazy: bool |
 def derivatives_on_this_rank(axes: dict[str, int]) -> dict[str, Any]:
     mesh = fs.init_mesh(axes)
     results = {
-        f"{name} lazy={lazy}": derivatives(mesh, RULES[name][0], lazy) for name in NAMES for lazy in (None, False)
+        f"{name} lazy={lazy}": derivatives(mesh, policy, lazy)
+        for name, policy in POLICIES.items()
+        for lazy in (None, False)
     }
     return plain(results)
 
@@ -82,8 +89,8 @@ def row(tree: Any, rank: int, num_axes: int) -> Any:
 def test_lazy_and_plain_gathers_give_bitwise_what_simulated_ranks_do(axes: dict[str, int]) -> None:
     mesh = fs.simulated_mesh(axes)
     results = run_ranks(derivatives_on_this_rank, mesh.size, axes)
-    for name in NAMES:
-        simulated = derivatives(mesh, RULES[name][0])
+    for name, policy in POLICIES.items():
+        simulated = derivatives(mesh, policy)
         for rank, result in enumerate(results):
             expected = row(simulated, rank, len(axes))
             for lazy in (None, False):
@@ -147,20 +154,20 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "param_dtype": (
         {},
         {"precision": fs.MixedPrecision(BF16)},
-        "reshard_after_forward=True, MixedPrecision(param_dtype=None, reduce_dtype=None)",
-        "reshard_after_forward=True, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=None)",
+        "unit '(root)': MixedPrecision()",
+        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16)",
     ),
     "reduce_dtype": (
         {"precision": fs.MixedPrecision(BF16, F64)},
-        {"precision": fs.MixedPrecision(BF16, F32)},
-        "reshard_after_forward=True, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)",
-        "reshard_after_forward=True, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        {"precision": lambda unit: fs.MixedPrecision(BF16, F32)},
+        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)",
+        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
     ),
     "reshard_after_forward": (
         {},
         {"reshard_after_forward": False},
-        "reshard_after_forward=True, MixedPrecision(param_dtype=None, reduce_dtype=None)",
-        "reshard_after_forward=False, MixedPrecision(param_dtype=None, reduce_dtype=None)",
+        "reshard_after_forward=True",
+        "reshard_after_forward=False",
     ),
 }
 
