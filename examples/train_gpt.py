@@ -139,6 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--codec", choices=["none", "int8", "float8"], default="none", help="what parameters travel as")
     parser.add_argument("--text", help="train on this file instead of the standard library")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
     return parser.parse_args()
@@ -157,8 +158,10 @@ def main() -> None:
     )
     state = opt.init(params)
 
+    codec = {"none": None, "int8": fs.codecs.int8(), "float8": fs.codecs.float8()}[args.codec]
+
     def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        logits = functional_call(model, fs.gather(params), (x,))
+        logits = functional_call(model, fs.gather(params, codec=codec), (x,))
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
     @mesh.spmd

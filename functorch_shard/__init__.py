@@ -6,7 +6,8 @@ full = gather(params)             the whole parameters: a dict for torch.func.fu
 grads = scatter_grads(full_grads) reduced and sharded again
 """
 
-from . import collectives, testing
+from . import codecs, collectives, testing
+from .compression import scatter_encoded_grads
 from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
 from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
@@ -25,6 +26,7 @@ __all__ = [
     "Optimizer",
     "Sharded",
     "accumulate",
+    "codecs",
     "collectives",
     "gather",
     "grad",
@@ -34,6 +36,7 @@ __all__ = [
     "optimizer",
     "partition",
     "plan",
+    "scatter_encoded_grads",
     "scatter_grads",
     "shard",
     "simulated_mesh",

@@ -51,6 +51,7 @@ class Backend(Protocol):
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor: ...
     def psum(self, x: Tensor) -> Tensor: ...
     def pmax(self, x: Tensor) -> Tensor: ...
+    def all_to_all(self, x: Tensor, dim: int) -> Tensor: ...
 
 
 def record(kind: str, axis: str, numel: int, dtype: torch.dtype) -> None:
@@ -115,6 +116,15 @@ class GroupBackend:
 
     def pmax(self, x: Tensor) -> Tensor:
         return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
+        """Row r of ``dim`` goes to rank r; what comes from rank r is row r."""
+        _refuse_tracing()
+        sent = x.movedim(dim, 0).contiguous()
+        received = torch.empty_like(sent)
+        if sent.numel():
+            dist.all_to_all_single(_as_wire(received), _as_wire(sent), group=self.group)
+        return received.movedim(0, dim)
 
     def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
         """The rows of all ranks, one after the other in dim 0; ``dtype`` casts them on the way out."""
@@ -239,6 +249,9 @@ class StackedBackend:
     def pmax(self, x: Tensor) -> Tensor:
         return x.amax(0)
 
+    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
+        return x.movedim(dim + 1, 0).movedim(1, dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
+
 
 @dataclass(frozen=True)
 class DetachedBackend:
@@ -266,6 +279,9 @@ class DetachedBackend:
         self._refuse()
 
     def pmax(self, x: Tensor) -> Tensor:
+        self._refuse()
+
+    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

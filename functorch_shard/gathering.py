@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .checks import check_grads, check_ranked, check_shards, check_whole
-from .collectives import all_gather, gather_shards, shared
+from .codecs import Codec, as_codec, recode
+from .collectives import all_gather, gather_encoded, gather_shards, shared
 from .layout import Buffer, Layout
 from .lazy import lazily
 from .pack import pack, pack_shard, unpack
@@ -71,7 +72,13 @@ def _row_of_rank(flat: Tensor, buffer: Buffer, index: Tensor | int) -> Tensor:
     return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1)).squeeze(0)
 
 
-def gather(params: Sharded, *more: Sharded, lazy: bool | None = None, dtype: torch.dtype | None = None) -> Full:
+def gather(
+    params: Sharded,
+    *more: Sharded,
+    lazy: bool | None = None,
+    dtype: torch.dtype | None = None,
+    codec: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> Full:
     """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
 
     The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
@@ -88,6 +95,9 @@ def gather(params: Sharded, *more: Sharded, lazy: bool | None = None, dtype: tor
             ``None`` only what has to be fetched. Simulated ranks share one memory: there all is plain.
         dtype: what to gather floating-point shards in, cast before they travel; the layout's ``precision`` unless
             given. Gradients come back in the stored dtype.
+        codec: ``(encode, decode)``, what floating-point shards travel as: ``fs.codecs.int8()``, say. Every rank gets
+            what ``decode`` makes of the message, its own part too. Derivatives pass straight through, uncoded: the
+            gradient is that of the plain gather at the decoded values. A buffer that does not travel stays exact.
 
     Returns:
         A ``Full``, a dict name -> tensor, in the source's order: lazy tensors, or views of the gathered buffers.
@@ -96,7 +106,8 @@ def gather(params: Sharded, *more: Sharded, lazy: bool | None = None, dtype: tor
         ``params``.
 
     Raises:
-        TypeError: ``params`` is a ``Full`` or no tree at all, or ``dtype`` is not a floating-point one.
+        TypeError: ``params`` is a ``Full`` or no tree at all, ``dtype`` is not a floating-point one, or ``codec`` is no
+            pair of functions.
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
         RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), or used after
@@ -126,16 +137,17 @@ def gather(params: Sharded, *more: Sharded, lazy: bool | None = None, dtype: tor
             raise TypeError(f"gather: got {type(tree).__name__}, expected a Sharded{already}.")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
+    codec = None if codec is None else as_codec("gather", codec)
     layout = params.layout.merge([tree.layout for tree in more]) if more else params.layout
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
     stacked = not layout.mesh.in_spmd
     later = {key: x for key, x in shards.items() if _is_lazy(layout.buffers[key], layout, lazy)}
-    whole = lazily(later, layout, dtype) if later else {}
+    whole = lazily(later, layout, dtype, codec) if later else {}
     flat = _flat_of_stack if stacked else _flat
     for key, buffer in layout.buffers.items():
         if key not in later:
-            whole.update(unpack(flat(shards[key], buffer, layout, dtype), buffer))
+            whole.update(unpack(flat(shards[key], buffer, layout, dtype, codec), buffer))
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
@@ -145,7 +157,7 @@ def _is_lazy(buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
     return worth_it and not layout.mesh.is_simulated and not torch.compiler.is_compiling()
 
 
-def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
+def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from this rank's shard."""
     axis = layout.mesh[layout.shard_axis] if buffer.num_shards > 1 else None
     if not buffer.differentiable:
@@ -153,12 +165,16 @@ def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) 
     dtypes = layout.travel(buffer, dtype)
     before, after = layout.divisors(dtypes.reduced)  # backward meets the last of these lines first
     x = shared(x, copies(buffer, layout), after, dtypes.reduced)
-    x = gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
+    if axis and codec and x.is_floating_point():
+        x = gather_encoded(x, axis, dtypes, codec)
+    else:
+        x = gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
     return shared(x, [], before, dtypes.reduced)
 
 
-def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None) -> Tensor:
+def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
+    x = recode(x, codec) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
     x = x.to(layout.travel(buffer, dtype).gathered)
     names = list(layout.mesh.axes)
     same = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
@@ -222,17 +238,23 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         tensor([[2., 2.],
                 [3., 0.]])
     """
-    if isinstance(grads, Sharded):
-        raise TypeError("scatter_grads: got a Sharded, expected full gradients; these are sharded already.")
-    layout = layout or (grads.layout if isinstance(grads, Full) else None)
-    if layout is None or not isinstance(grads, Mapping):
-        raise TypeError(f"scatter_grads: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
+    layout = layout_of_grads("scatter_grads", grads, layout)
     if not layout.mesh.in_spmd:
         check_ranked(grads, layout)
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
     shards = {key: reduced(grads, b, layout) if b.trainable else None for key, b in layout.buffers.items()}
     return in_returned_dtypes(Sharded(shards, layout))
+
+
+def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
+    """The layout that full gradients are to be scattered by."""
+    if isinstance(grads, Sharded):
+        raise TypeError(f"{verb}: got a Sharded, expected full gradients; these are sharded already.")
+    layout = layout or (grads.layout if isinstance(grads, Full) else None)
+    if layout is None or not isinstance(grads, Mapping):
+        raise TypeError(f"{verb}: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
+    return layout
 
 
 def accumulate(total: Full | None, grads: Full) -> Full:

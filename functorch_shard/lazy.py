@@ -18,6 +18,7 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_map_only  # what torch dispatches is flattened with this one
 
+from .codecs import Codec
 from .layout import Buffer, Layout, Slot
 from .reduction import Reductions, reduced
 from .residency import Cell, Part, Session
@@ -175,12 +176,14 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             )
 
 
-def lazily(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def lazily(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None
+) -> dict[str, Tensor]:
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
     session, tensors = Session(layout), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
-    for part in _parts(shards, layout, dtype):
+    for part in _parts(shards, layout, dtype, codec):
         whole = _gather(session, part, [shards[buffer.key] for buffer in part.buffers])
         differentiate_at_once(whole)
         tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
@@ -198,7 +201,7 @@ def _gather(session: Session, part: Part, shards: Sequence[Tensor]) -> tuple[Ten
     return _Gather.apply(session, replace(part, joined=True), *shards)
 
 
-def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None) -> list[Part]:
+def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
     """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
     groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
     for i, unit in enumerate(layout.units):
@@ -206,7 +209,7 @@ def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | No
             if buffer.key in shards:
                 kind = i, buffer.trainable, buffer.differentiable
                 groups.setdefault(kind, []).append(buffer)
-    return [Part(unit, tuple(buffers), layout, dtype) for (unit, _, _), buffers in groups.items()]
+    return [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
 
 
 def _slots(part: Part) -> list[Slot]:
@@ -246,7 +249,7 @@ class _Gather(Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[2:], strict=True) if x is not None}
         buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
-        part = replace(ctx.part, buffers=buffers, joined=False)
+        part = replace(ctx.part, buffers=buffers, codec=None, joined=False)
         whole = _Gather.apply(ctx.session, part, *given.values())
         by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
         return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .backend import Flight, record
-from .collectives import psum, scatter_sums
+from .codecs import Codec
+from .collectives import psum, scatter_encoded, scatter_sums
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import pack
@@ -28,10 +29,30 @@ def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) 
     before, after = layout.divisors(dtypes.reduced)
     packed = packed if before == 1 else packed.to(dtypes.reduced) / before
     total = scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes) if buffer.num_shards > 1 else packed
+    return _divided(_over_copies(total, buffer, layout, dtypes), after)
+
+
+def reduced_encoded(
+    grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: Codec, error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`reduced` of what ``codec`` makes of ``grads`` and last time's ``error``, and what it lost of them."""
+    packed = pack(_complete(grads, buffer, layout), buffer)
+    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    owed = wide if error is None else wide + error
+    total, lost = scatter_encoded(owed, layout.mesh[layout.shard_axis], codec)
+    dtypes = layout.travel(buffer, wide.dtype)
+    before, after = layout.divisors(dtypes.reduced)
+    return _divided(_over_copies(_divided(total, before), buffer, layout, dtypes), after), lost
+
+
+def _divided(x: Tensor, divisor: float) -> Tensor:
+    return x if divisor == 1 else x / divisor
+
+
+def _over_copies(total: Tensor, buffer: Buffer, layout: Layout, dtypes: Travel) -> Tensor:
     for axis in copies(buffer, layout):
         total = psum(total.to(dtypes.reduced), axis).to(dtypes.stored)
-    total = total.to(dtypes.stored)
-    return total if after == 1 else total / after
+    return total.to(dtypes.stored)
 
 
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:

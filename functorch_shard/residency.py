@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .backend import Flight, record
+from .codecs import Codec, decode_rows, encode_rows
 from .layout import Buffer, Layout
 from .reduction import Reductions
 from .surroundings import backward_pass
@@ -36,6 +37,7 @@ class Part:
     buffers: tuple[Buffer, ...]
     layout: Layout
     dtype: torch.dtype | None
+    codec: Codec | None = None
     joined: bool = False  # whether a node behind it waits for what is under way
 
     def gathered_dtype(self, buffer: Buffer) -> torch.dtype:
@@ -81,11 +83,24 @@ class Cell:
         dtype = self.part.gathered_dtype(buffer)
         if buffer.num_shards == 1:
             return Flight([], lambda: shard.to(dtype))
+        if self.part.codec is None or not buffer.dtype.is_floating_point:
+            return self._send(shard, dtype)
+        return self._send_encoded(shard, dtype, self.part.codec)
+
+    def _send(self, x: Tensor, dtype: torch.dtype) -> Flight:
+        """Ranks are laid side by side in the last dim."""
         axis: Any = self.part.layout.mesh[self.part.layout.shard_axis]
-        record("all_gather", axis.name, shard.numel(), dtype)
-        if shard.ndim == 1:
-            return axis.backend.start_all_gather(shard, dtype)
-        return Flight([], lambda: axis.backend.all_gather(shard.to(dtype), shard.ndim - 1).contiguous())
+        record("all_gather", axis.name, x.numel(), dtype)
+        if x.ndim == 1:
+            return axis.backend.start_all_gather(x, dtype)
+        return Flight([], lambda: axis.backend.all_gather(x.to(dtype), x.ndim - 1).contiguous())
+
+    def _send_encoded(self, shard: Tensor, dtype: torch.dtype, codec: Codec) -> Flight:
+        message, form = encode_rows(shard, codec)
+        flight = self._send(message, message.dtype)
+        sizes = self.part.layout.num_shards, message.shape[-1]
+        rows = lambda: flight.land().unflatten(-1, sizes)  # noqa: E731
+        return Flight([], lambda: decode_rows(rows(), form, codec).flatten(-2).to(dtype))
 
     def _check_unchanged(self) -> None:
         if [_version(shard) for shard in self._shards] != self._versions:

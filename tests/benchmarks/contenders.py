@@ -22,7 +22,9 @@ Step = Callable[[Tensor, Tensor], Tensor]
 LR = 1e-3
 
 
-def ours(work: Workload, bf16: bool, device: torch.device, *, reshard: bool, lazy: bool | None = None) -> Step:
+def ours(
+    work: Workload, bf16: bool, device: torch.device, *, reshard: bool, lazy: bool | None = None, codec: Any = None
+) -> Step:
     mesh, model = fs.init_mesh(device=device.type), work.model().to(device)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
     params = fs.shard(model, fs.plan(model, mesh, reshard_after_forward=reshard, precision=precision))
@@ -31,7 +33,7 @@ def ours(work: Workload, bf16: bool, device: torch.device, *, reshard: bool, laz
     state = opt.init(params)
 
     def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return work.loss(functional_call(model, fs.gather(params, lazy=lazy), (_cast(x, bf16),)), y)
+        return work.loss(functional_call(model, fs.gather(params, lazy=lazy, codec=codec), (_cast(x, bf16),)), y)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         nonlocal params, state
