@@ -213,9 +213,9 @@ class _Step:
 
     def _group(self, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> Group:
         param, grad, *state = parts
-        own = _detach if self.donate else _copy
+        own = _in_place if self.donate else _copy
         states = {name: own(_first(x, rows)) for name, x in zip(self.names[key], state, strict=True) if x is not None}
-        return Group(own(param), None if grad is None else grad.detach().to(param.dtype), states, self.options[key])
+        return Group(own(param), None if grad is None else _in_place(grad.to(param.dtype)), states, self.options[key])
 
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """Where the rows of a batch are at different steps: one update each."""
@@ -344,8 +344,9 @@ def _stack(values: Sequence[Any]) -> Any:
 
 
 def _copy(x: Any) -> Any:
-    return x.detach().clone() if isinstance(x, Tensor) else x
+    return x.detach().clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
 
 
-def _detach(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+def _in_place(x: Any) -> Any:
+    """Itself where it can be: fused kernels take all tensors for contiguous ones, and read and write past others."""
+    return x.detach().contiguous() if isinstance(x, Tensor) else x
