@@ -115,7 +115,9 @@ class GroupBackend:
         return _from_real(self._all_reduce(_as_real(x), dist.ReduceOp.SUM), x.dtype)
 
     def pmax(self, x: Tensor) -> Tensor:
-        return self._all_reduce(x, dist.ReduceOp.MAX)
+        if not x.is_floating_point():
+            return self._all_reduce(x, dist.ReduceOp.MAX)
+        return _from_ordered(self._all_reduce(_as_ordered(x), dist.ReduceOp.MAX), x.dtype)
 
     def all_to_all(self, x: Tensor, dim: int) -> Tensor:
         """Row r of ``dim`` goes to rank r; what comes from rank r is row r."""
@@ -301,3 +303,23 @@ def _as_real(x: Tensor) -> Tensor:
 
 def _from_real(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(x) if dtype.is_complex else x
+
+
+def _as_ordered(x: Tensor) -> Tensor:
+    """Integers in the order of the floats, NaN above all: libraries compare floats, and a NaN is lost by a comparison.
+
+    Gloo keeps a NaN of the first rank alone.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    return _flip_negative(bits)
+
+
+def _from_ordered(order: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = _flip_negative(order)
+    return bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32).to(dtype)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    """Floats are a sign and a magnitude; its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

@@ -79,6 +79,34 @@ def test_every_dtype_travels_between_real_ranks() -> None:
             assert all(torch.equal(x, total) for x in mine[3:])
 
 
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+NAN, INF = float("nan"), float("inf")
+# By column: a NaN on one rank, of either sign; infinities; signs; zeros; what a narrow dtype rounds to zero.
+EXTREMES = [
+    [NAN, 1.0, INF, NAN, -INF, -INF, -1.0, -2.0, 3.0, 0.0, -0.0, 1e-45, -1e-7, 65504.0],
+    [1.0, NAN, NAN, -INF, NAN, -5.0, -2.0, -1.0, -3.0, -1e-7, 0.0, 0.0, -2e-7, -65504.0],
+]
+
+
+def largest_on_this_rank() -> list[Tensor]:
+    mesh = fs.init_mesh()
+    mine = torch.tensor(EXTREMES, dtype=torch.float64)[mesh.rank]
+    mine[1] = -mine[1]  # a NaN may have a sign
+    return [fs.collectives.pmax(x, mesh) for dtype in FLOATS for x in (mine.to(dtype), mine.to(dtype)[3], mine[:0])]
+
+
+def test_the_largest_value_of_real_ranks_is_that_of_simulated_ones_nan_included() -> None:
+    rows, mesh = torch.tensor(EXTREMES, dtype=torch.float64), fs.simulated_mesh(2)
+    rows[:, 1] = -rows[:, 1]
+    largest = mesh.spmd(lambda x: fs.collectives.pmax(x, mesh))
+    expected = [largest(x)[0] for dtype in FLOATS for x in (rows.to(dtype), rows.to(dtype)[:, 3])]
+    for result in run_ranks(largest_on_this_rank, 2):
+        assert [x.shape for x in result[2::3]] == [(0,)] * len(FLOATS)
+        for actual, wanted in zip([x for i, x in enumerate(result) if i % 3 < 2], expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+            assert actual.dtype == wanted.dtype
+
+
 def step_of(mesh: fs.Mesh) -> Any:
     def step(x: Tensor) -> Tensor:
         loss = lambda x: fs.collectives.all_gather(x, mesh).square().sum()  # noqa: E731
