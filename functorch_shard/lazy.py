@@ -74,7 +74,10 @@ class Lazy(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_view(func) and isinstance(args[0], Lazy):
-            return args[0]._view(func, args, kwargs)
+            # Reshape, contiguous and to are a view or a copy, as only their parts can tell. Autograd takes them apart;
+            # below it (in inference mode, inside of a DTensor) they come as they are.
+            from_parts = func.decompose(*args, **kwargs)
+            return args[0]._view(func, args, kwargs) if from_parts is NotImplemented else from_parts
         if func in _FORM_ONLY and isinstance(args[0], Lazy):
             return func(args[0]._form(), *args[1:], **kwargs)
         if func in _COMPARES_FORM:

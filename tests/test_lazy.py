@@ -107,6 +107,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "matmul": lambda p: p["fc.weight"].t() @ p["fc.weight"],
     "clone": lambda p: p["fc.weight"].clone(),
     "contiguous": lambda p: p["fc.weight"].t().contiguous(),
+    "reshape of a transpose": lambda p: p["fc.weight"].t().reshape(3, 5),
+    "flat transpose": lambda p: p["fc.cube"].transpose(0, 2).flatten(),
     "index": lambda p: p["fc.weight"][[2, 0]],
     "mask": lambda p: p["fc.weight"][:, p["fc.mask"]],
     "take": lambda p: p["fc.bias"][p["fc.count"]],
@@ -135,6 +137,16 @@ def test_any_other_operation_gives_plain_tensors(name: str) -> None:
     assert_trees_close(actual, expected, rtol=0, atol=0)
     pairs = zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True)
     assert all(x.stride() == y.stride() for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *OPERATIONS])
+def test_inference_mode_sees_the_same_values(name: str) -> None:
+    """There reshape, contiguous and to come to a lazy tensor whole, and not as the view or the copy that they are."""
+    call = OPERATIONS.get(name) or (lambda p: VIEWS[name](p["fc.weight"]))
+    with torch.inference_mode():
+        actual = optree.tree_map(torch.clone, call(dict(gathered())))
+        expected = optree.tree_map(torch.clone, call(values()))
+    assert_trees_close(actual, expected, rtol=0, atol=0)
 
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
