@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
@@ -36,36 +34,39 @@ RUNS: dict[str, tuple[dict[str, int], list[str]]] = {
 }
 
 
-@cache
-def results(run: str) -> list[Result]:
-    axes, cases = RUNS[run]
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> list[Result]:
+    axes, cases = RUNS[request.param]
     return run_ranks(train_on_this_rank, fs.simulated_mesh(axes).size, axes, cases)
 
 
 every_training = pytest.mark.parametrize(
-    ("run", "case", "numbers"),
-    [(run, case, numbers) for run, (_, cases) in RUNS.items() for case in cases for numbers in NUMBERS],
+    ("results", "run", "case", "numbers"),
+    [(run, run, case, numbers) for run, (_, cases) in RUNS.items() for case in cases for numbers in NUMBERS],
+    indirect=["results"],
 )
 
 
 @every_training
-def test_every_gradient_is_that_of_the_unsharded_loop(run: str, case: str, numbers: str) -> None:
+def test_every_gradient_is_that_of_the_unsharded_loop(results: list[Result], run: str, case: str, numbers: str) -> None:
     kind = NUMBERS[numbers]
-    for result in results(run):
+    for result in results:
         assert_alike(result[case, numbers]["ours"], result[case, numbers]["reference"], kind.rtol, kind.atol)
 
 
 @every_training
-def test_every_gradient_is_that_of_fully_shard(run: str, case: str, numbers: str) -> None:
+def test_every_gradient_is_that_of_fully_shard(results: list[Result], run: str, case: str, numbers: str) -> None:
     """Bitwise, in every precision, where the sum of a pair has no order."""
     kind = NUMBERS[numbers]
     exact = (0, 0) if run != "3 ranks" else (kind.rtol, kind.atol)
-    for result in results(run):
+    for result in results:
         assert_alike(result[case, numbers]["ours"], result[case, numbers]["FSDP2"], *exact)
 
 
 @every_training
-def test_all_ranks_have_the_same_gradients_and_parameters_bitwise(run: str, case: str, numbers: str) -> None:
-    first, *others = (result[case, numbers]["ours"] for result in results(run))
+def test_all_ranks_have_the_same_gradients_and_parameters_bitwise(
+    results: list[Result], run: str, case: str, numbers: str
+) -> None:
+    first, *others = (result[case, numbers]["ours"] for result in results)
     for other in others:
         assert_alike(other, first, 0, 0)
