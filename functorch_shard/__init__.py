@@ -6,7 +6,7 @@ full = gather(params)             the whole parameters: a dict for torch.func.fu
 grads = scatter_grads(full_grads) reduced and sharded again
 """
 
-from . import codecs, collectives, testing
+from . import codecs, collectives, communication, testing
 from .compression import scatter_encoded_grads
 from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
 from .layout import Layout
@@ -28,6 +28,7 @@ __all__ = [
     "accumulate",
     "codecs",
     "collectives",
+    "communication",
     "gather",
     "grad",
     "grad_and_value",

@@ -75,5 +75,6 @@ def _gather_bytes(data: bytes, axes: Sequence[Backend], device: torch.device) ->
     rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
     for axis in reversed(axes):
         record("all_gather", "mesh", rows.numel(), rows.dtype)
-        rows = axis.all_gather(rows, 0)
+        axis.announce("exchange", rows.numel(), rows.dtype)
+        rows = axis.exchange(rows)
     return [bytes(row) for row in rows.cpu().tolist()]

@@ -7,11 +7,13 @@ pass the values of all ranks, stacked in dim 0, and get back either one value fo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -39,19 +41,62 @@ _WIRE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int6
 SMALL_MESSAGE = 1 << 17
 
 
-class Backend(Protocol):
-    """What the collectives ask of the ranks of one axis. ``dim`` is where ranks are laid side by side."""
+class Backend(ABC):
+    """What the collectives ask of the ranks of one axis. ``dim`` is where ranks are laid side by side.
+
+    A class that inherits from this writes the abstract ones; the others have defaults. See ``communication``.
+    """
 
     @property
-    def simulated(self) -> bool: ...
+    def simulated(self) -> bool:
+        """Whether operands are the values of all ranks, stacked."""
+        return False
+
+    @abstractmethod
     def index(self) -> Tensor | int: ...
-    def others(self) -> Tensor | None: ...
-    def ready(self) -> None: ...
+    @abstractmethod
     def all_gather(self, x: Tensor, dim: int) -> Tensor: ...
+    @abstractmethod
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor: ...
+    @abstractmethod
     def psum(self, x: Tensor) -> Tensor: ...
+    @abstractmethod
     def pmax(self, x: Tensor) -> Tensor: ...
-    def all_to_all(self, x: Tensor, dim: int) -> Tensor: ...
+
+    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
+        """Row r of ``dim`` goes to rank r; what comes from rank r is row r."""
+        if self.simulated:
+            return x.movedim(dim + 1, 0).movedim(1, dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
+        return self.all_gather(x.unsqueeze(0), 0).select(dim + 1, int(self.index())).movedim(0, dim)
+
+    def others(self) -> Tensor | None:
+        """Simulated ranks: a tensor that is batched at the levels of the mesh's other axes."""
+        return None
+
+    def ready(self) -> None:  # noqa: B027  (real ranks are)
+        """Raise unless the ranks are there."""
+
+    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+        """``all_gather`` along dim 0 in ``dtype``, under way."""
+        out = self.all_gather(x.to(dtype or x.dtype), 0)
+        return Flight([], lambda: out)
+
+    def start_psum_scatter(self, x: Tensor) -> Flight:
+        """``psum_scatter`` along dim 0, under way; ``x`` is not written to until it has landed."""
+        out = self.psum_scatter(x, 0)
+        return Flight([], lambda: out)
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, as ``all_gather``: what ranks tell each other about their program."""
+        return self.all_gather(rows, 0)
+
+    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:  # noqa: B027  (nobody listens)
+        """Told before each collective: its operand on one rank, and the buffer it is for, where that is known."""
+
+    @property
+    def carrier(self) -> Backend:
+        """What moves the bytes in the end: this backend, unless it stands before another."""
+        return self
 
 
 def record(kind: str, axis: str, numel: int, dtype: torch.dtype) -> None:
@@ -88,22 +133,15 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class GroupBackend:
+class GroupBackend(Backend):
     """Real ranks, over a ``torch.distributed`` process group."""
 
     group: Any = field(repr=False)
     rank: int
     size: int
-    simulated: bool = field(default=False, init=False)
 
     def index(self) -> int:
         return self.rank
-
-    def others(self) -> None:
-        return None
-
-    def ready(self) -> None:
-        """Raise unless the ranks are there."""
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return self.start_all_gather(x.movedim(dim, 0)).land().movedim(0, dim)
@@ -120,7 +158,6 @@ class GroupBackend:
         return _from_ordered(self._all_reduce(_as_ordered(x), dist.ReduceOp.MAX), x.dtype)
 
     def all_to_all(self, x: Tensor, dim: int) -> Tensor:
-        """Row r of ``dim`` goes to rank r; what comes from rank r is row r."""
         _refuse_tracing()
         sent = x.movedim(dim, 0).contiguous()
         received = torch.empty_like(sent)
@@ -213,7 +250,7 @@ def group_backend(group: Any, rank: int, size: int) -> GroupBackend:
 
 
 @dataclass(frozen=True)
-class StackedBackend:
+class StackedBackend(Backend):
     """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them."""
 
     size: int
@@ -231,7 +268,6 @@ class StackedBackend:
         return index
 
     def others(self) -> Tensor | None:
-        """A tensor that is batched at the levels of the mesh's other axes."""
         indices = [index for index in (ranks.get() for ranks in self.siblings) if index is not None]
         return sum(indices[1:], indices[0]) if indices else None
 
@@ -251,22 +287,15 @@ class StackedBackend:
     def pmax(self, x: Tensor) -> Tensor:
         return x.amax(0)
 
-    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
-        return x.movedim(dim + 1, 0).movedim(1, dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
-
 
 @dataclass(frozen=True)
-class DetachedBackend:
+class DetachedBackend(Backend):
     """No ranks at hand: one rank alone (nobody asks it), or a mesh that came out of a pickle."""
 
     rank: int = 0
-    simulated: bool = field(default=False, init=False)
 
     def index(self) -> int:
         return self.rank
-
-    def others(self) -> None:
-        return None
 
     def ready(self) -> None:
         self._refuse()
@@ -323,3 +352,31 @@ def _from_ordered(order: Tensor, dtype: torch.dtype) -> Tensor:
 def _flip_negative(bits: Tensor) -> Tensor:
     """Floats are a sign and a magnitude; its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
+
+
+class RollCall:
+    """Short messages between the ranks of a group: on the host, beside whatever is under way in the group itself.
+
+    Every rank of the group makes one at the same time. It waits as long as the group does.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.timeout: timedelta = _timeout(group)
+        self._group = dist.new_group(self.ranks, self.timeout, "gloo", use_local_synchronization=True)
+
+    def exchange(self, message: bytes) -> tuple[dict[int, bytes], RuntimeError | None]:
+        """The messages by rank, as long as this one, of those who came; why not all did. None is all zeros."""
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).repeat(len(self.ranks), 1)
+        got, error = torch.zeros_like(sent), None
+        try:
+            dist.all_to_all_single(got, sent, group=self._group)  # each directly from its sender
+        except RuntimeError as caught:
+            error = caught
+        rows = [bytes(row) for row in got.tolist()]
+        return {rank: row for rank, row in zip(self.ranks, rows, strict=True) if any(row)}, error
+
+
+def _timeout(group: Any) -> timedelta:
+    """How long ``group`` waits, which it has no public way to tell."""
+    return group._get_backend(group._device_types[0]).options._timeout

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .backend import record
 from .codecs import Codec, Form, decode_rows, encode_rows
 from .errors import reject
 from .mesh import Axis, Mesh
@@ -63,7 +62,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
 class _Psum(Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        _record("psum", axis, x, axis.folded)
+        _announce("psum", axis, x, axis.folded)
         return axis.backend.psum(x)
 
     @staticmethod
@@ -83,7 +82,7 @@ class _Psum(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = _aside(x, in_dims[0])
             return _Psum.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
-        _record("psum", axis, x, _num_values(x, in_dims[0], axis))
+        _announce("psum", axis, x, _num_values(x, in_dims[0], axis))
         return axis.backend.psum(_stack(x, in_dims[0], axis)), None
 
 
@@ -143,7 +142,7 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
 class _Pmax(Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        _record("pmax", axis, x, axis.folded)
+        _announce("pmax", axis, x, axis.folded)
         return axis.backend.pmax(x)
 
     @staticmethod
@@ -168,7 +167,7 @@ class _Pmax(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = _aside(x, in_dims[0])
             return _Pmax.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
-        _record("pmax", axis, x, _num_values(x, in_dims[0], axis))
+        _announce("pmax", axis, x, _num_values(x, in_dims[0], axis))
         return axis.backend.pmax(_stack(x, in_dims[0], axis)), None
 
 
@@ -217,7 +216,7 @@ class _AllGather(Function):
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
     ) -> Tensor:
         x = x.to(dtypes.gathered) if dtypes else x
-        _record("all_gather", axis, x, axis.folded)
+        _announce("all_gather", axis, x, axis.folded)
         return axis.backend.all_gather(x, dim)
 
     @staticmethod
@@ -247,7 +246,7 @@ class _AllGather(Function):
             x, batch_dim, shift = _aside(x, in_dims[0])
             return _AllGather.apply(x, index, others, _fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
         x = x.to(dtypes.gathered) if dtypes else x
-        _record("all_gather", axis, x, _num_values(x, in_dims[0], axis))
+        _announce("all_gather", axis, x, _num_values(x, in_dims[0], axis))
         return axis.backend.all_gather(_stack(x, in_dims[0], axis), dim), None
 
 
@@ -291,7 +290,7 @@ class _PsumScatter(Function):
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
     ) -> Tensor:
         x = x.to(dtypes.reduced) if dtypes else x
-        _record("psum_scatter", axis, x, axis.folded)
+        _announce("psum_scatter", axis, x, axis.folded)
         total = axis.backend.psum_scatter(x, dim)
         return total.to(dtypes.stored) if dtypes else total
 
@@ -322,7 +321,7 @@ class _PsumScatter(Function):
             x, batch_dim, shift = _aside(x, in_dims[0])
             return _PsumScatter.apply(x, index, others, _fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
         x = x.to(dtypes.reduced) if dtypes else x
-        _record("psum_scatter", axis, x, _num_values(x, in_dims[0], axis))
+        _announce("psum_scatter", axis, x, _num_values(x, in_dims[0], axis))
         total = axis.backend.psum_scatter(_stack(x, in_dims[0], axis), dim)
         return total.to(dtypes.stored) if dtypes else total, 0
 
@@ -350,7 +349,7 @@ class _GatherEncoded(Function):
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dtypes: Travel, codec: Codec
     ) -> Tensor:
         message, form = encode_rows(x, codec)
-        _record("all_gather", axis, message, axis.folded)
+        _announce("all_gather", axis, message, axis.folded)
         return _decoded(axis.backend.all_gather(message, x.ndim - 1), axis, form, codec).to(dtypes.gathered)
 
     @staticmethod
@@ -382,7 +381,7 @@ class _GatherEncoded(Function):
             x, batch_dim, _ = _aside(x, in_dims[0])
             return _GatherEncoded.apply(x, index, others, _fold(axis, info, in_dims), dtypes, codec), batch_dim
         message, form = encode_rows(_stack(x, in_dims[0], axis), codec)
-        _record("all_gather", axis, message, axis.folded * axis.size)
+        _announce("all_gather", axis, message, axis.folded * axis.size)
         gathered = axis.backend.all_gather(message, message.ndim - 2)
         return _decoded(gathered, axis, form, codec).to(dtypes.gathered), None
 
@@ -409,7 +408,7 @@ class _ScatterEncoded(Function):
     ) -> tuple[Tensor, Tensor]:
         parts = _parts(x, axis)
         messages, form = encode_rows(parts, codec)
-        _record("all_to_all", axis, messages, axis.folded)
+        _announce("all_to_all", axis, messages, axis.folded)
         received = axis.backend.all_to_all(messages, messages.ndim - 2)
         return _added(received, form, codec), (parts - decode_rows(messages, form, codec)).flatten(-2)
 
@@ -434,7 +433,7 @@ class _ScatterEncoded(Function):
             return _ScatterEncoded.apply(x, index, others, _fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
         parts = _parts(_stack(x, in_dims[0], axis), axis)
         messages, form = encode_rows(parts, codec)
-        _record("all_to_all", axis, messages, axis.folded * axis.size)
+        _announce("all_to_all", axis, messages, axis.folded * axis.size)
         received = axis.backend.all_to_all(messages, messages.ndim - 3)
         return (_added(received, form, codec), (parts - decode_rows(messages, form, codec)).flatten(-2)), (0, 0)
 
@@ -590,9 +589,9 @@ def _check_dim(verb: str, tree: Any, dim: int, parts: int = 1) -> None:
     reject(verb, problems, "Reshape, or pad to a multiple of the number of ranks.")
 
 
-def _record(kind: str, axis: Axis, x: Tensor, num_values: int) -> None:
+def _announce(kind: str, axis: Axis, x: Tensor, num_values: int) -> None:
     """``num_values`` ranks are stacked in ``x``."""
-    record(kind, axis.name, x.numel() // max(num_values, 1), x.dtype)
+    axis.announce(kind, x.numel() // max(num_values, 1), x.dtype)
 
 
 def _countable(x: Tensor) -> Tensor:

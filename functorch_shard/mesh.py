@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, TypeVar, overload
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import agree
-from .backend import Backend, DetachedBackend, StackedBackend, group_backend
+from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record
 from .errors import axes_text
 from .spmd import split_tensor, spmd
 
@@ -44,6 +44,11 @@ class Axis:
         # A process group does not travel; a simulated axis is pickled with its mesh.
         rank = 0 if self.backend.simulated else int(self.backend.index())
         return Axis, (self.name, self.size, DetachedBackend(rank))
+
+    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
+        """Tell whoever listens that each rank is about to pass ``numel`` elements to a collective."""
+        record(kind, self.name, numel, dtype)
+        self.backend.announce(kind, numel, dtype, key)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,6 +170,35 @@ class Mesh:
             rank = rank * axis.size + (0 if axis.backend.simulated else int(axis.backend.index()))
         return rank
 
+    def through(self, wrap: Callable[[Axis], Backend]) -> Mesh:
+        """A handle of the same ranks whose collectives go through other backends: to count, check, replace or skip.
+
+        Everything that is planned on it, or put on it by ``layout.on``, communicates that way; this handle stays as it
+        is. Pickles keep neither ranks nor backends.
+
+        Args:
+            wrap: from an axis to the backend it is to have, as ``fs.communication.checked`` or a
+                ``fs.communication.Counter``: one that stands before ``axis.backend``, or that itself, to leave the axis
+                alone.
+
+        Returns:
+            A mesh of the same axes. Wrapped again, the last wrap is asked first.
+
+        Raises:
+            TypeError: ``wrap`` returned something else than a ``fs.communication.Backend``.
+
+        Cost:
+            That of ``wrap``. All ranks have to wrap alike.
+
+        Example:
+            >>> counter = fs.communication.Counter()
+            >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2}).through(counter)
+            >>> _ = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(torch.ones(2, 2, 3))
+            >>> [(axis, kind, seen.number, seen.nbytes) for (axis, kind), seen in counter.traffic.items()]
+            [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
+        """
+        return replace(self, _axes=tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes))
+
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]]) -> T:
         """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
         real = [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
@@ -189,7 +223,8 @@ class Mesh:
         return Mesh(axes, _device(device_mesh.device_type))
 
     def _stacked(self) -> list[StackedBackend]:
-        return [axis.backend for axis in self._axes if isinstance(axis.backend, StackedBackend)]
+        carriers = [axis.backend.carrier for axis in self._axes]
+        return [carrier for carrier in carriers if isinstance(carrier, StackedBackend)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -257,6 +292,15 @@ def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
     others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
     return tuple(Axis(name, size, StackedBackend(size, ranks[name], others[name])) for name, size in sizes.items())
+
+
+def _checked_backend(backend: Backend) -> Backend:
+    if not isinstance(backend, Backend):
+        raise TypeError(
+            f"Mesh.through: wrap returned {type(backend).__name__}, expected a backend: a class that inherits from "
+            "functorch_shard.communication.Wrapper or Backend."
+        )
+    return backend
 
 
 def _device(kind: str) -> torch.device:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backend import Flight, record
+from .backend import Flight
 from .codecs import Codec
 from .collectives import psum, scatter_encoded, scatter_sums
 from .layout import Buffer, Layout
@@ -100,8 +100,8 @@ class Reductions:
             return _Reduction(buffer, layout, dtypes, Flight([], lambda: packed))
         packed = pack(grads, buffer, out=self._room_for(buffer, like, dtypes.reduced, place))
         packed = packed if before == 1 else packed.div_(before)
-        axis: Any = layout.mesh[layout.shard_axis]
-        record("psum_scatter", axis.name, packed.numel(), packed.dtype)
+        axis = layout.mesh[layout.shard_axis]
+        axis.announce("psum_scatter", packed.numel(), packed.dtype, buffer.key)
         return _Reduction(buffer, layout, dtypes, axis.backend.start_psum_scatter(packed))
 
     def _room_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
@@ -125,7 +125,7 @@ class _Reduction:
         total = self.flight.land().to(self.dtypes.stored)
         for axis in copies(self.buffer, self.layout):
             addend = total.to(self.dtypes.reduced)
-            record("psum", axis.name, addend.numel(), addend.dtype)
+            axis.announce("psum", addend.numel(), addend.dtype, self.buffer.key)
             total = axis.backend.psum(addend).to(self.dtypes.stored)
         _, after = self.layout.divisors(self.dtypes.reduced)
         return total if after == 1 else total.div_(after)

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import Flight, record
+from .backend import Flight
 from .codecs import Codec, decode_rows, encode_rows
 from .layout import Buffer, Layout
+from .mesh import Axis
 from .reduction import Reductions
 from .surroundings import backward_pass
 
@@ -84,20 +84,20 @@ class Cell:
         if buffer.num_shards == 1:
             return Flight([], lambda: shard.to(dtype))
         if self.part.codec is None or not buffer.dtype.is_floating_point:
-            return self._send(shard, dtype)
-        return self._send_encoded(shard, dtype, self.part.codec)
+            return self._send(shard, dtype, buffer.key)
+        return self._send_encoded(shard, dtype, buffer.key, self.part.codec)
 
-    def _send(self, x: Tensor, dtype: torch.dtype) -> Flight:
+    def _send(self, x: Tensor, dtype: torch.dtype, key: str) -> Flight:
         """Ranks are laid side by side in the last dim."""
-        axis: Any = self.part.layout.mesh[self.part.layout.shard_axis]
-        record("all_gather", axis.name, x.numel(), dtype)
-        if x.ndim == 1:
-            return axis.backend.start_all_gather(x, dtype)
-        return Flight([], lambda: axis.backend.all_gather(x.to(dtype), x.ndim - 1).contiguous())
+        axis = self.part.layout.mesh[self.part.layout.shard_axis]
+        if x.ndim > 1:
+            return Flight([], lambda: _gather_batch(axis, key, x.to(dtype)))
+        axis.announce("all_gather", x.numel(), dtype, key)
+        return axis.backend.start_all_gather(x, dtype)
 
-    def _send_encoded(self, shard: Tensor, dtype: torch.dtype, codec: Codec) -> Flight:
+    def _send_encoded(self, shard: Tensor, dtype: torch.dtype, key: str, codec: Codec) -> Flight:
         message, form = encode_rows(shard, codec)
-        flight = self._send(message, message.dtype)
+        flight = self._send(message, message.dtype, key)
         sizes = self.part.layout.num_shards, message.shape[-1]
         rows = lambda: flight.land().unflatten(-1, sizes)  # noqa: E731
         return Flight([], lambda: decode_rows(rows(), form, codec).flatten(-2).to(dtype))
@@ -227,6 +227,11 @@ class _Trail:
     def _ahead(self, i: int, unit: int) -> int | None:
         """The unit at ``i``, but not the first one: nothing was computed before it, so seldom is its data asked for."""
         return self._units[i] if 0 < i < len(self._units) and self._units[i] != unit else None
+
+
+def _gather_batch(axis: Axis, key: str, shards: Tensor) -> Tensor:
+    axis.announce("all_gather", shards.numel(), shards.dtype, key)
+    return axis.backend.all_gather(shards, shards.ndim - 1).contiguous()
 
 
 def small_units(layout: Layout) -> frozenset[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import functorch_shard as fs
+from functorch_shard.communication import Backend
 from tests.benchmarks.workloads import Workload
 
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -23,9 +24,18 @@ LR = 1e-3
 
 
 def ours(
-    work: Workload, bf16: bool, device: torch.device, *, reshard: bool, lazy: bool | None = None, codec: Any = None
+    work: Workload,
+    bf16: bool,
+    device: torch.device,
+    *,
+    reshard: bool,
+    lazy: bool | None = None,
+    codec: Any = None,
+    through: Sequence[Callable[[fs.Axis], Backend]] = (),
 ) -> Step:
     mesh, model = fs.init_mesh(device=device.type), work.model().to(device)
+    for wrap in through:
+        mesh = mesh.through(wrap)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
     params = fs.shard(model, fs.plan(model, mesh, reshard_after_forward=reshard, precision=precision))
     model.to("meta")  # the shards are all that is needed

@@ -7,6 +7,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from torch.func import functional_call, jacfwd, jacrev, linearize
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
+from functorch_shard.communication import Wrapper
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.gradients import ON_RANK, Data, on_mesh
 from tests.models import awkward, loss_of, two_layers
@@ -493,33 +495,31 @@ def test_what_backward_has_no_use_for_is_not_gathered_again() -> None:
         assert [unit for kind, unit in issued if kind == "psum_scatter"] == [4, 3, 2, 1, 0]
 
 
-class _Delays(nn.Module):
-    """Holds up this rank alone, on the way there and on the way back, a different time at every call."""
+@dataclass(frozen=True)
+class _Delayed(Wrapper):
+    """Holds up this rank alone, before it sends and before it looks at what arrived, a different time at every call."""
 
-    def __init__(self, seed: int, longest: float) -> None:
-        super().__init__()
-        self.draw, self.longest = random.Random(seed), longest
+    draw: random.Random
+    longest: float
 
-    def wait(self, grad: Tensor | None = None) -> None:
+    def wait(self) -> None:
         time.sleep(self.longest * self.draw.random())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def announce(self, *args: Any) -> None:
         self.wait()
-        if x.requires_grad:
-            x.register_hook(self.wait)
-        return x
+        super().announce(*args)
+
+    def around(self, kind: str) -> Callable[[Callable[[], Any]], Any]:
+        return lambda part: (self.wait(), part())[1]
 
 
-def delayed_training(mesh: fs.Mesh, longest: float, num_steps: int = 6) -> tuple[list[Tensor], list[tuple[str, int]]]:
-    model, delays = blocks(), _Delays(mesh.rank, longest)
+def delayed_training(mesh: fs.Mesh, num_steps: int = 6) -> tuple[list[Tensor], list[tuple[str, int]]]:
+    model = blocks()
     params, losses = fs.shard(model, fs.plan(model, mesh)), []
     order = random.Random(3)  # the same on all ranks
 
     def loss_in(order: Sequence[int], p: fs.Sharded, x: Tensor) -> Tensor:
-        full = fs.gather(p)
-        for i in order:
-            x = delays(_block(model, full, i)(delays(x)))
-        return x.square().mean()
+        return _run(model, fs.gather(p), x, order).square().mean()
 
     with count_collectives() as seen:
         for i in range(num_steps):
@@ -532,8 +532,10 @@ def delayed_training(mesh: fs.Mesh, longest: float, num_steps: int = 6) -> tuple
 
 def delayed_training_on_this_rank() -> list[tuple[str, int]]:
     mesh = fs.init_mesh()
-    expected, undelayed = delayed_training(mesh, 0)
-    values, issued = delayed_training(mesh, 0.005)
+    expected, undelayed = delayed_training(mesh)
+    values, issued = delayed_training(
+        mesh.through(lambda axis: _Delayed(axis.backend, random.Random(mesh.rank), 0.005))
+    )
     assert issued == undelayed
     assert_trees_close(values, expected, rtol=0, atol=0)
     return issued
