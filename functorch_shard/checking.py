@@ -48,7 +48,7 @@ def checked(axis: Axis) -> Backend:
         TypeError: the bytes are moved by something other than a process group.
         RuntimeError: later, from a collective, on every rank that is there: the ranks issue different ones, or some did
             not come within the process group's timeout (they stalled, raised, or ended). It names these ranks, what
-            each of the others wanted, and the last few collectives before.
+            each of the others wanted, and the last few collectives before. Ranks are numbered as in the process group.
 
     Cost:
         A gloo group on the host beside each axis, and before each collective one all-to-all of 512 bytes for each pair
@@ -80,10 +80,10 @@ class _Checked(Wrapper):
     history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY + 1))
 
     def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        before = list(self.history)[-HISTORY:]
         purpose = f" for {key!r}" if key else ""
-        self.history.append(f"{next(self.numbers)}: {kind} of {numel:,} {str(dtype).removeprefix('torch.')}{purpose}")
-        self._check(self.history[-1], before)
+        mine = f"{next(self.numbers)}: {kind} of {numel:,} {str(dtype).removeprefix('torch.')}{purpose}"
+        self._check(mine, list(self.history)[-HISTORY:])
+        self.history.append(mine)
         super().announce(kind, numel, dtype, key)
 
     def _check(self, mine: str, before: list[str]) -> None:
@@ -116,6 +116,8 @@ class _Checked(Wrapper):
         def explained(part: Callable[[], Any]) -> Any:
             try:
                 return part()
+            except (NotImplementedError, torch.OutOfMemoryError):  # RuntimeErrors, but not for want of the others
+                raise
             except RuntimeError as error:
                 text = f"checked: axis {self.axis!r}: all ranks agreed on {mine}, and then it failed: {error}"
                 raise RuntimeError("\n".join([text, *_past(before)])) from error

@@ -8,8 +8,9 @@ Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_red
 own and pass a function from an axis to it: a :class:`Wrapper` that changes one thing, or a :class:`Backend` that moves
 bytes itself. On real ranks a collective gets this rank's tensor and returns this rank's result. On simulated ranks
 (``simulated``) it gets the values of all ranks stacked in dim 0, and returns one value for all (``all_gather``,
-``psum``, ``pmax``) or a stack of one a rank (``psum_scatter``). All ranks must do the same in the same order. Whatever
-the backend does, derivatives are those of the true collectives: each one's transpose goes through the backend as well.
+``psum``, ``pmax``) or a stack of one a rank (``psum_scatter``). Results are new memory, and the operand may be written
+to as soon as the collective has returned (of a ``start_`` form: landed). All ranks must do the same in the same order.
+Whatever the backend does, derivatives are those of the true collectives, whose transposes go through it as well.
 """
 
 from __future__ import annotations

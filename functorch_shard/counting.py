@@ -104,9 +104,9 @@ class _Counting(Wrapper):
     counter: Counter = field(repr=False)
 
     def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
+        super().announce(kind, numel, dtype, key)  # where it may be refused
         nbytes = numel * dtype.itemsize
         self.counter.add(self.axis, kind, Traffic(1, nbytes, _sent(kind, nbytes, self.size)))
-        super().announce(kind, numel, dtype, key)
 
     def around(self, kind: str) -> Run:
         end: float | None = None  # of the part before

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call
+from torch.func import functional_call, linearize
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, pmax, psum, psum_scatter
@@ -107,6 +107,11 @@ def differ_on_this_rank() -> dict[str, tuple[str, str]]:
         mesh = plain.through(checked)
         told[name] = error_of(case[1] if odd else case[0], mesh)
         assert psum(1 + ONES, mesh).tolist() == [2 * mesh.size] * 4  # and then the ranks are still in step
+    mesh = plain.through(checked)
+    psum(ONES, mesh)
+    twice = [error_of(lambda mesh: (pmax if odd else psum)(ONES, mesh), mesh)[1] for _ in range(2)]
+    assert "Before that, the same" in twice[1]
+    assert twice[0].splitlines()[1].partition(": ")[2] not in twice[1]  # it was not the same on all ranks
     return told
 
 
@@ -264,6 +269,16 @@ class Broken(Wrapper):
 def broken_on_this_rank() -> tuple[str, str]:
     mesh = fs.init_mesh().through(lambda axis: Broken(axis.backend)).through(checked)
     return error_of(lambda mesh: forward(mesh, "equal", [0, 1]), mesh)
+
+
+def traced_on_this_rank() -> tuple[str, str]:
+    return error_of(lambda mesh: linearize(lambda x: all_gather(x, mesh), ONES), fs.init_mesh().through(checked))
+
+
+def test_what_is_refused_keeps_its_error() -> None:
+    for kind, text in run_ranks(traced_on_this_rank, 2):
+        assert kind == "NotImplementedError"
+        assert "Use torch.func.jvp" in text
 
 
 def test_what_breaks_under_way_is_told_with_the_collective_it_was() -> None:
