@@ -97,10 +97,6 @@ class _WithoutAllGather(Wrapper):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x[0] if self.simulated else x] * self.size, dim)
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
-        out = x.new_empty((self.size, *x.shape), dtype=dtype or x.dtype).copy_(x)
-        return Flight([], lambda: out.flatten(0, 1))
-
 
 @dataclass(frozen=True)
 class _WithoutReduction(Wrapper):
