@@ -61,7 +61,7 @@ def without_all_gather(axis: Axis) -> Backend:
 def without_reduction(axis: Axis) -> Backend:
     """Send no reduction over ``axis``: results of the right shapes and dtypes, whose numbers mean nothing.
 
-    That is ``psum_scatter``, ``psum``, ``pmax``, and the ``all_to_all`` of encoded gradients: to see what reducing costs.
+    That is ``psum_scatter``, ``psum``, ``pmax``, and the ``all_to_all`` of encoded gradients, to see what they cost.
     Every rank keeps what it had, as if it were alone. Results take memory as usual; what real ranks receive messages in
     does not.
 
