@@ -47,7 +47,7 @@ class Part:
 class Cell:
     """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
 
-    __slots__ = ("_flights", "_shards", "_versions", "device", "flats", "part")
+    __slots__ = ("_flights", "_shards", "_versions", "device", "flats", "left_in", "part")
 
     def __init__(self, part: Part, shards: Sequence[Tensor]) -> None:
         self.part, self.device = part, shards[0].device
@@ -55,6 +55,7 @@ class Cell:
         self._versions = [_version(shard) for shard in self._shards]
         self._flights: list[Flight] | None = None
         self.flats: list[Tensor] | None = None
+        self.left_in: int | None = None  # the backward pass that is done with it
 
     def numel(self, index: int) -> int:
         """Elements of a whole buffer, batch and all."""
@@ -144,6 +145,7 @@ class Session:
         for cell in self._resident.get(part.unit, []):
             if cell.part is part:
                 cell.drop()
+                cell.left_in = backward_pass()
 
     def _evict(self, unit: int) -> None:
         for cell in self._resident.pop(unit):
@@ -160,7 +162,8 @@ class Session:
         if ahead is not None:  # before waiting for this one: the wire is never idle
             for next_unit in self._up_to(unit, ahead):
                 for next_cell in self._cells.get(next_unit, {}).values():
-                    self._fetch(next_cell)
+                    if next_cell.left_in is None or next_cell.left_in != backward_pass():
+                        self._fetch(next_cell)
         cell.land()
 
     def _fetch(self, cell: Cell) -> None:

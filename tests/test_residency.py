@@ -172,6 +172,19 @@ def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
     assert units.use(2) == [[1, 2]]
 
 
+def test_what_backward_is_done_with_is_not_fetched_ahead_with_its_frozen_neighbours() -> None:
+    units = Units(7, 7, 7)
+    units.use(0, 1, 2, 1)
+    with backward(1):
+        units.use(1)
+        units.leave(1)
+        assert units.use(2) == [[2]]  # before it in forward was 1 again
+        assert units.use(1) == [[1, 2]]  # whoever asks for it gets it
+    with backward(2):
+        units.use(1)
+        assert units.use(2) == [[1, 2]]
+
+
 def test_units_that_stay_are_fetched_once() -> None:
     units = Units(7, 7, 7, 7, reshard_after_forward=False)
     with fetches() as seen:
