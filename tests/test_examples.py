@@ -17,7 +17,10 @@ import torch.nn.functional as F
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 STEPS, RANKS, BATCH_SIZE = 5, 2, 2
-TOY = {"train_gpt.py": ["--steps", "2", "--batch-size", "1", "--ranks", "3"]}
+TOY = {
+    "lora.py": ["--steps", "2", "--pretrain-steps", "1", "--batch-size", "1", "--ranks", "3"],
+    "train_gpt.py": ["--steps", "2", "--batch-size", "1", "--ranks", "3"],
+}
 
 
 def run(*command: str) -> str:
@@ -37,7 +40,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_at_toy_size(name: str, text: str) -> None:
-    assert run(f"examples/{name}", *TOY[name], "--text", text)
+    assert run(f"examples/{name}", *TOY[name], "--text", text, "--json")
 
 
 @pytest.fixture(scope="module")
