@@ -14,6 +14,7 @@ from .mesh import Axis, Mesh, init_mesh, simulated_mesh
 from .optim import Optimizer, optimizer
 from .planning import plan
 from .precision import MixedPrecision
+from .resharding import reshard
 from .transforms import grad, grad_and_value
 from .trees import Full, Sharded
 
@@ -37,6 +38,7 @@ __all__ = [
     "optimizer",
     "partition",
     "plan",
+    "reshard",
     "scatter_encoded_grads",
     "scatter_grads",
     "shard",

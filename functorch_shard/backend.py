@@ -8,7 +8,7 @@ pass the values of all ranks, stacked in dim 0, and get back either one value fo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -241,6 +241,25 @@ def _refuse_tracing() -> None:
             "make_fx, and so torch.func.linearize, cannot record a collective of real ranks: what it returned would be "
             "what it saw once. Use torch.func.jvp, which gathers the tangents of each call."
         )
+
+
+def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+    """Messages of ``dtype`` between processes, by their ranks in the default group; received in place.
+
+    All are posted before one is waited for, so their order cannot make two processes wait for each other.
+    """
+    record("exchange", "mesh", sum(x.numel() for x in sends.values()), dtype)
+    messages = [dist.P2POp(dist.irecv, _as_wire(x), process) for process, x in receives.items()]
+    messages += [dist.P2POp(dist.isend, _as_wire(x), process) for process, x in sends.items()]
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
+
+
+def connect(num_processes: int, device: torch.device) -> None:
+    """Before an :func:`exchange`: NCCL wants all ranks of a group there when it sends its first batch of messages."""
+    if num_processes == dist.get_world_size():
+        record("psum", "mesh", 1, torch.float32)
+        dist.all_reduce(torch.zeros(1, device=device))
 
 
 def group_backend(group: Any, rank: int, size: int) -> GroupBackend:

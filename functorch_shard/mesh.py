@@ -61,6 +61,7 @@ class Mesh:
 
     _axes: tuple[Axis, ...]
     device: torch.device
+    processes: tuple[int, ...] = ()  # numbers in the default group, in rank order; none: simulated or unpickled
 
     @property
     def axes(self) -> dict[str, int]:
@@ -220,7 +221,7 @@ class Mesh:
         sizes = device_mesh.shape
         groups = [group_backend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
         axes = tuple(Axis(name, group.size, group) for name, group in zip(names, groups, strict=True))
-        return Mesh(axes, _device(device_mesh.device_type))
+        return Mesh(axes, _device(device_mesh.device_type), tuple(device_mesh.mesh.flatten().tolist()))
 
     def _stacked(self) -> list[StackedBackend]:
         carriers = [axis.backend.carrier for axis in self._axes]
