@@ -8,13 +8,16 @@ grads = scatter_grads(full_grads) reduced and sharded again
 
 from . import codecs, collectives, communication, testing
 from .compression import scatter_encoded_grads
+from .finiteness import assert_finite
 from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
 from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
+from .norms import clip_by_global_norm, global_norm, param_norms
 from .optim import Optimizer, optimizer
 from .planning import plan
 from .precision import MixedPrecision
 from .resharding import reshard
+from .scaling import LossScale
 from .transforms import grad, grad_and_value
 from .trees import Full, Sharded
 
@@ -22,20 +25,25 @@ __all__ = [
     "Axis",
     "Full",
     "Layout",
+    "LossScale",
     "Mesh",
     "MixedPrecision",
     "Optimizer",
     "Sharded",
     "accumulate",
+    "assert_finite",
+    "clip_by_global_norm",
     "codecs",
     "collectives",
     "communication",
     "gather",
+    "global_norm",
     "grad",
     "grad_and_value",
     "init_mesh",
     "materialize",
     "optimizer",
+    "param_norms",
     "partition",
     "plan",
     "reshard",

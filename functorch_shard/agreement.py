@@ -43,7 +43,7 @@ def agree(
     digests = _gather_bytes(digest, axes, device)
     if len(set(digests)) == 1 and not error:
         return value  # pyright: ignore[reportReturnType]
-    reports = _gather_texts(json.dumps([f"{type(error).__name__}: {error}" if error else None, lines]), axes, device)
+    reports = gather_texts(json.dumps([f"{type(error).__name__}: {error}" if error else None, lines]), axes, device)
     if error:
         raise error
     raise RuntimeError(_first_difference(verb, [json.loads(report) for report in reports]))
@@ -63,9 +63,12 @@ def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]]
     raise AssertionError("digests differ but lines do not")
 
 
-def _gather_texts(text: str, axes: Sequence[Backend], device: torch.device) -> list[str]:
+def gather_texts(text: str, axes: Sequence[Backend], device: torch.device) -> list[str]:
+    """``text`` of every rank, in rank order: one all-gather of 8 bytes per axis, and one more unless all are empty."""
     data = text.encode()
     lengths = [int.from_bytes(size, "big") for size in _gather_bytes(len(data).to_bytes(8, "big"), axes, device)]
+    if not any(lengths):
+        return [""] * len(lengths)
     padded = _gather_bytes(data.ljust(max(lengths)), axes, device)
     return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .agreement import agree
+from .agreement import agree, gather_texts
 from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record
 from .errors import axes_text
 from .spmd import split_tensor, spmd
@@ -202,8 +202,13 @@ class Mesh:
 
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]]) -> T:
         """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
-        real = [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
+        real = self._several()
         return agree(verb, build, describe, real, self.device) if real else build()
+
+    def tell(self, text: str) -> list[str]:
+        """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""
+        real = self._several()
+        return gather_texts(text, real, self.device) if real else [text]
 
     @staticmethod
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
@@ -222,6 +227,9 @@ class Mesh:
         groups = [group_backend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
         axes = tuple(Axis(name, group.size, group) for name, group in zip(names, groups, strict=True))
         return Mesh(axes, _device(device_mesh.device_type), tuple(device_mesh.mesh.flatten().tolist()))
+
+    def _several(self) -> list[Backend]:
+        return [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
 
     def _stacked(self) -> list[StackedBackend]:
         carriers = [axis.backend.carrier for axis in self._axes]

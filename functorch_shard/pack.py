@@ -39,3 +39,36 @@ def pack_shard(tensors: Mapping[str, Tensor], buffer: Buffer, rank: int, device:
     for name, offset, numel, start in buffer.slices(rank):
         shard[offset : offset + numel] = tensors[name].detach().reshape(-1)[start : start + numel]
     return shard
+
+
+def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:
+    """``shard`` with zeros for padding, whatever stood there; as it is where ``buffer`` has none.
+
+    ``rank`` is which shard it is: an int, or a tensor without dims that a vmap over simulated ranks has batched.
+    """
+    if buffer.numel == buffer.parameter_numel:
+        return shard
+    return torch.where(of_rank(_owned(buffer, rank, shard.device), rank), shard, 0)
+
+
+def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
+    """The number of the slot that each element belongs to, one row a shard; ``len(buffer.slots)`` for padding."""
+    ids = torch.full((buffer.numel,), len(buffer.slots), device=device)
+    for i, slot in enumerate(buffer.slots):
+        ids[slot.offset : slot.end] = i
+    return ids.view(buffer.num_shards, -1)
+
+
+def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
+    """The row of this rank; ``rows`` is one row for a rank that is known, or all of them."""
+    return rows.index_select(0, rank.reshape(1)).squeeze(0) if isinstance(rank, Tensor) else rows[0]
+
+
+def _owned(buffer: Buffer, rank: Tensor | int, device: torch.device) -> Tensor:
+    """Where there are parameters, one row a shard; of a rank that is known, its row alone."""
+    ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
+    mask = torch.zeros(len(ranks), buffer.shard_numel, dtype=torch.bool, device=device)
+    for row, number in zip(mask, ranks, strict=True):
+        for _, offset, numel, _ in buffer.slices(number):
+            row[offset : offset + numel] = True
+    return mask
