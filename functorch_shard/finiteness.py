@@ -98,7 +98,7 @@ class _Found:
 
 def _in_shards(tree: Sharded, what: str) -> Iterator[_Found]:
     layout = tree.layout
-    check_shards(f"assert_finite: {what}", tree, layout, allow_none=True)
+    check_shards(f"assert_finite: {what}", tree, layout, allow_none=True, gradients=True)
     for key, buffer in layout.buffers.items():
         if tree[key] is None or _fine(tree[key]):
             continue

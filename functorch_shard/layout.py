@@ -175,6 +175,10 @@ class Layout:
         """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of its unit's policy."""
         return travel(buffer.dtype, self.precision_of[buffer.key], dtype)
 
+    def as_stored(self) -> Layout:
+        """The same places, and no precision but the stored one."""
+        return replace(self, units=tuple(replace(unit, precision=MixedPrecision()) for unit in self.units))
+
     def slices(self, rank: int) -> list[Slice]:
         """What rank ``rank`` of the shard axis holds, buffer after buffer: pure arithmetic, no process group.
 

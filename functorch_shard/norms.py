@@ -7,7 +7,7 @@ axis combine a number, and what every rank holds whole is added after that.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from .gathering import gather
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import of_rank, slot_of_each, without_padding
-from .precision import MixedPrecision
 from .trees import Full, Sharded, map_items
 
 
@@ -215,7 +214,7 @@ def _checked(verb: str, tree: Sharded, p: float) -> _Kind:
         raise TypeError(f"{verb}: got {type(tree).__name__}, expected a Sharded{whole}.")
     if not p >= 1:
         raise ValueError(f"{verb}: p: got {p}, expected 1 or more, or float('inf')")
-    check_shards(verb, tree, tree.layout, allow_none=True)
+    check_shards(verb, tree, tree.layout, allow_none=True, gradients=True)
     return _Largest() if p == float("inf") else _Sum(p)
 
 
@@ -227,8 +226,8 @@ def _whole(tree: Sharded) -> Full:
     """What counts of a tree with rank dims: each parameter once, without them and without padding."""
     counted = _counted(tree)
     layout = tree.layout.select({key: key in counted for key in tree.layout.buffers})
-    as_stored = replace(layout, precision=MixedPrecision())
-    return gather(Sharded({key: tree[key] for key in as_stored.buffers}, as_stored))
+    shards = {key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()}  # low precision gradients, too
+    return gather(Sharded(shards, layout.as_stored()))
 
 
 def _combined(kind: _Kind, parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:

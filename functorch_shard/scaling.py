@@ -124,7 +124,7 @@ class LossScale:
             One all-reduce of a number per axis, and a copy of the gradients.
         """
         _check("unscale: grads", grads)
-        check_shards("LossScale.unscale: grads", grads, grads.layout, allow_none=True)
+        check_shards("LossScale.unscale: grads", grads, grads.layout, allow_none=True, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
         inverse = state["scale"].double().reciprocal().float()  # rounded once, as torch.amp.GradScaler does
