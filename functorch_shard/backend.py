@@ -182,6 +182,19 @@ class GroupBackend(Backend):
         works = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
         return Flight(works, lambda: _from_real(out, x.dtype))
 
+    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
+        """Row r of what rank ``source`` has into ``out`` of rank r; the other ranks have no ``rows``."""
+        _refuse_tracing()
+        if out.numel():
+            parts = [] if rows is None else list(_as_wire(rows).unbind(0))
+            dist.scatter(_as_wire(out), parts, group=self.group, group_src=source)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """The ``x`` of rank ``source`` into that of every rank."""
+        _refuse_tracing()
+        if x.numel():
+            dist.broadcast(_as_wire(x), group=self.group, group_src=source)
+
     def _all_reduce(self, x: Tensor, op: Any) -> Tensor:
         _refuse_tracing()
         out = x.clone(memory_format=torch.contiguous_format)
@@ -212,6 +225,17 @@ class GlooBackend(GroupBackend):
         works = [dist.irecv(_as_wire(got[rank]), group=self.group, group_src=rank) for rank in peers]
         works += [dist.isend(_as_wire(parts[rank]), group=self.group, group_dst=rank) for rank in peers]
         return Flight(works, lambda: _sum(got, parts, into=got[1 if self.rank == 0 else 0]))
+
+    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
+        _refuse_tracing()
+        if rows is not None:  # gloo's own scatter makes a copy of all rows first
+            out.copy_(rows[self.rank])
+            others = [rank for rank in range(self.size) if rank != source and out.numel()]
+            sent = [dist.isend(_as_wire(rows[rank]), group=self.group, group_dst=rank) for rank in others]
+        else:
+            sent = [dist.irecv(_as_wire(out), group=self.group, group_src=source)] if out.numel() else []
+        for work in sent:
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
 
     def _start_small_sum(self, parts: Tensor) -> Flight:
         got = torch.empty_like(parts)

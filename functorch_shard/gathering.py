@@ -15,33 +15,40 @@ from .codecs import Codec, as_codec, recode
 from .collectives import all_gather, gather_encoded, gather_shards, shared
 from .layout import Buffer, Layout
 from .lazy import lazily
-from .pack import pack, pack_shard, unpack
+from .pack import unpack
 from .planning import named_tensors
 from .reduction import copies, reduced
+from .slicing import cut_buffer, receive_buffer
 from .trees import Full, Sharded
 
 
-def shard(source: nn.Module | Mapping[str, Tensor], layout: Layout) -> Sharded:
+def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, from_rank: int | None = None) -> Sharded:
     """This rank's part of whole parameters: slices, no reduction. The inverse of :func:`gather`.
 
     ``gather(shard(source, layout))`` has the values of ``source`` bitwise, and ``shard(gather(params), layout)`` those
-    of ``params``. FSDP's write-back after ``summon_full_params`` is ``shard(edited, layout)``.
+    of ``params``. FSDP's write-back after ``summon_full_params`` is ``shard(edited, layout)``, and its
+    ``sync_module_states=True`` is ``from_rank=0``.
 
     Args:
         source: the model, a mapping name -> tensor, or a ``Full``: names, shapes and dtypes of ``layout``. Tied
             parameters may be listed under all their names.
         layout: from :func:`plan`.
+        from_rank: take the values of this rank alone, counted in row-major order of the mesh's axes. What other real
+            ranks pass as ``source`` is not looked at: ``None``, or the model on the meta device. They receive no more
+            than their shard. ``None``: every rank has the values.
 
     Returns:
         A ``Sharded`` of new 1-D tensors of ``buffer.shard_numel`` elements on the mesh's device, with zeros for
         padding. On a simulated mesh: of all ranks, stacked, with one leading rank dim per axis.
 
     Raises:
-        TypeError: ``source`` is already sharded, or ``layout`` is no layout.
-        ValueError: names, shapes or dtypes that do not fit, or meta tensors; all of them at once.
+        TypeError: ``source`` is already sharded, ``layout`` is no layout, or ``from_rank`` no int.
+        ValueError: names, shapes or dtypes that do not fit, or meta tensors; all of them at once. Or there is no rank
+            ``from_rank``. With it, an error on one real rank comes on all.
 
     Cost:
-        No collectives; the memory of the shards.
+        No collectives; the memory of the shards. With ``from_rank``: per buffer one scatter among the shards beside
+        that rank and one broadcast to the copies, each rank receiving its shard; that rank holds one whole buffer more.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -49,27 +56,31 @@ def shard(source: nn.Module | Mapping[str, Tensor], layout: Layout) -> Sharded:
         tensor([[1., 2.],
                 [3., 0.]])
     """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"shard: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    if from_rank is None:
+        tensors = _checked(source, layout)
+        return Sharded({key: cut_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}, layout)
+    lines = [f"from_rank={from_rank}"]
+    tensors = layout.mesh.agree("shard", lambda: _of_source(source, layout, from_rank), lambda _: lines)
+    shards = {key: receive_buffer(tensors, buffer, layout, from_rank) for key, buffer in layout.buffers.items()}
+    return Sharded(shards, layout)
+
+
+def _checked(source: Any, layout: Layout) -> dict[str, Tensor]:
     tensors = named_tensors(source)
     check_whole(tensors, layout)
-    return Sharded({key: _shard_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}, layout)
+    return tensors
 
 
-def _shard_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
+def _of_source(source: Any, layout: Layout, from_rank: int) -> dict[str, Tensor]:
+    """What this rank sends: nothing, unless it is the source."""
     mesh = layout.mesh
-    index = mesh[layout.shard_axis].backend.index() if mesh.in_spmd and layout.num_shards > 1 else 0
-    if mesh.in_spmd and mesh.is_simulated:  # values may differ between ranks: nothing is written in place
-        return _row_of_rank(pack(tensors, buffer).detach(), buffer, index)
-    if mesh.in_spmd:
-        return pack_shard(tensors, buffer, int(index), mesh.device)
-    rows = torch.stack([pack_shard(tensors, buffer, rank, mesh.device) for rank in range(layout.num_shards)])
-    ones = [size if name == layout.shard_axis else 1 for name, size in layout.axes]
-    return rows.view(*ones, -1).expand(*mesh.axes.values(), -1).contiguous()
-
-
-def _row_of_rank(flat: Tensor, buffer: Buffer, index: Tensor | int) -> Tensor:
-    if not isinstance(index, Tensor) or buffer.num_shards == 1:
-        return flat
-    return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1)).squeeze(0)
+    if not isinstance(from_rank, int) or isinstance(from_rank, bool):
+        raise TypeError(f"shard: from_rank: got {from_rank!r}, expected the number of a rank, or None")
+    if not 0 <= from_rank < mesh.size:
+        raise ValueError(f"shard: from_rank: got {from_rank}, expected 0 <= from_rank < {mesh.size}, a rank of {mesh}")
+    return _checked(source, layout) if mesh.is_simulated or mesh.rank == from_rank else {}
 
 
 def gather(

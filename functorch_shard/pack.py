@@ -36,9 +36,14 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
 def pack_shard(tensors: Mapping[str, Tensor], buffer: Buffer, rank: int, device: torch.device) -> Tensor:
     """Shard ``rank`` of ``pack(tensors, buffer)`` on ``device``, without ever holding the whole buffer."""
     shard = torch.zeros(buffer.shard_numel, dtype=buffer.dtype, device=device)
+    fill_shard(shard, tensors, buffer, rank)
+    return shard
+
+
+def fill_shard(shard: Tensor, tensors: Mapping[str, Tensor], buffer: Buffer, rank: int) -> None:
+    """Write the parameters of shard ``rank`` into ``shard``, which has zeros for padding already."""
     for name, offset, numel, start in buffer.slices(rank):
         shard[offset : offset + numel] = tensors[name].detach().reshape(-1)[start : start + numel]
-    return shard
 
 
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:

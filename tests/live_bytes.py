@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from functorch_shard.backend import Flight
+from functorch_shard.backend import Flight, GlooBackend
 
 _MEMORY, _MARK = "[memory]", "live_bytes: "
 
@@ -83,3 +83,15 @@ def settle() -> None:
         return result
 
     Flight.land = land_settled
+
+
+def settle_scatters() -> None:
+    """The same for what this process scatters."""
+    scatter = GlooBackend.scatter
+
+    def scatter_settled(self: GlooBackend, out: Tensor, rows: Tensor | None, source: int) -> None:
+        scatter(self, out, rows, source)
+        while rows is not None and torch._C._storage_Use_Count(rows.untyped_storage()._cdata) > 2:
+            pass
+
+    GlooBackend.scatter = scatter_settled

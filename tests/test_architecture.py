@@ -35,6 +35,7 @@ ORDER = [
     "reduction",
     "residency",
     "lazy",
+    "slicing",
     "gathering",
     "compression",
     "holdings",
