@@ -7,9 +7,11 @@ grads = scatter_grads(full_grads) reduced and sharded again
 """
 
 from . import codecs, collectives, communication, testing
+from .applying import apply
 from .compression import scatter_encoded_grads
 from .finiteness import assert_finite
 from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
+from .initialization import init_buffers, init_params
 from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
 from .norms import clip_by_global_norm, global_norm, param_norms
@@ -31,6 +33,7 @@ __all__ = [
     "Optimizer",
     "Sharded",
     "accumulate",
+    "apply",
     "assert_finite",
     "clip_by_global_norm",
     "codecs",
@@ -40,7 +43,9 @@ __all__ = [
     "global_norm",
     "grad",
     "grad_and_value",
+    "init_buffers",
     "init_mesh",
+    "init_params",
     "materialize",
     "optimizer",
     "param_norms",

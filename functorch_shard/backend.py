@@ -86,6 +86,14 @@ class Backend(ABC):
         out = self.psum_scatter(x, 0)
         return Flight([], lambda: out)
 
+    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
+        """Row r of what rank ``source`` has into ``out`` of rank r; the other ranks have no ``rows``."""
+        raise NotImplementedError(f"{type(self).__name__} sends no values of one rank: write its scatter.")
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        """The ``x`` of rank ``source`` into that of every rank."""
+        raise NotImplementedError(f"{type(self).__name__} sends no values of one rank: write its broadcast.")
+
     def exchange(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, as ``all_gather``: what ranks tell each other about their program."""
         return self.all_gather(rows, 0)
@@ -183,14 +191,12 @@ class GroupBackend(Backend):
         return Flight(works, lambda: _from_real(out, x.dtype))
 
     def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
-        """Row r of what rank ``source`` has into ``out`` of rank r; the other ranks have no ``rows``."""
         _refuse_tracing()
         if out.numel():
             parts = [] if rows is None else list(_as_wire(rows).unbind(0))
             dist.scatter(_as_wire(out), parts, group=self.group, group_src=source)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """The ``x`` of rank ``source`` into that of every rank."""
         _refuse_tracing()
         if x.numel():
             dist.broadcast(_as_wire(x), group=self.group, group_src=source)

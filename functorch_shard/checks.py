@@ -35,23 +35,41 @@ def check_shards(
 
 def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     """Raise unless ``tensors`` are the parameters of ``layout``, with values."""
-    if not isinstance(layout, Layout):
-        raise TypeError(f"shard: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    problems = name_problems(tensors, layout.slots, allowed=dict(layout.aliases))
-    owner_of = {name: name for name in layout.slots} | {a: name for a, name in layout.aliases if name in layout.slots}
-    fit: set[str] = set()
-    for name, owner in owner_of.items():
-        if name in tensors:
-            slot, x = layout.slots[owner], tensors[name]
-            unfit = _misfit(name, x, slot.shape, slot.dtype) or _without_values(name, x)
-            problems += unfit
-            fit |= set() if unfit else {name}
+    problems, fit = _form_problems(tensors, layout)
+    problems += [problem for name in fit for problem in _without_values(name, tensors[name])]
+    fit = {name for name in fit if not tensors[name].is_meta}
     problems += [
         f"{alias!r}: tied to {name!r} in the layout, but the values differ"
         for alias, name in layout.aliases
         if {alias, name} <= fit and not _same_values(tensors[alias], tensors[name])
     ]
     reject("shard", problems, "Shard the model that the layout was planned from, or plan a layout for this one.")
+
+
+def check_model(verb: str, tensors: Mapping[str, Any], aliases: Mapping[str, str], layout: Layout) -> None:
+    """Raise unless ``tensors``, of which ``aliases`` are ties, have the form of ``layout``, and its ties."""
+    problems, _ = _form_problems(tensors, layout)
+    planned = dict(layout.aliases)
+    problems += [
+        f"{name!r}: tied to {aliases.get(name)!r} in the model, to {planned.get(name)!r} in the layout"
+        for name in tensors
+        if aliases.get(name) != planned.get(name)
+    ]
+    reject(verb, problems, "Pass the model that the layout was planned from, or plan a layout for this one.")
+
+
+def _form_problems(tensors: Mapping[str, Any], layout: Layout) -> tuple[list[str], list[str]]:
+    """What is wrong with names, shapes and dtypes; and the names of which nothing is."""
+    problems = name_problems(tensors, layout.slots, allowed=dict(layout.aliases))
+    owner_of = {name: name for name in layout.slots} | {a: name for a, name in layout.aliases if name in layout.slots}
+    fit = []
+    for name, owner in owner_of.items():
+        if name in tensors:
+            slot = layout.slots[owner]
+            unfit = _misfit(name, tensors[name], slot.shape, slot.dtype)
+            problems += unfit
+            fit += [] if unfit else [name]
+    return problems, fit
 
 
 def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:

@@ -544,7 +544,7 @@ class _OfRank(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = _aside(x, in_dims[0])
             return _OfRank.apply(x, index, axis, rank, kind, numel), batch_dim
-        record(kind, axis.name, numel, x.dtype)
+        axis.announce(kind, numel, x.dtype)
         return x if in_dims[0] is None else x.select(in_dims[0], rank), None
 
 

@@ -126,4 +126,6 @@ class _Counting(Wrapper):
 def _sent(kind: str, nbytes: int, size: int) -> int:
     if kind in ("all_gather", "exchange"):
         return nbytes * (size - 1)
+    if kind in ("scatter", "broadcast"):
+        return nbytes  # to each other rank, by one of them
     return -(-nbytes * (size - 1) * (1 if kind in ("psum_scatter", "all_to_all") else 2) // size)

@@ -14,12 +14,14 @@ def reject(verb: str, problems: Sequence[str], advice: str, kind: type[Exception
         raise kind("\n".join([f"{verb}: {count}", *(f"  {problem}" for problem in problems), advice]))
 
 
-def name_problems(got: Iterable[str], expected: Iterable[str], allowed: Iterable[str] = ()) -> list[str]:
+def name_problems(
+    got: Iterable[str], expected: Iterable[str], allowed: Iterable[str] = (), where: str = "the layout"
+) -> list[str]:
     """One line for each name of ``expected`` that is missing and each of ``got`` that nobody asked for."""
     got, expected = list(got), list(expected)
     present, wanted = set(got), {*expected, *allowed}
     missing = [f"{name!r}: missing" for name in expected if name not in present]
-    return missing + [f"{name!r}: not in the layout{hint(name, expected)}" for name in got if name not in wanted]
+    return missing + [f"{name!r}: not in {where}{hint(name, expected)}" for name in got if name not in wanted]
 
 
 def hint(name: str, names: Sequence[str]) -> str:

@@ -137,7 +137,7 @@ def _plan(
 ) -> Layout:
     every = named_tensors(source)
     _check(every, mesh, options, ignored)
-    aliases = _aliases(every)
+    aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     unit_of = assign(tensors, source if isinstance(source, nn.Module) else None, units)
     label_of = _labels(tensors, labels)
@@ -214,7 +214,7 @@ def _key(kind: _Kind, groups: Mapping[_Kind, object]) -> str:
     return "/".join([kind.unit, *filter(None, [kind.label, dtype, *marks])])
 
 
-def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Further names of tied parameters -> the first one."""
     first: dict[object, str] = {}
     return {name: owner for name, x in tensors.items() if (owner := first.setdefault(_identity(x), name)) != name}

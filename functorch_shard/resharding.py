@@ -214,7 +214,7 @@ def _home(old: Mesh, new: Mesh) -> list[int]:
 def _check_layouts(old: Layout, new: Layout, halves: bool) -> None:
     """Raise unless the parameters are the same ones; of halves, those that are in both."""
     names = [[*layout.slots, *dict(layout.aliases)] for layout in (old, new)]
-    problems = [] if halves else name_problems(*names)
+    problems = [] if halves else name_problems(names[0], names[1])
     for name, slot in new.slots.items():
         was = old.slots.get(name, slot)
         if (was.shape, was.dtype) != (slot.shape, slot.dtype):

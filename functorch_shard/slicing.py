@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import record
 from .collectives import of_rank
 from .layout import Buffer, Layout
 from .mesh import Axis, Mesh
@@ -43,11 +41,11 @@ def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source:
     if rows is not None and buffer.num_shards == 1:
         shard.copy_(rows[0])
     for i, axis in enumerate(axes):
-        backend: Any = axis.backend
+        backend = axis.backend
         if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
             continue  # these ranks get theirs from the next axis
         kind = _kind(axis, buffer, layout)
-        record(kind, axis.name, shard.numel(), shard.dtype)
+        axis.announce(kind, shard.numel(), shard.dtype, buffer.key)
         if kind == "scatter":
             backend.scatter(shard, rows, at[axis.name])
             rows = None

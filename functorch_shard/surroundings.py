@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id, _set_throw_on_mutable_data_ptr
-from torch._C._functorch import maybe_current_level
+from torch._C import _current_graph_task_id, _DisableFuncTorch, _set_throw_on_mutable_data_ptr
+from torch._C._functorch import (
+    CVmapInterpreterPtr,
+    TransformType,
+    _add_batch_dim,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _BEFORE_ALL_OTHERS = 2**62
@@ -16,6 +25,39 @@ _BEFORE_ALL_OTHERS = 2**62
 def in_transform() -> bool:
     """Whether a ``torch.func`` transform or ``torch.compile`` sees what is computed here."""
     return maybe_current_level() is not None or torch.compiler.is_compiling()
+
+
+def outside_transforms() -> AbstractContextManager[None]:
+    """While it lasts, what is computed from plain tensors is plain, as if no ``torch.func`` transform were around.
+
+    A vmap refuses to draw random numbers into tensors of its own function's making.
+    """
+    return _DisableFuncTorch()
+
+
+def marks_every_batch(device: torch.device) -> Tensor | None:
+    """A false scalar that is batched at every level of vmap around; ``None`` when there is none.
+
+    ``torch.where(mark, x, x)`` is a copy of ``x`` that any batched value can be written to in place, bitwise and in any
+    dtype; vmap refuses that on what is not batched itself.
+    """
+    levels = [
+        (level.level(), CVmapInterpreterPtr(level).batchSize())
+        for level in get_interpreter_stack() or ()
+        if level.key() == TransformType.Vmap
+    ]
+    with outside_transforms():
+        mark = torch.zeros([size for _, size in levels], dtype=torch.bool, device=device)
+    for level, _ in levels:  # from the outside in
+        mark = _add_batch_dim(mark, 0, level)
+    return mark if levels else None
+
+
+def without_batches(x: Tensor) -> Tensor:
+    """All the values of ``x``, in every transform around, with batches as further dims."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
 
 
 def refuse_pointers(tensor: Tensor) -> None:

@@ -82,6 +82,12 @@ class Wrapper(Backend):
     def all_to_all(self, x: Tensor, dim: int) -> Tensor:
         return self.around("all_to_all")(lambda: self.inner.all_to_all(x, dim))
 
+    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
+        self.around("scatter")(lambda: self.inner.scatter(out, rows, source))
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        self.around("broadcast")(lambda: self.inner.broadcast(x, source))
+
     def exchange(self, rows: Tensor) -> Tensor:
         return self.around("exchange")(lambda: self.inner.exchange(rows))
 

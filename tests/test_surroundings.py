@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.func import grad, jvp, vmap
 
-from functorch_shard.surroundings import backward_pass, differentiate_at_once, in_transform
+from functorch_shard.surroundings import (
+    backward_pass,
+    differentiate_at_once,
+    in_transform,
+    marks_every_batch,
+    outside_transforms,
+    without_batches,
+)
 
 Seen = list[tuple["int | None", bool]]
 
@@ -156,3 +163,51 @@ def test_backward_goes_through_a_node_at_once_however_early_it_was_made() -> Non
 
     assert run(at_once=False) == ["model", "early"]
     assert run(at_once=True) == ["early", "model"]
+
+
+def test_outside_transforms_a_tensor_of_ones_own_is_drawn_as_without_them() -> None:
+    def drawn(x: Tensor) -> Tensor:
+        with outside_transforms():
+            torch.manual_seed(0)
+            y = torch.empty(3).normal_()
+        return y + x
+
+    torch.manual_seed(0)
+    expected = torch.randn(3)
+    assert torch.equal(vmap(drawn)(torch.zeros(2)), expected.expand(2, 3))
+    assert torch.equal(vmap(vmap(drawn))(torch.zeros(2, 4)), expected.expand(2, 4, 3))
+    assert grad(lambda x: (drawn(x) * x).sum())(torch.tensor(0.0)) == expected.sum()
+
+
+def test_a_mark_is_batched_at_every_level_whatever_lies_between() -> None:
+    assert marks_every_batch(torch.device("cpu")) is None
+    assert grad(lambda x: x if marks_every_batch(x.device) is None else 0 * x)(torch.tensor(1.0)) == 1
+
+    def written(x: Tensor, y: Tensor) -> Tensor:
+        zeros = torch.zeros(2)
+        mark = marks_every_batch(zeros.device)
+        assert mark is not None
+        total = torch.where(mark, zeros, zeros)
+        total += x.detach()
+        total += y.detach()
+        return total
+
+    x, y = torch.arange(3.0), torch.arange(10.0, 50.0, 10.0)
+    expected = (x[:, None] + y)[..., None].expand(3, 4, 2)
+    inner = lambda x: vmap(lambda y: written(x, y))(y)  # noqa: E731
+    assert torch.equal(vmap(inner)(x), expected)
+    aux = vmap(lambda x: grad(lambda z: (z.sum(), inner(x)), has_aux=True)(torch.ones(2))[1])(x)
+    assert torch.equal(aux, expected)
+
+
+def test_without_batches_every_value_is_seen() -> None:
+    seen: list[Tensor] = []
+
+    def look_at(x: Tensor) -> Tensor:
+        seen.append(without_batches(x))
+        return x.sum()
+
+    x = torch.arange(6.0).view(2, 3)
+    assert without_batches(x) is x
+    vmap(vmap(grad(look_at)))(x)
+    assert sorted(seen[0].flatten().tolist()) == list(range(6))
