@@ -18,7 +18,7 @@ def test_the_python_of_the_readme_runs_from_top_to_bottom(capsys: pytest.Capture
     for i, block in enumerate(BLOCKS):
         exec(compile(block, f"README.md, block {i}", "exec"), namespace)
         printed = capsys.readouterr().out
-        for line in re.findall(r"#> (.*)", block):
+        for line in re.findall(r"# > (.*)", block):
             assert line in printed, f"block {i} printed {printed!r}"
 
 
