@@ -131,7 +131,7 @@ def _rows(x: Tensor, shape: tuple[int, ...], layout: Layout) -> Iterable[tuple[i
     """Each rank whose value is here, and the value, flat."""
     if tuple(x.shape) == shape:
         return [(None if layout.mesh.is_simulated else layout.mesh.rank, x.flatten())]
-    return enumerate(x.flatten(0, len(layout.axes) - 1).flatten(1))
+    return enumerate(x.reshape(layout.mesh.size, -1))
 
 
 def _shard_of(rank: int, layout: Layout) -> int:

@@ -315,6 +315,20 @@ def test_a_long_sum_in_float32_keeps_its_digits() -> None:
     assert_trees_close(mesh.spmd(fs.global_norm)(tree), together.expand(2), rtol=1e-6, atol=0)
 
 
+def test_the_precision_to_compute_in_is_not_that_of_norms() -> None:
+    mesh = fs.simulated_mesh(3)
+    exact = sharded(mesh, "float32")
+    half = sharded(mesh, "float32", precision=fs.MixedPrecision(BF16, BF16))
+    for verb in (fs.global_norm, fs.param_norms, fs.clip_by_global_norm):
+        options = {"max_norm": 1.0} if verb is fs.clip_by_global_norm else {}
+        for run in (lambda fn: fn, mesh.spmd):
+            norms = [
+                run(lambda tree, verb=verb, options=options: verb(tree, **options))(tree) for tree in (half, exact)
+            ]
+            norms = [(dict(x[0]), x[1]) if isinstance(x, tuple) else x for x in norms]
+            assert_trees_close(norms[0], norms[1], rtol=0, atol=0)
+
+
 # --- derivatives
 
 

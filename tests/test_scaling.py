@@ -155,9 +155,10 @@ def test_a_loss_in_half_precision_is_scaled_in_float32() -> None:
     state = {"scale": torch.tensor(2.0**16), "good_steps": torch.tensor(0)}
     scaling = fs.LossScale.dynamic()
     for dtype, wide in ((F16, F32), (torch.bfloat16, F32), (F32, F32), (torch.float64, torch.float64)):
-        scaled = scaling.scale(torch.tensor(2.5, dtype=dtype), state)
-        assert scaled.dtype == wide
-        assert scaled == 2.5 * 2**16
+        for loss in (torch.tensor(2.5, dtype=dtype), torch.full((3,), 2.5, dtype=dtype)):
+            scaled = scaling.scale(loss, state)
+            assert scaled.dtype == wide
+            assert (scaled == 2.5 * 2**16).all()
 
 
 @every_axes
