@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .errors import name_problems, reject
-from .layout import Buffer, Layout
+from .layout import Buffer, Layout, Slot
+from .tensor_parallel import form_of, local_part
 
 
 def check_shards(
@@ -41,7 +43,7 @@ def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     problems += [
         f"{alias!r}: tied to {name!r} in the layout, but the values differ"
         for alias, name in layout.aliases
-        if {alias, name} <= fit and not _same_values(tensors[alias], tensors[name])
+        if {alias, name} <= fit and not _same_values(local_part(tensors[alias]), local_part(tensors[name]))
     ]
     reject("shard", problems, "Shard the model that the layout was planned from, or plan a layout for this one.")
 
@@ -65,8 +67,8 @@ def _form_problems(tensors: Mapping[str, Any], layout: Layout) -> tuple[list[str
     fit = []
     for name, owner in owner_of.items():
         if name in tensors:
-            slot = layout.slots[owner]
-            unfit = _misfit(name, tensors[name], slot.shape, slot.dtype)
+            slot, x = layout.slots[owner], tensors[name]
+            unfit = _misform(name, x, slot) or _misfit(name, local_part(x), slot.shape, slot.dtype)
             problems += unfit
             fit += [] if unfit else [name]
     return problems, fit
@@ -77,10 +79,11 @@ def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
     trainable = [name for name in layout.slots if layout.buffers[layout.key_of[name]].trainable]
     problems = name_problems(grads, trainable, allowed=layout.slots)
     for name in trainable:
-        if grads.get(name) is not None:
-            problems += _misfit(
-                name, grads[name], layout.slots[name].shape, _grad_dtype(grads[name], layout.slots[name].dtype)
-            )
+        if (grad := grads.get(name)) is not None:
+            slot, form = layout.slots[name], layout.slots[name].dtensor
+            shape = form.shape if form else slot.shape  # its placements may be others: they are changed to those
+            unfit = _misform(name, grad, slot, any_placements=True)
+            problems += unfit or _misfit(name, grad, shape, _grad_dtype(grad, slot.dtype))
     reject("scatter_grads", problems, "Pass the gradient of every trainable parameter of the layout; None is zeros.")
 
 
@@ -95,6 +98,20 @@ def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
     ]
     advice = "Outside spmd, gradients carry leading rank dims. To slice whole values without a reduction, use shard()."
     reject("scatter_grads", problems, advice)
+
+
+def _misform(name: str, x: Any, slot: Slot, any_placements: bool = False) -> list[str]:
+    """A plain tensor for a DTensor or the other way round, or another DTensor."""
+    got, expected = form_of(x), slot.dtensor
+    if (got is None and expected is None) or not isinstance(x, Tensor):
+        return []
+    if got and expected and any_placements:
+        got = replace(got, placements=expected.placements)
+    if got == expected:
+        return []
+    what = f"a {got}" if got else f"a plain tensor of shape {tuple(x.shape)}"
+    wanted = f"a {expected}" if expected else f"a plain tensor of shape {slot.shape}"
+    return [f"{name!r}: got {what}, expected {wanted}"]
 
 
 def _misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:

@@ -13,6 +13,7 @@ from .errors import name_problems, reject
 from .gathering import in_returned_dtypes, layout_of_grads
 from .layout import Layout
 from .reduction import reduced, reduced_encoded
+from .tensor_parallel import local_grads
 from .trees import Sharded
 
 Error = dict[str, Tensor]
@@ -71,13 +72,14 @@ def scatter_encoded_grads(
         k: b for k, b in layout.buffers.items() if b.trainable and b.num_shards > 1 and b.dtype.is_floating_point
     }
     _check_error(error, {key: buffer.numel for key, buffer in encoded.items()})
+    parts = local_grads(grads, layout)
     shards: dict[str, Tensor | None] = {}
     owed: Error = {}
     for key, buffer in layout.buffers.items():
         if key in encoded:
-            shards[key], owed[key] = reduced_encoded(grads, buffer, layout, pair, error[key] if error else None)
+            shards[key], owed[key] = reduced_encoded(parts, buffer, layout, pair, error[key] if error else None)
         else:
-            shards[key] = reduced(grads, buffer, layout) if buffer.trainable else None
+            shards[key] = reduced(parts, buffer, layout) if buffer.trainable else None
     return in_returned_dtypes(Sharded(shards, layout)), owed
 
 

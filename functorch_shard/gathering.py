@@ -19,6 +19,7 @@ from .pack import unpack
 from .planning import named_tensors
 from .reduction import copies, reduced
 from .slicing import cut_buffer, receive_buffer
+from .tensor_parallel import local_grads, local_part, with_dtensors
 from .trees import Full, Sharded
 
 
@@ -30,8 +31,8 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
     ``sync_module_states=True`` is ``from_rank=0``.
 
     Args:
-        source: the model, a mapping name -> tensor, or a ``Full``: names, shapes and dtypes of ``layout``. Tied
-            parameters may be listed under all their names.
+        source: the model, a mapping name -> tensor, or a ``Full``: names, shapes and dtypes of ``layout``, and DTensors
+            where it has them. Tied parameters may be listed under all their names.
         layout: from :func:`plan`.
         from_rank: take the values of this rank alone, counted in row-major order of the mesh's axes. What other real
             ranks pass as ``source`` is not looked at: ``None``, or the model on the meta device. They receive no more
@@ -70,7 +71,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
 def _checked(source: Any, layout: Layout) -> dict[str, Tensor]:
     tensors = named_tensors(source)
     check_whole(tensors, layout)
-    return tensors
+    return {name: local_part(tensor) for name, tensor in tensors.items()}
 
 
 def _of_source(source: Any, layout: Layout, from_rank: int) -> dict[str, Tensor]:
@@ -112,9 +113,10 @@ def gather(
 
     Returns:
         A ``Full``, a dict name -> tensor, in the source's order: lazy tensors, or views of the gathered buffers.
-        Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without rank dims; there its gradient
-        is that of every rank returning the same value. A buffer that one rank holds whole shares its memory with
-        ``params``.
+        What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient comes back in its
+        placements. Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without rank dims; there
+        its gradient is that of every rank returning the same value. A buffer that one rank holds whole shares its
+        memory with ``params``.
 
     Raises:
         TypeError: ``params`` is a ``Full`` or no tree at all, ``dtype`` is not a floating-point one, or ``codec`` is no
@@ -123,6 +125,8 @@ def gather(
             dtypes; all of them at once.
         RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), or used after
             its shards were written to.
+        KeyError: the layout has DTensors, and its mesh is no slice of a device mesh with their axes.
+        NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
 
     Cost:
         One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes; lazy, one more in backward, but for
@@ -159,6 +163,7 @@ def gather(
     for key, buffer in layout.buffers.items():
         if key not in later:
             whole.update(unpack(flat(shards[key], buffer, layout, dtype, codec), buffer))
+    whole = with_dtensors(whole, layout)
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
@@ -226,7 +231,8 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
 
     Args:
         grads: a ``Full``, or a mapping name -> tensor with ``layout``: this rank's gradients, in shapes of the
-            parameters and any floating-point dtype. ``None`` counts as zeros. Frozen parameters may be left out.
+            parameters and any floating-point dtype. ``None`` counts as zeros. Frozen parameters may be left out. Those
+            of DTensors are DTensors, in any placements.
         layout: where the gradients are to lie; a ``Full`` brings its own.
 
     Returns:
@@ -239,7 +245,8 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         ValueError: names, shapes or dtypes that do not fit; all of them at once.
 
     Cost:
-        One reduce-scatter per trainable buffer, and one all-reduce of the shard where there are replicas.
+        One reduce-scatter per trainable buffer, and one all-reduce of the shard where there are replicas. A gradient in
+        other placements than its DTensor's is redistributed first.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -254,7 +261,8 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         check_ranked(grads, layout)
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
-    shards = {key: reduced(grads, b, layout) if b.trainable else None for key, b in layout.buffers.items()}
+    parts = local_grads(grads, layout)
+    shards = {key: reduced(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}
     return in_returned_dtypes(Sharded(shards, layout))
 
 

@@ -22,6 +22,7 @@ import torch
 
 from .errors import axes_text, reject, table
 from .precision import MixedPrecision, Travel, divide_factors, travel
+from .tensor_parallel import DTensorForm
 
 if TYPE_CHECKING:
     from .mesh import Mesh
@@ -42,7 +43,10 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place in its buffer; ``index`` is its position among the source's parameters."""
+    """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
+
+    Of a DTensor the slot holds this rank's local part; ``dtensor`` says what it is a part of.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -50,6 +54,7 @@ class Slot:
     offset: int
     numel: int
     index: int
+    dtensor: DTensorForm | None = None
 
     @property
     def end(self) -> int:
@@ -158,6 +163,12 @@ class Layout:
     def axis_size(self, name: str) -> int:
         return dict(self.axes).get(name, 1)
 
+    @cached_property
+    def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
+        """The ranks that the DTensors of this layout are distributed over, by names and sizes of their axes."""
+        forms = [slot.dtensor for slot in self.slots.values() if slot.dtensor]
+        return {form.axes: self.mesh.beside(*form.axis_names) for form in forms}
+
     @property
     def num_shards(self) -> int:
         return self.axis_size(self.shard_axis)
@@ -207,7 +218,9 @@ class Layout:
                 f"Layout.on: the layout is for {axes_text(dict(self.axes))}, the mesh has {axes_text(mesh.axes)}. "
                 "A layout fits one set of sizes: plan a new one on this mesh."
             )
-        return replace(self, mesh=mesh)
+        layout = replace(self, mesh=mesh)
+        reject("Layout.on", _misplaced(layout), "Each rank takes the layout that was planned at its place.")
+        return layout
 
     def select(self, keep: Mapping[str, bool]) -> Layout:
         """The layout of the buffers whose key ``keep`` maps to true, each where it was."""
@@ -254,6 +267,7 @@ class Layout:
         for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
             buffer = self.buffers[self.key_of[slot.name]]
             kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
+            kind += f", local part of a {slot.dtensor}" if slot.dtensor else ""
             yield f"{slot.name!r}: {kind}, at {slot.offset} of buffer {buffer.key!r}"
         yield "no more parameters"
         for buffer in self.buffers.values():
@@ -269,7 +283,7 @@ class Layout:
         """As JSON text; :meth:`from_json` gives an equal layout back."""
         plain = {name: getattr(self, name) for name in _OPTIONS}
         maps = {"axes": dict(self.axes), "aliases": dict(self.aliases)}
-        units = [asdict(unit) for unit in self.units]
+        units = [asdict(unit, dict_factory=_without_none) for unit in self.units]
         return json.dumps({"format": _FORMAT, **plain, **maps, "units": units}, indent=indent, default=_dtype_name)
 
     @staticmethod
@@ -301,7 +315,11 @@ class Layout:
         total = ["total", "", *(sum(cast(int, row[i]) for row in rows) for i in range(2, len(header)))]
         spacing = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
         note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {spacing}"
-        return "\n".join([table([*rows, total], header, left=2), note, *self._ties()])
+        return "\n".join([table([*rows, total], header, left=2), note, *self._dtensors(), *self._ties()])
+
+    def _dtensors(self) -> list[str]:
+        parts = Counter(slot.dtensor.axes for slot in self.slots.values() if slot.dtensor)
+        return [f"DTensors: the local parts of {n} parameters over {axes_text(dict(a))}" for a, n in parts.items()]
 
 
 def padded(numel: int, step: int) -> int:
@@ -347,7 +365,16 @@ def _buffer_of(data: Any) -> Buffer:
 
 
 def _slot_of(data: Any) -> Slot:
-    return Slot(**{**data, "shape": tuple(data["shape"]), "dtype": _dtype(data["name"], data["dtype"])})
+    form = {"dtensor": _form_of(data["dtensor"])} if "dtensor" in data else {}
+    return Slot(**{**data, "shape": tuple(data["shape"]), "dtype": _dtype(data["name"], data["dtype"]), **form})
+
+
+def _form_of(data: Any) -> DTensorForm:
+    return DTensorForm(tuple(data["shape"]), tuple(data["placements"]), tuple((name, n) for name, n in data["axes"]))
+
+
+def _without_none(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None}
 
 
 def _dtype(what: str, name: str) -> torch.dtype:
@@ -355,6 +382,21 @@ def _dtype(what: str, name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{what!r}: {name!r} is no dtype")
     return dtype
+
+
+def _misplaced(layout: Layout) -> list[str]:
+    """DTensors that have other ranks here, or another part on this one, than the layout says."""
+    forms = [(slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor]
+    if layout.mesh.device_mesh is None:  # a mesh without ranks of its own does not know
+        return []
+    problems = []
+    for slot, form in forms:
+        beside = layout.tensor_meshes[form.axes]
+        if tuple(beside.axes.items()) != form.axes:
+            problems.append(f"{slot.name!r}: local part of a {form}, but here is {axes_text(beside.axes)}")
+        elif slot.shape != (here := form.local_shape(beside.coordinate)):
+            problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but here is {here}")
+    return problems
 
 
 def _arithmetic_problems(layout: Layout) -> list[str]:
@@ -371,6 +413,8 @@ def _arithmetic_problems(layout: Layout) -> list[str]:
                 problems.append(f"{slot.name!r}: {slot.numel} elements, but shape {slot.shape} has {prod(slot.shape)}")
             if slot.offset != start or slot.dtype != buffer.dtype:
                 problems.append(f"{slot.name!r}: {slot.dtype} at {slot.offset}, expected {buffer.dtype} at {start}")
+            if slot.dtensor and (problem := slot.dtensor.problem(slot.shape)):
+                problems.append(f"{slot.name!r}: {problem}")
             taken = slot.end
         num_shards = buffer.num_shards
         if num_shards not in (1, layout.num_shards) or buffer.numel != padded(taken, num_shards):

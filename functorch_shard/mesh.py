@@ -62,6 +62,7 @@ class Mesh:
     _axes: tuple[Axis, ...]
     device: torch.device
     processes: tuple[int, ...] = ()  # numbers in the default group, in rank order; none: simulated or unpickled
+    device_mesh: DeviceMesh | None = None  # what it was made from
 
     @property
     def axes(self) -> dict[str, int]:
@@ -167,9 +168,14 @@ class Mesh:
     def rank(self) -> int:
         """This process's rank on a real mesh, in row-major order of the axes; 0 on a simulated one."""
         rank = 0
-        for axis in self._axes:
-            rank = rank * axis.size + (0 if axis.backend.simulated else int(axis.backend.index()))
+        for axis, index in zip(self._axes, self.coordinate, strict=True):
+            rank = rank * axis.size + index
         return rank
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This process's position on each axis of a real mesh; zeros on a simulated one."""
+        return tuple(0 if axis.backend.simulated else int(axis.backend.index()) for axis in self._axes)
 
     def through(self, wrap: Callable[[Axis], Backend]) -> Mesh:
         """A handle of the same ranks whose collectives go through other backends: to count, check, replace or skip.
@@ -214,6 +220,9 @@ class Mesh:
     def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
         """The ranks of a torch ``DeviceMesh``; its dims need names.
 
+        Of a device mesh with a tensor axis, take the slice of the data axes, ``device_mesh["shard"]``: parameters may
+        be DTensors over the other axes.
+
         Raises:
             ValueError: the device mesh has no ``mesh_dim_names``.
         """
@@ -226,7 +235,23 @@ class Mesh:
         sizes = device_mesh.shape
         groups = [group_backend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
         axes = tuple(Axis(name, group.size, group) for name, group in zip(names, groups, strict=True))
-        return Mesh(axes, _device(device_mesh.device_type), tuple(device_mesh.mesh.flatten().tolist()))
+        processes = tuple(device_mesh.mesh.flatten().tolist())
+        return Mesh(axes, _device(device_mesh.device_type), processes, device_mesh)
+
+    def beside(self, *names: str) -> Mesh:
+        """The ranks along other axes of the device mesh that this one is a slice of, as ``mesh.beside("tensor")``.
+
+        Raises:
+            KeyError: the mesh is no slice of a device mesh with these axes.
+        """
+        # Private, but a slice has no public way to its siblings (tests/distributed/test_tensor_parallel.py watches).
+        whole = None if self.device_mesh is None else self.device_mesh._get_root_mesh()
+        if whole is None or not set(names) <= set(whole.mesh_dim_names or ()):
+            raise KeyError(
+                f"{self} has no axes {', '.join(map(repr, names))} beside it. Make it from a slice of the device mesh "
+                "that has all axes, as Mesh.from_device_mesh(device_mesh['shard'])."
+            )
+        return Mesh.from_device_mesh(whole[names])
 
     def _several(self) -> list[Backend]:
         return [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]

@@ -15,6 +15,7 @@ from .errors import hint, reject
 from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
 from .precision import MixedPrecision
+from .tensor_parallel import form_of, local_part, unfit_dtensor
 from .trees import Sharded
 from .units import Units, assign, below
 
@@ -60,7 +61,8 @@ def plan(
 ) -> Layout:
     """Decide which element of which parameter lives on which rank: a pure function of names, shapes and dtypes.
 
-    Any dtype works, and so do scalars, empty tensors, tied and frozen parameters, and fewer elements than ranks.
+    Any dtype works, and so do scalars, empty tensors, tied and frozen parameters, and fewer elements than ranks. Of a
+    ``DTensor`` over other axes of the device mesh (tensor parallelism) this rank's local part is laid out.
 
     Args:
         source: the model (on the meta device, if you like) or a mapping name -> tensor. Frozen are the parameters
@@ -139,7 +141,8 @@ def _plan(
     _check(every, mesh, options, ignored)
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
-    unit_of = assign(tensors, source if isinstance(source, nn.Module) else None, units)
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    unit_of = assign(parts, source if isinstance(source, nn.Module) else None, units)
     label_of = _labels(tensors, labels)
     whole = {aliases.get(name, name) for name in every if any(below(name, prefix) for prefix in ignored)}
     groups: dict[_Kind, list[Slot]] = {}
@@ -158,8 +161,8 @@ def _plan(
 
 
 def _slot(name: str, tensor: Tensor, taken: int, index: int, align_bytes: int) -> Slot:
-    offset = aligned(taken, tensor.dtype, align_bytes)
-    return Slot(name, tuple(tensor.shape), tensor.dtype, offset, tensor.numel(), index)
+    offset, part = aligned(taken, tensor.dtype, align_bytes), local_part(tensor)
+    return Slot(name, tuple(part.shape), part.dtype, offset, part.numel(), index, form_of(tensor))
 
 
 def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, ...]:
@@ -224,11 +227,12 @@ def _identity(tensor: Tensor) -> object:
     """Equal for one parameter under two names; a state dict holds two tensors over one memory for it."""
     if isinstance(tensor, nn.Parameter):
         return id(tensor)
+    part = local_part(tensor)
     try:
-        memory = tensor.untyped_storage()._cdata  # private, but data_ptr() is 0 for every meta and fake tensor
+        memory = part.untyped_storage()._cdata  # private, but data_ptr() is 0 for every meta and fake tensor
     except NotImplementedError:  # a tensor inside a transform
         return id(tensor)
-    return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return memory, part.storage_offset(), part.shape, part.stride(), part.dtype, form_of(tensor)
 
 
 def _trainable(tensor: Tensor) -> bool:
@@ -261,7 +265,9 @@ def _check(
     ignored: Sequence[str] | Set[str],
 ) -> None:
     axes, align_bytes = (options.shard_axis, options.replicate_axis), options.align_bytes
-    problems = [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _unfit(x))]
+    problems = [
+        f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _unfit(x) or unfit_dtensor(x, mesh))
+    ]
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator would be used up by the check
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")

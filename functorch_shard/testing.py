@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # DTensors ask them for shapes; they have no public name
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -80,7 +81,7 @@ class count_collectives(TorchDispatchMode):  # noqa: N801  (used as a function)
         if func is torch.ops.functorch_shard.collective.default:
             kind, axis, numel, itemsize = args
             self.counter.issued.append(Collective(kind, axis, numel, numel * itemsize))
-        if any(kind not in (Tensor, Parameter) for kind in types):
+        if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             # a subclass: what it does below, as the collectives of a lazy tensor, is seen one by one
             return NotImplemented
         return func(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ ORDER = [
     "surroundings",
     "precision",
     "codecs",
+    "tensor_parallel",
     "layout",
     "copying",
     "trees",
@@ -58,7 +59,7 @@ PRIVATE = {
     "lazy": {"torch.utils._pytree"},
     "trees": {"torch.utils._pytree"},
     "stock": {"torch.utils._python_dispatch"},
-    "testing": {"torch.utils._python_dispatch"},
+    "testing": {"torch._subclasses.fake_tensor", "torch.utils._python_dispatch"},
     "surroundings": {"torch._C", "torch._C._functorch"},
 }
 
@@ -95,7 +96,8 @@ def test_integers_of_the_layout_know_no_process_groups() -> None:
 
 def test_only_mesh_and_backend_touch_torch_distributed_at_work() -> None:
     users = {m for m in ORDER for node in runtime_imports(m) if "torch.distributed" in ast.unparse(node)}
-    assert users == {"backend", "mesh", "processes"}  # processes starts the ranks of tests
+    # processes starts the ranks of tests, and DTensors are torch.distributed's
+    assert users == {"backend", "mesh", "processes", "tensor_parallel"}
 
 
 def test_private_torch_is_imported_where_it_is_declared() -> None:

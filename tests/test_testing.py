@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
@@ -51,6 +52,13 @@ def test_simulated_and_real_ranks_count_the_same_collectives(axes: dict[str, int
     assert simulated[1] == expected
     assert simulated[2] == sum(expected.values())
     assert simulated[4] == 0
+
+
+def test_tensors_without_data_are_counted_past() -> None:
+    """DTensors and torch.compile ask fake tensors what shape a result has."""
+    with count_collectives() as seen, FakeTensorMode():
+        assert torch.ones(2, 3).t().matmul(torch.ones(2, 5)).shape == (3, 5)
+    assert seen.total == 0
 
 
 def fail_inside(counting: count_collectives, program: Callable[[], object]) -> None:
