@@ -166,8 +166,8 @@ class Layout:
     @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
         """The ranks that the DTensors of this layout are distributed over, by names and sizes of their axes."""
-        forms = [slot.dtensor for slot in self.slots.values() if slot.dtensor]
-        return {form.axes: self.mesh.beside(*form.axis_names) for form in forms}
+        every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
+        return {axes: self.mesh.beside(*dict(axes)) for axes in every}
 
     @property
     def num_shards(self) -> int:
@@ -386,11 +386,10 @@ def _dtype(what: str, name: str) -> torch.dtype:
 
 def _misplaced(layout: Layout) -> list[str]:
     """DTensors that have other ranks here, or another part on this one, than the layout says."""
-    forms = [(slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor]
-    if layout.mesh.device_mesh is None:  # a mesh without ranks of its own does not know
+    if layout.mesh.device_mesh is None:  # simulated or unpickled: no ranks to ask
         return []
     problems = []
-    for slot, form in forms:
+    for slot, form in ((slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor):
         beside = layout.tensor_meshes[form.axes]
         if tuple(beside.axes.items()) != form.axes:
             problems.append(f"{slot.name!r}: local part of a {form}, but here is {axes_text(beside.axes)}")
