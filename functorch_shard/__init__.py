@@ -15,6 +15,7 @@ from .initialization import init_buffers, init_params
 from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
 from .norms import clip_by_global_norm, global_norm, param_norms
+from .offload import offload, reopen
 from .optim import Optimizer, optimizer
 from .planning import plan
 from .precision import MixedPrecision
@@ -47,10 +48,12 @@ __all__ = [
     "init_mesh",
     "init_params",
     "materialize",
+    "offload",
     "optimizer",
     "param_norms",
     "partition",
     "plan",
+    "reopen",
     "reshard",
     "scatter_encoded_grads",
     "scatter_grads",

@@ -76,9 +76,11 @@ class Backend(ABC):
     def ready(self) -> None:  # noqa: B027  (real ranks are)
         """Raise unless the ranks are there."""
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
-        """``all_gather`` along dim 0 in ``dtype``, under way."""
-        out = self.all_gather(x.to(dtype or x.dtype), 0)
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
+        """``all_gather`` along dim 0 in ``dtype`` and on ``device``, under way."""
+        out = self.all_gather(x.to(device or x.device, dtype or x.dtype), 0)
         return Flight([], lambda: out)
 
     def start_psum_scatter(self, x: Tensor) -> Flight:
@@ -173,12 +175,13 @@ class GroupBackend(Backend):
             dist.all_to_all_single(_as_wire(received), _as_wire(sent), group=self.group)
         return received.movedim(0, dim)
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
-        """The rows of all ranks, one after the other in dim 0; ``dtype`` casts them on the way out."""
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
+        """The rows of all ranks, one after the other in dim 0, cast to ``dtype`` and on ``device`` on the way out."""
         _refuse_tracing()
-        dtype = dtype or x.dtype
-        out = x.new_empty((self.size, *x.shape), dtype=dtype)
-        out[self.rank].copy_(x)  # cast and laid in place by one copy, and sent from there
+        out = torch.empty((self.size, *x.shape), dtype=dtype or x.dtype, device=device or x.device)
+        out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
         works = self._gather_rows(_as_wire(out)) if out.numel() else []
         return Flight(works, lambda: out.flatten(0, 1))
 

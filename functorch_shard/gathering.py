@@ -13,6 +13,7 @@ from torch.autograd import Function
 from .checks import check_grads, check_ranked, check_shards, check_whole
 from .codecs import Codec, as_codec, recode
 from .collectives import all_gather, gather_encoded, gather_shards, shared
+from .homes import home_of, working_device
 from .layout import Buffer, Layout
 from .lazy import lazily
 from .pack import unpack
@@ -104,7 +105,8 @@ def gather(
         params: parameters, or any ``Sharded`` of their shape: gradients, moments, averages.
         more: the other parts, when :func:`partition` took a tree apart.
         lazy: ``False`` gathers everything now, into plain tensors. ``True`` makes even what one rank holds whole lazy,
-            ``None`` only what has to be fetched. Simulated ranks share one memory: there all is plain.
+            ``None`` only what has to be fetched, from other ranks or from where :func:`offload` put it. Simulated ranks
+            share one memory: there all is plain.
         dtype: what to gather floating-point shards in, cast before they travel; the layout's ``precision`` unless
             given. Gradients come back in the stored dtype.
         codec: ``(encode, decode)``, what floating-point shards travel as: ``fs.codecs.int8()``, say. Every rank gets
@@ -112,11 +114,11 @@ def gather(
             gradient is that of the plain gather at the decoded values. A buffer that does not travel stays exact.
 
     Returns:
-        A ``Full``, a dict name -> tensor, in the source's order: lazy tensors, or views of the gathered buffers.
-        What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient comes back in its
-        placements. Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without rank dims; there
-        its gradient is that of every rank returning the same value. A buffer that one rank holds whole shares its
-        memory with ``params``.
+        A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or views of the
+        gathered buffers. What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient
+        comes back in its placements. Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without
+        rank dims; there its gradient is that of every rank returning the same value. A buffer that one rank holds
+        whole shares its memory with ``params``.
 
     Raises:
         TypeError: ``params`` is a ``Full`` or no tree at all, ``dtype`` is not a floating-point one, or ``codec`` is no
@@ -157,7 +159,7 @@ def gather(
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
     stacked = not layout.mesh.in_spmd
-    later = {key: x for key, x in shards.items() if _is_lazy(layout.buffers[key], layout, lazy)}
+    later = {key: x for key, x in shards.items() if _is_lazy(x, layout.buffers[key], layout, lazy)}
     whole = lazily(later, layout, dtype, codec) if later else {}
     flat = _flat_of_stack if stacked else _flat
     for key, buffer in layout.buffers.items():
@@ -167,15 +169,22 @@ def gather(
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
-def _is_lazy(buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
+def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
     """Simulated ranks share one memory, and a compiler schedules by itself."""
-    worth_it = buffer.num_shards > 1 if lazy is None else lazy
-    return worth_it and not layout.mesh.is_simulated and not torch.compiler.is_compiling()
+    if layout.mesh.is_simulated or torch.compiler.is_compiling():
+        return False
+    return (buffer.num_shards > 1 or _is_elsewhere(x, layout)) if lazy is None else lazy
+
+
+def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
+    """Whether ``x`` was offloaded: to where there may be no room for all that is made from it at once."""
+    return x.device != working_device(x, layout.mesh.device) or home_of(x).directory is not None
 
 
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from this rank's shard."""
     axis = layout.mesh[layout.shard_axis] if buffer.num_shards > 1 else None
+    x = x.to(working_device(x, layout.mesh.device), non_blocking=True)
     if not buffer.differentiable:
         return all_gather(x, axis) if axis else x
     dtypes = layout.travel(buffer, dtype)
@@ -191,7 +200,7 @@ def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, 
 def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
     x = recode(x, codec) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-    x = x.to(layout.travel(buffer, dtype).gathered)
+    x = x.to(working_device(x, layout.mesh.device), layout.travel(buffer, dtype).gathered)
     names = list(layout.mesh.axes)
     same = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
     for dim in reversed(same):

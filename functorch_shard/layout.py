@@ -264,6 +264,13 @@ class Layout:
         over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
         yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
         yield f"reshard_after_forward={self.reshard_after_forward}"
+        yield from self.places()
+        for unit in self.units:
+            yield f"unit {unit.name!r}: {unit.precision}"
+        yield from self._ties()
+
+    def places(self) -> Iterator[str]:
+        """Which element lies where, in lines: what the numbers in a shard mean."""
         for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
             buffer = self.buffers[self.key_of[slot.name]]
             kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
@@ -272,9 +279,6 @@ class Layout:
         yield "no more parameters"
         for buffer in self.buffers.values():
             yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
-        for unit in self.units:
-            yield f"unit {unit.name!r}: {unit.precision}"
-        yield from self._ties()
 
     def _ties(self) -> list[str]:
         return [f"tied: {alias} = {name}" for alias, name in self.aliases]

@@ -19,6 +19,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_map_only  # what torch dispatches is flattened with this one
 
 from .codecs import Codec
+from .homes import home_of
 from .layout import Buffer, Layout, Slot
 from .reduction import Reductions, reduced
 from .residency import Cell, Part, Session
@@ -183,7 +184,7 @@ def lazily(
     shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None
 ) -> dict[str, Tensor]:
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
-    session, tensors = Session(layout), {}
+    session, tensors = Session(layout, {key: home_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
     for part in _parts(shards, layout, dtype, codec):
@@ -243,9 +244,9 @@ class _Gather(Function):
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
             session.reductions.start(by_name, wanted, part.layout, now)
-            shards = {buffer.key: _stand_in(buffer, grads[0].device) for buffer in wanted}
+            shards = {buffer.key: _stand_in(buffer, session.homes[buffer.key].device) for buffer in wanted}
         else:
-            shards = {buffer.key: reduced(by_name, buffer, part.layout) for buffer in wanted}
+            shards = {b.key: reduced(by_name, b, part.layout).to(session.homes[b.key].device) for b in wanted}
         return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
 
     @staticmethod

@@ -322,6 +322,14 @@ def init_mesh(axes: Mapping[str, int] | None = None, *, device: torch.device | s
     return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), _device(kind))
 
 
+def job_mesh() -> Mesh:
+    """All ranks of the process group as one axis, in the group that is there; one rank where there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Mesh((Axis("job", 1, DetachedBackend()),), _device("cpu"))
+    group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
+    return Mesh((Axis("job", group.size, group),), _device("cpu" if dist.get_backend() == "gloo" else "cuda"))
+
+
 def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
     others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .checks import check_shards
 from .errors import first_difference, reject
+from .homes import Home, home_of, settle
 from .layout import Buffer, Layout
 from .stock import Group, check_elementwise, check_options, initial_state, state_names, update
 from .surroundings import in_transform
@@ -77,8 +78,9 @@ class Optimizer:
             params: the parameters, this rank's or stacked; only trainable buffers get state.
 
         Returns:
-            ``{name: Sharded}``, as ``{"step": ..., "exp_avg": ...}``: a shard per buffer, or a scalar. ``None`` stands
-            for what the class makes of the first gradient (SGD's momentum).
+            ``{name: Sharded}``, as ``{"step": ..., "exp_avg": ...}``: a shard per buffer, which lives where that of the
+            parameters does (:func:`offload`), or a scalar. ``None`` stands for what the class makes of the first
+            gradient (SGD's momentum).
 
         Raises:
             ValueError: ``params`` do not fit their layout, or it has no buffer of a label that has options.
@@ -134,9 +136,10 @@ class Optimizer:
         states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
         call = _Step(self.cls, options, {key: list(s) for key, s in states.items()}, donate)
         tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
+        donated = [params[key] for key in buffers] + [x for s in states.values() for x in s.values()] if donate else []
+        settle(donated)
         updated = _run(call, tensors, _rank_dims(params.layout))
-        if donate:
-            _count_writes([params[key] for key in buffers] + [x for s in states.values() for x in s.values()])
+        _count_writes(donated)
         new = {key: updated[key].pop(_PARAM) if key in updated else leaf for key, leaf in params.items()}
         return Sharded(new, params.layout), _by_name(updated, params.layout)
 
@@ -178,8 +181,11 @@ class _Init:
     options: Mapping[str, Mapping[str, Any]]
 
     def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        states = {key: initial_state(self.cls, x.detach(), self.options[key]) for key, (x,) in tensors.items()}
-        return {key: {name: _expand(x, rows) for name, x in state.items()} for key, state in states.items()}
+        return {key: self._state(x.detach(), self.options[key], rows) for key, (x,) in tensors.items()}
+
+    def _state(self, param: Tensor, options: Mapping[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
+        state, home = initial_state(self.cls, param, options), home_of(param)
+        return {name: _beside(_expand(x, rows), param, home) for name, x in state.items()}
 
 
 def _count_writes(donated: Sequence[Any]) -> None:
@@ -202,14 +208,7 @@ class _Step:
             return self._row_by_row(tensors, rows)
         groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
         update(self.cls, list(groups.values()))
-        return {
-            key: {
-                _PARAM: group.param,
-                **dict.fromkeys(self.names[key]),  # what no gradient has made yet stays None
-                **{name: _expand(x, rows) for name, x in group.state.items()},
-            }
-            for key, group in groups.items()
-        }
+        return {key: self._results(group, key, tensors[key], rows) for key, group in groups.items()}
 
     def _group(self, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> Group:
         param, grad, *state = parts
@@ -217,14 +216,28 @@ class _Step:
         states = {name: own(_first(x, rows)) for name, x in zip(self.names[key], state, strict=True) if x is not None}
         return Group(own(param), None if grad is None else _in_place(grad.to(param.dtype)), states, self.options[key])
 
+    def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
+        """By name; what no gradient has made yet stays None, and what one made now lives beside its parameter."""
+        home, given = home_of(group.param), self._given(key, parts)
+        states = {name: _expand(x, rows) for name, x in group.state.items()}
+        made = {name: _beside(x, group.param, home) for name, x in states.items() if given.get(name) is None}
+        return self._lay({**dict.fromkeys(self.names[key]), **states, **made, _PARAM: group.param}, given)
+
+    def _given(self, key: str, parts: Sequence[Any]) -> dict[str, Any]:
+        param, _, *state = parts
+        return dict(zip([_PARAM, *self.names[key]], [param, *state], strict=True))
+
+    def _lay(self, results: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """``results`` in the memory that was donated, also where a counter of all ranks was updated once, say."""
+        return {name: _in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
+
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """Where the rows of a batch are at different steps: one update each."""
-        row = lambda i: {k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in tensors.items()}  # noqa: E731
+        own = {k: [_in_place(x) for x in parts] for k, parts in tensors.items()}
+        row = lambda i: {k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}  # noqa: E731
         results = [self(row(i), rows[1:]) for i in range(rows[0])]
-        return {
-            key: {name: _stack([result[key][name] for result in results]) for name in results[0][key]}
-            for key in tensors
-        }
+        stacked = {key: {name: _stack([r[key][name] for r in results]) for name in results[0][key]} for key in tensors}
+        return {key: self._lay(stacked[key], self._given(key, parts)) for key, parts in tensors.items()}
 
 
 def _run(
@@ -328,23 +341,44 @@ def _by_name(states: Mapping[str, Mapping[str, Any]], layout: Layout) -> OptStat
 
 def _alike(x: Any, rows: tuple[int, ...]) -> bool:
     """Whether a scalar per row is the same in all rows, as a step count is on all ranks; tensors may differ."""
-    return not isinstance(x, Tensor) or tuple(x.shape) != rows or bool((x == x.flatten()[0]).all())
+    return not _counts(x, rows) or bool((x == x.flatten()[0]).all())
 
 
 def _first(x: Any, rows: tuple[int, ...]) -> Any:
-    return x.flatten()[0] if rows and isinstance(x, Tensor) and tuple(x.shape) == rows and prod(rows) else x
+    return x.flatten()[0] if rows and _counts(x, rows) and prod(rows) else x
 
 
 def _expand(x: Any, rows: tuple[int, ...]) -> Any:
     return x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
 
 
+def _counts(x: Any, rows: tuple[int, ...]) -> bool:
+    """Whether ``x`` has a scalar per row."""
+    return isinstance(x, Tensor) and tuple(x.shape) == rows
+
+
 def _stack(values: Sequence[Any]) -> Any:
     return torch.stack(list(values)) if isinstance(values[0], Tensor) else values[0]
 
 
+def _beside(x: Any, param: Tensor, home: Home) -> Any:
+    """A state as large as its parameter lives where that does; counters stay in memory."""
+    return home.put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
+
+
+def _in_memory_of(given: Any, result: Any) -> Any:
+    """``result`` itself, or ``given`` with its values if that has a place for each of them: copies may share one."""
+    if not isinstance(given, Tensor) or given.data_ptr() == result.data_ptr() or _shares_places(given):
+        return result
+    return given.detach().copy_(result)
+
+
+def _shares_places(x: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
 def _copy(x: Any) -> Any:
-    return x.detach().clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+    return home_of(x).copy(x) if isinstance(x, Tensor) else x
 
 
 def _in_place(x: Any) -> Any:

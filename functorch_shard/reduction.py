@@ -16,6 +16,7 @@ from torch import Tensor
 from .backend import Flight
 from .codecs import Codec
 from .collectives import psum, scatter_encoded, scatter_sums
+from .homes import Home
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import pack
@@ -66,9 +67,11 @@ class Reductions:
 
     One part's is under way at a time: the next waits for it, and so one full gradient is let go before another is laid
     out, in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
+    A result is put where its shard lives, of which ``homes`` tells, as soon as it has landed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, homes: Mapping[str, Home] | None = None) -> None:
+        self._homes = homes or {}
         self._under_way: list[tuple[int, _Reduction]] = []
         self._landed: dict[tuple[int, str], Tensor] = {}
         self._room: dict[int, Tensor] = {}
@@ -88,7 +91,8 @@ class Reductions:
     def _land(self) -> None:
         while self._under_way:
             backward_pass, reduction = self._under_way.pop(0)
-            self._landed[backward_pass, reduction.buffer.key] = reduction.land()
+            key, total = reduction.buffer.key, reduction.land()
+            self._landed[backward_pass, key] = self._homes.get(key, Home(total.device)).put(total)
 
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int) -> _Reduction:
         like = grads[buffer.slots[0].name]

@@ -8,7 +8,7 @@ what the garbage collector has done, so that all ranks fetch in the same order, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .backend import Flight
 from .codecs import Codec, decode_rows, encode_rows
+from .homes import Home, working_device
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .reduction import Reductions
@@ -50,7 +51,7 @@ class Cell:
     __slots__ = ("_flights", "_shards", "_versions", "device", "flats", "left_in", "part")
 
     def __init__(self, part: Part, shards: Sequence[Tensor]) -> None:
-        self.part, self.device = part, shards[0].device
+        self.part, self.device = part, working_device(shards[0], part.layout.mesh.device)
         self._shards = [shard.detach() for shard in shards]
         self._versions = [_version(shard) for shard in self._shards]
         self._flights: list[Flight] | None = None
@@ -83,18 +84,19 @@ class Cell:
     def _flight(self, buffer: Buffer, shard: Tensor) -> Flight:
         dtype = self.part.gathered_dtype(buffer)
         if buffer.num_shards == 1:
-            return Flight([], lambda: shard.to(dtype))
+            return Flight([], lambda: shard.to(self.device, dtype, non_blocking=True))
         if self.part.codec is None or not buffer.dtype.is_floating_point:
             return self._send(shard, dtype, buffer.key)
-        return self._send_encoded(shard, dtype, buffer.key, self.part.codec)
+        return self._send_encoded(shard.to(self.device, non_blocking=True), dtype, buffer.key, self.part.codec)
 
     def _send(self, x: Tensor, dtype: torch.dtype, key: str) -> Flight:
         """Ranks are laid side by side in the last dim."""
         axis = self.part.layout.mesh[self.part.layout.shard_axis]
         if x.ndim > 1:
-            return Flight([], lambda: _gather_batch(axis, key, x.to(dtype)))
+            here = x.to(self.device, dtype, non_blocking=True)
+            return Flight([], lambda: _gather_batch(axis, key, here))
         axis.announce("all_gather", x.numel(), dtype, key)
-        return axis.backend.start_all_gather(x, dtype)
+        return axis.backend.start_all_gather(x, dtype, self.device)
 
     def _send_encoded(self, shard: Tensor, dtype: torch.dtype, key: str, codec: Codec) -> Flight:
         message, form = encode_rows(shard, codec)
@@ -116,11 +118,13 @@ class Cell:
 class Session:
     """All cells of one ``gather``: it owns what is resident and what is under way, and dies with the last lazy tensor.
 
-    The first cell of a part is fetched ahead with its unit. Nothing that a session knows refers back to it.
+    The first cell of a part is fetched ahead with its unit. Nothing that a session knows refers back to it. ``homes``
+    is where each buffer's shard lives, and where its gradient is put.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.reductions = Reductions()
+    def __init__(self, layout: Layout, homes: Mapping[str, Home] | None = None) -> None:
+        self.homes = homes or {}
+        self.reductions = Reductions(self.homes)
         self._keeps = not layout.reshard_after_forward
         self._small = small_units(layout)
         self._trail = _Trail([unit for unit in range(len(layout.units)) if unit not in self._small])

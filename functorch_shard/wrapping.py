@@ -91,9 +91,11 @@ class Wrapper(Backend):
     def exchange(self, rows: Tensor) -> Tensor:
         return self.around("exchange")(lambda: self.inner.exchange(rows))
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
         run = self.around("all_gather")
-        flight = run(lambda: self.inner.start_all_gather(x, dtype))
+        flight = run(lambda: self.inner.start_all_gather(x, dtype, device))
         return Flight([], lambda: run(flight.land))
 
     def start_psum_scatter(self, x: Tensor) -> Flight:

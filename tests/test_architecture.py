@@ -14,6 +14,7 @@ PACKAGE = Path(fs.__file__).parent
 ORDER = [
     "errors",
     "surroundings",
+    "homes",
     "precision",
     "codecs",
     "tensor_parallel",
@@ -43,6 +44,7 @@ ORDER = [
     "resharding",
     "resets",
     "initialization",
+    "offload",
     "transforms",
     "applying",
     "norms",

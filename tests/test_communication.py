@@ -99,7 +99,9 @@ class Slow(Wrapper):
     starting: float = 0.01
     landing: float = 0.02
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
         time.sleep(self.starting)
         return Flight([], lambda: (time.sleep(self.landing), x)[1])
 

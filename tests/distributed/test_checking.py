@@ -259,7 +259,9 @@ def test_a_rank_that_ended_is_named_at_once(num_ranks: int, tmp_path: Path) -> N
 class Broken(Wrapper):
     """The wire is cut while a gather is under way."""
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
         return Flight([], self._fail)
 
     def _fail(self) -> Tensor:
