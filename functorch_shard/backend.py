@@ -13,12 +13,14 @@ from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .shared_memory import Mail, open_mail
 from .surroundings import being_traced
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
@@ -120,11 +122,14 @@ class Flight:
     On CUDA waiting orders the current stream behind the collective and does not stop the host.
     """
 
-    __slots__ = ("_finish", "_works")
+    __slots__ = ("_decline", "_finish", "_works")
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Tensor]) -> None:
+    def __init__(
+        self, works: Sequence[Any], finish: Callable[[], Tensor], decline: Callable[[], None] = lambda: None
+    ) -> None:
         self._works = list(works)
         self._finish: Callable[[], Tensor] | None = finish
+        self._decline = decline
 
     def land(self) -> Tensor:
         works, finish = self._works, self._finish
@@ -137,9 +142,12 @@ class Flight:
     def __del__(self) -> None:
         # Nobody wants the result (a part of the model was skipped, or an error was thrown): other ranks still send it,
         # and its memory must outlive that.
-        for work in getattr(self, "_works", ()):  # a compiler that traces may make one without __init__
+        works = getattr(self, "_works", ())  # a compiler that traces may make one without __init__
+        for work in works:
             with suppress(RuntimeError):
                 work.wait()
+        if works:
+            self._decline()
 
 
 @dataclass(frozen=True)
@@ -218,16 +226,40 @@ class GroupBackend(Backend):
 
 @dataclass(frozen=True)
 class GlooBackend(GroupBackend):
-    """Gloo ranks: all-gathers by one broadcast a rank, reductions by messages between pairs.
+    """Gloo ranks: large messages by mail where all ranks are on one host, and over sockets otherwise.
 
-    What pairs exchange is added up in rank order, whatever the timing.
+    Sockets carry all-gathers as one broadcast a rank, and reductions as messages between pairs. What is reduced is
+    added up in rank order, whatever the way and the timing.
     """
+
+    @cached_property
+    def _mail(self) -> Mail | None:
+        """Opened by the first large message, which comes at the same place in the program on every rank."""
+        return open_mail(self.rank, self._exchange)
+
+    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+        _refuse_tracing()
+        dtype = dtype or x.dtype
+        if x.device.type != "cpu" or x.numel() * dtype.itemsize <= SMALL_MESSAGE or self._mail is None:
+            return super().start_all_gather(x, dtype)
+        mail, x = self._mail, x.detach()
+        writes = None if x.is_inference() or type(x) is not Tensor else x._version  # what it has now, was sent
+
+        def read(slots: list[int]) -> Tensor:
+            own = x if writes is not None and writes == x._version else None
+            return mail.read_rows(slots, x.shape, dtype, own).flatten(0, 1)
+
+        return self._send([_in_memory(x, dtype)], mail, read)
 
     def start_psum_scatter(self, x: Tensor) -> Flight:
         _refuse_tracing()
         parts = x.contiguous().unflatten(0, (self.size, x.shape[0] // self.size))
         if parts[0].numel() * x.element_size() <= SMALL_MESSAGE:
             return self._start_small_sum(parts)
+        if x.device.type == "cpu" and self._mail is not None:
+            mail, parts = self._mail, _in_memory(parts, x.dtype)
+            others = [parts[: self.rank], parts[self.rank + 1 :]]
+            return self._send(others, mail, lambda slots: mail.read_sum(slots, parts[self.rank]))
         got = [torch.empty_like(part) for part in parts[1:]]
         got.insert(self.rank, parts[self.rank])
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
@@ -245,6 +277,28 @@ class GlooBackend(GroupBackend):
             sent = [dist.irecv(_as_wire(out), group=self.group, group_src=source)] if out.numel() else []
         for work in sent:
             work.wait()  # pyright: ignore[reportOptionalMemberAccess]
+
+    def _send(self, pieces: Sequence[Tensor], mail: Mail, read: Callable[[list[int]], Tensor]) -> Flight:
+        """Write a letter and tell where it is; ``read`` makes the result of the slots of all ranks."""
+        told = torch.full((self.size, 2), -1)
+        mine = torch.tensor([[mail.write(pieces), sum(piece.nbytes for piece in pieces)]])
+        work = _gather_into(told, mine, group=self.group, async_op=True)
+        decline = lambda: mail.done(told[:, 0].tolist())  # noqa: E731
+
+        def finish() -> Tensor:
+            slots, lengths = told.T.tolist()
+            try:
+                _check_lengths(lengths)
+                return read(slots)
+            finally:
+                decline()
+
+        return Flight([work], finish, decline)
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        out = torch.empty((self.size, len(message)), dtype=torch.uint8)
+        _gather_into(out.flatten(), torch.tensor(list(message), dtype=torch.uint8), group=self.group)
+        return [bytes(row.tolist()) for row in out]
 
     def _start_small_sum(self, parts: Tensor) -> Flight:
         got = torch.empty_like(parts)
@@ -372,6 +426,20 @@ class DetachedBackend(Backend):
             "this mesh was unpickled and its ranks are not here. Put the tree on a live mesh of the same sizes: "
             "Sharded(tree, tree.layout.on(mesh))."
         )
+
+
+def _check_lengths(lengths: Sequence[int]) -> None:
+    if len(set(lengths)) > 1:
+        raise RuntimeError(
+            f"the ranks issued different collectives at one place of their order: they sent {lengths} bytes, from rank "
+            "0 on. Every rank must issue the same ones, with operands of the same shape and dtype."
+        )
+
+
+def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of ``x`` in ``dtype``, as plain bytes in a row."""
+    plain = x.detach().to(dtype).resolve_conj().resolve_neg().contiguous()
+    return plain if type(plain) is Tensor else plain.clone()
 
 
 def _as_wire(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ what the garbage collector has done, so that all ranks fetch in the same order, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -67,15 +67,15 @@ class Cell:
         if self.flats is None and self._flights is None:
             self._check_unchanged()
             pairs = zip(self.part.buffers, self._shards, strict=True)
-            # what is made in inference mode may not be saved for a backward after it
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            with _no_inference_mode():
                 self._flights = [self._flight(buffer, shard) for buffer, shard in pairs]
 
     def land(self) -> None:
         """Wait for them."""
         self.start()
         if self._flights is not None:
-            self.flats, self._flights = [flight.land() for flight in self._flights], None
+            with _no_inference_mode():
+                self.flats, self._flights = [flight.land() for flight in self._flights], None
 
     def drop(self) -> None:
         """Let them go."""
@@ -246,6 +246,11 @@ def small_units(layout: Layout) -> frozenset[int]:
     limit = SMALL_PART * sizes[-1][0] if sizes else 0
     sums = accumulate(size for size, _ in sizes)
     return frozenset(i for (_, i), total in zip(sizes, sums, strict=True) if total <= limit)
+
+
+def _no_inference_mode() -> AbstractContextManager[object]:
+    """What is made in inference mode may not be saved for a backward after it."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def _version(shard: Tensor) -> int:

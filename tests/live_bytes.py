@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from functorch_shard import backend
 from functorch_shard.backend import Flight, GlooBackend
 
 _MEMORY, _MARK = "[memory]", "live_bytes: "
@@ -73,16 +74,25 @@ def settle() -> None:
     They do so a moment after the message was waited for. Whether a buffer that is dropped within that moment is freed
     here or there, now or then, is up to the scheduler, and frees on their threads are not reported.
     """
-    land = Flight.land
+    land, gather, moved = Flight.land, backend._gather_into, {}
+
+    def gather_seen(out: Tensor, x: Tensor, **options: Any) -> Any:
+        work = gather(out, x, **options)
+        moved[id(work)] = out, x
+        return work
 
     def land_settled(self: Flight) -> Tensor:
+        small = [x for work in self._works for x in moved.pop(id(work), ())]
         under_way = bool(self._works)
         result = land(self)
-        while under_way and torch._C._storage_Use_Count(result.untyped_storage()._cdata) > 2:
-            pass  # one is the result, one is what asks
+        while under_way and _uses(result) > 1:
+            pass
+        while any(_uses(x) > 1 or x._use_count() > 1 for x in small):
+            pass
         return result
 
     Flight.land = land_settled
+    backend._gather_into = gather_seen
 
 
 def settle_scatters() -> None:
@@ -95,3 +105,8 @@ def settle_scatters() -> None:
             pass
 
     GlooBackend.scatter = scatter_settled
+
+
+def _uses(x: Tensor) -> int:
+    """Of the memory of ``x``, by tensors: the count has one more, of what asks."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1

@@ -23,6 +23,7 @@ ORDER = [
     "trees",
     "pack",
     "checks",
+    "shared_memory",
     "backend",
     "wrapping",
     "counting",

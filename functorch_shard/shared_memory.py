@@ -1,0 +1,162 @@
+"""Mail between processes of one host: each writes into a memory file of its own, and the others read it there.
+
+Bytes go into a file by one copy and out of it by another, with no packets and no waking of threads between. Nothing is
+mapped: what is read lands where it is wanted, and no page of a letter counts as resident memory of anybody.
+
+Note [Letters]: a file is a row of slots, far apart; the holes between them take no memory. A slot begins with one byte
+for each rank, then comes the letter. A letter goes through four steps, in this order:
+
+1. The writer takes a slot whose bytes are all 1, or a new one, sets them to 0, and writes its letter.
+2. It tells the slot to all ranks by a message of the process group, which the mail knows nothing of.
+3. Each rank that was told reads what it wants, or nothing, and then sets its own byte to 1; the writer too.
+4. When all bytes are 1, nobody will read the letter again, and the slot may be taken again.
+
+A step is a system call behind the one before it, on one host or across a message of it, and so sees what that one
+wrote. Nobody waits for anybody here: if a slot is not free, there is another one. Which slot it is, is the writer's
+alone to say, so ranks may differ in it, and timing moves no message. There are as many slots as there were letters
+unread at once, and each takes the memory of the largest letter it had.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from ctypes import c_char
+from secrets import token_hex
+
+import torch
+from torch import Tensor
+
+SLOT = 1 << 40  # bytes from one slot to the next: more than any letter has, and 2**23 slots fit into a file
+HEAD = 1 << 12  # bytes before a letter: as many ranks as one host will ever have
+PIECE = 1 << 18  # bytes that are read and added up while they are in the cache
+ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
+
+
+class Mail:
+    """The files of all ranks of one axis, which this process has open; they end with the last process that has them."""
+
+    def __init__(self, rank: int, files: Sequence[int]) -> None:
+        self._rank, self._files, self._num_slots = rank, list(files), 0
+
+    def write(self, pieces: Sequence[Tensor]) -> int:
+        """A letter of this rank, the bytes of contiguous ``pieces`` one after the other; gives its slot to be told."""
+        slot, file = self._free_slot(), self._files[self._rank]
+        os.pwrite(file, bytes(len(self._files)), slot * SLOT)
+        offset = slot * SLOT + HEAD
+        for piece in pieces:
+            offset += _each_byte(os.pwritev, file, piece, offset)
+        return slot
+
+    def read(self, rank: int, slot: int, start: int, into: Tensor) -> None:
+        """Fill ``into``, contiguous, with what the letter of ``rank`` has from byte ``start`` on."""
+        _each_byte(os.preadv, self._files[rank], into, slot * SLOT + HEAD + start)
+
+    def read_rows(self, slots: Sequence[int], shape: Sequence[int], dtype: torch.dtype, own: Tensor | None) -> Tensor:
+        """The letters of all ranks, each of this shape, stacked; ``own`` saves a look into this rank's."""
+        rows = torch.empty((len(slots), *shape), dtype=dtype)
+        for rank, slot in enumerate(slots):
+            if rank == self._rank and own is not None:
+                rows[rank].copy_(own)
+            else:
+                self.read(rank, slot, 0, rows[rank])
+        return rows
+
+    def read_sum(self, slots: Sequence[int], own: Tensor) -> Tensor:
+        """The sum, in rank order, of ``own`` and of the part for this rank in letters of the parts for each other."""
+        total, step, start = torch.empty_like(own), max(PIECE // own.element_size(), 1), 0
+        scratch = own.new_empty(min(step, own.numel()))
+        for piece, mine in zip(total.view(-1).split(step), own.view(-1).split(step), strict=True):
+            for rank, slot in enumerate(slots):
+                addend = mine if rank == self._rank else scratch[: len(piece)] if rank else piece
+                if addend is not mine:
+                    self.read(rank, slot, (self._rank - (self._rank > rank)) * own.nbytes + start, addend)
+                piece.add_(addend) if rank else piece.copy_(addend)
+            start += piece.nbytes
+        return total
+
+    def done(self, slots: Sequence[int]) -> None:
+        """This rank reads no more of these letters, one of each rank; a slot below 0 was never told."""
+        for file, slot in zip(self._files, slots, strict=True):
+            if slot >= 0:
+                os.pwrite(file, b"\1", slot * SLOT + self._rank)
+
+    def _free_slot(self) -> int:
+        all_done = b"\1" * len(self._files)
+        for slot in range(self._num_slots):
+            if os.pread(self._files[self._rank], len(all_done), slot * SLOT) == all_done:
+                return slot
+        self._num_slots += 1
+        return self._num_slots - 1
+
+    def __del__(self) -> None:
+        _close(self._files)
+
+
+def open_mail(rank: int, exchange: Callable[[bytes], list[bytes]]) -> Mail | None:
+    """Mail between all ranks, or ``None`` on all of them: where one cannot open the file of another one.
+
+    Ranks of several hosts, or of containers that do not see each other's processes, have none.
+
+    Args:
+        rank: this process's place among them.
+        exchange: gives what each rank passed to it, ``ADDRESS`` bytes each; called twice, on all ranks.
+    """
+    own, address = _new_file()
+    files = _open_files(rank, own, exchange(address.ljust(ADDRESS)))
+    everybody = exchange(b"".ljust(ADDRESS) if files is None else b"here".ljust(ADDRESS))  # now all are open
+    if files is not None and all(answer.strip() for answer in everybody):
+        return Mail(rank, files)
+    _close(files or [own])
+    return None
+
+
+def _new_file() -> tuple[int, bytes]:
+    """A file in memory without a place in any folder: it is gone when nobody has it open, however processes end."""
+    try:
+        name = token_hex(16)
+        file = os.memfd_create(name)
+    except (AttributeError, OSError):  # not on this system
+        return -1, b""
+    return file, f"{os.getpid()} {file} {name}".encode()
+
+
+def _open_files(rank: int, own: int, addresses: Sequence[bytes]) -> list[int] | None:
+    """The files at these addresses, of which this rank has its own; or none of them."""
+    files: list[int] = []
+    try:
+        for other, address in enumerate(addresses):
+            files.append(own if other == rank else _open_file(address))
+    except (OSError, ValueError):
+        files.append(-1)
+    if -1 not in files:
+        return files
+    _close([file for file in files if file != own])
+    return None
+
+
+def _open_file(address: bytes) -> int:
+    process, file, name = address.decode().split()
+    path = f"/proc/{process}/fd/{file}"
+    if os.readlink(path) != f"/memfd:{name} (deleted)":  # a process of another host has that number here
+        raise OSError(f"{path} is not the file {name}")
+    return os.open(path, os.O_RDWR)
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)
+
+
+def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> int:
+    """Move all bytes of ``x`` by calls that may stop early, as Linux does after 2 GB."""
+    assert x.is_contiguous()
+    memory, moved = memoryview((c_char * x.nbytes).from_address(x.data_ptr())).cast("B"), 0
+    while moved < x.nbytes:
+        count = call(file, [memory[moved:]], offset + moved)
+        if count == 0:
+            raise EOFError(f"a letter ends after {moved} bytes, where {x.nbytes} were expected")
+        moved += count
+    return moved
