@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.backend import SMALL_MESSAGE
+from functorch_shard import backend
+from functorch_shard.backend import SMALL_LETTER, SMALL_MESSAGE
 from functorch_shard.testing import run_ranks
 from tests.live_bytes import LiveBytes, settle
 
 RANKS, UNITS, WIDTH, SAMPLES = 2, 6, 256, 16
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of a weight and a bias in float32: nothing else is nearly as large
 STEPS = 10
+SMALL_LETTERS = {"sockets": SMALL_LETTER, "mail": SMALL_MESSAGE}  # for units of this size
 OPTIMIZERS: dict[str, Any] = {
     "adamw": fs.optimizer(torch.optim.AdamW, lr=1e-3),
     "sgd": fs.optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9),
@@ -37,13 +39,14 @@ def loss_between_marks(live: LiveBytes, i: int, model: nn.Module, parameters: An
     return loss
 
 
-def train_on_this_rank(optimizer: str) -> LiveBytes:
+def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
+    backend.SMALL_LETTER = SMALL_LETTERS[way]
     mesh, model = fs.init_mesh(), model_of_equal_units()
-    mesh["shard"].backend.all_gather(torch.empty(SMALL_MESSAGE), 0)  # the first one opens the files of all ranks
+    mesh["shard"].backend.all_gather(torch.empty(SMALL_LETTER), 0)  # the first letter opens the files of all ranks
     layout, opt = fs.plan(model, mesh), OPTIMIZERS[optimizer]
     assert [unit.buffers[0].nbytes for unit in layout.units] == [UNIT] * UNITS
-    assert UNIT // RANKS > SMALL_MESSAGE  # gradients are sent from where they lie
+    assert SMALL_MESSAGE < UNIT // RANKS < SMALL_LETTER  # gradients are sent from where they lie
     settle()
     samples = torch.randn(STEPS, RANKS, SAMPLES, WIDTH)[:, mesh.rank]
     with LiveBytes() as live:
@@ -62,8 +65,8 @@ def train_on_this_rank(optimizer: str) -> LiveBytes:
 
 
 @cache
-def training(optimizer: str) -> list[LiveBytes]:
-    return run_ranks(train_on_this_rank, RANKS, optimizer)
+def training(optimizer: str, way: str) -> list[LiveBytes]:
+    return run_ranks(train_on_this_rank, RANKS, optimizer, way)
 
 
 @cache
@@ -97,22 +100,25 @@ def test_the_counter_sees_every_byte_and_what_was_freed_again() -> None:
     assert live.peak("start", "end") == 4000 + max(840, live.growth("dropped", "kernel"))
 
 
-def test_forward_has_two_units_and_the_activations_at_most() -> None:
+@pytest.mark.parametrize("way", SMALL_LETTERS)
+def test_forward_has_two_units_and_the_activations_at_most(way: str) -> None:
     bound = 2 * UNIT + activations()
-    for live in training("adamw"):
+    for live in training("adamw", way):
         assert max(live.growth(f"forward {i}", f"backward {i}") for i in range(STEPS)) <= bound
 
 
-def test_backward_has_one_full_gradient_more_and_its_reduction() -> None:
+@pytest.mark.parametrize("way", SMALL_LETTERS)
+def test_backward_has_one_full_gradient_more_and_its_reduction(way: str) -> None:
     full_gradient, received, results = UNIT, UNIT * (RANKS - 1) // RANKS, UNITS * UNIT // RANKS
     bound = 2 * UNIT + activations() + full_gradient + received + results
-    for live in training("adamw"):
+    for live in training("adamw", way):
         peaks = [live.peak(f"backward {i}", f"update {i}") - live.at(f"forward {i}") for i in range(STEPS)]
         assert max(peaks) <= bound
 
 
-def test_every_step_after_the_first_ends_and_peaks_at_the_same_byte() -> None:
-    for live in training("adamw"):
+@pytest.mark.parametrize("way", SMALL_LETTERS)
+def test_every_step_after_the_first_ends_and_peaks_at_the_same_byte(way: str) -> None:
+    for live in training("adamw", way):
         assert len({live.at(f"end {i}") for i in range(1, STEPS)}) == 1
         assert len({live.peak(f"step {i}", f"end {i}") for i in range(1, STEPS)}) == 1
         shards = UNITS * UNIT // RANKS
@@ -122,5 +128,5 @@ def test_every_step_after_the_first_ends_and_peaks_at_the_same_byte() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_donated_step_allocates_no_buffer(optimizer: str) -> None:
     """Counters and step sizes only: less than 1 KB for 0.8 MB of parameters, and from the first step with state on."""
-    for live in training(optimizer):
+    for live in training(optimizer, "sockets"):
         assert max(sum(live.allocations(f"update {i}", f"updated {i}")) for i in range(1, STEPS)) < 1000
