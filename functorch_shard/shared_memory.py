@@ -38,11 +38,12 @@ class Mail:
     """The files of all ranks of one axis, which this process has open; they end with the last process that has them."""
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
-        self._rank, self._files, self._num_slots = rank, list(files), 0
+        self._rank, self._files = rank, list(files)
+        self._sizes: list[int] = []  # of the largest letter that each slot had
 
     def write(self, pieces: Sequence[Tensor]) -> int:
         """A letter of this rank, the bytes of contiguous ``pieces`` one after the other; gives its slot to be told."""
-        slot, file = self._free_slot(), self._files[self._rank]
+        slot, file = self._take_slot(sum(piece.nbytes for piece in pieces)), self._files[self._rank]
         os.pwrite(file, bytes(len(self._files)), slot * SLOT)
         offset = slot * SLOT + HEAD
         for piece in pieces:
@@ -82,13 +83,18 @@ class Mail:
             if slot >= 0:
                 os.pwrite(file, b"\1", slot * SLOT + self._rank)
 
-    def _free_slot(self) -> int:
+    def _take_slot(self, size: int) -> int:
+        """The smallest free slot that had such a letter before; else the largest free one, or a new one."""
+        sizes = {slot: had for slot, had in enumerate(self._sizes) if self._is_free(slot)}
+        if fitting := [slot for slot, had in sizes.items() if had >= size]:
+            return min(fitting, key=self._sizes.__getitem__)
+        slot = max(sizes, key=self._sizes.__getitem__, default=len(self._sizes))
+        self._sizes[slot : slot + 1] = [size]
+        return slot
+
+    def _is_free(self, slot: int) -> bool:
         all_done = b"\1" * len(self._files)
-        for slot in range(self._num_slots):
-            if os.pread(self._files[self._rank], len(all_done), slot * SLOT) == all_done:
-                return slot
-        self._num_slots += 1
-        return self._num_slots - 1
+        return os.pread(self._files[self._rank], len(all_done), slot * SLOT) == all_done
 
     def __del__(self) -> None:
         _close(self._files)

@@ -131,6 +131,20 @@ def test_memory_is_that_of_the_largest_letters_unread_at_once() -> None:
     assert memory_of(ranks[0], 1) == memory_of(ranks[1], 1)
 
 
+def test_a_letter_goes_where_one_of_its_size_has_been() -> None:
+    (mail,) = mails(1)
+    small, large = torch.ones(100), torch.ones(1 << 16)
+    slots = [mail.write([x]) for x in (large, small, large)]
+    assert slots == [0, 1, 2]
+    for slot in slots:
+        mail.done([slot])
+    assert [mail.write([x]) for x in (small, large, large)] == [1, 0, 2]
+    mail.done([1])
+    before = memory_of(mail, 0)
+    assert mail.write([large]) == 1  # rather than a fourth
+    assert before < memory_of(mail, 0) <= 3 * (large.nbytes + HEAD)
+
+
 def test_what_was_never_told_is_not_marked() -> None:
     ranks = mails(2)
     ranks[1].write([torch.ones(3)])
