@@ -45,7 +45,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
         ValueError: shards that do not fit their layout, or ``p`` is below 1.
 
     Cost:
-        One all-reduce of a number over the shard axis. Memory for the powers of one buffer's shard at a time, which are
+        One all-reduce of a number over the shard axis; where parameters are DTensors, of a number for each parameter,
+        and one more over each axis that some are cut over. Memory for the powers of one buffer's shard at a time, which are
         added up in a tree (on CPUs ``torch.linalg.vector_norm`` adds in a row, and loses digits of long vectors).
 
     Example:
@@ -57,6 +58,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     kind, layout = _checked("global_norm", tree, p), tree.layout
     if not layout.mesh.in_spmd:
         return kind.root(kind.join([kind.total(x) for x in _whole(tree).values()], layout))
+    if layout.tensor_meshes:
+        return kind.root(kind.join(list(_totals(kind, tree).values()), layout))
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for key, buffer in _counted(tree).items():
         x = without_padding(tree[key], buffer, shard_index(buffer, layout))
@@ -121,7 +124,7 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
         TypeError, ValueError: as :func:`global_norm`.
 
     Cost:
-        One all-reduce of a number a parameter over the shard axis.
+        One all-reduce of a number a parameter over the shard axis, and over each axis that DTensors are cut over.
 
     Example:
         >>> values = {"fc.w": torch.tensor([2.0, 3.0, 6.0]), "fc.b": torch.tensor([3.0, 4.0])}
@@ -131,19 +134,37 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
     kind, layout = _checked("param_norms", tree, p), tree.layout
     if not layout.mesh.in_spmd:
         return {name: kind.root(kind.total(x)) for name, x in _whole(tree).items()}
-    counted = _counted(tree)
+    return {name: kind.root(total) for name, total in _totals(kind, tree).items()}
+
+
+def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
+    """What each parameter has in all, before the root, by name in the source's order."""
+    layout, counted = tree.layout, _counted(tree)
     sums = {key: _sums_by_slot(kind, tree[key], buffer, layout) for key, buffer in counted.items()}
     shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
     if shared:
         total = kind.across(torch.cat([sums[key].to(_widest(sums.values())) for key in shared]), _shard_axis(layout))
         sizes = [len(counted[key].slots) for key in shared]
         sums |= {key: x.to(sums[key].dtype) for key, x in zip(shared, total.split(sizes), strict=True)}
-    norms = {
-        slot.name: kind.root(x)
+    totals = {
+        slot.name: x
         for key, buffer in counted.items()
         for slot, x in zip(buffer.slots, sums[key].unbind(), strict=True)
     }
-    return {name: norms[name] for name in layout.slots if name in norms}
+    totals = _over_tensor_axes(kind, totals, layout)
+    return {name: totals[name] for name in layout.slots if name in totals}
+
+
+def _over_tensor_axes(kind: _Kind, totals: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """With the other parts of DTensors: of all that are cut over an axis at once. Copies count as they are."""
+    for axes, mesh in layout.tensor_meshes.items():
+        for axis in mesh:
+            cut = [name for name in totals if (form := layout.slots[name].dtensor) and form.axes == axes]
+            cut = [name for name in cut if axis.name in getattr(layout.slots[name].dtensor, "cut_over", ())]
+            if cut and axis.size > 1:
+                whole = kind.across(_stack([totals[name] for name in cut], layout), axis)
+                totals |= {name: x.to(totals[name].dtype) for name, x in zip(cut, whole.unbind(), strict=True)}
+    return totals
 
 
 def shard_index(buffer: Buffer, layout: Layout) -> Tensor | int:

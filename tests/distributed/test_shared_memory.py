@@ -175,7 +175,9 @@ def without_mail_on_this_rank(name: str, fails: Any) -> bool:
     return backend._mail is None
 
 
-@pytest.mark.parametrize(("name", "fails"), [("memfd_create", _fails), ("readlink", _another_host)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "fails"), [("memfd_create", _fails), ("readlink", _another_host)], ids=["no files", "another host"]
+)
 def test_one_rank_that_cannot_read_the_memory_of_others_keeps_all_of_them_on_sockets(name: str, fails: Any) -> None:
     assert run_ranks(without_mail_on_this_rank, 3, name, fails) == [True] * 3
 

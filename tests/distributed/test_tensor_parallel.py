@@ -505,6 +505,24 @@ def a_norm_sums_over_the_axes_that_a_parameter_is_cut_over_and_counts_copies_onc
 
 
 @check
+def norms_and_clipping_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    values = {name: x for name, x in tensors(axes).items() if whole(x).is_floating_point()}
+    for ignored in ((), list(values)[:2]):
+        params = fs.shard(values, fs.plan(values, mesh, ignored=ignored))
+        wholes = {name: whole(x).detach() for name, x in values.items()}
+        for p in (1.0, 2.0, 2.5, torch.inf):
+            norm = torch.nn.utils.get_total_norm(list(wholes.values()), p)
+            closely(fs.global_norm(params, p), norm)
+            closely(fs.param_norms(params, p), {n: torch.linalg.vector_norm(x, p) for n, x in wholes.items()})
+            clipped, _ = fs.clip_by_global_norm(params, 0.5 * norm.item(), p)
+            factor = 0.5 * norm / (norm + 1e-6)
+            closely(
+                {n: whole(x) for n, x in fs.gather(clipped, lazy=False).items()},
+                {n: x * factor for n, x in wholes.items()},
+            )
+
+
+@check
 def fetches_and_reductions_come_in_the_order_of_a_plain_model(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     """Autograd keeps lazy parts, and a unit is reduced as soon as its last gradient is there."""
     words, issued = sentences(0, mesh.rank), []
