@@ -46,8 +46,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
 
     Cost:
         One all-reduce of a number over the shard axis; where parameters are DTensors, of a number for each parameter,
-        and one more over each axis that some are cut over. Memory for the powers of one buffer's shard at a time, which are
-        added up in a tree (on CPUs ``torch.linalg.vector_norm`` adds in a row, and loses digits of long vectors).
+        and one more over each axis that some are cut over. Memory for the powers of one buffer's shard at a time, added
+        up in a tree (on CPUs ``torch.linalg.vector_norm`` adds in a row, and loses digits of long vectors).
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))

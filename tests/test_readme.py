@@ -34,6 +34,18 @@ def test_every_claim_names_a_test_that_exists() -> None:
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
 
 
+def test_every_tick_links_to_a_test_that_exists() -> None:
+    links = re.findall(r"\[`(test_\w+)`\]\((tests/[\w/]+\.py)\)", README)
+    assert len(links) > 60
+    for name, path in links:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+    table = README.split("## Compared with its peers")[1].split("\n## ")[0]
+    ticked = [
+        line for line in table.splitlines() if line.startswith("| ") and line.split("|")[-2].strip().startswith("✔")
+    ]
+    assert all("](tests/" in line for line in ticked)
+
+
 def test_links_inside_the_repository_lead_somewhere() -> None:
     for target in re.findall(r"\]\((?!http|#)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

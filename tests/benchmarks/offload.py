@@ -1,6 +1,6 @@
 """Train a model whose state is several times the memory that the process may have, out of mapped files.
 
-python -m tests.benchmarks.offload                                    # 1.6 GB of state in 330 MB, and the same in memory
+python -m tests.benchmarks.offload                                    # 1.6 GB of state in 330 MB, and in memory
 python -m tests.benchmarks.offload --depth 400 --limit 400000000      # 6.7 GB in 400 MB
 
 The limit is RLIMIT_DATA, which Linux applies to private memory (heap, tensors, stacks): what a process does not give
