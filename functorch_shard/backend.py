@@ -245,12 +245,14 @@ class GlooBackend(GroupBackend):
     def _mail_for(self, x: Tensor, nbytes: int) -> Mail | None:
         return self._mail if nbytes > SMALL_LETTER and x.device.type == "cpu" else None
 
-    def start_all_gather(self, x: Tensor, dtype: torch.dtype | None = None) -> Flight:
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
         _refuse_tracing()
         dtype = dtype or x.dtype
         mail, x = self._mail_for(x, x.numel() * dtype.itemsize), x.detach()
         if mail is None:
-            return super().start_all_gather(x, dtype)
+            return super().start_all_gather(x, dtype, device)
         writes = None if x.is_inference() or type(x) is not Tensor else x._version  # what it has now, was sent
 
         def read(slots: list[int]) -> Tensor:
