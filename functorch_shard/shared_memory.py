@@ -1,7 +1,8 @@
 """Mail between processes of one host: each writes into a memory file of its own, and the others read it there.
 
-Bytes go into a file by one copy and out of it by another, with no packets and no waking of threads between. Nothing is
-mapped: what is read lands where it is wanted, and no page of a letter counts as resident memory of anybody.
+Bytes go into a file by one copy and out of it by another, where sockets have packets and threads that wake each other.
+Nothing is mapped: what is read lands where it is wanted. Letters take memory of the host, but no process has them among
+its resident pages.
 
 Note [Letters]: a file is a row of slots, far apart; the holes between them take no memory. A slot begins with one byte
 for each rank, then comes the letter. A letter goes through four steps, in this order:

@@ -198,7 +198,7 @@ def _another_name(*_: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "fails"),
     [("memfd_create", _no_file), ("readlink", _another_name), ("open", _no_file)],
-    ids=["make", "name", "open"],
+    ids=["memfd_create", "readlink", "open"],
 )
 def test_no_rank_has_mail_where_one_cannot_open_the_files_of_others(name: str, fails: Any) -> None:
     before = open_files()
