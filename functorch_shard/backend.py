@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .shared_memory import Mail, open_mail
 from .surroundings import being_traced
+from .wire import as_ordered, as_real, as_wire, from_ordered, from_real
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
@@ -32,9 +33,6 @@ _LIBRARY.impl("collective", lambda kind, axis, numel, itemsize: None, "Composite
 # 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) travel as their bytes.
-_WIRE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 
 # Up to so many bytes a rank, gloo's collectives of a single call win: what counts is how often threads wake each other.
 # Two ranks on two cores (tests/benchmarks/gloo.py), 8 KB a rank: a reduction by one all-to-all takes 0.20 ms, by
@@ -173,19 +171,19 @@ class GroupBackend(Backend):
         return self.start_psum_scatter(x.movedim(dim, 0)).land().movedim(0, dim)
 
     def psum(self, x: Tensor) -> Tensor:
-        return _from_real(self._all_reduce(_as_real(x), dist.ReduceOp.SUM), x.dtype)
+        return from_real(self._all_reduce(as_real(x), dist.ReduceOp.SUM), x.dtype)
 
     def pmax(self, x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return self._all_reduce(x, dist.ReduceOp.MAX)
-        return _from_ordered(self._all_reduce(_as_ordered(x), dist.ReduceOp.MAX), x.dtype)
+        return from_ordered(self._all_reduce(as_ordered(x), dist.ReduceOp.MAX), x.dtype)
 
     def all_to_all(self, x: Tensor, dim: int) -> Tensor:
         _refuse_tracing()
         sent = x.movedim(dim, 0).contiguous()
         received = torch.empty_like(sent)
         if sent.numel():
-            dist.all_to_all_single(_as_wire(received), _as_wire(sent), group=self.group)
+            dist.all_to_all_single(as_wire(received), as_wire(sent), group=self.group)
         return received.movedim(0, dim)
 
     def start_all_gather(
@@ -195,27 +193,27 @@ class GroupBackend(Backend):
         _refuse_tracing()
         out = torch.empty((self.size, *x.shape), dtype=dtype or x.dtype, device=device or x.device)
         out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
-        works = self._gather_rows(_as_wire(out)) if out.numel() else []
+        works = self._gather_rows(as_wire(out)) if out.numel() else []
         return Flight(works, lambda: out.flatten(0, 1))
 
     def start_psum_scatter(self, x: Tensor) -> Flight:
         """The sum over ranks, of which this rank keeps its part of dim 0; ``x`` is not to be written to until then."""
         _refuse_tracing()
-        rows = _as_real(x.contiguous())
+        rows = as_real(x.contiguous())
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
         works = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
-        return Flight(works, lambda: _from_real(out, x.dtype))
+        return Flight(works, lambda: from_real(out, x.dtype))
 
     def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
         _refuse_tracing()
         if out.numel():
-            parts = [] if rows is None else list(_as_wire(rows).unbind(0))
-            dist.scatter(_as_wire(out), parts, group=self.group, group_src=source)
+            parts = [] if rows is None else list(as_wire(rows).unbind(0))
+            dist.scatter(as_wire(out), parts, group=self.group, group_src=source)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         _refuse_tracing()
         if x.numel():
-            dist.broadcast(_as_wire(x), group=self.group, group_src=source)
+            dist.broadcast(as_wire(x), group=self.group, group_src=source)
 
     def _all_reduce(self, x: Tensor, op: Any) -> Tensor:
         _refuse_tracing()
@@ -273,8 +271,8 @@ class GlooBackend(GroupBackend):
         got = [torch.empty_like(part) for part in parts[1:]]
         got.insert(self.rank, parts[self.rank])
         peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
-        works = [dist.irecv(_as_wire(got[rank]), group=self.group, group_src=rank) for rank in peers]
-        works += [dist.isend(_as_wire(parts[rank]), group=self.group, group_dst=rank) for rank in peers]
+        works = [dist.irecv(as_wire(got[rank]), group=self.group, group_src=rank) for rank in peers]
+        works += [dist.isend(as_wire(parts[rank]), group=self.group, group_dst=rank) for rank in peers]
         return Flight(works, lambda: _sum(got, parts, into=got[1 if self.rank == 0 else 0]))
 
     def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
@@ -282,9 +280,9 @@ class GlooBackend(GroupBackend):
         if rows is not None:  # gloo's own scatter makes a copy of all rows first
             out.copy_(rows[self.rank])
             others = [rank for rank in range(self.size) if rank != source and out.numel()]
-            sent = [dist.isend(_as_wire(rows[rank]), group=self.group, group_dst=rank) for rank in others]
+            sent = [dist.isend(as_wire(rows[rank]), group=self.group, group_dst=rank) for rank in others]
         else:
-            sent = [dist.irecv(_as_wire(out), group=self.group, group_src=source)] if out.numel() else []
+            sent = [dist.irecv(as_wire(out), group=self.group, group_src=source)] if out.numel() else []
         for work in sent:
             work.wait()  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -312,7 +310,7 @@ class GlooBackend(GroupBackend):
 
     def _start_small_sum(self, parts: Tensor) -> Flight:
         got = torch.empty_like(parts)
-        sent, received = _as_wire(parts).flatten(0, 1), _as_wire(got).flatten(0, 1)
+        sent, received = as_wire(parts).flatten(0, 1), as_wire(got).flatten(0, 1)
         works = [dist.all_to_all_single(received, sent, group=self.group, async_op=True)] if parts.numel() else []
         return Flight(works, lambda: _sum(list(got), sent))
 
@@ -346,8 +344,8 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype:
     All are posted before one is waited for, so their order cannot make two processes wait for each other.
     """
     record("exchange", "mesh", sum(x.numel() for x in sends.values()), dtype)
-    messages = [dist.P2POp(dist.irecv, _as_wire(x), process) for process, x in receives.items()]
-    messages += [dist.P2POp(dist.isend, _as_wire(x), process) for process, x in sends.items()]
+    messages = [dist.P2POp(dist.irecv, as_wire(x), process) for process, x in receives.items()]
+    messages += [dist.P2POp(dist.isend, as_wire(x), process) for process, x in sends.items()]
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
 
@@ -450,38 +448,6 @@ def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of ``x`` in ``dtype``, as plain bytes in a row."""
     plain = x.detach().to(dtype).resolve_conj().resolve_neg().contiguous()
     return plain if type(plain) is Tensor else plain.clone()
-
-
-def _as_wire(x: Tensor) -> Tensor:
-    return x if x.dtype in _WIRE else x.unsqueeze(-1).view(torch.uint8)
-
-
-def _as_real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
-def _from_real(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.view_as_complex(x) if dtype.is_complex else x
-
-
-def _as_ordered(x: Tensor) -> Tensor:
-    """Integers in the order of the floats, NaN above all: libraries compare floats, and a NaN is lost by a comparison.
-
-    Gloo keeps a NaN of the first rank alone.
-    """
-    wide = x if x.dtype == torch.float64 else x.float()
-    bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-    return _flip_negative(bits)
-
-
-def _from_ordered(order: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = _flip_negative(order)
-    return bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32).to(dtype)
-
-
-def _flip_negative(bits: Tensor) -> Tensor:
-    """Floats are a sign and a magnitude; its own inverse."""
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 class RollCall:

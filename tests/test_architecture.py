@@ -24,6 +24,7 @@ ORDER = [
     "pack",
     "checks",
     "shared_memory",
+    "wire",
     "backend",
     "wrapping",
     "counting",
