@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -34,39 +36,36 @@ RUNS: dict[str, tuple[dict[str, int], list[str]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest) -> list[Result]:
-    axes, cases = RUNS[request.param]
+@cache
+def results(run: str) -> list[Result]:
+    axes, cases = RUNS[run]
     return run_ranks(train_on_this_rank, fs.simulated_mesh(axes).size, axes, cases)
 
 
 every_training = pytest.mark.parametrize(
-    ("results", "run", "case", "numbers"),
-    [(run, run, case, numbers) for run, (_, cases) in RUNS.items() for case in cases for numbers in NUMBERS],
-    indirect=["results"],
+    ("run", "case", "numbers"),
+    [(run, case, numbers) for run, (_, cases) in RUNS.items() for case in cases for numbers in NUMBERS],
 )
 
 
 @every_training
-def test_every_gradient_is_that_of_the_unsharded_loop(results: list[Result], run: str, case: str, numbers: str) -> None:
+def test_every_gradient_is_that_of_the_unsharded_loop(run: str, case: str, numbers: str) -> None:
     kind = NUMBERS[numbers]
-    for result in results:
+    for result in results(run):
         assert_alike(result[case, numbers]["ours"], result[case, numbers]["reference"], kind.rtol, kind.atol)
 
 
 @every_training
-def test_every_gradient_is_that_of_fully_shard(results: list[Result], run: str, case: str, numbers: str) -> None:
+def test_every_gradient_is_that_of_fully_shard(run: str, case: str, numbers: str) -> None:
     """Bitwise, in every precision, where the sum of a pair has no order."""
     kind = NUMBERS[numbers]
     exact = (0, 0) if run != "3 ranks" else (kind.rtol, kind.atol)
-    for result in results:
+    for result in results(run):
         assert_alike(result[case, numbers]["ours"], result[case, numbers]["FSDP2"], *exact)
 
 
 @every_training
-def test_all_ranks_have_the_same_gradients_and_parameters_bitwise(
-    results: list[Result], run: str, case: str, numbers: str
-) -> None:
-    first, *others = (result[case, numbers]["ours"] for result in results)
+def test_all_ranks_have_the_same_gradients_and_parameters_bitwise(run: str, case: str, numbers: str) -> None:
+    first, *others = (result[case, numbers]["ours"] for result in results(run))
     for other in others:
         assert_alike(other, first, 0, 0)
