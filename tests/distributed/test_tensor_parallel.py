@@ -511,9 +511,12 @@ def norms_and_clipping_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh:
         params = fs.shard(values, fs.plan(values, mesh, ignored=ignored))
         wholes = {name: whole(x).detach() for name, x in values.items()}
         for p in (1.0, 2.0, 2.5, torch.inf):
-            norm = torch.nn.utils.get_total_norm(list(wholes.values()), p)
+            norm = torch.nn.utils.get_total_norm([x for x in wholes.values() if x.numel()], p)
+            each = {
+                n: torch.linalg.vector_norm(x, p) if x.numel() else torch.zeros_like(norm) for n, x in wholes.items()
+            }
             closely(fs.global_norm(params, p), norm)
-            closely(fs.param_norms(params, p), {n: torch.linalg.vector_norm(x, p) for n, x in wholes.items()})
+            closely(fs.param_norms(params, p), each)
             clipped, _ = fs.clip_by_global_norm(params, 0.5 * norm.item(), p)
             factor = 0.5 * norm / (norm + 1e-6)
             closely(
