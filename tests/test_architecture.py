@@ -13,6 +13,7 @@ PACKAGE = Path(fs.__file__).parent
 # A module imports from those before it and from none behind it.
 ORDER = [
     "errors",
+    "boxes",
     "surroundings",
     "homes",
     "precision",
@@ -94,7 +95,7 @@ def test_arrows_of_import_point_one_way() -> None:
 
 
 def test_integers_of_the_layout_know_no_process_groups() -> None:
-    for module in ("layout", "units", "pack", "trees"):
+    for module in ("boxes", "layout", "units", "pack", "trees"):
         assert "torch.distributed" not in "\n".join(ast.unparse(node) for node in runtime_imports(module))
 
 
