@@ -6,6 +6,9 @@ full = gather(params)             the whole parameters: a dict for torch.func.fu
 grads = scatter_grads(full_grads) reduced and sharded again
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import codecs, collectives, communication, testing
 from .applying import apply
 from .compression import scatter_encoded_grads
@@ -24,6 +27,9 @@ from .scaling import LossScale
 from .transforms import grad, grad_and_value
 from .trees import Full, Sharded
 
+if TYPE_CHECKING:
+    from . import checkpoint
+
 __all__ = [
     "Axis",
     "Full",
@@ -36,6 +42,7 @@ __all__ = [
     "accumulate",
     "apply",
     "assert_finite",
+    "checkpoint",
     "clip_by_global_norm",
     "codecs",
     "collectives",
@@ -61,3 +68,9 @@ __all__ = [
     "simulated_mesh",
     "testing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "checkpoint":  # on first use: torch.distributed.checkpoint takes longer to import than all of this
+        return import_module(".checkpoint", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .errors import reject
 from .layout import Layout
-from .mesh import Mesh
+from .mesh import Mesh, job_mesh
 from .trees import Full, Sharded
 
 NOTHING = object()
@@ -50,6 +50,13 @@ class Holding:
 def ranks_here(mesh: Mesh) -> Sequence[int]:
     """The ranks of ``mesh`` that live in this process."""
     return range(mesh.size) if mesh.is_simulated else [mesh.rank]
+
+
+def mesh_of(tree: Any) -> Mesh:
+    """The ranks that a tree is sharded over; of a plain tree, those of the job."""
+    nodes = (x for x in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(x))
+    node = next(nodes, None)
+    return job_mesh() if node is None else node.layout.mesh
 
 
 def is_node(x: Any) -> bool:

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from .errors import first_difference, reject
+from .folders import sync
+from .holdings import mesh_of
 from .homes import NAMELESS, SUFFIX, fill_file, map_file, nbytes_of, new_file, no_room
-from .mesh import Mesh, job_mesh
+from .mesh import Mesh
 from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
 
@@ -83,7 +85,7 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
     tensors, put_back = take_tensors(tree)
     if where == "cpu":
         return put_back([_to_cpu(x.detach()) for x in tensors])
-    return put_back(_write(tree, _Shelf.at(where, _mesh_of(tree))))
+    return put_back(_write(tree, _Shelf.at(where, mesh_of(tree))))
 
 
 def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
@@ -114,7 +116,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
         {'step': tensor(7)}
     """
     _, put_back = take_tensors(like)
-    mesh = _mesh_of(like)
+    mesh = mesh_of(like)
     shelf = _Shelf.at(where, mesh)
     mine = mesh.agree("reopen", shelf.whole, lambda _: [])
     everywhere = set.intersection(*({*json.loads(text)} for text in mesh.tell(json.dumps(mine))))
@@ -129,12 +131,6 @@ def _to_cpu(x: Tensor) -> Tensor:
     if x.is_cpu and (x.is_pinned() or not pinned):
         return x
     return torch.empty_like(x, device="cpu", pin_memory=pinned).copy_(x)
-
-
-def _mesh_of(tree: Any) -> Mesh:
-    """The ranks that a tree is sharded over; of a plain tree, those of the job."""
-    nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (Sharded, Full)), none_is_leaf=True)
-    return next((x.layout.mesh for x in nodes if isinstance(x, (Sharded, Full))), None) or job_mesh()
 
 
 @dataclass(frozen=True)
@@ -290,7 +286,7 @@ def _fill(folder: Path, contents: _Contents) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad():
             mapped = [fill_file(folder / leaf.file, x) for leaf, x in pairs]
         for leaf in contents.leaves:
-            _sync(folder / leaf.file)
+            sync(folder / leaf.file)
         _write_index(folder / _INDEX, contents.to_json())
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)  # so that what is free is told without what was taken just now
@@ -301,18 +297,9 @@ def _fill(folder: Path, contents: _Contents) -> list[Tensor]:
 def _write_index(path: Path, text: str) -> None:
     new = path.with_suffix(".new")
     new.write_text(text)
-    _sync(new)
+    sync(new)
     os.replace(new, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """What was written, to the disk itself: an index that is there must not promise what a power cut took."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(path.parent)
 
 
 def _mapped(folder: Path, wanted: _Contents) -> list[Tensor]:

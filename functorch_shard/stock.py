@@ -101,6 +101,12 @@ def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) 
     reject("optimizer", problems, f"It has {', '.join(known)}.", TypeError)
 
 
+def group_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a parameter group, with the class's own defaults."""
+    (group,) = cls([torch.zeros(1)], **options).param_groups
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def _refusal(cls: type[torch.optim.Optimizer], reason: str) -> str:
     return (
         f"optimizer: {cls.__name__} is not elementwise: {reason}. Gather what it needs, update whole matrices, and "

@@ -59,6 +59,18 @@ class DTensorForm:
                 shape[dim] = min(chunk, max(shape[dim] - index * chunk, 0))
         return tuple(shape)
 
+    def local_start(self, place: Sequence[int]) -> tuple[int, ...]:
+        """Where that part begins, in each dim of the whole."""
+        shape, start = list(self.shape), [0] * len(self.shape)
+        for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
+            if text != "R":
+                dim = int(text[2:-1])
+                chunk = -(-shape[dim] // size)
+                skipped = min(index * chunk, shape[dim])
+                start[dim] += skipped
+                shape[dim] = min(chunk, shape[dim] - skipped)
+        return tuple(start)
+
     def problem(self, local_shape: tuple[int, ...]) -> str:
         """Why no rank has a part of ``local_shape``."""
         known = {"R", *(f"S({dim})" for dim in range(len(self.shape)))}

@@ -43,6 +43,7 @@ ORDER = [
     "slicing",
     "gathering",
     "compression",
+    "folders",
     "holdings",
     "resharding",
     "resets",
@@ -55,6 +56,13 @@ ORDER = [
     "scaling",
     "stock",
     "optim",
+    "naming",
+    "pieces",
+    "metadata",
+    "stored",
+    "saving",
+    "loading",
+    "checkpoint",
     "processes",
     "testing",
     "__init__",
@@ -101,8 +109,8 @@ def test_integers_of_the_layout_know_no_process_groups() -> None:
 
 def test_only_mesh_and_backend_touch_torch_distributed_at_work() -> None:
     users = {m for m in ORDER for node in runtime_imports(m) if "torch.distributed" in ast.unparse(node)}
-    # processes starts the ranks of tests, and DTensors are torch.distributed's
-    assert users == {"backend", "mesh", "processes", "tensor_parallel"}
+    # processes starts the ranks of tests, and DTensors and the format of checkpoints are torch.distributed's
+    assert users == {"backend", "mesh", "metadata", "processes", "tensor_parallel"}
 
 
 def test_private_torch_is_imported_where_it_is_declared() -> None:

@@ -1,0 +1,204 @@
+"""How a directory becomes a tree again, of any form: each rank reads the boxes that it has elements of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import hint, reject
+from .mesh import Mesh
+from .metadata import Entry, Value
+from .naming import Leaf, PerRank, dotted, leaves_of, with_values
+from .pieces import Piece, aliases_of, is_number, pieces_of
+from .stored import Stored
+from .surroundings import in_transform
+from .trees import Sharded
+
+_FITS = (
+    "Load into a tree of the same parameters: made from the same model, as shard(model, layout) and opt.init(params)."
+)
+
+
+class _Part(NamedTuple):
+    """Elements of one stored value, and where they go."""
+
+    target: Tensor
+    source: tuple[slice, ...]
+
+
+@dataclass
+class Loading:
+    """A tree with memory for all that is to come, and what comes from where."""
+
+    stored: Stored
+    like: Any
+    party: Mesh
+    leaves: Sequence[Leaf] = ()  # of the tree that is made
+    parts: dict[tuple[str, Value], list[_Part]] = field(default_factory=dict)
+    numbers: list[tuple[Leaf, str, Mapping[str, Tensor]]] = field(default_factory=list)  # by buffer and name
+
+    @staticmethod
+    def of(path: Path, like: Any, party: Mesh, donate: bool) -> Loading:
+        """Open the files, compare them with ``like``, and find memory; no values are read."""
+        if in_transform():
+            raise RuntimeError("load: inside a transform, or inside spmd, where a tree is one rank's. Call it outside.")
+        stored, wanted = Stored.open(path), leaves_of(like)
+        loading = Loading(stored, like, party)
+        reject(f"load: {path}", [*loading._misfits(wanted, donate)], _FITS)
+        loading.leaves = [loading._made(leaf, donate) for leaf in wanted]
+        problems = [problem for leaf in loading.leaves for problem in loading._places(leaf)]
+        reject(f"load: {path}", problems, "The checkpoint is incomplete.", RuntimeError)
+        return loading
+
+    def lines(self) -> list[str]:
+        """What a difference between ranks is told in."""
+        return [self.stored.digest, *(dotted(leaf.path()) for leaf in self.leaves)]
+
+    def read(self) -> list[Any]:
+        """Fill the memory, file after file; plain values are made."""
+        with torch.no_grad():
+            for (name, value), parts in sorted(self.parts.items(), key=lambda x: (x[0][1].file, x[0][1].start)):
+                x = self.stored.tensor(name, value)
+                for target, source in parts:
+                    target.copy_(x[source])
+            self._settle_numbers()
+        return [self._finished(leaf) for leaf in self.leaves]
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        return with_values(self.like, iter(values))
+
+    def _entry(self, leaf: Leaf, name: str) -> tuple[str, Entry | None]:
+        """What is stored of a parameter: under its name, or another of a tied one."""
+        paths = (leaf.path(name), *aliases_of(leaf, name))
+        found = next((dotted(path) for path in paths if dotted(path) in self.stored.entries), dotted(paths[0]))
+        return found, self.stored.entries.get(found)
+
+    def _misfits(self, leaves: Sequence[Leaf], donate: bool) -> Iterator[str]:
+        for leaf in leaves:
+            x = leaf.value
+            if isinstance(x, Sharded):
+                for key, shard in x.items():
+                    yield from self._buffer_misfits(leaf, key, shard)
+            else:
+                name = dotted(leaf.path())
+                yield from self._misfit(name, self.stored.entries.get(name), *self._form(x))
+            if donate and any(t.is_meta for t in _tensors(x)):
+                yield f"{dotted(leaf.path())}: on the meta device: there is no memory to load into"
+
+    def _form(self, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
+        if isinstance(x, PerRank):
+            shape = x.tensor.shape[len(self.party.axes) :] if self.party.is_simulated else x.tensor.shape
+            return (self.party.size, *shape), x.tensor.dtype
+        return (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (None, None)
+
+    def _buffer_misfits(self, leaf: Leaf, key: str, shard: Any) -> Iterator[str]:
+        layout = leaf.value.layout
+        slots = layout.buffers[key].slots
+        if shard is None:  # what no gradient has made yet: there, or not there, for all of them
+            found = {slot.name: self._entry(leaf, slot.name)[1] is not None for slot in slots}
+            if len(set(found.values())) > 1:
+                lacking = [name for name, there in found.items() if not there]
+                yield f"{dotted(leaf.path())}: of buffer {key!r}, only some have one: missing for {lacking}"
+            return
+        for slot in slots:
+            name, entry = self._entry(leaf, slot.name)
+            shape = slot.dtensor.shape if slot.dtensor else slot.shape
+            if not isinstance(shard, Tensor):
+                yield from self._misfit(name, entry, None, None)
+            else:
+                yield from self._misfit(name, entry, () if is_number(shard, layout) else shape, shard.dtype)
+
+    def _misfit(self, name: str, entry: Entry | None, shape: Any, dtype: torch.dtype | None) -> Iterator[str]:
+        if entry is None:
+            yield f"{name!r}: not in the checkpoint{hint(name, list(self.stored.entries))}"
+        elif dtype is None and entry.dtype is not None:
+            yield f"{name!r}: got a plain value, the checkpoint has a tensor of {entry}"
+        elif dtype is not None and (entry.dtype is None or (entry.shape, entry.dtype) != (shape, dtype)):
+            yield f"{name!r}: got shape {shape}, {dtype}, the checkpoint has {entry}"
+
+    def _made(self, leaf: Leaf, donate: bool) -> Leaf:
+        """The same leaf with memory of its own, or with that of ``like``."""
+        x, device = leaf.value, self.party.device
+        own = (lambda t: t) if donate else (lambda t: _empty_like(t, device))
+        if isinstance(x, Sharded):
+            made = {key: self._made_buffer(leaf, key, t, own) for key, t in x.items()}
+            return leaf._replace(value=Sharded(made, x.layout))
+        if isinstance(x, PerRank):
+            return leaf._replace(value=PerRank(own(x.tensor)))
+        return leaf._replace(value=own(x)) if isinstance(x, Tensor) else leaf
+
+    def _made_buffer(self, leaf: Leaf, key: str, x: Any, own: Any) -> Any:
+        if isinstance(x, Tensor):
+            return own(x)
+        layout = leaf.value.layout
+        buffer = layout.buffers[key]
+        _, entry = self._entry(leaf, buffer.slots[0].name)
+        if x is not None or entry is None or entry.dtype is None:
+            return x
+        dims = tuple(layout.mesh.axes.values()) if layout.mesh.is_simulated else ()
+        is_shard = entry.shape == (form.shape if (form := buffer.slots[0].dtensor) else buffer.slots[0].shape)
+        sizes = (*dims, buffer.shard_numel) if is_shard else dims
+        return torch.zeros(sizes, dtype=entry.dtype, device=layout.mesh.device)
+
+    def _places(self, leaf: Leaf) -> Iterator[str]:
+        """Note where each element comes from; tell what comes from nowhere."""
+        tree = leaf.value if isinstance(leaf.value, Sharded) else None
+        for key, x in tree.items() if tree else ():
+            if isinstance(x, Tensor) and is_number(x, leaf.value.layout):
+                slots = leaf.value.layout.buffers[key].slots
+                self.numbers.append((leaf, key, {slot.name: torch.empty_like(x[(0,) * x.ndim]) for slot in slots}))
+        found = {dotted(leaf.path(name)): x for of, _, xs in self.numbers if of is leaf for name, x in xs.items()}
+        for piece in pieces_of(leaf, self.party):
+            target = found.get(dotted(piece.path), piece.values) if not piece.shape else piece.values
+            yield from self._place(piece, target)
+
+    def _place(self, piece: Piece, target: Tensor) -> Iterator[str]:
+        names = [dotted(path) for path in (piece.path, *piece.aliases)]
+        name = next(name for name in names if name in self.stored.entries)
+        missing = piece.box.numel
+        for value in self.stored.entries[name].values:
+            if both := piece.box.overlap(value.box):
+                part = _Part(target[both.inside(piece.box).index], both.inside(value.box).index)
+                self.parts.setdefault((name, value), []).append(part)
+                missing -= both.numel
+        if missing:
+            yield f"{name!r}: {missing} elements of {piece.box} are in no file"
+
+    def _settle_numbers(self) -> None:
+        problems = []
+        for leaf, key, found in self.numbers:
+            values = {name: x.item() for name, x in found.items()}
+            if len({*map(str, values.values())}) > 1:
+                problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {values}")
+            leaf.value[key].fill_(next(iter(values.values())))
+        advice = (
+            "A buffer has one number for all of its parameters, as a step count. Keep parameters whose histories "
+            "differ in buffers of their own: plan(labels=...)."
+        )
+        reject("load: numbers that differ", problems, advice)
+
+    def _finished(self, leaf: Leaf) -> Any:
+        x = leaf.value
+        if isinstance(x, Sharded):
+            return Sharded({key: self._finished_buffer(leaf, key, t) for key, t in x.items()}, x.layout)
+        return x if isinstance(x, (Tensor, PerRank)) else self.stored.plain(dotted(leaf.path()))
+
+    def _finished_buffer(self, leaf: Leaf, key: str, x: Any) -> Any:
+        if x is None or isinstance(x, Tensor):
+            return x
+        return self.stored.plain(self._entry(leaf, leaf.value.layout.buffers[key].slots[0].name)[0])
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    values = x.values() if isinstance(x, Sharded) else [x.tensor if isinstance(x, PerRank) else x]
+    return [t for t in values if isinstance(t, Tensor)]
+
+
+def _empty_like(x: Tensor, device: torch.device) -> Tensor:
+    """Memory to load into: with the padding that ``x`` has, where it has values."""
+    return torch.zeros_like(x, device=device) if x.is_meta else x.detach().clone()
