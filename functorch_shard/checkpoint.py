@@ -98,7 +98,11 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         all-gathers of 32 bytes per axis.
 
     Example:
-        See :func:`save`.
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     _ = save(f"{runs}/step-7", {"scale": torch.tensor(2.0), "step": 7})
+        ...     load(f"{runs}/step-7", {"scale": torch.zeros((), device="meta")})
+        {'scale': tensor(2.)}
     """
     where = Path(path).absolute()
     party = party_of(like)
@@ -120,7 +124,12 @@ def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None
         The names of a directory; with ``verify`` all bytes of a checkpoint, on every rank that asks.
 
     Example:
-        See :func:`save`.
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     for step in (8, 9, 10):
+        ...         _ = save(f"{runs}/step-{step}", {"step": step}, keep=2)
+        ...     sorted(os.listdir(runs)), latest(runs).name
+        (['step-10', 'step-9'], 'step-10')
     """
     folders = in_order(Path(path).absolute(), order_of)[::-1]
     return next((folder for folder in folders if not verify or not damage(folder)), None)

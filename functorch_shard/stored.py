@@ -158,7 +158,12 @@ class Writer:
     def _save(self, value: Any, row: dict[str, Any]) -> None:
         start = self._file.total
         self._file.crc = 0
-        torch.save(value, self._file)  # pyright: ignore[reportArgumentType]
+        try:
+            torch.save(value, self._file)  # pyright: ignore[reportArgumentType]
+        except RuntimeError:
+            if self._file.error:  # a full disk, which torch says otherwise
+                raise self._file.error from None
+            raise
         nbytes = self._file.total - start
         self.rows.append({**row, "start": start, "nbytes": nbytes, "crc": self._file.crc})
 
@@ -211,9 +216,14 @@ class _Tally:
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.folder = file, Path(file.name).parent
         self.total = self.crc = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         nbytes = memoryview(data).nbytes
         self.crc, self.total = zlib.crc32(data, self.crc), self.total + nbytes
         return nbytes

@@ -21,6 +21,7 @@ FUNCTIONS: dict[str, Any] = {
     **{name: getattr(fs, name) for name in fs.__all__ if inspect.isfunction(getattr(fs, name))},
     **{f"collectives.{name}": getattr(fs.collectives, name) for name in COLLECTIVES},
     **{f"communication.{name}": getattr(fs.communication, name) for name in COMMUNICATION},
+    **{f"checkpoint.{name}": getattr(fs.checkpoint, name) for name in ("save", "load", "latest")},
     **{
         f"testing.{name}": getattr(fs.testing, name)
         for name in ("run_ranks", "count_collectives", "assert_trees_close")

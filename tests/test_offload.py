@@ -467,7 +467,7 @@ fs.offload(example(1), directory)
 """
 
 
-@pytest.mark.parametrize("moment", ["new_file", "fill_file", "_sync", "_write_index"])
+@pytest.mark.parametrize("moment", ["new_file", "fill_file", "sync", "_write_index"])
 def test_a_process_that_is_killed_on_the_way_leaves_what_was_there(moment: str, tmp_path: Path) -> None:
     fs.offload(example(), tmp_path)
     process = subprocess.run([sys.executable, "-c", KILLED, moment, str(tmp_path)], timeout=120)
