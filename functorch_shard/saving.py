@@ -50,6 +50,11 @@ class Contents:
     def ranks(self) -> Sequence[int]:
         return range(self.party.size)
 
+    def versions(self) -> Sequence[tuple[Leaf, Tensor, int]]:
+        """How often each tensor has been written to, as far as tensors count it."""
+        tensors = [(leaf, x) for leaf in self.leaves for x in _tensors_of(leaf) if not x.is_inference()]
+        return [(leaf, x, x._version) for leaf, x in tensors]
+
     def check(self) -> None:
         """Raise unless everything has one name, and values that can be read back without executing code."""
         names = [name for leaf in self.leaves for name in names_of(leaf)]
@@ -116,6 +121,7 @@ class Saving:
     _contents: Contents = field(repr=False)
     _keep: int | None = field(repr=False)
     _draft: Draft = field(repr=False)
+    _versions: Sequence[tuple[Leaf, Tensor, int]] = field(repr=False)  # of the tensors, when ``save`` was called
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: BaseException | None = field(default=None, repr=False)
     _hurry: threading.Event = field(default_factory=threading.Event, repr=False)
@@ -139,7 +145,7 @@ class Saving:
             refuse_existing(path)
             if contents.party.rank == 0:
                 draft.open()
-            return Saving(path, contents, keep, draft)
+            return Saving(path, contents, keep, draft, contents.versions())
 
         try:
             return contents.party.agree("save", prepare, lambda s: [str(path), f"keep={keep}", *contents.lines()])
@@ -174,7 +180,7 @@ class Saving:
             self._draft.abandon()
             raise
         self._settled = True
-        self._contents = Contents((), self._contents.party)  # the tensors that were saved can go
+        self._contents, self._versions = Contents((), self._contents.party), ()  # the tensors that were saved can go
         return self.path
 
     def _written(self) -> None:
@@ -202,9 +208,6 @@ class Saving:
         return True
 
     def _write(self) -> None:
-        versions = [
-            (leaf, x, x._version) for leaf in self._contents.leaves for x in _tensors_of(leaf) if not x.is_inference()
-        ]
         writers = {rank: Writer(self._draft.folder, rank) for rank in self._own()}
         try:
             for piece in self._contents.pieces():
@@ -213,7 +216,7 @@ class Saving:
             if self._contents.party.rank == 0:
                 for leaf, value in self._contents.plain():
                     writers[0].plain(leaf.path(), value)
-            changed = sorted({dotted(leaf.path()) for leaf, x, version in versions if x._version != version})
+            changed = sorted({dotted(leaf.path()) for leaf, x, version in self._versions if x._version != version})
             advice = "A step with donate=True writes into its inputs: use donate=False until done(), or save copies."
             reject("save: written to while they were saved", changed, advice, RuntimeError)
             for writer in writers.values():
