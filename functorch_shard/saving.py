@@ -14,6 +14,7 @@ from torch import Tensor
 from .errors import reject
 from .folders import Draft, in_order, refuse_existing, remove
 from .holdings import is_node, mesh_of
+from .layout import Layout
 from .mesh import Mesh, job_mesh
 from .naming import Leaf, PerRank, dotted, leaves_of, plain_problem, twice
 from .pieces import Piece, aliases_of, pieces_of
@@ -78,7 +79,7 @@ class Contents:
             x = leaf.value.tensor if isinstance(leaf.value, PerRank) else leaf.value
             yield f"{dotted(leaf.path())}: {kind}" + (f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else "")
         for layout in dict.fromkeys(leaf.value.layout for leaf in self.leaves if isinstance(leaf.value, Sharded)):
-            yield from layout.places()
+            yield from layout.places() if not layout.tensor_meshes else _wholes(layout)
 
 
 def party_of(tree: Any) -> Mesh:
@@ -95,6 +96,12 @@ def names_of(leaf: Leaf) -> list[str]:
     held = [name for name in layout.slots if layout.key_of[name] in leaf.value]
     paths = [path for name in held for path in (leaf.path(name), *aliases_of(leaf, name))]
     return [dotted(path) for path in paths]
+
+
+def _wholes(layout: Layout) -> Iterator[str]:
+    """What is alike where DTensors have parts of other sizes, and so lie at other places."""
+    for slot in layout.slots.values():
+        yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
 
 
 def _plain_of(leaf: Leaf, tree: Sharded) -> Iterator[tuple[Leaf, Any]]:
