@@ -66,7 +66,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
                 [2.],
                 [3.]]))
     """
-    saving = Saving.begin(Path(path).absolute(), tree, keep)
+    saving = Saving.begin(Path(path).absolute(), tree, keep, async_save)
     if async_save:
         return saving.start()
     saving.result()

@@ -57,7 +57,7 @@ class Loading:
 
     def lines(self) -> list[str]:
         """What a difference between ranks is told in."""
-        return [self.stored.digest, *(dotted(leaf.path()) for leaf in self.leaves)]
+        return [str(self.stored.folder), self.stored.digest, *(dotted(leaf.path()) for leaf in self.leaves)]
 
     def read(self) -> list[Any]:
         """Fill the memory, file after file; plain values are made."""

@@ -136,7 +136,7 @@ class Saving:
     _settled: bool = field(default=False, repr=False)
 
     @staticmethod
-    def begin(path: Path, tree: Any, keep: int | None) -> Saving:
+    def begin(path: Path, tree: Any, keep: int | None, async_save: bool) -> Saving:
         """Everything that can be known to be wrong, is, before anything is written; on every rank."""
         contents = Contents.of(tree)
         draft = Draft(path)
@@ -155,7 +155,8 @@ class Saving:
             return Saving(path, contents, keep, draft, contents.versions())
 
         try:
-            return contents.party.agree("save", prepare, lambda s: [str(path), f"keep={keep}", *contents.lines()])
+            options = [str(path), f"keep={keep}, async_save={async_save}"]
+            return contents.party.agree("save", prepare, lambda _: [*options, *contents.lines()])
         except BaseException:
             draft.abandon()
             raise

@@ -70,7 +70,7 @@ class Stored:
             raise RuntimeError(f"{folder / METADATA}: {error}") from error
         reject(f"{folder}: damaged", _place_problems(entries, lengths), _ALTERED, RuntimeError)
         checks = {(file, start): crc for file, rows in manifest.get("checks", {}).items() for start, _, crc in rows}
-        return Stored(folder, entries, checks, manifest.get("order", 0), digest)
+        return Stored(folder, entries, checks, manifest.get("order", 0), manifest.get("digest", digest))
 
     def tensor(self, name: str, value: Value) -> Tensor:
         """One box of the tensor ``name``, on the CPU; no other bytes are read."""
@@ -303,7 +303,7 @@ def _read_manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
     manifest = json.loads(body)
     if manifest["format"] != _FORMAT:
         raise RuntimeError(f"{folder}: {MANIFEST}: format {manifest['format']}, this version reads format {_FORMAT}")
-    return manifest
+    return {**manifest, "digest": digest.decode()}  # of all values, by their checksums
 
 
 def _place_problems(entries: Mapping[str, Entry], lengths: Mapping[str, int]) -> list[str]:
