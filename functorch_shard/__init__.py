@@ -22,6 +22,7 @@ from .offload import offload, reopen
 from .optim import Optimizer, optimizer
 from .planning import plan
 from .precision import MixedPrecision
+from .replicas import across_replicas, within_replicas
 from .resharding import reshard
 from .scaling import LossScale
 from .transforms import grad, grad_and_value
@@ -40,6 +41,7 @@ __all__ = [
     "Optimizer",
     "Sharded",
     "accumulate",
+    "across_replicas",
     "apply",
     "assert_finite",
     "checkpoint",
@@ -67,6 +69,7 @@ __all__ = [
     "shard",
     "simulated_mesh",
     "testing",
+    "within_replicas",
 ]
 
 

@@ -20,7 +20,7 @@ from .homes import Home
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import pack
-from .precision import Travel
+from .precision import Travel, divide_factors
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -54,6 +54,17 @@ def _over_copies(total: Tensor, buffer: Buffer, layout: Layout, dtypes: Travel) 
     for axis in copies(buffer, layout):
         total = psum(total.to(dtypes.reduced), axis).to(dtypes.stored)
     return total.to(dtypes.stored)
+
+
+def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """The mean (or the sum) over replicas of what each of them has reduced for itself, added up as gradients are."""
+    size = layout.axis_size(layout.replicate_axis)
+    if size == 1:
+        return shard
+    dtypes = _dtypes(shard, buffer, layout) if shard.is_complex() else layout.travel(buffer)
+    before, after = divide_factors(size, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
+    total = psum(_divided(shard.to(dtypes.reduced), before), layout.mesh[layout.replicate_axis])
+    return _divided(total.to(dtypes.stored), after)
 
 
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:

@@ -91,9 +91,31 @@ def shards_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layo
     return dict(fs.gather(total, lazy=False)), [*counters, seen], params.layout
 
 
+def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layout]:
+    """A reduction over shards for each microbatch, and one over replicas in the end."""
+    model = awkward()
+    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh)))
+
+    @mesh.spmd
+    def one(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
+        rest = dict(fs.gather(frozen))
+        return fs.grad(lambda p: loss_of(model, {**fs.gather(p), **rest}, x, y) / NUM_MICROBATCHES)(params)
+
+    x, y = (of_this_mesh(mesh, rows) for rows in samples(mesh.size))
+    dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
+    for i in range(NUM_MICROBATCHES):
+        with count_collectives() as seen:
+            parts.append(one(fs.within_replicas(params), frozen, x.select(dim, i), y.select(dim, i)))
+        counters.append(seen)
+    with count_collectives() as seen:
+        total = fs.across_replicas(added(parts), params.layout)
+    return dict(fs.gather(total, lazy=False)), [*counters, seen], params.layout
+
+
 WAYS: dict[str, Callable[[fs.Mesh], tuple[Grads, list[CollectiveCounter], fs.Layout]]] = {
     "full gradients": full_gradients_added,
     "shards": shards_added,
+    "shards within replicas": shards_added_within_replicas,
 }
 
 
@@ -151,9 +173,11 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
             end = int(counts[i]) if cut else LENGTH
             return loss_sum(model, parameters, x[i, :end], y[i, :end], counts[i]) / total
 
-        if way == "shards":
-            results = [fs.grad_and_value(lambda p, i: loss(fs.gather(p), i))(params, i) for i in range(len(x))]
+        if way != "full gradients":
+            start = params if way == "shards" else fs.within_replicas(params)
+            results = [fs.grad_and_value(lambda p, i: loss(fs.gather(p), i))(start, i) for i in range(len(x))]
             grads = added([grad for grad, _ in results])
+            grads = grads if way == "shards" else fs.across_replicas(grads, params.layout)
         else:
             results = [fs.grad_and_value(loss)(fs.gather(params), i) for i in range(len(x))]
             grads = fs.scatter_grads(added([grad for grad, _ in results]))

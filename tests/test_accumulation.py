@@ -20,22 +20,31 @@ from tests.accumulation import (
     weighted_by_tokens,
 )
 
-every_mesh = pytest.mark.parametrize("axes", [*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}], ids=str)
+MESHES: list[dict[str, int]] = [*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}]
+every_mesh = pytest.mark.parametrize("axes", MESHES, ids=str)
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
 def assert_reductions(counters: list[CollectiveCounter], layout: fs.Layout, way: str) -> None:
-    """None before the end, or one of each buffer for each microbatch and none in the end."""
+    """None before the end, or one of each buffer for each microbatch; over replicas with them, or in the end."""
     *microbatches, end = ({k: n for k, n in seen.by_kind.items() if k != "all_gather"} for seen in counters)
     num = len(layout.buffers)
-    each = {"psum_scatter": num} | ({"psum": num} if layout.axis_size("replicate") > 1 else {})
+    inside = {"psum_scatter": num}
+    across = {"psum": num} if layout.axis_size("replicate") > 1 else {}
+    expected = {
+        "full gradients": ({}, inside | across),
+        "shards": (inside | across, {}),
+        "shards within replicas": (inside, across),
+    }
     assert len(microbatches) == NUM_MICROBATCHES
-    assert microbatches == [{} if way == "full gradients" else each] * NUM_MICROBATCHES
-    assert end == (each if way == "full gradients" else {})
+    assert (microbatches, end) == ([expected[way][0]] * NUM_MICROBATCHES, expected[way][1])
     assert counters[-1]["all_gather"] == 0
+    for one in (one for seen in counters for one in seen.issued if one.kind == "psum"):
+        assert one.axis == "replicate"
+        assert one.numel in {buffer.shard_numel for buffer in layout.buffers.values()}
 
 
-@every_mesh
+@pytest.mark.parametrize("axes", [*MESHES, {"replicate": 2, "shard": 4}], ids=str)
 @every_way
 def test_accumulated_gradients_are_those_of_the_big_batch(way: str, axes: dict[str, int]) -> None:
     mesh = fs.simulated_mesh(axes)

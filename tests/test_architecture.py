@@ -42,6 +42,7 @@ ORDER = [
     "lazy",
     "slicing",
     "gathering",
+    "replicas",
     "compression",
     "folders",
     "holdings",
