@@ -19,6 +19,7 @@ from .layout import Layout
 from .mesh import Axis, Mesh, init_mesh, simulated_mesh
 from .norms import clip_by_global_norm, global_norm, param_norms
 from .offload import offload, reopen
+from .one_rank import gather_to
 from .optim import Optimizer, optimizer
 from .planning import plan
 from .precision import MixedPrecision
@@ -50,6 +51,7 @@ __all__ = [
     "collectives",
     "communication",
     "gather",
+    "gather_to",
     "global_norm",
     "grad",
     "grad_and_value",

@@ -43,6 +43,7 @@ ORDER = [
     "slicing",
     "gathering",
     "replicas",
+    "one_rank",
     "compression",
     "folders",
     "holdings",
