@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import codecs, collectives, communication, testing
 from .applying import apply
 from .compression import scatter_encoded_grads
+from .estimating import Estimate, estimate
 from .finiteness import assert_finite
 from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
 from .initialization import init_buffers, init_params
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Axis",
+    "Estimate",
     "Full",
     "Layout",
     "LossScale",
@@ -50,6 +52,7 @@ __all__ = [
     "codecs",
     "collectives",
     "communication",
+    "estimate",
     "gather",
     "gather_to",
     "global_norm",

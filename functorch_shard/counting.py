@@ -106,7 +106,7 @@ class _Counting(Wrapper):
     def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
         super().announce(kind, numel, dtype, key)  # where it may be refused
         nbytes = numel * dtype.itemsize
-        self.counter.add(self.axis, kind, Traffic(1, nbytes, _sent(kind, nbytes, self.size)))
+        self.counter.add(self.axis, kind, Traffic(1, nbytes, bytes_sent(kind, nbytes, self.size)))
 
     def around(self, kind: str) -> Run:
         end: float | None = None  # of the part before
@@ -123,7 +123,8 @@ class _Counting(Wrapper):
         return timed
 
 
-def _sent(kind: str, nbytes: int, size: int) -> int:
+def bytes_sent(kind: str, nbytes: int, size: int) -> int:
+    """What each of ``size`` ranks has to send at least, for an operand of ``nbytes``; see :class:`Traffic`."""
     if kind in ("all_gather", "exchange"):
         return nbytes * (size - 1)
     if kind in ("scatter", "broadcast"):

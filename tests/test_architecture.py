@@ -65,6 +65,7 @@ ORDER = [
     "saving",
     "loading",
     "checkpoint",
+    "estimating",
     "processes",
     "testing",
     "__init__",
