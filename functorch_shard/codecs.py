@@ -166,6 +166,22 @@ class _Recode(Function):
         return tangent.view_as(tangent)
 
 
+class _Bits(Function):
+    """The bytes of rows of numbers as another dtype: torch 2.11 has no batching rule for that."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.contiguous().view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> Any:
+        return _Bits.apply(x.movedim(in_dims[0], 0), dtype), 0
+
+
 def _rows(x: Tensor) -> Sequence[Tensor]:
     return x.flatten(0, -2).unbind(0) if x.ndim > 1 else (x,)
 
@@ -175,7 +191,7 @@ def _encode(row: Tensor, codec: Codec) -> tuple[Tensor, Form]:
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         raise TypeError(f"codec: encode returned {leaves}, expected a pytree of tensors")
     form = Form(treedef, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), row.numel())
-    pieces = [leaves[i].contiguous().view(-1).view(torch.uint8) for i in form.order]
+    pieces = [_Bits.apply(leaves[i].contiguous().view(-1), torch.uint8) for i in form.order]
     message = torch.cat(pieces)
     length = max(-(-message.numel() // _ALIGNMENT), 1) * _ALIGNMENT  # an empty row may have any offset
     return F.pad(message, (0, length - message.numel())), form
@@ -186,7 +202,8 @@ def _decode(message: Tensor, form: Form, codec: Codec) -> Tensor:
     offset = 0
     for i in form.order:
         dtype, numel = form.dtypes[i], prod(form.shapes[i])
-        leaves[i] = message[offset : offset + numel * dtype.itemsize].view(dtype).view(form.shapes[i])
+        bits: Any = _Bits.apply(message[offset : offset + numel * dtype.itemsize], dtype)
+        leaves[i] = bits.view(form.shapes[i])
         offset += numel * dtype.itemsize
     x = codec.decode(optree.tree_unflatten(form.treedef, leaves))
     if not isinstance(x, Tensor) or tuple(x.shape) != (form.numel,):
