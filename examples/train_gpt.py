@@ -3,9 +3,13 @@
 python examples/train_gpt.py                                # 4 simulated ranks in this process
 torchrun --nproc-per-node 2 examples/train_gpt.py           # the same program on 2 real gloo ranks
 python examples/train_gpt.py --text book.txt --ranks 8      # your text, 8 ranks
+
+torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --resume   # survives its ranks
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
 import math
 import os
@@ -32,28 +36,29 @@ CONTEXT, WIDTH, HEADS, DEPTH, VOCABULARY = 64, 128, 4, 4, 256
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1))  # (B, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
-        return x + self.mlp(self.norm_2(x))
+        x = x + self.dropout(self.proj(y.transpose(1, 2).flatten(2)))  # (B, T, C)
+        return x + self.dropout(self.mlp(self.norm_2(x)))
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.before = nn.Embedding(VOCABULARY, WIDTH)  # a byte says little by itself: the two before it help early on
         self.before_that = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(DEPTH)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         for table in (self.embed, self.before, self.before_that):
@@ -108,22 +113,27 @@ def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
+def digest(full: fs.Full) -> str:
+    """The same for the same parameters, bit by bit."""
+    return hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in full.values())).hexdigest()
+
+
 class Progress:
     """One line that is rewritten on a terminal, and ten lines elsewhere; silent on all ranks but the first."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int, silent: bool) -> None:
-        self.num_steps, self.tokens_per_step, self.silent = num_steps, tokens_per_step, silent
+    def __init__(self, first: int, num_steps: int, tokens_per_step: int, silent: bool) -> None:
+        self.first, self.num_steps, self.tokens_per_step, self.silent = first, num_steps, tokens_per_step, silent
         self.start = time.perf_counter()
 
-    def tokens_per_second(self, steps: int) -> float:
-        return steps * self.tokens_per_step / (time.perf_counter() - self.start)
+    def tokens_per_second(self, step: int) -> float:
+        return (step - self.first) * self.tokens_per_step / (time.perf_counter() - self.start)
 
     def show(self, step: int, loss: float) -> None:
         live = sys.stderr.isatty()
         if self.silent or (not live and step % max(self.num_steps // 10, 1) and step != self.num_steps):
             return
-        left = (time.perf_counter() - self.start) / step * (self.num_steps - step)
         speed = self.tokens_per_second(step)
+        left = (self.num_steps - step) * self.tokens_per_step / speed
         line = f"step {step}/{self.num_steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
         print(
             f"\r{line}   " if live else line,
@@ -138,11 +148,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank")
+    parser.add_argument("--global-batch", type=int, metavar="SEQUENCES", help="on all ranks together, however many")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--codec", choices=["none", "int8", "float8"], default="none", help="what parameters travel as")
     parser.add_argument("--text", help="train on this file instead of the standard library")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
-    return parser.parse_args()
+    parser.add_argument("--checkpoint", metavar="DIR", help="save to DIR/step-000100 and so on, and at the end")
+    parser.add_argument("--every", type=int, default=100, metavar="STEPS", help="between two checkpoints")
+    parser.add_argument("--keep", type=int, metavar="K", help="the newest K checkpoints; default: all")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    args = parser.parse_args()
+    if args.resume and not args.checkpoint:
+        parser.error("--resume goes on from a checkpoint: pass --checkpoint DIR")
+    if args.checkpoint and not args.resume and fs.checkpoint.latest(args.checkpoint):
+        parser.error(f"{args.checkpoint} has checkpoints of an earlier run: pass --resume, or another directory")
+    return args
 
 
 def main() -> None:
@@ -150,7 +171,7 @@ def main() -> None:
     mesh = fs.init_mesh() if "RANK" in os.environ else fs.simulated_mesh(args.ranks)
     train_text, valid_text = read_text(args.text)
     torch.manual_seed(args.seed)
-    model = GPT()  # every rank draws the same values; only the shards are kept
+    model = GPT(args.dropout)  # every rank draws the same values; only the shards are kept
     layout = fs.plan(model, mesh, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
     params = fs.shard(model, layout)
     opt = fs.optimizer(
@@ -179,16 +200,34 @@ def main() -> None:
         print(
             f"{mesh}: {len(train_text):,} bytes to train on, {len(valid_text):,} to validate\n{layout}", file=sys.stderr
         )
-    generator = torch.Generator().manual_seed(args.seed)  # the global batch is the same on every rank, and split
-    progress = Progress(args.steps, mesh.size * args.batch_size * CONTEXT, silent=mesh.rank > 0)
-    losses = []
-    for step in range(args.steps):
-        starts = torch.randint(len(train_text) - CONTEXT, (mesh.size * args.batch_size,), generator=generator)
+    data = torch.Generator().manual_seed(args.seed)  # the global batch is the same on every rank, and split
+    first, losses = 0, []
+    if args.resume and (path := fs.checkpoint.latest(args.checkpoint, verify=True)):
+        like = {"model": params, "optim": {"state": state}, "step": 0, "losses": [], "data": data.get_state()}
+        loaded = fs.checkpoint.load(path, like, donate=True)  # of any number of ranks, onto these
+        params, state = loaded["model"], loaded["optim"]["state"]
+        first, losses = loaded["step"], loaded["losses"]
+        data.set_state(loaded["data"])
+        if mesh.rank == 0:
+            print(f"resumed from {path}", file=sys.stderr)
+
+    batch_size = args.global_batch or mesh.size * args.batch_size
+    progress = Progress(first, args.steps, batch_size * CONTEXT, silent=mesh.rank > 0)
+    for step in range(first, args.steps):
+        starts = torch.randint(len(train_text) - CONTEXT, (batch_size,), generator=data)
         x, y = mesh.split(windows(train_text, starts))
+        torch.manual_seed(hash((args.seed, step, mesh.rank)))  # as fold_in of JAX: dropout has no state to save
         params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
         losses.append(loss.flatten()[0].item())
-        progress.show(step + 1, losses[-1])
+        done = step + 1
+        progress.show(done, losses[-1])
+        if args.checkpoint and (done % args.every == 0 or done == args.steps):
+            optim = opt.state_dict(state, params, lr=schedule(step, args.steps))
+            tree = {"model": params, "optim": optim, "step": done, "losses": losses, "data": data.get_state()}
+            with contextlib.suppress(FileExistsError):  # of the same run, which was resumed from an earlier one
+                fs.checkpoint.save(f"{args.checkpoint}/step-{done:06d}", tree, keep=args.keep)
     tokens_per_s = progress.tokens_per_second(args.steps)
+    model.eval()  # without dropout
 
     num_windows = 512 // mesh.size * mesh.size
     starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, num_windows).long()
@@ -209,6 +248,7 @@ def main() -> None:
         "ranks": mesh.size,
         "simulated": mesh.is_simulated,
         "losses": losses,
+        "digest": digest(full),
     }
     if mesh.rank == 0:
         memory = f"peak memory of a process: {results['peak_rss_mb']:.0f} MB"
