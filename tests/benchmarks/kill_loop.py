@@ -1,0 +1,245 @@
+"""A training job whose ranks are killed again and again loses nothing that was saved, and ends as if undisturbed.
+
+python -m tests.benchmarks.kill_loop --kills 50       # a few minutes on two cores
+python -m tests.benchmarks.kill_loop --kills 4 --seed 1
+
+Two gloo ranks train ``examples/train_gpt.py`` with a checkpoint every few steps. SIGKILL takes one of them or both, at
+a random moment or while a checkpoint is written. Then: the survivor ends by itself; every checkpoint is whole, byte by
+byte; none that was there is missing, but for those beyond ``--keep``. The same command, with ``--resume``, goes on.
+When a job is done, its losses and parameters are those of the undisturbed one, bitwise, and the next one begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import functorch_shard as fs
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+RANKS, STEPS, EVERY, KEEP = 2, 60, 3, 3
+LONGEST = 4.0  # seconds from the start to a kill at any moment
+DURING = 0.1  # seconds from the beginning of a save to a kill; it takes about as long
+PATIENCE = 30.0  # seconds until gloo gives up waiting; a survivor gets as long again
+
+
+def one_rank(rank: int, life: Path, arguments: Sequence[str]) -> None:
+    """The example as torchrun would start it; what it prints goes to a file."""
+    output = os.open(life / f"rank-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), GLOO_SOCKET_IFNAME="lo")
+    store = dist.FileStore(str(life / "store"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE))
+    sys.argv = [str(EXAMPLE), *arguments]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Whom to kill, and when."""
+
+    victims: Sequence[int]
+    save: int  # in which save from the start; 0: at any moment
+    after: float  # seconds
+
+    @staticmethod
+    def drawn(seed: int) -> Iterator[Kill]:
+        rng = random.Random(seed)
+        while True:
+            victims, save = rng.choice([[0], [1], [0, 1]]), rng.choice([0, 0, 1, 2, 3])
+            yield Kill(victims, save, rng.uniform(0, DURING if save else LONGEST))
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The directory that a job saves to."""
+
+    folder: Path
+
+    def steps(self) -> list[int]:
+        """Those that are complete."""
+        return sorted(int(name.removeprefix("step-")) for name in self._names() if not name.startswith("."))
+
+    def newest(self) -> int:
+        return max(self.steps(), default=0)
+
+    def drafts(self, since: float) -> list[str]:
+        """Those that somebody has been writing since then; older ones are of the dead."""
+        return [name for name in self._names() if name.endswith(".draft") and self._changed(name) > since]
+
+    def check(self, before: int) -> None:
+        """Raise unless all are whole and none is missing; ``before`` is the newest that was seen earlier."""
+        steps, newest = self.steps(), fs.checkpoint.latest(self.folder)
+        assert newest == fs.checkpoint.latest(self.folder, verify=True)
+        assert newest == (self.folder / f"step-{self.newest():06d}" if steps else None)
+        assert self.newest() >= before, f"{steps}: step {before} was there"
+        saved = range(EVERY, self.newest() + 1, EVERY)
+        # Between publishing one and removing the oldest there is one more; who is killed there leaves it.
+        assert steps in ([*saved[-KEEP:]], [*saved[-KEEP - 1 :]]), f"{steps} of {saved}"
+        damaged = {step: fs.checkpoint.damage(self.folder / f"step-{step:06d}") for step in steps}
+        assert not any(damaged.values()), damaged
+
+    def _names(self) -> list[str]:
+        return os.listdir(self.folder) if self.folder.exists() else []
+
+    def _changed(self, name: str) -> float:
+        path = self.folder / name
+        try:
+            return path.stat().st_mtime
+        except FileNotFoundError:  # published meanwhile
+            return 0.0
+
+
+@dataclass(frozen=True)
+class Life:
+    """How one start of a job ended."""
+
+    killed: int  # ranks that the kill took; 0: it came too late
+    moment: str
+    newest: int  # step of the newest checkpoint just before the kill
+    seconds: float  # from the kill to the end of the last rank
+    output: str  # of rank 0
+
+
+def live(folder: Path, number: int, kill: Kill | None) -> Life:
+    """Start a job, or start it again, kill ranks, and wait until all have ended."""
+    life, checkpoints = folder / f"life-{number}", Checkpoints(folder / "checkpoints")
+    life.mkdir(parents=True)
+    options = f"--steps {STEPS} --batch-size 1 --dropout 0.1 --every {EVERY} --keep {KEEP} --resume --json".split()
+    arguments = [*options, "--text", str(EXAMPLE), "--checkpoint", str(checkpoints.folder)]
+    context = multiprocessing.get_context("forkserver")  # it has torch loaded: a start takes a tenth of a second
+    context.set_forkserver_preload(["functorch_shard"])
+    ranks = [context.Process(target=one_rank, args=(rank, life, arguments)) for rank in range(RANKS)]
+    start = time.time()
+    try:
+        for process in ranks:
+            process.start()
+        due = kill is not None and wait_for(kill, checkpoints, ranks, start)
+        moment, newest = moment_of(life, checkpoints, start), checkpoints.newest()
+        for victim in kill.victims if kill and due else ():
+            ranks[victim].kill()
+        seconds = wait_until_all_end(ranks, life, None if not due else 2 * PATIENCE)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    killed = [process.exitcode for process in ranks].count(-signal.SIGKILL)
+    return Life(killed, moment, newest, seconds, output_of(life, 0))
+
+
+def wait_for(kill: Kill, checkpoints: Checkpoints, ranks: Sequence[Any], start: float) -> bool:
+    """Wait for the moment of the kill; False if all ranks end before it."""
+    saves: set[str] = set()
+    while len(saves) < kill.save:
+        if not any(process.is_alive() for process in ranks):
+            return False
+        saves.update(checkpoints.drafts(since=start))
+        time.sleep(0.001)
+    time.sleep(kill.after)
+    return any(process.is_alive() for process in ranks)
+
+
+def moment_of(life: Path, checkpoints: Checkpoints, start: float) -> str:
+    if checkpoints.drafts(since=start):
+        return "in a save"
+    return "between saves" if "step " in output_of(life, 0) else "in the start"
+
+
+def wait_until_all_end(ranks: Sequence[Any], life: Path, patience: float | None) -> float:
+    """By themselves; the seconds that it took. Without a kill, without an error."""
+    start = time.monotonic()
+    for rank, process in enumerate(ranks):
+        process.join(patience or 300)
+        assert process.exitcode is not None, f"rank {rank} hangs:\n{output_of(life, rank)}"
+    codes = [process.exitcode for process in ranks]
+    assert -signal.SIGKILL in codes or codes == [0] * RANKS, f"{codes}:\n{output_of(life, 0)}\n{output_of(life, 1)}"
+    return time.monotonic() - start
+
+
+def output_of(life: Path, rank: int) -> str:
+    file = life / f"rank-{rank}"
+    return file.read_text() if file.exists() else ""
+
+
+def run_job(folder: Path, kills: Iterator[Kill]) -> Iterator[Life]:
+    """Every life of a job until it is done; without any more kills, to its end."""
+    newest = 0
+    for number in itertools.count():
+        life = live(folder, number, next(kills, None))
+        Checkpoints(folder / "checkpoints").check(max(newest, life.newest))
+        newest = Checkpoints(folder / "checkpoints").newest()
+        yield life
+        if not life.killed:
+            return
+
+
+def results(life: Life) -> dict[str, Any]:
+    found = json.loads(life.output.splitlines()[-1])
+    return {name: found[name] for name in ("losses", "val_bits_per_byte", "digest")}
+
+
+def kill_loop(num_kills: int, seed: int, folder: Path) -> list[Life]:
+    """The lives that were ended; raises where anything was lost."""
+    expected = results(*run_job(folder / "undisturbed", iter(())))
+    kills, ended = Kill.drawn(seed), []
+    for job in itertools.count():
+        left = itertools.takewhile(lambda _: len(ended) < num_kills, kills)
+        life = None
+        for life in run_job(folder / f"job-{job}", left):
+            if life.killed:
+                ended.append(life)
+                show(life, job, len(ended))
+        assert life is not None
+        assert results(life) == expected, f"job {job}: {results(life)}, expected {expected}"
+        print(f"job {job}: done, as the undisturbed one", flush=True)
+        if len(ended) >= num_kills:
+            return ended
+    raise AssertionError("unreachable")
+
+
+def show(life: Life, job: int, number: int) -> None:
+    whom = "one rank" if life.killed == 1 else "all ranks"
+    step = f"after step {life.newest} was saved" if life.newest else "before any was saved"
+    print(f"kill {number:3d}: job {job}, {whom} {life.moment}, {step}; {life.seconds:.2f} s to the end", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kill_loop_") as folder:
+        ended = kill_loop(chosen.kills, chosen.seed, Path(folder))
+    alone = [life.seconds for life in ended if life.killed == 1]
+    print(f"{len(ended)} kills in {time.monotonic() - start:.0f} s: {dict(Counter(life.moment for life in ended))}")
+    print("no checkpoint damaged, none lost; losses and parameters bitwise those of the undisturbed job")
+    if alone:
+        print(
+            f"{len(alone)} survivors ended by themselves: {statistics.median(alone):.2f} s, at most {max(alone):.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
