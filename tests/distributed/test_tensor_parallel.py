@@ -541,6 +541,48 @@ def fetches_and_reductions_come_in_the_order_of_a_plain_model(axes: DeviceMesh, 
 
 
 @check
+def one_rank_of_the_data_axis_has_the_parts_of_all(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    model = distributed(axes)
+    layout = fs.plan(model, mesh)
+    expected = fs.shard(model, layout)
+    with torch.no_grad():  # what other ranks have counts nothing
+        for parameter in model.parameters():
+            parameter.mul_(1.0 if mesh.rank == 1 else float("nan"))
+    exactly(dict(fs.shard(model if mesh.rank == 1 else None, layout, from_rank=1)), dict(expected))
+
+
+@check
+def whole_parameters_on_one_rank_of_the_data_axis_are_dtensors(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    model = distributed(axes)
+    params = fs.shard(model, fs.plan(model, mesh))
+    full = fs.gather_to(params, 1)
+    assert (full is None) == (mesh.rank != 1)
+    if full is not None:
+        exactly({k: whole(x).detach() for k, x in full.items()}, {k: p.detach() for k, p in tied_values().items()})
+
+
+def tied_values() -> dict[str, Tensor]:
+    return dict(tie(transformer()).named_parameters())
+
+
+@check
+def apply_runs_the_parallel_model_with_gradients_of_its_parts(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    model = distributed(axes)
+    params = fs.shard(model, fs.plan(model, mesh))
+    words = sentences(0, mesh.rank)
+
+    def applied(p: fs.Sharded) -> Tensor:
+        logits, buffers = fs.apply(model, p, {}, words[:, :-1])
+        assert dict(buffers) == {}
+        return next_words(logits, words)
+
+    grads = fs.grad(applied)(params)
+    expected = fs.grad(lambda p: loss_of(model, fs.gather(p), words))(params)
+    closely(whole_values(grads), whole_values(expected))
+    assert any(grad.any() for grad in grads.values() if grad is not None)
+
+
+@check
 def what_does_not_fit_is_refused_by_name(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     w, tensor = torch.arange(12.0).view(4, 3), axes["tensor"]
     cut = distribute_tensor(w, tensor, [Shard(0)])
