@@ -561,6 +561,17 @@ def whole_parameters_on_one_rank_of_the_data_axis_are_dtensors(axes: DeviceMesh,
         exactly({k: whole(x).detach() for k, x in full.items()}, {k: p.detach() for k, p in tied_values().items()})
 
 
+@check
+def another_layout_of_the_same_parts_has_their_values(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    model = distributed(axes)
+    params = fs.shard(model, fs.plan(model, mesh))
+    other = fs.plan(model, mesh, units=200, align_bytes=0)
+    there = fs.reshard(params, other)
+    assert there.layout == other != params.layout
+    exactly(dict(there), dict(fs.shard(model, other)))
+    exactly(dict(fs.reshard(there, params.layout)), dict(params))
+
+
 def tied_values() -> dict[str, Tensor]:
     return dict(tie(transformer()).named_parameters())
 
