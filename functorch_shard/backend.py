@@ -458,7 +458,7 @@ class RollCall:
 
     def __init__(self, group: Any) -> None:
         self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.timeout: timedelta = _timeout(group)
+        self.timeout: timedelta = timeout_of(group)
         self._group = dist.new_group(self.ranks, self.timeout, "gloo", use_local_synchronization=True)
 
     def exchange(self, message: bytes) -> tuple[dict[int, bytes], RuntimeError | None]:
@@ -473,6 +473,11 @@ class RollCall:
         return {rank: row for rank, row in zip(self.ranks, rows, strict=True) if any(row)}, error
 
 
-def _timeout(group: Any) -> timedelta:
+def timeout_of(group: Any) -> timedelta:
     """How long ``group`` waits, which it has no public way to tell."""
     return group._get_backend(group._device_types[0]).options._timeout
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """How long ``group`` is to wait: torch's public call for this came after 2.11."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)

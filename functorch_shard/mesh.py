@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from math import prod
 from typing import Any, TypeVar, overload
@@ -23,8 +24,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import agree, gather_texts
-from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record
+from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record, set_timeout, timeout_of
 from .errors import axes_text
+from .failures import naming_lost_ranks
 from .spmd import split_tensor, spmd
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -234,7 +236,8 @@ class Mesh:
             )
         sizes = device_mesh.shape
         groups = [group_backend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
-        axes = tuple(Axis(name, group.size, group) for name, group in zip(names, groups, strict=True))
+        backends = [naming_lost_ranks(group, name) for group, name in zip(groups, names, strict=True)]
+        axes = tuple(Axis(name, size, backend) for name, size, backend in zip(names, sizes, backends, strict=True))
         processes = tuple(device_mesh.mesh.flatten().tolist())
         return Mesh(axes, _device(device_mesh.device_type), processes, device_mesh)
 
@@ -293,16 +296,29 @@ def simulated_mesh(axes: int | Mapping[str, int], *, device: torch.device | str 
     return Mesh(_simulated_axes(sizes), where)
 
 
-def init_mesh(axes: Mapping[str, int] | None = None, *, device: torch.device | str | None = None) -> Mesh:
+def init_mesh(
+    axes: Mapping[str, int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: timedelta | float | None = None,
+) -> Mesh:
     """All ranks of this job: under torchrun, in an initialised process group, or one rank without any.
 
     Args:
         axes: sizes by name, outermost first; one may be ``-1``, what is left. Default: ``{"shard": -1}``.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL); CUDA where there is one unless given. Under torchrun the process
             group is made here; one that exists is used as it is.
+        timeout: how long a collective waits for other ranks, in seconds or as a ``timedelta``, on every axis; torch's
+            default (gloo 30 minutes, NCCL 10) unless given. Only for a process group that is made here: the axes have
+            that of one that exists.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of ranks; the message gives the product.
+        ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
+            that is not above 0, or that comes with a process group that exists or without one.
+        RuntimeError: later, from a collective of gloo ranks: another rank has ended, or stalled for longer than the
+            timeout. It names that rank, by its number in the default group, with torch's error as its cause, up to a
+            tenth of the timeout later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog
+            ends the process instead, unless torch is told to raise.
 
     Cost:
         Makes a process group per axis, as torch's ``init_device_mesh``.
@@ -312,12 +328,16 @@ def init_mesh(axes: Mapping[str, int] | None = None, *, device: torch.device | s
         Mesh(shard=1, cpu)
     """
     kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
-    if dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys()):
+    several = dist.is_available() and (dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys())
+    patience = _patience(timeout, several)
+    if several:
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=patience)
         sizes = _fill(axes or {"shard": -1}, dist.get_world_size())
-        names = tuple(sizes)
-        return Mesh.from_device_mesh(init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=names))
+        made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        for group in made.get_all_groups():  # torch made those of several axes with its default
+            set_timeout(group, timeout_of(dist.group.WORLD))
+        return Mesh.from_device_mesh(made)
     sizes = _fill(axes or {"shard": -1}, 1)
     return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), _device(kind))
 
@@ -327,13 +347,28 @@ def job_mesh() -> Mesh:
     if not (dist.is_available() and dist.is_initialized()):
         return Mesh((Axis("job", 1, DetachedBackend()),), _device("cpu"))
     group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    return Mesh((Axis("job", group.size, group),), _device("cpu" if dist.get_backend() == "gloo" else "cuda"))
+    return Mesh(
+        (Axis("job", group.size, naming_lost_ranks(group, "job")),),
+        _device("cpu" if dist.get_backend() == "gloo" else "cuda"),
+    )
 
 
 def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
     others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
     return tuple(Axis(name, size, StackedBackend(size, ranks[name], others[name])) for name, size in sizes.items())
+
+
+def _patience(timeout: timedelta | float | None, several: bool) -> timedelta | None:
+    if timeout is None:
+        return None
+    patience = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if patience <= timedelta():
+        raise ValueError(f"init_mesh: timeout: got {timeout}, expected more than 0 seconds")
+    if not several or dist.is_initialized():
+        state = "exists already: pass its timeout to init_process_group" if several else "is made for one rank: omit it"
+        raise ValueError(f"init_mesh: timeout: got {timeout}, but the process group {state}.")
+    return patience
 
 
 def _checked_backend(backend: Backend) -> Backend:

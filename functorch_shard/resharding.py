@@ -13,6 +13,7 @@ from torch import Tensor
 from .backend import connect, exchange
 from .copying import Copy, copy_plan
 from .errors import first_difference, name_problems, reject
+from .failures import run_on_job
 from .holdings import NOTHING, Holding, holding, is_node, ranks_here
 from .layout import Buffer, Layout
 from .mesh import Mesh
@@ -107,7 +108,7 @@ class _Move:
 
     def nodes(self) -> Iterator[Sharded]:
         if self.home:
-            connect(len(self.home), self.layout.mesh.device)
+            run_on_job("reshard", lambda: connect(len(self.home), self.layout.mesh.device))
         for node, leaves in enumerate(self.leaves):
             yield Sharded({key: self._make(node, key, leaf) for key, leaf in leaves.items()}, self.layout)
 
@@ -149,7 +150,7 @@ class _Move:
                 incoming.setdefault(self.held.layout.mesh.processes[copy.source_rank], []).append(copy)
         sends = {process: torch.cat(parts).to(mine.device) for process, parts in outgoing.items()}
         receives = {process: mine.new_empty(sum(c.numel for c in parts)) for process, parts in incoming.items()}
-        exchange(sends, receives, mine.dtype)
+        run_on_job("reshard", lambda: exchange(sends, receives, mine.dtype))
         for process, parts in incoming.items():
             for copy, part in zip(parts, receives[process].split([c.numel for c in parts]), strict=True):
                 _target(copy, made).copy_(part)

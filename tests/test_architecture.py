@@ -28,6 +28,7 @@ ORDER = [
     "wire",
     "backend",
     "wrapping",
+    "failures",
     "counting",
     "checking",
     "communication",
@@ -112,8 +113,9 @@ def test_integers_of_the_layout_know_no_process_groups() -> None:
 
 def test_only_mesh_and_backend_touch_torch_distributed_at_work() -> None:
     users = {m for m in ORDER for node in runtime_imports(m) if "torch.distributed" in ast.unparse(node)}
-    # processes starts the ranks of tests, and DTensors and the format of checkpoints are torch.distributed's
-    assert users == {"backend", "mesh", "metadata", "processes", "tensor_parallel"}
+    # failures asks the job's store who is there, processes starts the ranks of tests, and DTensors and the format of
+    # checkpoints are torch.distributed's
+    assert users == {"backend", "failures", "mesh", "metadata", "processes", "tensor_parallel"}
 
 
 def test_private_torch_is_imported_where_it_is_declared() -> None:
