@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,19 @@ def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) ->
         return _own_row(pack(tensors, buffer).detach(), buffer, layout)
     if mesh.in_spmd:
         return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
-    rows = _rows(tensors, buffer, layout)
+    return stacked(_rows(tensors, buffer, layout), layout)
+
+
+def shards_here(buffer: Buffer, layout: Layout) -> Sequence[int]:
+    """The shards of ``buffer`` that this process has: its own, or those of all simulated ranks."""
+    return [int(_index(layout))] if layout.mesh.in_spmd else range(buffer.num_shards)
+
+
+def stacked(rows: Tensor, layout: Layout) -> Tensor:
+    """The shards of all simulated ranks, from a row for each shard; the one row of what is whole is everybody's."""
+    rows = rows.expand(layout.num_shards, -1)
     ones = [size if name == layout.shard_axis else 1 for name, size in layout.axes]
-    return rows.view(*ones, -1).expand(*mesh.axes.values(), -1).contiguous()
+    return rows.view(*ones, -1).expand(*layout.mesh.axes.values(), -1).contiguous()
 
 
 def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
