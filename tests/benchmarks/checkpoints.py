@@ -1,0 +1,176 @@
+"""Checkpoints against torch.distributed.checkpoint: time and memory, and what a save in flight costs a training loop.
+
+python -m tests.benchmarks.checkpoints                                # 27M parameters and AdamW's state, two ranks
+python -m tests.benchmarks.checkpoints --workload small --rounds 3    # the short form
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.checkpoint import load, save
+from functorch_shard.testing import run_ranks
+from tests.benchmarks.workloads import WORKLOADS, Workload
+from tests.live_bytes import LiveBytes
+
+BATCH, LR = 4, 1e-3
+Times = dict[str, list[float]]
+
+
+class Ours:
+    def __init__(self, work: Workload) -> None:
+        self.work, self.model, self.mesh = work, work.model(), fs.init_mesh()
+        self.params = fs.shard(self.model, fs.plan(self.model, self.mesh))
+        self.opt = fs.optimizer(torch.optim.AdamW, lr=LR)
+        self.params, self.state = self.opt.step(self.params, self.params, self.opt.init(self.params))
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": self.params, "optim": self.opt.state_dict(self.state, self.params)}
+
+    def load(self, path: Path) -> None:
+        load(path, self.tree(), donate=True)
+
+    def step(self) -> None:
+        x, y = self.work.batch(self.mesh.rank, BATCH)
+        loss = lambda p: self.work.loss(functional_call(self.model, fs.gather(p), (x,)), y)  # noqa: E731
+        grads, _ = fs.grad_and_value(loss)(self.params)
+        self.params, self.state = self.opt.step(self.params, grads, self.state)
+
+
+class FSDP2:
+    def __init__(self, work: Workload) -> None:
+        self.model: Any = work.model()
+        mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in (*self.model.blocks, self.model):
+            fully_shard(block, mesh=mesh)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=LR)
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": get_model_state_dict(self.model), "optim": get_optimizer_state_dict(self.model, self.optim)}
+
+    def load(self, path: Path) -> None:
+        dcp.load(self.tree(), checkpoint_id=path)  # into the memory of the parameters
+
+
+def measure(workload: str, rounds: int, directory: str) -> tuple[Times, dict[str, float]]:
+    """Seconds of the slowest rank, in turns; and bytes of tensors."""
+    ours, peer, folder = Ours(WORKLOADS[workload]), FSDP2(WORKLOADS[workload]), Path(directory)
+    calls: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+        "ours": (lambda path: save(path, ours.tree()), ours.load),
+        "dcp": (lambda path: dcp.save(peer.tree(), checkpoint_id=path), peer.load),
+    }
+    times: Times = {f"{verb}, {name}": [] for verb in ("save", "load") for name in calls}
+    for i in range(rounds + 1):
+        for name in list(calls)[:: 1 if i % 2 else -1]:  # nobody always comes first
+            path = folder / f"{name}-{i}"
+            for verb, call in zip(("save", "load"), calls[name], strict=True):
+                times[f"{verb}, {name}"].append(_seconds(lambda call=call, path=path: call(path)))
+            _remove(path)
+    times = {what: series[1:] for what, series in times.items()}
+    return {**times, **_in_flight(ours, folder, rounds)}, _memory(ours, folder)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _remove(path: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(path)
+    dist.barrier()
+
+
+def _in_flight(ours: Ours, folder: Path, rounds: int) -> Times:
+    """Steps with and without a save beside them, in turns, and how long the loop stood still for ``save`` itself."""
+    times: Times = {"step": [], "step, saving": [], "until save returns": [], "until it is there": []}
+    ours.step()
+    for i in range(rounds):
+        times["step"].append(_seconds(ours.step))
+        dist.barrier()
+        start = time.perf_counter()
+        saving = save(folder / f"async-{i}", ours.tree(), async_save=True)
+        times["until save returns"].append(time.perf_counter() - start)
+        times["step, saving"].append(_seconds(ours.step))
+        saving.result()
+        times["until it is there"].append(time.perf_counter() - start)
+        _remove(folder / f"async-{i}")
+    return times
+
+
+def _memory(ours: Ours, folder: Path) -> dict[str, float]:
+    """The most bytes of tensors at any moment, beside those that were there before; counted by torch's allocator."""
+    layout = ours.params.layout
+    with LiveBytes() as live:
+        live.mark("save")
+        save(folder / "memory", ours.tree())
+        live.mark("load")
+        ours.load(folder / "memory")
+        live.mark("end")
+    rank = dist.get_rank()
+    return {
+        "tree on this rank": 3 * sum(b.shard_numel * b.dtype.itemsize for b in layout.buffers.values()),
+        "files of this rank": (folder / "memory" / f"__{rank}_0.distcp").stat().st_size,
+        "largest unit": max(sum(b.nbytes for b in unit.buffers) for unit in layout.units),
+        "save": live.growth("save", "load"),
+        "load": live.growth("load", "end"),
+    }
+
+
+def table(times: Times, memory: dict[str, float], ranks: int) -> str:
+    nbytes, lines = ranks * memory["files of this rank"], ["median s (fastest to slowest), MB/s of all ranks"]
+    for what, series in times.items():
+        rate = f"{nbytes / 1e6 / statistics.median(series):8.0f}" if what[:4] in ("save", "load") else ""
+        line = f"  {what:20s} {statistics.median(series):8.3f} ({min(series):.3f} to {max(series):.3f}) {rate}"
+        lines.append(line.rstrip())
+    for verb in ("save", "load"):
+        ratios = [a / b for a, b in zip(times[f"{verb}, ours"], times[f"{verb}, dcp"], strict=True)]
+        lines.append(f"  {verb}, ours to dcp: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    sizes = ", ".join(f"{what} {size / 1e6:.1f} MB" for what, size in memory.items())
+    return "\n".join([*lines, f"  a rank's tensors, and the most beside them: {sizes}"])
+
+
+def check_memory(memory: dict[str, float]) -> None:
+    """Neither has more than a unit at a time beside the tree."""
+    for verb in ("save", "load"):
+        if memory[verb] > memory["largest unit"]:
+            raise AssertionError(
+                f"{verb}: {memory[verb]:,} bytes beside the tree, a unit has {memory['largest unit']:,}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", choices=WORKLOADS, default="gpt")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory", help="where to write; a temporary one unless given")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=chosen.directory) as folder:
+        times, memory = run_ranks(measure, chosen.ranks, chosen.workload, chosen.rounds, folder, timeout=3000)[0]
+    print(f"{chosen.workload}, {chosen.ranks} gloo ranks: {chosen.rounds} rounds")
+    print(table(times, memory, chosen.ranks))
+    check_memory(memory)
+
+
+if __name__ == "__main__":
+    main()
