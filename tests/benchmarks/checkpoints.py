@@ -1,7 +1,7 @@
 """Checkpoints against torch.distributed.checkpoint: time and memory, and what a save in flight costs a training loop.
 
 python -m tests.benchmarks.checkpoints                                # 27M parameters and AdamW's state, two ranks
-python -m tests.benchmarks.checkpoints --workload small --rounds 3    # the short form
+python -m tests.benchmarks.checkpoints --rounds 1                     # the short form
 """
 
 from __future__ import annotations

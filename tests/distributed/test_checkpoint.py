@@ -382,8 +382,9 @@ def disagree(folder: Path) -> dict[str, str]:
         "another checkpoint": told(lambda: load(folder / ("good too" if last else "good"), like)),
         "no checkpoint": told(lambda: load(folder / ("none" if last else "good"), like)),
     }
-    read = loading.Stored.tensor
-    loading.Stored.tensor = full_disk if last else read
+    read: Any = loading.Stored.tensor
+    unreadable: Any = full_disk if last else read
+    loading.Stored.tensor = unreadable
     answers["unreadable"] = told(lambda: load(folder / "good", like))
     loading.Stored.tensor = read
     return answers
@@ -437,7 +438,7 @@ def first_of_two(folder: Path) -> dict[str, Any]:
     save(faults / "good", tree)
     dist.barrier()
     good = files_of(faults)
-    answers = {"fail": fail(faults)}
+    answers: dict[str, Any] = {"fail": fail(faults)}
     dist.barrier()
     answers["left"] = sorted(set(files_of(faults)) ^ set(good))
     answers["disagree"] = disagree(faults)
