@@ -13,10 +13,11 @@ from typing import Any
 from .folders import in_order
 from .loading import Loading
 from .naming import PerRank
+from .safetensors_files import export_safetensors, import_safetensors
 from .saving import Saving, party_of
 from .stored import Stored, order_of
 
-__all__ = ["PerRank", "Saving", "latest", "load", "save"]
+__all__ = ["PerRank", "Saving", "damage", "export_safetensors", "import_safetensors", "latest", "load", "save"]
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, async_save: bool = False) -> Saving:

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ class Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     values: tuple[Value, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the numbers of a tensor."""
+        return prod(self.shape) * self.dtype.itemsize if self.dtype else 0
 
     def __str__(self) -> str:
         return "a plain value" if self.dtype is None else f"shape {self.shape}, {self.dtype}"

@@ -16,6 +16,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
@@ -81,6 +82,18 @@ class Stored:
                 f"{self.folder / value.file}: {name!r}: {what} at byte {value.start}, expected shape "
                 f"{value.box.sizes}, {entry.dtype}. {_ALTERED}"
             )
+        return x
+
+    def whole(self, name: str) -> Tensor:
+        """All of the tensor ``name``, put together on the CPU."""
+        entry = self.entries[name]
+        missing = prod(entry.shape) - sum(value.box.numel for value in entry.values)
+        reject(
+            f"{self.folder}: {name!r}", [f"{missing} elements are in no file"] * (missing > 0), _ALTERED, RuntimeError
+        )
+        x = torch.empty(entry.shape, dtype=entry.dtype)
+        for value in entry.values:
+            x[value.box.index] = self.tensor(name, value)
         return x
 
     def plain(self, name: str) -> Any:

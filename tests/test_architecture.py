@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import functorch_shard as fs
@@ -70,6 +71,7 @@ ORDER = [
     "saving",
     "loading",
     "checkpoint",
+    "__main__",
     "estimating",
     "processes",
     "testing",
@@ -85,6 +87,7 @@ PRIVATE = {
 }
 
 
+@cache
 def tree(module: str) -> ast.Module:
     return ast.parse((PACKAGE / f"{module}.py").read_text())
 

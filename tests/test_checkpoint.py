@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import functorch_shard as fs
 from functorch_shard import saving, stored
+from functorch_shard.__main__ import main as command
 from functorch_shard.checkpoint import PerRank, damage, latest, load, save
 from functorch_shard.metadata import entries_of
 from tests.models import awkward, loss_of, two_layers
@@ -666,3 +667,39 @@ def test_the_manifest_lists_every_file_and_every_byte(four: Any) -> None:
         ends = [start + nbytes for start, nbytes, _ in rows]
         assert [start for start, _, _ in rows] == [0, *ends[:-1]]
         assert ends[-1] == manifest["files"][name]
+
+
+# the command line
+
+
+def test_inspect_lists_what_a_checkpoint_holds(four: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, params, _ = four
+    assert command(["inspect", str(path)]) == 0
+    told = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in told.splitlines() if line}
+    assert lines["model.out.weight"][1:4] == ["(3,", "7)", "float64"]
+    assert lines["model.out.weight"][-1] == str(21 * 8)
+    assert lines["step"] == ["step", "2"]
+    names = [*params.layout.slots, *dict(params.layout.aliases)]
+    assert {f"model.{name}" for name in names} <= lines.keys()
+
+
+def test_consolidate_writes_the_model_for_others(four: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _, _ = four
+    assert command(["consolidate", str(path), str(tmp_path / "out"), "--max-shard-size", "400"]) == 0
+    layout = planned({"shard": 3}, units=1)
+    assert_equal(fs.checkpoint.import_safetensors(tmp_path / "out", layout), load(path, {"model": four[1]})["model"])
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert command(["consolidate", str(path), str(tmp_path / "out")]) == 1
+    assert command(["consolidate", str(path), str(tmp_path / "new"), "--prefix", "ema."]) == 1
+    told = capsys.readouterr().err
+    assert "names begin with model, optim, step" in told
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_line_refuses_what_is_damaged(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(pair / "step-2" / "__0_0.distcp", 100)
+    for arguments in (["inspect"], ["consolidate"]):
+        out = [str(pair / "out")] if arguments == ["consolidate"] else []
+        assert command([*arguments, str(pair / "step-2"), *out]) == 1
+        assert "__0_0.distcp: 100 bytes, expected" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Checkpoints from the command line, without ranks.
+
+python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
+python -m functorch_shard consolidate CKPT OUT    # the model as safetensors files
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .errors import reject, table
+from .metadata import Entry
+from .safetensors_writer import MAX_SHARD_SIZE, write_files
+from .safetensors_writer import Entry as FileEntry
+from .stored import Stored
+
+
+def inspect(stored: Stored) -> str:
+    """All tensors and plain values of a checkpoint, as two tables."""
+    tensors = [(name, entry) for name, entry in sorted(stored.entries.items()) if entry.dtype is not None]
+    plain = [name for name, entry in sorted(stored.entries.items()) if entry.dtype is None]
+    rows = [(name, str(entry.shape), _dtype(entry), len(entry.values), entry.nbytes) for name, entry in tensors]
+    total = ("total", "", "", sum(row[3] for row in rows), sum(row[4] for row in rows))
+    texts = [table([*rows, total], ("tensor", "shape", "dtype", "boxes", "bytes"), left=3)]
+    if plain:
+        texts.append(table([(name, repr(stored.plain(name))[:80]) for name in plain], ("value", ""), left=2))
+    return "\n\n".join([str(stored.folder), *texts])
+
+
+def consolidate(stored: Stored, path: Path, prefix: str, max_shard_size: int) -> list[str]:
+    """Write the tensors whose names start with ``prefix``, without it, one at a time; their names."""
+    names = [name for name, entry in stored.entries.items() if name.startswith(prefix) and entry.dtype is not None]
+    beginnings = sorted({name.split(".")[0] for name in stored.entries})
+    nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(beginnings)}"]
+    reject("consolidate", [] if names else nothing, "Pass --prefix, as --prefix ema. for the averages.")
+    write_files([_pair(stored, name, name[len(prefix) :]) for name in names], path, max_shard_size)
+    return names
+
+
+def _pair(stored: Stored, name: str, short: str) -> tuple[FileEntry, Callable[[], Tensor]]:
+    entry = stored.entries[name]
+    assert entry.dtype is not None
+    return FileEntry(short, entry.dtype, entry.shape), lambda: stored.whole(name)
+
+
+def _dtype(entry: Entry) -> str:
+    return str(entry.dtype).removeprefix("torch.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m functorch_shard", description="Look into checkpoints.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
+    make = commands.add_parser("consolidate", help="the model as safetensors files")
+    for command in (look, make):
+        command.add_argument("checkpoint", type=Path, help="what checkpoint.save or dcp.save has written")
+    make.add_argument("out", type=Path, help="a new directory")
+    make.add_argument("--prefix", default="model.", help="of the names to take, which they lose (default: model.)")
+    make.add_argument("--max-shard-size", type=int, default=MAX_SHARD_SIZE, help="bytes of numbers in one file")
+    args = parser.parse_args(argv)
+    try:
+        stored = Stored.open(args.checkpoint.absolute())
+        if args.command == "inspect":
+            sys.stdout.write(f"{inspect(stored)}\n")
+        else:
+            names = consolidate(stored, args.out, args.prefix, args.max_shard_size)
+            sys.stdout.write(f"{args.out}: {len(names)} tensors\n")
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        sys.exit(main())
