@@ -153,7 +153,8 @@ class Optimizer:
 
         Returns:
             ``{"state": state, "param_groups": [{"params": names, "lr": ..., ...}]}``, one group for each label. The
-            groups are for other programs: here, options are the optimizer's and the step's own.
+            groups are for other programs: here, options are the optimizer's and the step's own, so load into
+            ``{"state": state}``, which any labels can.
 
         Raises:
             TypeError: an option that the class does not have.
