@@ -9,7 +9,8 @@ later, as a rank of another row that lost one that had ended, repeats it instead
 The window is a tenth of the group's timeout, but at least 2 and at most 10 seconds. A rank that works for longer than
 that between two collectives, or came to the same collective so much later, is silent too and may be named beside the
 one that is gone; when it gets its own error, it judges for itself. What is written stays as long as the store, and a
-program that goes on after such an error needs a new process group with a new store, as torchrun's restarts have it.
+program that goes on after such an error needs a new process group with a new store, as init_mesh makes it under
+torchrun (Note [Fresh store] in rendezvous.py).
 
 Nothing is sent, asked or waited for before there is an error.
 """

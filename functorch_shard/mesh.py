@@ -27,6 +27,7 @@ from .agreement import agree, gather_texts
 from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record, set_timeout, timeout_of
 from .errors import axes_text
 from .failures import naming_lost_ranks
+from .rendezvous import join_job
 from .spmd import split_tensor, spmd
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -315,10 +316,11 @@ def init_mesh(
     Raises:
         ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
             that is not above 0, or that comes with a process group that exists or without one.
-        RuntimeError: later, from a collective of gloo ranks: another rank has ended, or stalled for longer than the
-            timeout. It names that rank, by its number in the default group, with torch's error as its cause, up to a
-            tenth of the timeout later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog
-            ends the process instead, unless torch is told to raise.
+        RuntimeError: ranks of the job did not come within ``timeout``; every other one names them. Or later, from a
+            collective of gloo ranks: another rank has ended, or stalled for longer than the timeout. It names that
+            rank, by its number in the default group, with torch's error as its cause, up to a tenth of the timeout
+            later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog ends the process
+            instead, unless torch is told to raise.
 
     Cost:
         Makes a process group per axis, as torch's ``init_device_mesh``.
@@ -332,7 +334,7 @@ def init_mesh(
     patience = _patience(timeout, several)
     if several:
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=patience)
+            join_job("nccl" if kind == "cuda" else "gloo", patience)
         sizes = _fill(axes or {"shard": -1}, dist.get_world_size())
         made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in made.get_all_groups():  # torch made those of several axes with its default

@@ -30,6 +30,7 @@ ORDER = [
     "backend",
     "wrapping",
     "failures",
+    "rendezvous",
     "counting",
     "checking",
     "communication",
@@ -120,9 +121,9 @@ def test_integers_of_the_layout_know_no_process_groups() -> None:
 
 def test_only_mesh_and_backend_touch_torch_distributed_at_work() -> None:
     users = {m for m in ORDER for node in runtime_imports(m) if "torch.distributed" in ast.unparse(node)}
-    # failures asks the job's store who is there, processes starts the ranks of tests, and DTensors and the format of
-    # checkpoints are torch.distributed's
-    assert users == {"backend", "failures", "mesh", "metadata", "processes", "tensor_parallel"}
+    # failures asks the job's store who is there, rendezvous makes the job's process group, processes starts the ranks
+    # of tests, and DTensors and the format of checkpoints are torch.distributed's
+    assert users == {"backend", "failures", "mesh", "metadata", "processes", "rendezvous", "tensor_parallel"}
 
 
 def test_private_torch_is_imported_where_it_is_declared() -> None:

@@ -39,7 +39,10 @@ def start(*command: str) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Standard output and errors of a command that succeeds."""
     try:
-        output, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=200)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks
+        output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors
