@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -86,15 +86,15 @@ def export_safetensors(
 
     Args:
         params: parameters, or any ``Sharded`` of their shape: averages, say; on simulated ranks the stacked tree.
-        path: of the new directory, in one that exists. It gets ``model.safetensors``; or, if that were larger than
+        path: of the new directory. It gets ``model.safetensors``; or, if that were larger than
             ``max_shard_size``, ``model-00001-of-0000N.safetensors`` and so on, and ``model.safetensors.index.json``.
         max_shard_size: bytes of numbers in a file; a tensor that is larger has a file of its own.
         names: from a parameter's name in the layout to its name in the files, as for :func:`import_safetensors`. Tied
-            parameters are written once, under their first name.
+            parameters are written under each of their names; under one, if ``names`` gives them the same.
 
     Raises:
         TypeError: an argument of the wrong kind.
-        FileExistsError, FileNotFoundError: something is at ``path`` already, or nothing is where it is to be.
+        FileExistsError: something is at ``path`` already, or another process is writing it.
         ValueError: shards that do not fit their layout, dtypes that the format has not, or equal names.
         OSError: rank 0 could not write: the disk is full, say. Nothing is left behind.
         RuntimeError: rank 0 failed, told on the others; or it is called inside ``spmd`` on simulated ranks.
@@ -123,8 +123,8 @@ def export_safetensors(
         raise TypeError(f"{_EXPORT}: got {type(params).__name__}, expected a Sharded.")
     _refuse_transforms(_EXPORT)
     mesh = params.layout.mesh
-    entries = mesh.agree(_EXPORT, lambda: _entries(params, names), lambda entries: [str(e) for e in entries.values()])
-    begin = lambda: NewFiles.begin(_EXPORT, list(entries.values()), path, max_shard_size)  # noqa: E731
+    entries = mesh.agree(_EXPORT, lambda: _entries(params, names), lambda entries: [str(pair) for pair in entries])
+    begin = lambda: NewFiles.begin(_EXPORT, [entry for _, entry in entries], path, max_shard_size)  # noqa: E731
     sink: Sink = mesh.agree(_EXPORT, begin if mesh.rank == 0 else Nowhere, lambda _: [])
     try:
         for unit in _by_unit(params):
@@ -232,14 +232,16 @@ def _equal(x: Tensor, place: Place, piece: Slice) -> bool:
     return torch.equal(x.contiguous().view(torch.uint8), other.view(torch.uint8))
 
 
-def _entries(params: Sharded, names: Names) -> dict[str, Entry]:
-    """What is to be written, by the names of the layout."""
+def _entries(params: Sharded, names: Names) -> list[tuple[str, Entry]]:
+    """What is to be written, with its first name in the layout; tied parameters once for each name in the files."""
     layout = params.layout
     _refuse_dtensors(_EXPORT, layout)
     check_shards(_EXPORT, params, layout)
     renamed, problems = _renamed(_EXPORT, names, layout)
     reject(_EXPORT, problems, "Nothing was written. names= maps a parameter's name in the layout to that in the files.")
-    return {name: Entry(renamed[name], slot.dtype, slot.shape) for name, slot in layout.slots.items()}
+    firsts = {name: name for name in layout.slots} | dict(layout.aliases)
+    slots = [(name, layout.slots[first]) for name, first in firsts.items()]
+    return list(dict.fromkeys((slot.name, Entry(renamed[name], slot.dtype, slot.shape)) for name, slot in slots))
 
 
 def _by_unit(params: Sharded) -> Iterator[Sharded]:
@@ -251,14 +253,15 @@ def _by_unit(params: Sharded) -> Iterator[Sharded]:
         yield Sharded({key: params[key] for key in part.buffers}, part)
 
 
-def _write(unit: Sharded, entries: Mapping[str, Entry], sink: Sink) -> None:
+def _write(unit: Sharded, entries: Iterable[tuple[str, Entry]], sink: Sink) -> None:
     """Returns when the unit is written, and let go of; raises on all ranks or none."""
     with torch.no_grad():
         whole = gather(unit, lazy=False)
 
     def write() -> None:
-        for name, x in whole.items():
-            sink.write(entries[name].name, x)
+        for name, entry in entries:
+            if name in whole:
+                sink.write(entry.name, whole[name])
 
     unit.layout.mesh.agree(_EXPORT, write, lambda _: [])
 

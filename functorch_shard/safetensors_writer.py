@@ -6,19 +6,17 @@ Every byte's place is known before the first tensor is, so nobody has to hold mo
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from shutil import rmtree
 from typing import NamedTuple, Protocol
-from uuid import uuid4
 
 import torch
 from torch import Tensor
 
 from .errors import reject
+from .folders import Draft, sync
 from .homes import no_room, write_numbers
 from .safetensors_headers import CODES, METADATA, Place, header_of
 from .safetensors_sources import INDEX, SINGLE, StrPath
@@ -45,11 +43,11 @@ def write_files(
 
     Args:
         tensors: what each is, and a function that returns it, which is called once, in this order.
-        path: of a directory that does not exist, in one that does.
+        path: of a directory that does not exist.
         max_shard_size: bytes of the numbers in one file; a tensor that is larger has a file of its own.
 
     Raises:
-        FileExistsError: there is something at ``path``.
+        FileExistsError: there is something at ``path``, or another process is writing it.
         ValueError: names twice, or dtypes that such files cannot hold; all of them at once.
         OSError: the disk is full, say. Whatever is raised, nothing is left behind.
 
@@ -93,27 +91,25 @@ class Nowhere:
 
 @dataclass(frozen=True)
 class NewFiles:
-    """Files under way, in ``folder``, which nobody looks for; :meth:`publish` moves it to ``path``."""
+    """Files under way, in a draft; :meth:`publish` gives it its name."""
 
     verb: str
-    folder: Path
-    path: Path
+    draft: Draft
     places: Mapping[str, Place]
     _missing: set[str] = field(default_factory=set)
 
     @staticmethod
     def begin(verb: str, entries: Sequence[Entry], path: StrPath, max_shard_size: int) -> NewFiles:
         """Headers without numbers yet."""
-        target = Path(path)
-        _check(verb, entries, target, max_shard_size)
-        folder = target.absolute().parent / f".{target.name}.{uuid4().hex}"
-        folder.mkdir()
+        _check(verb, entries, max_shard_size)
+        draft = Draft(Path(path).absolute())
+        draft.open()
         try:
-            places = _start_files(folder, _split(entries, max_shard_size))
+            places = _start_files(draft.folder, _split(entries, max_shard_size))
         except BaseException:
-            rmtree(folder, ignore_errors=True)
+            draft.abandon()
             raise
-        return NewFiles(verb, folder, target.absolute(), places, set(places))
+        return NewFiles(verb, draft, places, set(places))
 
     def write(self, name: str, x: Tensor) -> None:
         """Put the numbers of ``x`` where they belong."""
@@ -126,29 +122,23 @@ class NewFiles:
                 file.seek(place.start)
                 write_numbers(file, x)
         except OSError as error:
-            raise no_room(error, self.folder.parent, place.nbytes, f"{self.verb}: {name!r}") from error
+            raise no_room(error, self.draft.target.parent, place.nbytes, f"{self.verb}: {name!r}") from error
         self._missing.discard(name)
 
     def publish(self) -> None:
         """Make everything durable, and then visible at once."""
         if self._missing:
             raise ValueError(f"{self.verb}: not written: {', '.join(map(repr, sorted(self._missing)))}")
-        for file in os.listdir(self.folder):
-            _sync(self.folder / file)
-        _sync(self.folder)
-        self.folder.rename(self.path)  # refuses a directory with something in it, and a file
-        _sync(self.path.parent)
+        for file in self.draft.folder.iterdir():
+            sync(file)
+        self.draft.publish()
 
     def abandon(self) -> None:
         """Leave nothing behind; without effect on what is published."""
-        rmtree(self.folder, ignore_errors=True)
+        self.draft.abandon()
 
 
-def _check(verb: str, entries: Sequence[Entry], path: Path, max_shard_size: int) -> None:
-    if os.path.lexists(path):
-        raise FileExistsError(f"{verb}: {path} exists. Pass the path of a new directory; nothing is written over.")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{verb}: {path.absolute().parent} is no directory. Make it, for {path.name!r} in it.")
+def _check(verb: str, entries: Sequence[Entry], max_shard_size: int) -> None:
     problems = []
     if not isinstance(max_shard_size, int) or isinstance(max_shard_size, bool) or max_shard_size < 1:
         problems.append(f"max_shard_size: got {max_shard_size!r}, expected a number of bytes, 1 or more")
@@ -194,11 +184,3 @@ def _start_files(folder: Path, files: Sequence[Sequence[Entry]]) -> dict[str, Pl
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2, ensure_ascii=False)
         (folder / INDEX).write_text(text + "\n", encoding="utf-8")
     return places
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -29,6 +29,7 @@ from functorch_shard import saving, stored
 from functorch_shard.__main__ import main as command
 from functorch_shard.checkpoint import PerRank, damage, latest, load, save
 from functorch_shard.metadata import entries_of
+from tests import faults
 from tests.models import awkward, loss_of, two_layers
 from tests.refusals import refused
 from tests.test_offload import can_mount
@@ -461,9 +462,6 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "functorch_shard.json"]
-
-
 def assert_damaged(runs: Path, name: str) -> None:
     """A load names the file, and the latest good one is the one before."""
     params, state = trained(planned({"shard": 3}), steps=0)
@@ -476,26 +474,21 @@ def assert_damaged(runs: Path, name: str) -> None:
     assert load(runs / "step-1", {"step": 0}) == {"step": 1}
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("length", [0, 1, 0.01, 0.5, -1])
+@pytest.mark.parametrize("name", faults.FILES)
+@pytest.mark.parametrize("length", faults.LENGTHS)
 def test_a_truncated_file_is_named(pair: Path, name: str, length: float) -> None:
-    file = pair / "step-2" / name
-    nbytes = file.stat().st_size
-    os.truncate(file, nbytes - 1 if length == -1 else int(length * nbytes) if length < 1 else int(length))
+    faults.truncate(pair / "step-2" / name, length)
     assert_damaged(pair, name)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", faults.FILES)
 @pytest.mark.parametrize("seed", range(4))
 def test_one_flipped_bit_is_found_and_named(pair: Path, name: str, seed: int) -> None:
-    file = pair / "step-2" / name
-    raw = bytearray(file.read_bytes())
-    raw[random.Random(seed).randrange(len(raw))] ^= 1 << seed
-    file.write_bytes(raw)
+    faults.flip_a_bit(pair / "step-2" / name, seed)
     assert_damaged(pair, name)
 
 
-@pytest.mark.parametrize("name", FILES[:3])
+@pytest.mark.parametrize("name", faults.FILES[:3])
 def test_a_missing_file_is_named(pair: Path, name: str) -> None:
     (pair / "step-2" / name).unlink()
     assert_damaged(pair, name)
@@ -507,13 +500,11 @@ def test_without_its_manifest_a_checkpoint_is_like_that_of_another_program(pair:
     assert latest(pair) == pair / "step-1"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", faults.FILES)
 def test_a_link_out_of_the_directory_is_refused(
     pair: Path, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    outside = tmp_path_factory.mktemp("outside") / "file"
-    shutil.move(pair / "step-2" / name, outside)
-    (pair / "step-2" / name).symlink_to(outside)
+    faults.link_out(pair / "step-2" / name, tmp_path_factory.mktemp("outside") / "file")
     assert_damaged(pair, name)
 
 
@@ -538,46 +529,13 @@ def stored_metadata(raw: bytes, old: str, new: str) -> Any:
     return read
 
 
-class Evil:
-    def __init__(self, call: tuple[Any, ...]) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
-
-
-def hostile(marker: Path) -> list[Any]:
-    calls = [
-        (os.system, (f"touch {marker}",)),
-        (Path.touch, (marker,)),
-        (exec, (f"open({str(marker)!r}, 'w')",)),
-        (getattr, (Path, "home")),
-        (eval, ("1",)),
-        (torch.load, (str(marker),)),
-        (subprocess.run, (["touch", str(marker)],)),
-    ]
-    return [Evil(call) for call in calls]
-
-
-@pytest.mark.parametrize("i", range(7))
-def test_a_hostile_pickle_is_refused_and_not_executed(pair: Path, i: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", faults.PLACES)
+@pytest.mark.parametrize("i", faults.HOSTILE)
+def test_a_hostile_pickle_is_refused_and_not_executed(pair: Path, i: int, place: str, tmp_path: Path) -> None:
     marker, folder = tmp_path / "executed", pair / "step-2"
-    evil = hostile(marker)[i]
-    (folder / "functorch_shard.json").unlink()
-    good = (folder / ".metadata").read_bytes()
-    read = pickle.loads(good)
-    read.planner_data = evil
-    for raw in (pickle.dumps(evil), pickle.dumps(read), pickle.dumps(evil)[:-1] + good):
-        (folder / ".metadata").write_bytes(raw)
-        assert "nothing in it was executed" in refused(load, folder, {"step": 0})
-    (folder / ".metadata").write_bytes(good)
-    value = entries_of(good)["step"].values[0]
-    with (folder / value.file).open("r+b") as file:
-        file.seek(value.start)
-        file.truncate()
-        torch.save(evil, file)
-        file.truncate(max(file.tell(), value.start + value.nbytes))
-    assert "'step'" in refused(load, folder, {"step": 0})
+    faults.poison(folder, place, faults.hostile(marker)[i])
+    text = refused(load, folder, {"step": 0})
+    assert ("'step'" if place == "as a value" else "nothing in it was executed") in text
     assert not marker.exists()
 
 

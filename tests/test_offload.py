@@ -86,7 +86,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
 # values
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_by_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     x = torch.empty(13, dtype=dtype)

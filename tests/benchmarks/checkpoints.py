@@ -7,6 +7,7 @@ python -m tests.benchmarks.checkpoints --rounds 1                     # the shor
 from __future__ import annotations
 
 import argparse
+import gc
 import shutil
 import statistics
 import tempfile
@@ -25,11 +26,14 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.checkpoint import load, save
 from functorch_shard.testing import run_ranks
+from tests.benchmarks.resident import status
 from tests.benchmarks.workloads import WORKLOADS, Workload
 from tests.live_bytes import LiveBytes
 
 BATCH, LR = 4, 1e-3
 Times = dict[str, list[float]]
+Memory = dict[str, list[float]]  # bytes: of tensors, and resident
+Calls = dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]]  # a save and a load, of a path
 
 
 class Ours:
@@ -67,10 +71,10 @@ class FSDP2:
         dcp.load(self.tree(), checkpoint_id=path)  # into the memory of the parameters
 
 
-def measure(workload: str, rounds: int, directory: str) -> tuple[Times, dict[str, float]]:
-    """Seconds of the slowest rank, in turns; and bytes of tensors."""
+def measure(workload: str, rounds: int, directory: str) -> tuple[Times, Memory]:
+    """Seconds of the slowest rank, in turns; and bytes."""
     ours, peer, folder = Ours(WORKLOADS[workload]), FSDP2(WORKLOADS[workload]), Path(directory)
-    calls: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]] = {
+    calls: Calls = {
         "ours": (lambda path: save(path, ours.tree()), ours.load),
         "dcp": (lambda path: dcp.save(peer.tree(), checkpoint_id=path), peer.load),
     }
@@ -82,7 +86,7 @@ def measure(workload: str, rounds: int, directory: str) -> tuple[Times, dict[str
                 times[f"{verb}, {name}"].append(_seconds(lambda call=call, path=path: call(path)))
             _remove(path)
     times = {what: series[1:] for what, series in times.items()}
-    return {**times, **_in_flight(ours, folder, rounds)}, _memory(ours, folder)
+    return {**times, **_in_flight(ours, folder, rounds)}, {**_sizes(ours), **_memory(calls, folder)}
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -117,27 +121,45 @@ def _in_flight(ours: Ours, folder: Path, rounds: int) -> Times:
     return times
 
 
-def _memory(ours: Ours, folder: Path) -> dict[str, float]:
-    """The most bytes of tensors at any moment, beside those that were there before; counted by torch's allocator."""
-    layout = ours.params.layout
+def _memory(calls: Calls, folder: Path) -> Memory:
+    """The most beside what was there before: bytes of tensors, counted by torch's allocator, and resident bytes."""
+    found: Memory = {f"{verb}, {name}": [] for verb in ("save", "load") for name in calls}
+    for name in calls:
+        for growth in (_live_growth, _resident_growth):
+            path = folder / f"memory-{name}"
+            for verb, call in zip(("save", "load"), calls[name], strict=True):
+                found[f"{verb}, {name}"].append(growth(lambda call=call, path=path: call(path)))
+            _remove(path)
+    return found
+
+
+def _live_growth(call: Callable[[], Any]) -> float:
     with LiveBytes() as live:
-        live.mark("save")
-        save(folder / "memory", ours.tree())
-        live.mark("load")
-        ours.load(folder / "memory")
-        live.mark("end")
-    rank = dist.get_rank()
+        live.mark("before")
+        call()
+        live.mark("after")
+    return live.growth("before", "after")
+
+
+def _resident_growth(call: Callable[[], Any]) -> float:
+    """Of this process, at its peak; Python's objects are in it, and what malloc keeps for the next time is not."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    before = status("VmHWM")
+    call()
+    return status("VmHWM") - before
+
+
+def _sizes(ours: Ours) -> Memory:
+    units = ours.params.layout.units
     return {
-        "tree on this rank": 3 * sum(b.shard_numel * b.dtype.itemsize for b in layout.buffers.values()),
-        "files of this rank": (folder / "memory" / f"__{rank}_0.distcp").stat().st_size,
-        "largest unit": max(sum(b.nbytes for b in unit.buffers) for unit in layout.units),
-        "save": live.growth("save", "load"),
-        "load": live.growth("load", "end"),
+        "a rank's tree": [3 * sum(b.shard_numel * b.dtype.itemsize for unit in units for b in unit.buffers)],
+        "largest unit": [max(sum(b.nbytes for b in unit.buffers) for unit in units)],
     }
 
 
-def table(times: Times, memory: dict[str, float], ranks: int) -> str:
-    nbytes, lines = ranks * memory["files of this rank"], ["median s (fastest to slowest), MB/s of all ranks"]
+def table(times: Times, memory: Memory, ranks: int) -> str:
+    nbytes, lines = ranks * memory["a rank's tree"][0], ["median s (fastest to slowest), MB/s of all ranks"]
     for what, series in times.items():
         rate = f"{nbytes / 1e6 / statistics.median(series):8.0f}" if what[:4] in ("save", "load") else ""
         line = f"  {what:20s} {statistics.median(series):8.3f} ({min(series):.3f} to {max(series):.3f}) {rate}"
@@ -145,17 +167,16 @@ def table(times: Times, memory: dict[str, float], ranks: int) -> str:
     for verb in ("save", "load"):
         ratios = [a / b for a, b in zip(times[f"{verb}, ours"], times[f"{verb}, dcp"], strict=True)]
         lines.append(f"  {verb}, ours to dcp: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    sizes = ", ".join(f"{what} {size / 1e6:.1f} MB" for what, size in memory.items())
-    return "\n".join([*lines, f"  a rank's tensors, and the most beside them: {sizes}"])
+    lines.append("MB of a rank; beside it, at the peak: tensors, resident")
+    lines += [f"  {what:20s} {' '.join(f'{size / 1e6:8.1f}' for size in sizes)}" for what, sizes in memory.items()]
+    return "\n".join(lines)
 
 
-def check_memory(memory: dict[str, float]) -> None:
+def check_memory(memory: Memory) -> None:
     """Neither has more than a unit at a time beside the tree."""
     for verb in ("save", "load"):
-        if memory[verb] > memory["largest unit"]:
-            raise AssertionError(
-                f"{verb}: {memory[verb]:,} bytes beside the tree, a unit has {memory['largest unit']:,}"
-            )
+        if memory[f"{verb}, ours"][0] > memory["largest unit"][0]:
+            raise AssertionError(f"{verb}: more bytes beside the tree than the largest unit has: {memory}")
 
 
 def main() -> None:

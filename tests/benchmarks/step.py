@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import CONTENDERS
+from tests.benchmarks.resident import status
 from tests.benchmarks.workloads import WORKLOADS
 
 
@@ -99,21 +100,16 @@ def memory_on_this_rank(case: Case, name: str) -> tuple[float, float]:
 
     Memory files are resident in no process, never shrink, and are open in all of them: this rank's part is counted.
     """
-    before = _status("VmRSS")
+    before = status("VmRSS") / 2**20
     step, batch = build(name, case), _batch(case)
     for _ in range(5):
         step(*batch)
-    return _status("VmHWM") - before, _letters() / case.num_ranks
+    return status("VmHWM") / 2**20 - before, _letters() / case.num_ranks
 
 
 def _letters() -> float:
     files = [path for path in Path("/proc/self/fd").iterdir() if str(path.resolve()).startswith("/memfd:")]
     return sum(512 * path.stat().st_blocks for path in files) / 2**20
-
-
-def _status(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
 def memory(key: str, name: str) -> list[float]:

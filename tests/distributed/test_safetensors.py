@@ -122,7 +122,7 @@ def test_exported_by_ranks_the_library_reads_it(ran: Ran) -> None:
     found: dict[str, Tensor] = {}
     for file in (folder / "awkward1").glob("*.safetensors"):
         found |= load_file(file)
-    assert_same_bits(found, dict(awkward().named_parameters()))
+    assert_same_bits(found, dict(awkward().named_parameters(remove_duplicate=False)))
 
 
 def test_what_two_ranks_wrote_simulated_ones_read(ran: Ran) -> None:
@@ -150,7 +150,7 @@ def test_what_is_wrong_on_one_rank_is_told_on_every_rank_and_leaves_nothing(ran:
     first, second = (rank["told"] for rank in ranks)
     assert "no such file" in second[0]
     assert first[0].startswith("RuntimeError: import_safetensors failed on rank 1, so no rank can go on. There:\nValue")
-    assert first[1].startswith("FileExistsError: export_safetensors")
+    assert first[1].startswith(f"FileExistsError: {folder / 'big'} is there already")
     assert second[1].startswith("RuntimeError: export_safetensors failed on rank 0")
     assert second[2].startswith("TypeError: export_safetensors: names: got int")
     assert "failed on rank 1" in first[2]
