@@ -7,6 +7,7 @@ python -m tests.benchmarks.checkpoints --rounds 1                     # the shor
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import shutil
 import statistics
@@ -142,8 +143,9 @@ def _live_growth(call: Callable[[], Any]) -> float:
 
 
 def _resident_growth(call: Callable[[], Any]) -> float:
-    """Of this process, at its peak; Python's objects are in it, and what malloc keeps for the next time is not."""
+    """Of this process, at its peak; Python's objects are in it."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # of glibc: or the call would use what is kept from calls before
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
     before = status("VmHWM")
     call()
