@@ -14,6 +14,7 @@ from .layout import Layout, Unit
 from .planning import aliases_of, named_tensors
 from .resets import Resets
 from .slicing import cut_buffer
+from .tensor_parallel import cut_out
 from .trees import Sharded
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
         model: what ``layout`` was planned from, on the meta device or elsewhere: parameters' values are not looked at.
             The nearest module around a parameter that has a ``reset_parameters`` is to fill it. A module that has
             torch's private ``_reset_parameters`` instead, as ``MultiheadAttention``, is reset with all modules inside.
-            Tied parameters are filled once, under their first name.
+            Tied parameters are filled once, under their first name. A DTensor is filled as the whole tensor that it
+            stands for, so values are those of the same model without tensor parallelism.
         layout: from :func:`plan`.
         seed: any int, the same on every rank.
 
@@ -137,8 +139,10 @@ def _fill_shards(resets: Resets, layout: Layout) -> Sharded:
 
 def _fill_unit(resets: Resets, unit: Unit, layout: Layout, shards: dict[str, Tensor]) -> list[str]:
     """Add the shards of ``unit``, and let go of it; or say what is not filled."""
-    values, problems = resets.fill([slot.name for buffer in unit.buffers for slot in buffer.slots])
+    slots = [slot for buffer in unit.buffers for slot in buffer.slots]
+    whole, problems = resets.fill([slot.name for slot in slots])
     if not problems:
+        values = {slot.name: cut_out(whole[slot.name], slot.dtensor, layout) for slot in slots}
         shards.update({buffer.key: cut_buffer(values, buffer, layout) for buffer in unit.buffers})
     return problems
 

@@ -146,10 +146,10 @@ def _method(module: nn.Module) -> str | None:
 def _double(model: nn.Module) -> nn.Module:
     """A copy of the model with every tensor on the meta device; ties stay."""
     memo: dict[int, Any] = {}
-    for x in model.parameters():
-        memo[id(x)] = nn.Parameter(torch.empty_like(x, device="meta"), x.requires_grad)
+    for x in model.parameters():  # of a DTensor the whole shape
+        memo[id(x)] = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
     for x in model.buffers():
-        memo[id(x)] = torch.empty_like(x, device="meta")
+        memo[id(x)] = torch.empty(x.shape, dtype=x.dtype, device="meta")
     return copy.deepcopy(model, memo)
 
 

@@ -36,7 +36,8 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
             What is in no ``Sharded`` is passed through. On simulated ranks a stacked tree, outside ``spmd``. A *list*
             holds the trees of all ranks, in rank order, as they come out of files: several trees of one rank go into a
             tuple or a dict.
-        layout: where the values are to lie, with the names, shapes, dtypes and ties that they have now. From real ranks
+        layout: where the values are to lie, with the names, shapes, dtypes, placements and ties that they have
+            now. From real ranks
             to real ranks: on a mesh of the same processes, in any order and in any axes. From a stacked tree, a list or
             a single rank: on any mesh.
         fresh: for an optimizer's state, ``opt.init(params)`` of the new parameters. The result has its form: what was
@@ -218,13 +219,19 @@ def _check_layouts(old: Layout, new: Layout, halves: bool) -> None:
     problems = [] if halves else name_problems(names[0], names[1])
     for name, slot in new.slots.items():
         was = old.slots.get(name, slot)
-        if (was.shape, was.dtype) != (slot.shape, slot.dtype):
-            problems.append(f"{name!r}: {was.shape}, {was.dtype} in the tree; {slot.shape}, {slot.dtype} in the layout")
+        forms = [(s.shape, s.dtype, s.dtensor) for s in (was, slot)]
+        if forms[0] != forms[1]:
+            before, after = (f"{dtensor or shape}, {dtype}" for shape, dtype, dtensor in forms)
+            problems.append(f"{name!r}: {before} in the tree; {after} in the layout")
     ties = [dict(layout.aliases) for layout in (old, new)]
     for alias in sorted({*ties[0], *ties[1]} & {*names[0]} & {*names[1]}):
         was, now = (f"tied to {tie[alias]!r}" if alias in tie else "not tied" for tie in ties)
         problems += [f"{alias!r}: {was} in the tree, {now} in the layout"] if was != now else []
-    reject("reshard", problems, "Plan the new layout from the same model. A change of values is shard(full, layout).")
+    advice = (
+        "Plan the new layout from the same model. A change of values is shard(full, layout); DTensors come to other "
+        "placements by checkpoint.save and load."
+    )
+    reject("reshard", problems, advice)
 
 
 def _check_fresh(fresh: Holding, held: Holding, layout: Layout) -> None:

@@ -106,6 +106,15 @@ def local_part(x: Any) -> Any:
         return x.to_local().detach()  # without the mark of a Parameter, which to_local passes on
 
 
+def cut_out(x: Tensor, form: DTensorForm | None, layout: Layout) -> Tensor:
+    """This rank's part of the whole value of a DTensor; anything else itself."""
+    if form is None:
+        return x
+    place = layout.tensor_meshes[form.axes].coordinate
+    ranges = zip(form.local_start(place), form.local_shape(place), strict=True)
+    return x[tuple(slice(start, start + size) for start, size in ranges)]
+
+
 def unfit_dtensor(x: Any, mesh: Mesh) -> str:
     """Why ``x`` is a DTensor that no layout on ``mesh`` can hold."""
     form = form_of(x)

@@ -7,6 +7,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial, wraps
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import optree
@@ -596,6 +597,48 @@ def another_layout_of_the_same_parts_has_their_values(axes: DeviceMesh, mesh: fs
     assert there.layout == other != params.layout
     exactly(dict(there), dict(fs.shard(model, other)))
     exactly(dict(fs.reshard(there, params.layout)), dict(params))
+
+
+@check
+def other_placements_are_refused_by_reshard_and_come_by_a_checkpoint(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    w, tensor = torch.arange(24.0).view(6, 4), axes["tensor"]
+    rows, columns = ({"w": distribute_tensor(w, tensor, [Shard(dim)])} for dim in (0, 1))
+    params = fs.shard(rows, fs.plan(rows, mesh))
+    alike = {"w": rows["w"].to_local()}  # the same local shape, and another tensor
+    for other in (columns, alike):
+        text = refused(fs.reshard, params, fs.plan(other, mesh))
+        assert "'w': DTensor of shape (6, 4), S(0) over tensor=2, torch.float32 in the tree; " in text
+        assert "checkpoint.save and load" in text
+    folder: list[Any] = [TemporaryDirectory() if dist.get_rank() == 0 else None]
+    path = [folder[0].name if folder[0] else None]
+    dist.broadcast_object_list(path)
+    fs.checkpoint.save(f"{path[0]}/w", params)
+    zeros = {"w": distribute_tensor(torch.zeros_like(w), tensor, [Shard(1)])}
+    loaded = fs.checkpoint.load(f"{path[0]}/w", fs.shard(zeros, fs.plan(zeros, mesh)))
+    exactly(whole_values(loaded), {"w": w})
+    dist.barrier()
+    if folder[0]:
+        folder[0].cleanup()
+
+
+class Resettable(Transformer):
+    """Its modules have resets of their own; this is the one for what is directly in it."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.scale)
+
+
+@check
+def init_params_fills_a_parallel_model_as_the_same_one_alone(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            alone, parallel = tie(Resettable()), tie(parallelize(Resettable(), axes["tensor"]))
+        one = fs.simulated_mesh(1)
+        expected = fs.gather(fs.init_params(alone, fs.plan(alone, one), seed=3), lazy=False)
+        params = fs.init_params(parallel, fs.plan(parallel, mesh), seed=3)
+        got = fs.gather(params, lazy=False)
+        assert any(is_dtensor(x) for x in got.values())
+        exactly({name: whole(x) for name, x in got.items()}, dict(expected))
 
 
 def tied_values() -> dict[str, Tensor]:
