@@ -127,7 +127,7 @@ class Session:
         self.reductions = Reductions(self.homes)
         self._keeps = not layout.reshard_after_forward
         self._small = small_units(layout)
-        self._trail = _Trail([unit for unit in range(len(layout.units)) if unit not in self._small])
+        self._trail = _Trail([unit for unit in range(len(layout.units)) if unit not in self._small], _in_front(layout))
         self._cells: dict[int, dict[Part, Cell]] = {}
         self._resident: dict[int, list[Cell]] = {}  # from the least to the most recently used unit
         self._current: int | None = None
@@ -193,8 +193,9 @@ class Session:
 class _Trail:
     """The order in which units were used, and from it the next one in the direction of travel."""
 
-    def __init__(self, units: Sequence[int]) -> None:
+    def __init__(self, units: Sequence[int], frozen_in_front: range) -> None:
         self._next_in_layout = dict(pairwise(units))
+        self._frozen_in_front = frozen_in_front
         self._followers: dict[int, int] = {}
         self._last: int | None = None  # in forward
         self._units: list[int] = []
@@ -232,8 +233,14 @@ class _Trail:
         return None
 
     def _ahead(self, i: int, unit: int) -> int | None:
-        """The unit at ``i``, but not the first one: nothing was computed before it, so seldom is its data asked for."""
-        return self._units[i] if 0 < i < len(self._units) and self._units[i] != unit else None
+        """The unit at ``i``, but not the first one: nothing was computed before it, so seldom is its data asked for.
+
+        Nor the frozen ones in front: backward does not come there, unless somebody asks for the input's gradient.
+        """
+        return self._units[i] if self._first() <= i < len(self._units) and self._units[i] != unit else None
+
+    def _first(self) -> int:
+        return max(next((i for i, unit in enumerate(self._units) if unit not in self._frozen_in_front), 0), 1)
 
 
 def _gather_batch(axis: Axis, key: str, shards: Tensor) -> Tensor:
@@ -246,6 +253,12 @@ def small_units(layout: Layout) -> frozenset[int]:
     limit = SMALL_PART * sizes[-1][0] if sizes else 0
     sums = accumulate(size for size, _ in sizes)
     return frozenset(i for (_, i), total in zip(sizes, sums, strict=True) if total <= limit)
+
+
+def _in_front(layout: Layout) -> range:
+    """The units before the first one that has anything to train."""
+    trainable = (i for i, unit in enumerate(layout.units) if any(buffer.trainable for buffer in unit.buffers))
+    return range(next(trainable, 0))
 
 
 def _no_inference_mode() -> AbstractContextManager[object]:

@@ -462,7 +462,7 @@ def _by_unit(issued: Sequence[Any], layout: fs.Layout) -> list[tuple[str, str]]:
 
 
 def _units(issued: list[tuple[str, str]], kind: str) -> list[int]:
-    return [int(unit) for name, unit in issued if name == kind]
+    return [int(key.partition("/")[0]) for name, key in issued if name == kind]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -493,6 +493,23 @@ def test_what_backward_has_no_use_for_is_not_gathered_again() -> None:
     for issued in run_ranks(embedding_on_this_rank, 2):
         assert [unit for kind, unit in issued if kind == "all_gather"] == [0, 1, 2, 3, 4, 2, 1]
         assert [unit for kind, unit in issued if kind == "psum_scatter"] == [4, 3, 2, 1, 0]
+
+
+def frozen_front_on_this_rank() -> list[tuple[str, str]]:
+    mesh, model = fs.init_mesh(), blocks(NUM_UNITS)
+    for block in model[:2]:
+        block.requires_grad_(False)
+    layout = fs.plan(model, mesh)
+    loss = lambda p: functional_call(model, fs.gather(p), (input_of(mesh.rank),)).square().sum()  # noqa: E731
+    with count_collectives() as seen:
+        fs.grad(loss)(fs.shard(model, layout))
+    return _by_unit(seen.issued, layout)
+
+
+def test_frozen_units_in_front_are_not_gathered_again() -> None:
+    for issued in run_ranks(frozen_front_on_this_rank, 2):
+        assert _units(issued, "all_gather") == [0, 1, 2, 3, 4, 2]
+        assert _units(issued, "psum_scatter") == [4, 3, 2]
 
 
 @dataclass(frozen=True)
