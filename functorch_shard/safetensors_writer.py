@@ -52,6 +52,7 @@ def write_files(
         OSError: the disk is full, say. Whatever is raised, nothing is left behind.
 
     Example:
+        >>> import os
         >>> from tempfile import TemporaryDirectory
         >>> weight = torch.ones(2, 3)
         >>> with TemporaryDirectory() as folder:
