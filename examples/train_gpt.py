@@ -8,7 +8,6 @@ torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint 
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import math
@@ -118,6 +117,19 @@ def digest(full: fs.Full) -> str:
     return hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in full.values())).hexdigest()
 
 
+def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
+    """What is there already is of this run, resumed from an earlier checkpoint: it stays, unless it is damaged."""
+    try:
+        fs.checkpoint.save(path, tree, keep=keep)
+    except FileExistsError:
+        if fs.checkpoint.damage(path):
+            if mesh.rank == 0:
+                path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
+            if dist.is_initialized():
+                dist.barrier()
+            fs.checkpoint.save(path, tree, keep=keep)
+
+
 class Progress:
     """One line that is rewritten on a terminal, and ten lines elsewhere; silent on all ranks but the first."""
 
@@ -159,6 +171,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep", type=int, metavar="K", help="the newest K checkpoints; default: all")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     args = parser.parse_args()
+    if args.every < 1:
+        parser.error(f"--every {args.every}: expected a number of steps, 1 or more")
     if args.resume and not args.checkpoint:
         parser.error("--resume goes on from a checkpoint: pass --checkpoint DIR")
     if args.checkpoint and not args.resume and fs.checkpoint.latest(args.checkpoint):
@@ -224,8 +238,7 @@ def main() -> None:
         if args.checkpoint and (done % args.every == 0 or done == args.steps):
             optim = opt.state_dict(state, params, lr=schedule(step, args.steps))
             tree = {"model": params, "optim": optim, "step": done, "losses": losses, "data": data.get_state()}
-            with contextlib.suppress(FileExistsError):  # of the same run, which was resumed from an earlier one
-                fs.checkpoint.save(f"{args.checkpoint}/step-{done:06d}", tree, keep=args.keep)
+            save(Path(args.checkpoint) / f"step-{done:06d}", tree, args.keep, mesh)
     tokens_per_s = progress.tokens_per_second(args.steps)
     model.eval()  # without dropout
 

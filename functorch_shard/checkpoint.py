@@ -34,10 +34,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
             ``get_optimizer_state_dict`` give. A tuple of trees is one dict: ``"model": (params, buffers)``. Tensors and
             plain values are the first rank's; :class:`PerRank` ones are each rank's own. On a simulated mesh, the
             stacked trees outside ``spmd``.
-        keep: how many checkpoints the directory above is to have afterwards, this one with them; older ones are
-            removed, those of other programs are not touched. ``None``: all.
+        keep: how many checkpoints the directory above is to have afterwards, this one with them; of those that were
+            begun earlier the oldest are removed, those of other programs are not touched. ``None``: all.
         async_save: write in a thread of its own while the program goes on. The tensors must stay as they are until
-            ``done()``; a step without ``donate=True`` leaves them so, and nothing is copied.
+            ``done()``; a step without ``donate=True`` leaves them so, and no tensor is copied.
 
     Returns:
         A :class:`Saving`: its ``result()`` waits for all ranks and returns the path. Without ``async_save`` all is
@@ -46,7 +46,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
     Raises:
         FileExistsError: ``path`` is there already; nothing was overwritten.
         TypeError: a value that cannot be read back without executing code.
-        ValueError: two leaves of one name, or ``keep`` below 1.
+        ValueError: two leaves of one name, trees of other ranks, a hidden ``path``, or ``keep`` below 1.
         OSError: no room, say; nothing is left of this checkpoint.
         RuntimeError: inside a transform; or another rank failed: every rank is told which one and why.
 
@@ -105,14 +105,13 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         ...     load(f"{runs}/step-7", {"scale": torch.zeros((), device="meta")})
         {'scale': tensor(2.)}
     """
-    where = Path(path).absolute()
     party = party_of(like)
-    loading = party.agree("load", lambda: Loading.of(where, like, party, donate), Loading.lines)
+    loading = party.agree("load", lambda: Loading.of(Path(path).absolute(), like, party, donate), Loading.lines)
     return loading.tree(party.agree("load", loading.read, lambda _: []))
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """The newest complete checkpoint of a directory, by the order in which they were saved.
+    """The newest complete checkpoint of a directory, by the order in which they were begun.
 
     Args:
         path: the directory in which ``save`` made checkpoints; it need not be there.

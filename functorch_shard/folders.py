@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,9 @@ try:
 except ImportError:  # no such locks on this system: drafts of others are left alone
     fcntl = None
 
-_DRAFT, _REMOVED = ".draft", ".removed"
+_DRAFT, _REMOVED = ".functorch_shard.draft", ".functorch_shard.removed"
+_ORDER, _FAILED = "order", "failed"  # files in a draft; what gets its name has neither
+Order = Callable[[Path], int | None]
 
 
 @dataclass
@@ -26,13 +29,14 @@ class Draft:
     """A directory on its way to be ``target``; of one process, the others write into ``folder``."""
 
     target: Path
+    order: int = 0  # among those of its directory, by when they were begun
     lock: int | None = None
 
     @property
     def folder(self) -> Path:
         return self.target.with_name(f".{self.target.name}{_DRAFT}")
 
-    def open(self) -> None:
+    def open(self, order_of: Order = lambda _: None) -> None:
         """Make the empty folder; remove what was left by who was killed.
 
         Raises:
@@ -40,23 +44,39 @@ class Draft:
         """
         parent = self.target.parent
         parent.mkdir(parents=True, exist_ok=True)
-        refuse_existing(self.target)
-        for entry in parent.iterdir():
-            if entry.name.startswith(".") and entry.name.endswith((_DRAFT, _REMOVED)):
-                _remove_orphan(entry)
+        with _alone_in(parent):
+            refuse_existing(self.target)
+            for leftover in _hidden(parent):
+                _remove_orphan(leftover)
+            self.order = 1 + max([_draft_order(x) for x in _hidden(parent)] + _orders(parent, order_of), default=0)
+            self._make()
+
+    def _make(self) -> None:
         try:
             self.folder.mkdir()
         except FileExistsError as error:
             raise FileExistsError(f"{self.target} is being written by another process. Nothing was changed.") from error
-        self.lock = _lock(self.folder)
+        self.lock = _open(self.folder)
+        _try_to_lock(self.lock)
+        (self.folder / _ORDER).write_text(str(self.order))
 
     def publish(self) -> None:
         """Give it its name, on the disk itself."""
+        (self.folder / _ORDER).unlink()
         sync(self.folder)
-        refuse_existing(self.target)
-        self.folder.rename(self.target)
+        with _alone_in(self.target.parent):
+            refuse_existing(self.target)
+            self.folder.rename(self.target)
         sync(self.target.parent)
         self._unlock()
+
+    def note_failure(self) -> None:
+        """For the other processes that write into it: it will not be complete."""
+        with suppress(OSError):
+            (self.folder / _FAILED).touch()
+
+    def has_failed(self) -> bool:
+        return (self.folder / _FAILED).exists()
 
     def abandon(self) -> None:
         """Remove all of it, if it was opened here and has not been published."""
@@ -75,21 +95,19 @@ def refuse_existing(target: Path) -> None:
         raise FileExistsError(f"{target} is there already, and was not overwritten. Remove it, or take another name.")
 
 
-def in_order(parent: Path, order_of: Callable[[Path], int | None]) -> list[Path]:
+def in_order(parent: Path, order_of: Order) -> list[Path]:
     """The directories that have an order, oldest first; hidden ones are drafts, or on their way out."""
-    if not parent.is_dir():
-        return []
-    folders = [entry for entry in parent.iterdir() if not entry.name.startswith(".") and entry.is_dir()]
-    orders = [(order, folder) for folder in folders if (order := order_of(folder)) is not None]
+    orders = [(order, folder) for folder in _visible(parent) if (order := order_of(folder)) is not None]
     return [folder for _, folder in sorted(orders)]
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Each at once, by a name that nobody looks for; then its files."""
+    """Each at once, by a name that nobody looks for; then its files. Somebody else may have been first."""
     for folder in folders:
         hidden = folder.with_name(f".{folder.name}{_REMOVED}")
-        folder.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        with suppress(FileNotFoundError):
+            folder.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
@@ -104,21 +122,61 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _lock(folder: Path) -> int:
-    handle = os.open(folder, os.O_RDONLY)
-    if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return handle
+@contextmanager
+def _alone_in(parent: Path) -> Iterator[None]:
+    """While nobody else makes or names drafts there; for a moment."""
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
+
+
+def _try_to_lock(handle: int) -> bool:
+    try:
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # somebody else has it, or the file system has no locks
+        return False
+    return fcntl is not None
+
+
+def _visible(parent: Path) -> list[Path]:
+    """Directories themselves: a link to one is not another one."""
+    folders = parent.iterdir() if parent.is_dir() else ()
+    return [x for x in folders if not x.name.startswith(".") and x.is_dir() and not x.is_symlink()]
+
+
+def _hidden(parent: Path) -> list[Path]:
+    names = [x for x in parent.iterdir() if x.name.startswith(".") and x.name.endswith((_DRAFT, _REMOVED))]
+    return [x for x in names if x.is_dir() and not x.is_symlink()]
+
+
+def _orders(parent: Path, order_of: Order) -> list[int]:
+    return [order for folder in _visible(parent) if (order := order_of(folder)) is not None]
+
+
+def _draft_order(draft: Path) -> int:
+    try:
+        return int((draft / _ORDER).read_text())
+    except (OSError, ValueError):  # it has its name meanwhile, or is being removed
+        return 0
 
 
 def _remove_orphan(folder: Path) -> None:
-    if fcntl is None:
+    try:
+        handle = _open(folder)
+    except OSError:  # it has gone meanwhile
         return
     try:
-        handle = _lock(folder)
-    except OSError:  # its writer is alive, or it has gone meanwhile
-        return
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
+        if _try_to_lock(handle):
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(handle)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import hint, reject
+from .layout import Slot
 from .mesh import Mesh
 from .metadata import Entry, Value
 from .naming import Leaf, PerRank, dotted, leaves_of, with_values
@@ -100,18 +101,31 @@ class Loading:
         layout = leaf.value.layout
         slots = layout.buffers[key].slots
         if shard is None:  # what no gradient has made yet: there, or not there, for all of them
-            found = {slot.name: self._entry(leaf, slot.name)[1] is not None for slot in slots}
-            if len(set(found.values())) > 1:
-                lacking = [name for name, there in found.items() if not there]
-                yield f"{dotted(leaf.path())}: of buffer {key!r}, only some have one: missing for {lacking}"
+            yield from self._misfits_of_none(leaf, key)
             return
         for slot in slots:
             name, entry = self._entry(leaf, slot.name)
-            shape = slot.dtensor.shape if slot.dtensor else slot.shape
+            shape = _shape(slot)
             if not isinstance(shard, Tensor):
                 yield from self._misfit(name, entry, None, None)
             else:
                 yield from self._misfit(name, entry, () if is_number(shard, layout) else shape, shard.dtype)
+
+    def _misfits_of_none(self, leaf: Leaf, key: str) -> Iterator[str]:
+        """All of a buffer's parameters have to have the same: nothing, a value each, or a shard of one dtype."""
+        entries = self._entries_of(leaf, key)
+        if lacking := [name for name, entry in entries.items() if entry is None]:
+            if len(lacking) < len(entries):
+                yield f"{dotted(leaf.path())}: of buffer {key!r}, only some have one: missing for {lacking}"
+        elif len({entry.dtype for entry in entries.values() if entry}) > 1 or not _fits_all(leaf, entries):
+            found = ", ".join(f"{name!r}: {entry}" for name, entry in entries.items())
+            shapes = {name: _shape(leaf.value.layout.slots[name]) for name in entries}
+            yield f"{dotted(leaf.path())}: of buffer {key!r}: the checkpoint has {found}; expected shapes {shapes}"
+
+    def _entries_of(self, leaf: Leaf, key: str) -> dict[str, Entry | None]:
+        """What is stored of each parameter of a buffer."""
+        slots = leaf.value.layout.buffers[key].slots
+        return {slot.name: self._entry(leaf, slot.name)[1] for slot in slots}
 
     def _misfit(self, name: str, entry: Entry | None, shape: Any, dtype: torch.dtype | None) -> Iterator[str]:
         if entry is None:
@@ -136,13 +150,12 @@ class Loading:
         if isinstance(x, Tensor):
             return own(x)
         layout = leaf.value.layout
-        buffer = layout.buffers[key]
-        _, entry = self._entry(leaf, buffer.slots[0].name)
+        entries = self._entries_of(leaf, key)
+        entry = next(iter(entries.values()))
         if x is not None or entry is None or entry.dtype is None:
             return x
         dims = tuple(layout.mesh.axes.values()) if layout.mesh.is_simulated else ()
-        is_shard = entry.shape == (form.shape if (form := buffer.slots[0].dtensor) else buffer.slots[0].shape)
-        sizes = (*dims, buffer.shard_numel) if is_shard else dims
+        sizes = (*dims, layout.buffers[key].shard_numel) if _are_shards(leaf, entries) else dims
         return torch.zeros(sizes, dtype=entry.dtype, device=layout.mesh.device)
 
     def _places(self, leaf: Leaf) -> Iterator[str]:
@@ -176,6 +189,10 @@ class Loading:
             if len({*map(str, values.values())}) > 1:
                 problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {values}")
             leaf.value[key].fill_(next(iter(values.values())))
+        for leaf in self.leaves:
+            for key, found in self._plain_of_buffers(leaf):
+                if len({*map(str, found.values())}) > 1:
+                    problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {found}")
         advice = (
             "A buffer has one number for all of its parameters, as a step count. Keep parameters whose histories "
             "differ in buffers of their own: plan(labels=...)."
@@ -189,9 +206,30 @@ class Loading:
         return x if isinstance(x, (Tensor, PerRank)) else self.stored.plain(dotted(leaf.path()))
 
     def _finished_buffer(self, leaf: Leaf, key: str, x: Any) -> Any:
-        if x is None or isinstance(x, Tensor):
-            return x
-        return self.stored.plain(self._entry(leaf, leaf.value.layout.buffers[key].slots[0].name)[0])
+        return x if isinstance(x, Tensor) else self._plain(leaf).get(key, x)
+
+    def _plain(self, leaf: Leaf) -> dict[str, Any]:
+        return {key: next(iter(found.values())) for key, found in self._plain_of_buffers(leaf)}
+
+    def _plain_of_buffers(self, leaf: Leaf) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What is no tensor, buffer by buffer and name by name: one value, if the checkpoint fits."""
+        for key, x in leaf.value.items() if isinstance(leaf.value, Sharded) else ():
+            names = [self._entry(leaf, slot.name) for slot in leaf.value.layout.buffers[key].slots]
+            if not isinstance(x, Tensor) and all(entry for _, entry in names):
+                yield key, {name: self.stored.plain(name) for name, _ in names}
+
+
+def _shape(slot: Slot) -> tuple[int, ...]:
+    return slot.dtensor.shape if slot.dtensor else slot.shape
+
+
+def _are_shards(leaf: Leaf, entries: Mapping[str, Entry | None]) -> bool:
+    """Whether what is stored has the parameters' shapes. Of scalars alone nobody knows: a shard, as of momentum."""
+    return all(entry and entry.shape == _shape(leaf.value.layout.slots[name]) for name, entry in entries.items())
+
+
+def _fits_all(leaf: Leaf, entries: Mapping[str, Entry | None]) -> bool:
+    return _are_shards(leaf, entries) or all(entry and entry.shape == () for entry in entries.values())
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -4,7 +4,8 @@ Note [Names]: the entries of a tree, joined by dots, as ``torch.distributed.chec
 ``{"model": params}`` is ``model.<parameter>``. Two things are said otherwise than they lie in memory. The state of an
 optimizer, a dict of ``Sharded`` below the top, goes name by name, ``optim.state.<parameter>.exp_avg``, as in
 ``get_optimizer_state_dict``. And the parts of a tuple, ``(trainable, frozen)`` or ``(params, buffers)``, are one
-dict, as ``gather`` takes them: ``{"model": (params, buffers)}`` is all of the module's state dict.
+dict, as ``gather`` takes them: ``{"model": (params, buffers)}`` is all of the module's state dict. Any other tuple with
+tensors in it is a list; torch, which writes tuples as one value, does not find those.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from .trees import Sharded
 
 Path = tuple[str | int, ...]
+_LONGEST_INT = 2039  # bits; with the sign, what a pickle has one byte for the length of
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -63,7 +65,14 @@ def with_values(tree: Any, values: Iterator[Any]) -> Any:
 
 
 def plain_problem(value: Any) -> str:
-    """Why ``value`` cannot be read back without executing code, if so."""
+    """Why ``value`` cannot be read back without executing code, if so.
+
+    What torch writes of two more is not among what it reads with ``weights_only=True``.
+    """
+    if type(value) is bytes and not value:
+        return "got b'', which torch cannot read back; use None"
+    if type(value) is int and value.bit_length() > _LONGEST_INT:
+        return f"got an int of {value.bit_length():,} bits, torch reads back {_LONGEST_INT:,}; use its text"
     if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
         return next(filter(None, map(plain_problem, value)), "")
     if isinstance(value, dict) and type(value) is dict:
@@ -85,14 +94,15 @@ def _visit(x: Any, path: Path, make: Callable[[Leaf], Any]) -> Any:
     children, metadata, entries, rebuild = optree.tree_flatten_one_level(x, none_is_leaf=True)
     inside = path if _is_union(x) else None
     made = [
-        _visit(child, (*path, _entry(entry)) if inside is None else inside, make)
+        _visit(child, (*path, _entry(entry, x)) if inside is None else inside, make)
         for entry, child in zip(entries, children, strict=True)
     ]
     return rebuild(metadata, made)
 
 
-def _entry(entry: Any) -> str | int:
-    return entry if isinstance(entry, int) else str(entry)
+def _entry(entry: Any, container: Any) -> str | int:
+    """As torch.distributed.checkpoint: ints are places in a list, and keys of dicts are texts."""
+    return entry if isinstance(entry, int) and not isinstance(container, Mapping) else str(entry)
 
 
 def _is_optimizer_state(x: Any, path: Path) -> bool:

@@ -104,8 +104,8 @@ class NewFiles:
         """Headers without numbers yet."""
         _check(verb, entries, max_shard_size)
         draft = Draft(Path(path).absolute())
-        draft.open()
         try:
+            draft.open()
             places = _start_files(draft.folder, _split(entries, max_shard_size))
         except BaseException:
             draft.abandon()

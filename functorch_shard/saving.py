@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ class Contents:
     @staticmethod
     def of(tree: Any) -> Contents:
         return Contents(leaves_of(tree), party_of(tree))
+
+    def of_this_moment(self) -> Contents:
+        """With copies of lists and dicts, to which a program may add; tensors are the same ones."""
+        still = lambda x: isinstance(x, (Sharded, Tensor, PerRank))  # noqa: E731
+        leaves = [leaf if still(leaf.value) else leaf._replace(value=deepcopy(leaf.value)) for leaf in self.leaves]
+        return replace(self, leaves=leaves)
 
     def pieces(self) -> Iterator[Piece]:
         for leaf in self.leaves:
@@ -71,6 +79,18 @@ class Contents:
             "without executing what it contains. Of an optimizer pass its state, of a generator its get_state()."
         )
         reject("save", problems, advice, TypeError)
+        reject("save", self._strangers(), "Save trees of other ranks by themselves, or reshard them first.")
+
+    def _strangers(self) -> list[str]:
+        """Trees whose ranks are not those that save."""
+        trees = [(leaf, leaf.value.layout) for leaf in self.leaves if isinstance(leaf.value, Sharded)]
+        mine = [self.party.is_simulated, self.party.size]
+        others = [
+            (leaf, layout.mesh)
+            for leaf, layout in trees
+            if not layout.tensor_meshes and [layout.mesh.is_simulated, layout.mesh.size] != mine
+        ]
+        return [f"{dotted(leaf.path())}: on {mesh}, expected one of the ranks of {self.party}" for leaf, mesh in others]
 
     def lines(self) -> Iterator[str]:
         """What a difference between ranks is told in."""
@@ -132,6 +152,7 @@ class Saving:
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: BaseException | None = field(default=None, repr=False)
     _hurry: threading.Event = field(default_factory=threading.Event, repr=False)
+    _left: threading.Event = field(default_factory=threading.Event, repr=False)  # the tensors are no longer looked at
     _published: bool = field(default=False, repr=False)
     _settled: bool = field(default=False, repr=False)
 
@@ -148,11 +169,13 @@ class Saving:
                 )
             if keep is not None and (not isinstance(keep, int) or keep < 1):
                 raise ValueError(f"save: keep: got {keep!r}, expected a number of checkpoints, 1 or more")
+            if path.name.startswith("."):
+                raise ValueError(f"save: path: got {path}: names with a dot in front are hidden, latest() passes them")
             contents.check()
             refuse_existing(path)
             if contents.party.rank == 0:
-                draft.open()
-            return Saving(path, contents, keep, draft, contents.versions())
+                draft.open(order_of)
+            return Saving(path, contents.of_this_moment(), keep, draft, contents.versions())
 
         try:
             options = [str(path), f"keep={keep}, async_save={async_save}"]
@@ -168,8 +191,8 @@ class Saving:
         return self
 
     def done(self) -> bool:
-        """Whether this rank has written all of its own."""
-        return self._thread is None or not self._thread.is_alive() or self._published
+        """Whether this rank has written all of its own, or failed: its tensors are the program's again."""
+        return self._thread is None or self._left.is_set()
 
     def result(self) -> Path:
         """Wait for all ranks; the path, when the checkpoint is there.
@@ -203,17 +226,27 @@ class Saving:
     def _in_background(self) -> None:
         try:
             self._write()
+            self._left.set()
             if self._contents.party.rank == 0 and self._wait_for_others():
                 self._publish()
         except BaseException as error:  # for result(), on this rank and on the others
             self._error = error
+            self._draft.note_failure()
+        finally:
+            self._left.set()
 
     def _wait_for_others(self) -> bool:
-        """Until all ranks have written, or ``result()`` takes over: so nobody waits for a rank that has failed."""
+        """Until all ranks have written; or ``result()`` takes over, which tells them all what failed on one."""
         while not all(has_index(self._draft.folder, rank) for rank in self._writers()):
-            if self._hurry.wait(_POLL):
+            if self._draft.has_failed() or self._hurry.wait(_POLL):
                 return False
         return True
+
+    def __del__(self) -> None:
+        """Without ``result()`` nobody was told of a failure, and nobody else could write there."""
+        if self._error is not None and not self._hurry.is_set():
+            self._draft.abandon()
+            warnings.warn(f"save: {self.path}: {self._error!r}, and nobody asked for result()", stacklevel=1)
 
     def _write(self) -> None:
         writers = {rank: Writer(self._draft.folder, rank) for rank in self._own()}
@@ -244,9 +277,9 @@ class Saving:
         if self._published or self._contents.party.rank:
             return
         parent = self.path.parent
-        there = in_order(parent, order_of)
-        complete(self._draft.folder, self._writers(), 1 + max((order_of(x) or 0 for x in there), default=0))
+        order = self._draft.order
+        complete(self._draft.folder, self._writers(), order)
         self._draft.publish()
         self._published = True
-        if self._keep is not None:
-            remove(in_order(parent, order_of)[: -self._keep])
+        if self._keep is not None:  # and never one that was begun later, and was faster
+            remove(x for x in in_order(parent, order_of)[: -self._keep] if (order_of(x) or order) < order)

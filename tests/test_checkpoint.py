@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -10,6 +11,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -328,6 +332,10 @@ def test_copies_are_written_once_by_one_rank_or_another(tmp_path: Path) -> None:
 # whole, or not there
 
 
+def files_of(path: Path) -> list[str]:
+    return sorted(x.name for x in path.iterdir())
+
+
 def tiny(step: int = 0) -> dict[str, Any]:
     params = fs.shard({"w": torch.arange(7.0) + step}, fs.plan({"w": torch.zeros(7)}, fs.simulated_mesh(2)))
     return {"model": params, "step": step}
@@ -446,11 +454,121 @@ def test_tensors_that_are_written_to_while_they_are_saved_are_an_error(
     assert list(tmp_path.iterdir()) == []
 
 
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch, only: str = "") -> Iterator[Callable[[], None]]:
+    """Writers stop before the tensor called ``only``, or any, until what is yielded is called."""
+    go, real = threading.Event(), stored.Writer.tensor
+
+    def tensor(self: Any, path: Any, *args: Any) -> None:
+        assert (only and path[0] != only) or go.wait(60)
+        real(self, path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.Writer, "tensor", tensor)
+        yield go.set
+
+
+def test_a_save_that_was_begun_later_and_is_faster_stays_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(monkeypatch, only="slow") as go:
+        first = save(tmp_path / "step-1", {"slow": torch.ones(2)}, keep=1, async_save=True)
+        save(tmp_path / "step-2", {"fast": torch.ones(2)}, keep=1, async_save=True).result()
+        go()
+        assert first.result() == tmp_path / "step-1"
+    assert latest(tmp_path) == tmp_path / "step-2"
+    save(tmp_path / "step-3", tiny(), keep=1)
+    assert files_of(tmp_path) == ["step-3"]
+
+
+def test_lists_that_grow_while_they_are_saved_are_those_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, seen = [1.0], {"names": {"a"}}
+    with held_back(monkeypatch) as go:
+        saving_ = save(tmp_path / "x", {"t": torch.ones(3), "losses": losses, "seen": [seen]}, async_save=True)
+        losses.append(2.0)
+        seen["names"].add("b")
+        go()
+        saving_.result()
+    loaded = load(tmp_path / "x", {"losses": [], "seen": [{"names": set()}]})
+    assert loaded == {"losses": [1.0], "seen": [{"names": {"a"}}]}
+
+
+def test_done_is_about_this_ranks_tensors_and_comes_after_a_failure_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(monkeypatch) as go:
+        saving_ = save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)
+        assert not saving_.done()
+        go()
+        saving_.result()
+        assert saving_.done()
+    monkeypatch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
+    saving_ = save(tmp_path / "y", {"t": torch.ones(3)}, async_save=True)
+    assert saving_._thread is not None
+    saving_._thread.join(60)
+    assert saving_.done()
+    with pytest.raises(ZeroDivisionError):
+        saving_.result()
+
+
+def drop(saving_: Any) -> None:
+    saving_._thread.join(60)
+    del saving_
+    gc.collect()  # an error refers to where it was raised
+
+
+def test_a_failure_that_nobody_asked_for_is_told_and_leaves_the_path_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
+        with pytest.warns(UserWarning, match="ZeroDivisionError.*nobody asked for result"):
+            drop(save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True))
+    assert files_of(tmp_path) == []
+    save(tmp_path / "x", {"t": torch.ones(3)})
+
+
+def test_links_are_not_counted_as_checkpoints_and_not_touched(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", tiny(step), keep=2)
+        for link in ("newest", "zz"):  # before and behind what they point to
+            (tmp_path / link).unlink(missing_ok=True)
+            (tmp_path / link).symlink_to(f"step-{step}")
+    assert files_of(tmp_path) == ["newest", "step-2", "step-3", "zz"]
+    assert latest(tmp_path) == tmp_path / "step-3"
+
+
+def test_what_only_looks_like_a_draft_stays(tmp_path: Path) -> None:
+    (tmp_path / ".novel.draft").mkdir()
+    (tmp_path / ".old.removed").mkdir()
+    os.mkfifo(tmp_path / ".pipe.functorch_shard.draft")
+    (tmp_path / ".link.functorch_shard.draft").symlink_to(tmp_path / ".novel.draft")
+    there = files_of(tmp_path)
+    save(tmp_path / "x", tiny(), keep=1)
+    fs.checkpoint.export_safetensors(tiny()["model"], tmp_path / "y")
+    assert files_of(tmp_path) == sorted([*there, "x", "y"])
+
+
+SAVE_MANY = """
+import sys
+import torch
+import functorch_shard as fs
+for i in range(60):
+    fs.checkpoint.save(f"{sys.argv[2]}/{sys.argv[1]}-{i}", {"x": torch.ones(2)}, keep=3)
+"""
+
+
+def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
+    programs = [subprocess.Popen([sys.executable, "-c", SAVE_MANY, name, str(tmp_path)]) for name in "ab"]
+    assert [program.wait(120) for program in programs] == [0, 0]
+    names = files_of(tmp_path)
+    assert 3 <= len(names) <= 4, "two that end together may each leave what the other has begun"
+    assert not any(damage(tmp_path / name) for name in names)
+
+
 # faults
-
-
-def files_of(path: Path) -> list[str]:
-    return sorted(x.name for x in path.iterdir())
 
 
 @pytest.fixture
@@ -571,6 +689,71 @@ def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_p
     assert "on the meta device" in refused(save, tmp_path / "x", {"x": torch.zeros(2, device="meta")})
     assert "'a.b': 2 leaves have this name" in refused(save, tmp_path / "x", {"a": {"b": 1}, "a.b": 2})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torch_writes_and_does_not_read_back_is_refused(tmp_path: Path) -> None:
+    for value in (b"", [b""], {"a": (b"",)}, 2**2039, [-(10**700)]):
+        assert "torch" in refused(save, tmp_path / "x", {"step": 1, "value": value})
+    fits = [b"x", 2**2039 - 1, -(2**2038), {1, "a"}, (None, 1.5j), float("inf"), set(), ""]
+    save(tmp_path / "x", {f"v{i}": value for i, value in enumerate(fits)})
+    assert list(load(tmp_path / "x", {f"v{i}": None for i in range(len(fits))}).values()) == fits
+
+
+def test_trees_of_different_ranks_and_hidden_names_are_refused(tmp_path: Path) -> None:
+    two, three = (fs.shard({"w": torch.ones(7)}, fs.plan({"w": torch.ones(7)}, fs.simulated_mesh(n))) for n in (2, 3))
+    for tree in ({"a": two, "b": three}, {"b": three, "a": two}):
+        assert "expected one of the ranks of Mesh(shard=" in refused(save, tmp_path / "x", tree)
+    assert "names with a dot in front are hidden" in refused(save, tmp_path / ".x", {"a": two})
+    assert files_of(tmp_path) == []
+
+
+class Matrices(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(rows, 3))
+
+
+def test_state_of_another_model_is_not_cut_to_fit_where_there_was_none_yet(tmp_path: Path) -> None:
+    sgd, mesh = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), fs.simulated_mesh(2)
+    big, small = (fs.shard(Matrices(rows), fs.plan(Matrices(rows), mesh)) for rows in (6, 4))
+    _, state = sgd.step(big, big, sgd.init(big))
+    save(tmp_path / "x", {"optim": sgd.state_dict(state, big)})
+    text = refused(load, tmp_path / "x", {"optim": {"state": sgd.init(small)}})
+    assert "'b': shape (6, 3), torch.float32; expected shapes" in text
+    assert "{'a': (2, 2), 'b': (4, 3)}" in text
+
+
+def test_numbers_come_back_where_there_was_none_and_differing_ones_are_refused(tmp_path: Path) -> None:
+    values = {"a": torch.ones(()), "b": torch.ones(4)}
+    mesh = fs.simulated_mesh(2)
+    apart, together = fs.plan(values, mesh, labels=lambda name, _: name), fs.plan(values, mesh)
+    five = 5
+    for numbers in (
+        {"a": 3, "b": five},
+        {"a": 3, "b": 3},
+        {"a": torch.tensor([3.0] * 2), "b": torch.tensor([3.0] * 2)},
+    ):
+        path = tmp_path / str(len(files_of(tmp_path)))
+        steps = fs.Sharded({key: numbers[buffer.slots[0].name] for key, buffer in apart.buffers.items()}, apart)
+        save(path, {"state": {"step": steps}})
+        likes = [0, None] if isinstance(numbers["a"], int) else [None]
+        for like in likes:
+            tree = {"state": {"step": fs.Sharded(dict.fromkeys(together.buffers, like), together)}}
+            if numbers["b"] is five:
+                assert "numbers that differ" in refused(load, path, tree)
+                continue
+            (found,) = load(path, tree)["state"]["step"].values()
+            assert (found == torch.tensor(3)).all() if isinstance(found, Tensor) else found == 3
+
+
+def test_keys_of_dicts_have_the_paths_that_torch_gives_them(tmp_path: Path) -> None:
+    tree = {"x": {3: torch.ones(2), -1: [torch.zeros(1), 5]}}
+    save(tmp_path / "ours", tree)
+    dcp.save(tree, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = (dcp.FileSystemReader(tmp_path / name).read_metadata().planner_data for name in ("ours", "theirs"))
+    assert ours == theirs
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt")["x"].keys() == {"3", "-1"}
 
 
 def test_inside_spmd_nothing_is_saved_or_loaded(tmp_path: Path) -> None:

@@ -497,7 +497,7 @@ def test_what_backward_has_no_use_for_is_not_gathered_again() -> None:
 
 def frozen_front_on_this_rank() -> list[tuple[str, str]]:
     mesh, model = fs.init_mesh(), blocks(NUM_UNITS)
-    for block in model[:2]:
+    for block in list(model)[:2]:
         block.requires_grad_(False)
     layout = fs.plan(model, mesh)
     loss = lambda p: functional_call(model, fs.gather(p), (input_of(mesh.rank),)).square().sum()  # noqa: E731
