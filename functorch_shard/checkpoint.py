@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .folders import in_order
+from .holdings import party_of
 from .loading import Loading
 from .naming import PerRank
 from .safetensors_files import export_safetensors, import_safetensors
-from .saving import Saving, party_of
+from .saving import Saving
 from .stored import Stored, order_of
 
 __all__ = ["PerRank", "Saving", "damage", "export_safetensors", "import_safetensors", "latest", "load", "save"]

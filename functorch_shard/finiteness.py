@@ -14,9 +14,12 @@ from .checks import check_shards
 from .collectives import psum
 from .errors import reject
 from .gathering import materialize
+from .holdings import party_of
 from .layout import Layout, Slot
+from .mesh import job_mesh
 from .norms import shard_index, wide
 from .pack import without_padding
+from .tensor_parallel import local_part
 from .trees import Full, Sharded
 
 
@@ -59,7 +62,7 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         )
     with torch.no_grad():
         found = list(_in_shards(tree, what) if isinstance(tree, Sharded) else _in_whole(tree, what))
-    texts = mesh.tell(json.dumps([astuple(one) for one in found]) if found else "")
+    texts = party_of(tree).tell(json.dumps([astuple(one) for one in found]) if found else "")
     by_name: dict[str, list[_Found]] = {name: [] for name in _slots_by_every_name(tree.layout)}
     for one in (_Found(*one) for text in texts if text for one in json.loads(text)):
         by_name[one.name].append(one)
@@ -71,25 +74,32 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
 
 
 def all_finite(tree: Sharded) -> Tensor:
-    """Whether every value on every rank of the mesh is finite: bool, shape ``()``, the same on all of them.
+    """Whether every value on every rank is finite: bool, shape ``()``, the same on all of them.
 
-    Runs as one rank: on real ranks, or inside ``spmd``. Padding is not looked at. One psum of a number per axis.
+    Runs as one rank: on real ranks, or inside ``spmd``. Padding is not looked at. One psum of a number per axis, those
+    that DTensors lie along too.
     """
     layout, fine = tree.layout, [torch.ones((), dtype=torch.bool, device=tree.layout.mesh.device)]
     for key, buffer in layout.buffers.items():
         if buffer.differentiable and tree[key] is not None:
             x = without_padding(tree[key], buffer, shard_index(buffer, layout))
             fine.append(torch.isfinite(wide(x)).all())
-    return psum(~torch.stack(fine).all(), layout.mesh) == 0
+    bad = psum(~torch.stack(fine).all(), layout.mesh)
+    for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
+        bad = psum(bad, axis)
+    return bad == 0
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What is not finite of one parameter in one shard: ``first`` counts in the flattened parameter."""
+    """What is not finite of one parameter in one shard: ``first`` counts in the flattened parameter.
+
+    Of a DTensor the local part is looked at; ``shard`` then says which, and ``rank`` is one of the job.
+    """
 
     name: str
     shape: tuple[int, ...]
-    shard: int
+    shard: str
     rank: int | None  # None: a whole value, of no rank of a simulated mesh
     count: int
     first: int
@@ -105,22 +115,24 @@ def _in_shards(tree: Sharded, what: str) -> Iterator[_Found]:
         for rank, row in _rows(tree[key], (buffer.shard_numel,), layout):
             shard = _shard_of(rank or 0, layout) if buffer.num_shards > 1 else 0
             for name, offset, numel, start in buffer.slices(shard):
-                yield from _found(row[offset : offset + numel], layout.slots[name], name, shard, rank, start)
+                slot = layout.slots[name]
+                yield from _found(row[offset : offset + numel], slot, name, *_place(slot, shard, rank, layout), start)
 
 
 def _in_whole(tree: Full, what: str) -> Iterator[_Found]:
     slots = _slots_by_every_name(tree.layout)
     problems = [f"{name!r}: not in the layout" for name in tree if name not in slots]
     ranks = tuple(size for _, size in tree.layout.axes)
-    for name, x in tree.items():
+    parts = {name: local_part(x) for name, x in tree.items()}
+    for name, x in parts.items():
         if name in slots and tuple(x.shape) not in (slots[name].shape, (*ranks, *slots[name].shape)):
             problems.append(f"{name!r}: got shape {tuple(x.shape)}, expected {slots[name].shape}")
     reject(f"assert_finite: {what}", problems, "A Full has the names and shapes of the parameters of its layout.")
-    for name, x in tree.items():
+    for name, x in parts.items():
         values = materialize(x)  # once: a lazy tensor that one rank alone asks again would leave the others waiting
         if not _fine(values):
             for rank, row in _rows(values, slots[name].shape, tree.layout):
-                yield from _found(row, slots[name], name, 0, rank, 0)
+                yield from _found(row, slots[name], name, *_place(slots[name], 0, rank, tree.layout), 0)
 
 
 def _slots_by_every_name(layout: Layout) -> dict[str, Slot]:
@@ -143,11 +155,19 @@ def _shard_of(rank: int, layout: Layout) -> int:
     return 0
 
 
+def _place(slot: Slot, shard: int, rank: int | None, layout: Layout) -> tuple[str, int | None]:
+    """Which elements, for copies to count once, and the rank that holds them: of the job, where there are DTensors."""
+    if slot.dtensor is None:
+        return str(shard), rank
+    start = slot.dtensor.local_start(layout.tensor_meshes[slot.dtensor.axes].coordinate)
+    return f"{shard} of the part from {start}", job_mesh().rank
+
+
 def _fine(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(wide(x)).all())
 
 
-def _found(piece: Tensor, slot: Slot, name: str, shard: int, rank: int | None, start: int) -> Iterator[_Found]:
+def _found(piece: Tensor, slot: Slot, name: str, shard: str, rank: int | None, start: int) -> Iterator[_Found]:
     if not _fine(piece):
         bad = (~torch.isfinite(wide(piece))).nonzero().flatten()
         yield _Found(name, slot.shape, shard, rank, len(bad), start + int(bad[0]), str(piece[bad[0]].item()))

@@ -59,6 +59,12 @@ def mesh_of(tree: Any) -> Mesh:
     return job_mesh() if node is None else node.layout.mesh
 
 
+def party_of(tree: Any) -> Mesh:
+    """Who takes part: the ranks of the trees, and those beside them where there are DTensors."""
+    layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
+    return job_mesh() if any(layout.tensor_meshes for layout in layouts) else mesh_of(tree)
+
+
 def is_node(x: Any) -> bool:
     return isinstance(x, (Sharded, Full))
 

@@ -298,7 +298,7 @@ def simulated_mesh(axes: int | Mapping[str, int], *, device: torch.device | str 
 
 
 def init_mesh(
-    axes: Mapping[str, int] | None = None,
+    axes: int | Mapping[str, int] | None = None,
     *,
     device: torch.device | str | None = None,
     timeout: timedelta | float | None = None,
@@ -306,7 +306,8 @@ def init_mesh(
     """All ranks of this job: under torchrun, in an initialised process group, or one rank without any.
 
     Args:
-        axes: sizes by name, outermost first; one may be ``-1``, what is left. Default: ``{"shard": -1}``.
+        axes: sizes by name, outermost first, or the size of one axis ``"shard"``; one may be ``-1``, what is left.
+            Default: ``-1``.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL); CUDA where there is one unless given. Under torchrun the process
             group is made here; one that exists is used as it is.
         timeout: how long a collective waits for other ranks, in seconds or as a ``timedelta``, on every axis; torch's
@@ -335,12 +336,12 @@ def init_mesh(
     if several:
         if not dist.is_initialized():
             join_job("nccl" if kind == "cuda" else "gloo", patience)
-        sizes = _fill(axes or {"shard": -1}, dist.get_world_size())
+        sizes = _fill(axes, dist.get_world_size())
         made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         for group in made.get_all_groups():  # torch made those of several axes with its default
             set_timeout(group, timeout_of(dist.group.WORLD))
         return Mesh.from_device_mesh(made)
-    sizes = _fill(axes or {"shard": -1}, 1)
+    sizes = _fill(axes, 1)
     return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), _device(kind))
 
 
@@ -349,10 +350,8 @@ def job_mesh() -> Mesh:
     if not (dist.is_available() and dist.is_initialized()):
         return Mesh((Axis("job", 1, DetachedBackend()),), _device("cpu"))
     group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    return Mesh(
-        (Axis("job", group.size, naming_lost_ranks(group, "job")),),
-        _device("cpu" if dist.get_backend() == "gloo" else "cuda"),
-    )
+    kind = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"  # one that the group can talk of
+    return Mesh((Axis("job", group.size, naming_lost_ranks(group, "job")),), _device(kind))
 
 
 def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
@@ -386,8 +385,9 @@ def _device(kind: str) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _fill(axes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, int]:
     """The sizes with ``-1`` replaced, checked to multiply to ``num_ranks``."""
+    axes = {"shard": given} if isinstance(given, int) else given or {"shard": -1}
     rest = [name for name, size in axes.items() if size == -1]
     known = prod(size for size in axes.values() if size != -1)
     sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from .errors import first_difference, reject
 from .folders import sync
-from .holdings import mesh_of
+from .holdings import party_of
 from .homes import NAMELESS, SUFFIX, fill_file, map_file, nbytes_of, new_file, no_room
-from .mesh import Mesh
+from .mesh import Mesh, job_mesh
 from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
 
@@ -85,7 +85,7 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
     tensors, put_back = take_tensors(tree)
     if where == "cpu":
         return put_back([_to_cpu(x.detach()) for x in tensors])
-    return put_back(_write(tree, _Shelf.at(where, mesh_of(tree))))
+    return put_back(_write(tree, _Shelf.at(where, party_of(tree))))
 
 
 def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
@@ -116,7 +116,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
         {'step': tensor(7)}
     """
     _, put_back = take_tensors(like)
-    mesh = mesh_of(like)
+    mesh = party_of(like)
     shelf = _Shelf.at(where, mesh)
     mine = mesh.agree("reopen", shelf.whole, lambda _: [])
     everywhere = set.intersection(*({*json.loads(text)} for text in mesh.tell(json.dumps(mine))))
@@ -206,9 +206,7 @@ class _Shelf:
         if isinstance(where, str) and _is_device(where):
             advice = f"'cpu', or a directory; one of this name is Path({where!r})"
             raise ValueError(f"offload: where: got {where!r}, expected {advice}. The mesh has a device of its own.")
-        size = mesh.size
-        name = f"all-{size}-simulated-ranks" if mesh.is_simulated else f"rank-{mesh.rank}-of-{size}"
-        return _Shelf(Path(where).resolve() / name, mesh)
+        return _Shelf(Path(where).resolve() / _folder_name(mesh), mesh)
 
     def generations(self) -> list[int]:
         return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
@@ -240,6 +238,14 @@ class _Shelf:
         others = sorted(entry.name for entry in siblings if entry.name != self.folder.name and entry.is_dir())
         there = f"there are {', '.join(others)}" if others else "there is nothing"
         return f"reopen: {self.folder}: nothing was offloaded here as a whole; beside it {there}."
+
+
+def _folder_name(mesh: Mesh) -> str:
+    """Of a slice of the job the rank in the job: other slices may share the directory."""
+    if mesh.is_simulated:
+        return f"all-{mesh.size}-simulated-ranks"
+    rank, size = (mesh.processes[mesh.rank], job_mesh().size) if mesh.processes else (mesh.rank, mesh.size)
+    return f"rank-{rank}-of-{size}"
 
 
 def _is_device(where: str) -> bool:

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import optree
 from torch import Tensor
 
 from .errors import reject
 from .folders import Draft, in_order, refuse_existing, remove
-from .holdings import is_node, mesh_of
+from .holdings import party_of
 from .layout import Layout
-from .mesh import Mesh, job_mesh
+from .mesh import Mesh
 from .naming import Leaf, PerRank, dotted, leaves_of, plain_problem, twice
 from .pieces import Piece, aliases_of, pieces_of
 from .stored import Writer, complete, has_index, order_of
@@ -100,12 +99,6 @@ class Contents:
             yield f"{dotted(leaf.path())}: {kind}" + (f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else "")
         for layout in dict.fromkeys(leaf.value.layout for leaf in self.leaves if isinstance(leaf.value, Sharded)):
             yield from layout.places() if not layout.tensor_meshes else _wholes(layout)
-
-
-def party_of(tree: Any) -> Mesh:
-    """Who takes part: the ranks of the trees, and those beside them where there are DTensors."""
-    layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
-    return job_mesh() if any(layout.tensor_meshes for layout in layouts) else mesh_of(tree)
 
 
 def names_of(leaf: Leaf) -> list[str]:

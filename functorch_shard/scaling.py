@@ -18,6 +18,7 @@ from torch import Tensor
 from .checks import check_shards
 from .errors import reject
 from .finiteness import all_finite
+from .norms import wide
 from .trees import Sharded, map_items
 
 State = dict[str, Tensor]
@@ -129,7 +130,7 @@ class LossScale:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
         inverse = state["scale"].double().reciprocal().float()  # rounded once, as torch.amp.GradScaler does
         buffers = grads.layout.buffers
-        divide = lambda key, x: x if x is None or not buffers[key].differentiable else (x * inverse).to(x.dtype)  # noqa: E731
+        divide = lambda key, x: x if x is None or not buffers[key].differentiable else (wide(x) * inverse).to(x.dtype)  # noqa: E731
         return map_items(divide, grads), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
@@ -144,7 +145,8 @@ class LossScale:
             new: parameters, optimizer state, any pytree, after the step; not of one with ``donate=True``, which has
                 overwritten what ``old`` was.
             old: the same before it. ``None`` counts as zeros where ``new`` has a tensor: the momentum of SGD, which
-                comes with the first step, and which is nothing until one is taken.
+                comes with the first step, and which is nothing until one is taken. With ``dampening`` torch takes that
+                first step undamped, and after a skipped one it is damped: let the first scale be one that fits.
 
         Returns:
             The tree of ``new``.

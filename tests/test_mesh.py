@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 from collections import namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +52,34 @@ def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
     assert "each of size 1 or more, got shard=0" in refused(fs.simulated_mesh, 0)
     assert "expected at least one axis" in refused(fs.simulated_mesh, {})
     assert "each of size 1 or more" in refused(fs.init_mesh, {"a": -1, "b": -1})
+
+
+OF_THE_USERS_GROUP = """
+import sys
+import tempfile
+import torch, torch.distributed as dist, functorch_shard as fs
+dist.init_process_group(sys.argv[1] if sys.argv[1] != "None" else None)
+params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.init_mesh(device="cpu")))
+with tempfile.TemporaryDirectory() as folder:
+    for tree in (params, {"x": torch.ones(3)}):
+        fs.checkpoint.save(f"{folder}/{len(tree)}-{type(tree).__name__}", tree)
+        assert fs.reopen(fs.offload(tree, f"{folder}/mapped"), f"{folder}/mapped").keys() == tree.keys()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_a_process_group_that_the_program_made_itself_is_as_good(backend: str | None) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **job, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", OF_THE_USERS_GROUP, str(backend)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_size_of_one_axis_is_enough() -> None:
+    assert fs.init_mesh(1).axes == fs.init_mesh(-1).axes == {"shard": 1}
+    assert "4 ranks, but there are 1" in refused(fs.init_mesh, 4)
 
 
 def test_spmd_is_the_function_itself_on_real_ranks() -> None:

@@ -192,6 +192,17 @@ def test_gradients_are_multiplied_by_the_reciprocal_that_torch_takes(scale: floa
     assert_trees_close([x for x in unscaled.values() if x is not None], expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_divided_by_a_scale_that_it_cannot_hold_the_inverse_of(dtype: torch.dtype) -> None:
+    values = {"w": (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)}
+    for initial in (2.0**26, 1e6 / 3):
+        scale = fs.LossScale.static(initial)
+        expected = (values["w"].float() * torch.tensor(initial).double().reciprocal().float()).to(dtype)
+        for mesh in (fs.init_mesh(), fs.simulated_mesh(3)):
+            grads = fs.shard(values, fs.plan(values, mesh))
+            assert torch.equal(fs.gather(scale.unscale(grads, scale.init(grads))[0], lazy=False)["w"], expected)
+
+
 @every_axes
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_what_is_in_padding_does_not_skip_a_step(axes: dict[str, int], bad: float) -> None:

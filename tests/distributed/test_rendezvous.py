@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,7 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import functorch_shard as fs
 from functorch_shard.rendezvous import meet
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 RESTARTS = 4  # torch's own start gets through that many about once in a hundred times
@@ -92,6 +96,61 @@ def test_every_rank_that_came_names_those_that_did_not(server: dist.TCPStore) ->
     assert said == ["ranks 2, 4 of 5 were not there within 1 s: the job needs all of them to start"] * 3
 
 
+def test_a_rank_that_dies_and_comes_again_is_met_while_others_are_awaited(server: dist.TCPStore) -> None:
+    """Its first life has signed under the prefix of this one already, and is no longer there."""
+    with ThreadPoolExecutor(4) as pool:
+        first = [pool.submit(meet_all, server, [rank], 3) for rank in (0, 1)]
+        while not server.check(["hello/1"]):
+            time.sleep(0.01)
+        dead = server.get("hello/1")
+        while not server.check([f"answer/{dead.decode()}"]):
+            time.sleep(0.01)
+        again = pool.submit(meet_all, server, [1], 3)
+        while server.get("hello/1") == dead:
+            time.sleep(0.01)
+        late = pool.submit(meet_all, server, [2], 3)
+        prefixes = {run.result()[0] for run in (first[0], again, late)}
+        assert len(prefixes) == 1
+        assert re.fullmatch("[0-9a-f]{32}", prefixes.pop())
+
+
+START = """
+import functorch_shard as fs
+try:
+    fs.init_mesh(timeout=4)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def started(rank: int, size: int, port: int) -> subprocess.Popen[str]:
+    """One rank without torchrun, as SLURM or mpirun would start it."""
+    job = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {**os.environ, **job, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_without_torchrun_too_every_rank_names_those_that_did_not_come() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [started(rank, 4, port) for rank in (0, 1, 3)]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert said == ["rank 2 of 4 was not there within 4 s: the job needs all of them to start\n"] * 3
+
+
+def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert "MASTER_ADDR: not set" in refused(fs.init_mesh)
+
+
 def test_ranks_whose_rank_0_does_not_come_say_so(server: dist.TCPStore) -> None:
-    for rank, said in zip([1, 2], meet_all(server, [1, 2], 3, seconds=0.5), strict=True):
-        assert said.startswith(f"rank 0 did not start, or ended, while rank {rank} waited for it: ")
+    for said in meet_all(server, [1, 2], 3, seconds=0.5):
+        assert said.startswith("rank 0 did not start, or ended, or began without this rank, which came again, ")

@@ -621,6 +621,41 @@ def other_placements_are_refused_by_reshard_and_come_by_a_checkpoint(axes: Devic
         folder[0].cleanup()
 
 
+@check
+def an_overflow_in_one_part_is_one_on_every_rank(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    source = lambda x: {"w": distribute_tensor(torch.tensor(x), axes["tensor"], [Shard(0)])}  # noqa: E731
+    layout = fs.plan(source([0.0] * 4), mesh)
+    scale = fs.LossScale.dynamic(8.0)
+    for overflow in range(4):
+        grads = fs.shard(source([torch.inf if i == overflow else 1.0 for i in range(4)]), layout)
+        _, finite = scale.unscale(grads, scale.init(grads))
+        assert not finite
+        for tree in (grads, fs.gather(grads)):
+            text = refused(fs.assert_finite, tree)
+            assert "'w': 1 of 2 values not finite, the first is inf at [" in text
+            said = [None] * RANKS
+            dist.all_gather_object(said, text)
+            assert len(set(said)) == 1
+    grads = fs.shard(source([1.0] * 4), layout)
+    assert scale.unscale(grads, scale.init(grads))[1]
+
+
+@check
+def parts_that_are_offloaded_into_one_directory_stay_apart(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    for values in (tensors(axes), {"plain": torch.arange(5.0) + dist.get_rank()}):  # a slice without DTensors, too
+        folder: list[Any] = [TemporaryDirectory() if dist.get_rank() == 0 else None]
+        path = [folder[0].name if folder[0] else None]
+        dist.broadcast_object_list(path)
+        params = fs.shard(values, fs.plan(values, mesh))
+        expected = {key: x.clone() for key, x in params.items()}
+        fs.offload(params, str(path[0]))
+        dist.barrier()
+        exactly(dict(fs.reopen(params, str(path[0]))), expected)
+        dist.barrier()
+        if folder[0]:
+            folder[0].cleanup()
+
+
 class Resettable(Transformer):
     """Its modules have resets of their own; this is the one for what is directly in it."""
 
