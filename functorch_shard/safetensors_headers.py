@@ -38,6 +38,7 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "C64": torch.complex64,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -158,7 +159,11 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _place(path: Path, data: Any, numbers: int, size: int) -> Place:
     """What one entry of a header says; its numbers begin somewhere behind byte ``numbers``."""
-    known = isinstance(data, dict) and data.keys() == {"dtype", "shape", "data_offsets"}
+    known = isinstance(data, dict) and data.keys() >= {
+        "dtype",
+        "shape",
+        "data_offsets",
+    }  # the format's own library reads over more
     if not known or not isinstance(data["dtype"], str) or not re.fullmatch(r"\w{1,32}", data["dtype"]):
         raise ValueError("its entry is none: expected dtype, shape and data_offsets")
     code, shape, offsets = data["dtype"], data["shape"], data["data_offsets"]

@@ -83,6 +83,26 @@ def test_what_the_library_wrote_is_sharded_as_by_shard(tmp_path: Path, axes: Any
     assert_same_bits(import_safetensors(tmp_path / "one.safetensors", layout), fs.shard(tensors, layout))
 
 
+def test_scales_of_eight_bits_go_there_and_back(tmp_path: Path) -> None:
+    tensors = {"scale": torch.tensor([0.25, 1.0, 2.0]).to(torch.float8_e8m0fnu)}
+    layout = planned(tensors)
+    params = fs.shard(tensors, layout)
+    export_safetensors(params, tmp_path / "new")
+    header = (tmp_path / "new" / "model.safetensors").read_bytes()
+    assert b'"F8_E8M0"' in header  # as the format's library spells it
+    assert_same_bits(import_safetensors(tmp_path / "new", layout), params)
+
+
+def test_keys_that_the_format_does_not_know_are_read_over(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "more": {"any": 1}}
+    text = json.dumps({"a": entry}).encode()
+    file = tmp_path / "one.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2))
+    assert load_file(file)["a"].tolist() == [1, 2]  # as the library does
+    layout = planned({"a": torch.zeros(2)}, 1)
+    assert_same_bits(import_safetensors(file, layout), fs.shard({"a": torch.tensor([1.0, 2.0])}, layout))
+
+
 @pytest.mark.parametrize("given", ["directory", "index", "files", "text"])
 def test_exported_at_one_layout_it_comes_back_in_any_other(tmp_path: Path, given: str) -> None:
     model = awkward()
