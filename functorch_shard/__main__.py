@@ -10,34 +10,49 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from reprlib import Repr
 
 import torch
 from torch import Tensor
 
-from .errors import reject, table
+from .errors import reject, shown, table
 from .metadata import Entry
+from .pickles import NotPlainError
 from .safetensors_writer import MAX_SHARD_SIZE, write_files
 from .safetensors_writer import Entry as FileEntry
 from .stored import Stored
+
+_SHORT = Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 
 
 def inspect(stored: Stored) -> str:
     """All tensors and plain values of a checkpoint, as two tables."""
     tensors = [(name, entry) for name, entry in sorted(stored.entries.items()) if entry.dtype is not None]
     plain = [name for name, entry in sorted(stored.entries.items()) if entry.dtype is None]
-    rows = [(name, str(entry.shape), _dtype(entry), len(entry.values), entry.nbytes) for name, entry in tensors]
+    rows = [(shown(name), str(entry.shape), _dtype(entry), len(entry.values), entry.nbytes) for name, entry in tensors]
     total = ("total", "", "", sum(row[3] for row in rows), sum(row[4] for row in rows))
     texts = [table([*rows, total], ("tensor", "shape", "dtype", "boxes", "bytes"), left=3)]
     if plain:
-        texts.append(table([(name, repr(stored.plain(name))[:80]) for name in plain], ("value", ""), left=2))
-    return "\n\n".join([str(stored.folder), *texts])
+        texts.append(table([(shown(name), _plain(stored, name)) for name in plain], ("value", ""), left=2))
+    return "\n\n".join([shown(str(stored.folder)), *texts])
+
+
+def _plain(stored: Stored, name: str) -> str:
+    """The beginning of a value; of one that shares its parts a thousandfold, too."""
+    try:
+        return shown(" ".join(_SHORT.repr(stored.plain(name)).split()))[:80]
+    except RuntimeError as error:
+        if not isinstance(error.__cause__, NotPlainError):
+            raise
+        return f"not plain, and not loaded: {error.__cause__}"
 
 
 def consolidate(stored: Stored, path: Path, prefix: str, max_shard_size: int) -> list[str]:
     """Write the tensors whose names start with ``prefix``, without it, one at a time; their names."""
     names = [name for name, entry in stored.entries.items() if name.startswith(prefix) and entry.dtype is not None]
     beginnings = sorted({name.split(".")[0] for name in stored.entries})
-    nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(beginnings)}"]
+    nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
     reject("consolidate", [] if names else nothing, "Pass --prefix, as --prefix ema. for the averages.")
     write_files([_pair(stored, name, name[len(prefix) :]) for name in names], path, max_shard_size)
     return names

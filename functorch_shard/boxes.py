@@ -8,6 +8,7 @@ single elements. So in N dims a range is at most ``2 * N - 1`` boxes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
@@ -70,6 +71,36 @@ def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
         total = prod(shape)
         raise ValueError(f"boxes: got elements {start} to {start + numel} of shape {tuple(shape)}, which has {total}")
     return list(_boxes(tuple(shape), start, start + numel)) if numel else []
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes of a tensor that have elements in common, if there are two.
+
+    Boxes of ranks lie apart in one dim or the other: those that do in a dim are never compared. So a thousand that
+    tile a tensor by rows, by columns or by both take about as many steps, and not their square.
+    """
+    groups = [[box for box in boxes if box.numel]]
+    while groups:
+        group = groups.pop()
+        dims = range(len(group[0].sizes)) if group else ()
+        parts = next((parts for dim in dims if len(parts := _apart(group, dim)) > 1), None)
+        if parts:
+            groups += [part for part in parts if len(part) > 1]
+        elif found := next((pair for pair in combinations(group, 2) if pair[0].overlap(pair[1])), None):
+            return found
+    return None
+
+
+def _apart(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Groups that have no index of ``dim`` in common."""
+    groups: list[list[Box]] = []
+    end = 0
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        if not groups or box.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offsets[dim] + box.sizes[dim])
+    return groups
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:

@@ -30,6 +30,11 @@ def hint(name: str, names: Sequence[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def shown(text: str) -> str:
+    """A text of others for a terminal: without what would move its cursor."""
+    return text if text.isprintable() else repr(text)
+
+
 def first_difference(mine: Iterable[str], theirs: Iterable[str]) -> tuple[str, str] | None:
     """The first pair of lines that differ, where one side has ended ``"nothing"``; None when all are equal."""
     pairs = zip_longest(mine, theirs, fillvalue="nothing")

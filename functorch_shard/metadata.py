@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from .boxes import Box
+from .errors import shown
 from .naming import Path, dotted
+from .pickles import Accepts, Made, read
 from .pieces import SCALAR
 
 
@@ -73,19 +74,6 @@ def _add(tensors: dict[str, dcp.STORAGE_TYPES], name: str, row: Mapping[str, Any
     return dcp.MetadataIndex(name, offsets, len(entry.chunks) - 1)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes DCP's own descriptions, and refuses whatever else a pickle names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ADMITTED:
-            return _ADMITTED[module, name]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        if module.split(".")[0] == "pathlib":  # the place it was written to, which nobody asks for
-            return lambda *parts: "/".join(map(str, parts))
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-
-
 _CLASSES = (
     dcp.Metadata,
     dcp.TensorStorageMetadata,
@@ -96,12 +84,13 @@ _CLASSES = (
     dcp.StorageMeta,
     dcp._MEM_FORMAT_ENCODING,
     _StorageInfo,
-    torch.Size,
 )
-_ADMITTED: dict[tuple[str, str], Any] = {(cls.__module__, cls.__name__): cls for cls in _CLASSES}
-_ADMITTED["torch", "Size"] = torch.Size
-_ADMITTED["torch.serialization", "_get_layout"] = lambda name: {"torch.strided": torch.strided}[name]
-_ADMITTED["collections", "OrderedDict"] = dict
+_ADMITTED = {(cls.__module__, cls.__name__) for cls in _CLASSES} | {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+_Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
 
 
 def entries_of(raw: bytes) -> dict[str, Entry]:
@@ -111,30 +100,90 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         RuntimeError: it is no metadata, or names what metadata has no need of; nothing in it was executed.
     """
     try:
-        read = _Unpickler(io.BytesIO(raw)).load()
-        if not isinstance(read, dcp.Metadata):
-            raise TypeError(f"it is a {type(read).__name__}")
-        paths = read.planner_data or {}
-        places: Any = read.storage_data
-        return {
-            str(name): _entry(str(name), tuple(paths.get(name, (name,))), described, places)
-            for name, described in read.state_dict_metadata.items()
-        }
+        top = _fields(read(raw, _admits, _refuse_persistent), dcp.Metadata)
+        paths = top.get("planner_data") or {}
+        places = {_key(index): info for index, info in top["storage_data"].items()}
+        described = top["state_dict_metadata"].items()
+        return {_text(name): _entry(name, _path(paths.get(name, (name,))), x, places) for name, x in described}
     except Exception as error:  # whatever bytes that are no metadata lead to
-        what = f"{type(error).__name__}: {error}"
+        what = shown(f"{type(error).__name__}: {error}")
         raise RuntimeError(f"no metadata of a checkpoint, and nothing in it was executed ({what})") from error
 
 
-def _entry(name: str, path: Path, described: Any, places: Mapping[dcp.MetadataIndex, Any]) -> Entry:
-    if isinstance(described, dcp.BytesStorageMetadata):
-        return Entry(path, (), None, (_value(SCALAR, places[dcp.MetadataIndex(name)]),))
-    shape = tuple(map(int, described.size))
-    boxes = [Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes))) for chunk in described.chunks]
-    values = [_value(box, places[dcp.MetadataIndex(name, box.offsets)]) for box in boxes]
-    return Entry(path, shape, described.properties.dtype, tuple(values))
+def _admits(module: str, name: str) -> Accepts | None:
+    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+    is_path = module.split(".")[0] == "pathlib"  # the place it was written to, which nobody asks for
+    return (lambda args: True) if is_dtype or is_path or (module, name) in _ADMITTED else None
+
+
+def _refuse_persistent(pid: Any) -> None:
+    raise ValueError("it refers to something outside of itself")
+
+
+def _fields(x: Any, cls: type) -> dict[str, Any]:
+    """What an object of ``cls`` was to have as attributes."""
+    if not _is(x, cls) or not isinstance(x.state, dict):
+        raise TypeError(f"a {getattr(type(x), 'name', type(x).__name__)} and no {cls.__name__}")
+    return x.state
+
+
+def _is(x: Any, cls: type) -> bool:
+    return isinstance(x, Made) and type(x).name == f"{cls.__module__}.{cls.__name__}"
+
+
+def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    fields = _fields(index, dcp.MetadataIndex)
+    offset = fields.get("offset")
+    return _text(fields["fqn"]), None if offset is None else _integers(offset)
+
+
+def _path(x: Any) -> Path:
+    path = tuple(x)
+    if not all(isinstance(part, (str, int)) for part in path):
+        raise TypeError("a path that is not of texts and numbers")
+    return path
+
+
+def _text(x: Any) -> str:
+    if type(x) is not str:
+        raise TypeError(f"a {type(x).__name__}, expected a text")
+    return x
+
+
+def _integers(x: Any) -> tuple[int, ...]:
+    found = tuple(x.args[0] if _is(x, torch.Size) else x)
+    if not all(type(n) is int and n >= 0 for n in found):
+        raise ValueError("sizes or offsets that are no numbers of elements")
+    return found
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    if not _is(properties, dcp.TensorProperties):
+        raise TypeError("no properties of a tensor")
+    named = properties.state[0]
+    found = getattr(torch, named.name.rpartition(".")[2]) if _is_class(named) else None
+    if not isinstance(found, torch.dtype):
+        raise TypeError("a tensor whose dtype is none")
+    return found
+
+
+def _is_class(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, Made)
+
+
+def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:
+    if _is(described, dcp.BytesStorageMetadata):
+        return Entry(path, (), None, (_value(SCALAR, places[name, None]),))
+    fields = _fields(described, dcp.TensorStorageMetadata)
+    chunks = [_fields(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
+    boxes = [Box(_integers(chunk["offsets"]), _integers(chunk["sizes"])) for chunk in chunks]
+    values = dict.fromkeys(_value(box, places[name, box.offsets]) for box in boxes)  # one that is told twice is one
+    return Entry(path, _integers(fields["size"]), _dtype(fields["properties"]), tuple(values))
 
 
 def _value(box: Box, info: Any) -> Value:
-    if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"values are stored through {info.transform_descriptors}, which is not supported")
-    return Value(box, str(info.relative_path), int(info.offset), int(info.length))
+    fields = _fields(info, _StorageInfo)
+    if transforms := fields.get("transform_descriptors"):
+        raise ValueError(f"values are stored through {transforms}, which is not supported")
+    start, nbytes = _integers((fields["offset"], fields["length"]))
+    return Value(box, _text(fields["relative_path"]), start, nbytes)

@@ -9,32 +9,30 @@ the rest; a checkpoint that another program wrote has none, and is checked by it
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
-import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from stat import S_ISREG
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from .boxes import Box
-from .errors import reject
+from .boxes import Box, first_overlap
+from .errors import reject, shown
+from .manifests import ALTERED, FORMAT, MANIFEST, lengths_of, read_manifest, read_plain
 from .metadata import Entry, Value, entries_of, metadata_of
 from .naming import Path as TreePath
+from .pickles import NotPlainError
 from .pieces import SCALAR
+from .values import load, open_regular
 
-METADATA, MANIFEST = ".metadata", "functorch_shard.json"
-_FORMAT = 1
-_ALTERED = (
-    "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
-)
+METADATA = ".metadata"
+# Of a checkpoint without a manifest, nobody knows what it was when it was written.
+_UNKNOWN = "The checkpoint is damaged, or was not written as torch.distributed.checkpoint writes it. Load another one."
 
 
 @dataclass(frozen=True)
@@ -57,19 +55,20 @@ class Stored:
         """
         if not (folder / METADATA).is_file() and not (folder / MANIFEST).is_file():
             raise FileNotFoundError(f"{folder}: no checkpoint: there is no {METADATA}")
-        lengths = _lengths(folder)
-        manifest = _read_manifest(folder, lengths)
-        raw = _read_plain(folder, METADATA, lengths)
+        lengths = lengths_of(folder)
+        manifest = read_manifest(folder, lengths)
+        raw = read_plain(folder, METADATA, lengths)
         digest = hashlib.sha256(raw).hexdigest()
         if manifest:
             damaged = [f"{METADATA}: its checksum differs"] if digest != manifest["metadata"] else []
             damaged += _length_problems(lengths, manifest["files"])
-            reject(f"{folder}: damaged", damaged, _ALTERED, RuntimeError)
+            reject(f"{folder}: damaged", damaged, ALTERED, RuntimeError)
         try:
             entries = entries_of(raw)
         except RuntimeError as error:
             raise RuntimeError(f"{folder / METADATA}: {error}") from error
-        reject(f"{folder}: damaged", _place_problems(entries, lengths), _ALTERED, RuntimeError)
+        advice = ALTERED if manifest else _UNKNOWN
+        reject(f"{folder}: damaged", _place_problems(entries, lengths), advice, RuntimeError)
         checks = {(file, start): crc for file, rows in manifest.get("checks", {}).items() for start, _, crc in rows}
         return Stored(folder, entries, checks, manifest.get("order", 0), manifest.get("digest", digest))
 
@@ -78,10 +77,10 @@ class Stored:
         entry, x = self.entries[name], self._value(name, value)
         if not isinstance(x, Tensor) or (x.shape, x.dtype) != (value.box.sizes, entry.dtype):
             what = f"shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-            raise RuntimeError(
-                f"{self.folder / value.file}: {name!r}: {what} at byte {value.start}, expected shape "
-                f"{value.box.sizes}, {entry.dtype}. {_ALTERED}"
-            )
+            raise self._damaged(name, value, f"{what}, expected shape {value.box.sizes}, {entry.dtype}")
+        held = x.untyped_storage().nbytes()
+        if not x.nbytes <= held <= value.nbytes:  # one number in every place, or much that nobody sees
+            raise self._damaged(name, value, f"a tensor of {x.nbytes:,} bytes in memory of {held:,}")
         return x
 
     def whole(self, name: str) -> Tensor:
@@ -89,7 +88,10 @@ class Stored:
         entry = self.entries[name]
         missing = prod(entry.shape) - sum(value.box.numel for value in entry.values)
         reject(
-            f"{self.folder}: {name!r}", [f"{missing} elements are in no file"] * (missing > 0), _ALTERED, RuntimeError
+            f"{self.folder}: {name!r}",
+            [f"{missing} elements are in no file"] * (missing > 0),
+            ALTERED if self.checks else _UNKNOWN,
+            RuntimeError,
         )
         x = torch.empty(entry.shape, dtype=entry.dtype)
         for value in entry.values:
@@ -101,42 +103,55 @@ class Stored:
         return self._value(name, self.entries[name].values[0])
 
     def damage(self) -> list[str]:
-        """What is wrong with the values themselves: every byte is read."""
+        """What is wrong with the values themselves: every byte is read. Without checksums, each value is loaded."""
         problems = []
         for name, entry in self.entries.items():
             for value in entry.values:
                 try:
-                    self._check(name, value)
+                    self._examine(name, entry, value)
                 except (RuntimeError, OSError) as error:
-                    problems.append(str(error))
+                    if not isinstance(error.__cause__, NotPlainError):  # which its program wanted so
+                        problems.append(str(error))
         return problems
+
+    def _examine(self, name: str, entry: Entry, value: Value) -> None:
+        if (value.file, value.start) in self.checks:
+            self._check(name, value)
+        elif entry.dtype is None:
+            self._value(name, value)
+        else:
+            self.tensor(name, value)
 
     def _value(self, name: str, value: Value) -> Any:
         self._check(name, value)
-        with _open(self.folder / value.file) as file:
-            try:
-                window: Any = _Window(file, value)
-                return torch.load(window, map_location="cpu", weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
-                raise RuntimeError(
-                    f"{self.folder / value.file}: {name!r}: {value.nbytes:,} bytes at {value.start:,} are no plain "
-                    f"value and no tensor, and nothing else is loaded ({type(error).__name__}: {error}). {_ALTERED}"
-                ) from error
+        try:
+            return load(self.folder / value.file, value)
+        except OSError:
+            raise
+        except NotPlainError as error:
+            what = f"no plain value and no tensor, and nothing else is loaded: {error}"
+            raise self._damaged(name, value, what, "Load the others without it.") from error
+        except Exception as error:  # whatever bytes that are no value lead to
+            what = f"no plain value and no tensor ({type(error).__name__}: {_beginning(error)})"
+            raise self._damaged(name, value, what) from error
+
+    def _damaged(self, name: str, value: Value, what: str, unproven: str = _UNKNOWN) -> RuntimeError:
+        where = f"{value.nbytes:,} bytes at {value.start:,}"
+        return RuntimeError(
+            f"{self.folder / value.file}: {name!r}: {where}: {what}. {ALTERED if self.checks else unproven}"
+        )
 
     def _check(self, name: str, value: Value) -> None:
         expected = self.checks.get((value.file, value.start))
         if expected is None:
             return
-        with _open(self.folder / value.file) as file:
+        with open_regular(self.folder / value.file) as file:
             file.seek(value.start)
             found, left = 0, value.nbytes
             while left and (part := file.read(min(left, 1 << 20))):
                 found, left = zlib.crc32(part, found), left - len(part)
         if found != expected or left:
-            raise RuntimeError(
-                f"{self.folder / value.file}: {name!r}: the checksum of {value.nbytes:,} bytes at {value.start:,} is "
-                f"{found:08x}, expected {expected:08x}. {_ALTERED}"
-            )
+            raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
 
 
 class Writer:
@@ -190,7 +205,7 @@ def complete(folder: Path, ranks: Iterable[int], order: int) -> None:
     checks = {i["file"]: [[row["start"], row["nbytes"], row["crc"]] for row in i["rows"]] for i in indices}
     lengths = {index["file"]: index["nbytes"] for index in indices} | {METADATA: len(raw)}
     digest = hashlib.sha256(raw).hexdigest()
-    body = json.dumps({"format": _FORMAT, "order": order, "metadata": digest, "files": lengths, "checks": checks})
+    body = json.dumps({"format": FORMAT, "order": order, "metadata": digest, "files": lengths, "checks": checks})
     write_durably(folder / MANIFEST, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}".encode())
     for file in files:
         file.unlink()
@@ -204,7 +219,7 @@ def has_index(folder: Path, rank: int) -> bool:
 def order_of(folder: Path) -> int | None:
     """Which of a directory's checkpoints this is, by its manifest; None where there is none that can be read."""
     try:
-        return int(_read_manifest(folder, _lengths(folder))["order"])
+        return read_manifest(folder, lengths_of(folder))["order"]
     except (OSError, RuntimeError, KeyError):
         return None
 
@@ -250,43 +265,6 @@ class _Tally:
         self.file.close()
 
 
-class _Window(io.RawIOBase):
-    """The bytes of one value, as a file of their own."""
-
-    def __init__(self, file: IO[bytes], value: Value) -> None:
-        self._file, self._start, self._nbytes, self._at = file, value.start, value.nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, memory: Any) -> int:
-        self._file.seek(self._start + self._at)
-        read = self._file.readinto(memoryview(memory)[: self._nbytes - self._at])  # pyright: ignore[reportAttributeAccessIssue]
-        self._at += read
-        return read
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence], 0)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-
-def _open(path: Path) -> IO[bytes]:
-    """A regular file of the folder: never what a link points to."""
-    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
-
-
-def _lengths(folder: Path) -> dict[str, int]:
-    """The bytes of each regular file; -1: it is something else, as a link out of the folder."""
-    found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
-    return {name: stat.st_size if S_ISREG(stat.st_mode) else -1 for name, stat in found.items()}
-
-
 def _length_problems(found: Mapping[str, int], expected: Mapping[str, int]) -> Iterator[str]:
     problems = []
     for name, nbytes in expected.items():
@@ -299,41 +277,35 @@ def _length_problems(found: Mapping[str, int], expected: Mapping[str, int]) -> I
     return problems  # pyright: ignore[reportReturnType]
 
 
-def _read_plain(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
-    what = "missing" if name not in lengths else "no regular file" if lengths[name] < 0 else ""
-    reject(f"{folder}: damaged", [f"{name}: {what}"] if what else [], _ALTERED, RuntimeError)
-    with _open(folder / name) as file:
-        return file.read()
-
-
-def _read_manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
-    """Of a checkpoint that was saved here; empty for one that another program wrote."""
-    if MANIFEST not in lengths:
-        return {}
-    digest, _, body = _read_plain(folder, MANIFEST, lengths).partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise RuntimeError(f"{folder}: damaged: {MANIFEST}: its digest differs. {_ALTERED}")
-    manifest = json.loads(body)
-    if manifest["format"] != _FORMAT:
-        raise RuntimeError(f"{folder}: {MANIFEST}: format {manifest['format']}, this version reads format {_FORMAT}")
-    return {**manifest, "digest": digest.decode()}  # of all values, by their checksums
-
-
 def _place_problems(entries: Mapping[str, Entry], lengths: Mapping[str, int]) -> list[str]:
     problems = {
-        f"{value.file}: {_file_problem(value, lengths)} ({name!r})"
+        f"{shown(value.file)}: {problem} ({name!r})"
         for name, entry in entries.items()
         for value in entry.values
-        if _file_problem(value, lengths)
+        if (problem := _file_problem(value, lengths))
     }
-    for name, entry in entries.items():
-        for box in (value.box for value in entry.values if entry.dtype is not None):
-            ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=False)]
-            if len(box.sizes) != len(entry.shape) or min((*box.offsets, *box.sizes, 0)) < 0:
-                problems.add(f"{name!r}: {box} is no box of shape {entry.shape}")
-            elif any(end > size for end, size in zip(ends, entry.shape, strict=True)):
-                problems.add(f"{name!r}: {box} is outside of shape {entry.shape}")
-    return sorted(problems)
+    tensors = ((name, entry) for name, entry in entries.items() if entry.dtype is not None)
+    return sorted(problems.union(*(_box_problems(name, entry) for name, entry in tensors)))
+
+
+def _box_problems(name: str, entry: Entry) -> list[str]:
+    boxes = [value.box for value in entry.values]
+    problems = [f"{name!r}: {problem}" for value in entry.values if (problem := _box_problem(value, entry))]
+    if not problems and (twice := first_overlap(boxes)):  # so that all elements are there if their number is
+        problems.append(f"{name!r}: {twice[0]} and {twice[1]} have elements in common")
+    return problems
+
+
+def _box_problem(value: Value, entry: Entry) -> str:
+    box, shape = value.box, entry.shape
+    if not len(box.offsets) == len(box.sizes) == len(shape):
+        return f"{box} is no box of shape {shape}"
+    ends = [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
+    outside = any(end > size for end, size in zip(ends, shape, strict=True))
+    if outside:
+        return f"{box} is outside of shape {shape}"
+    needed = box.numel * entry.dtype.itemsize if entry.dtype else 0  # nobody makes room for what is not there
+    return f"{box} takes {needed:,} bytes, and its value has {value.nbytes:,}" if needed > value.nbytes else ""
 
 
 def _file_problem(value: Value, lengths: Mapping[str, int]) -> str:
@@ -344,3 +316,7 @@ def _file_problem(value: Value, lengths: Mapping[str, int]) -> str:
     if value.start < 0 or value.nbytes < 0 or value.start + value.nbytes > lengths[value.file]:
         return f"{lengths[value.file]:,} bytes, expected {value.nbytes:,} at {value.start:,}"
     return ""
+
+
+def _beginning(error: Exception) -> str:
+    return shown(" ".join(str(error).split())[:100])
