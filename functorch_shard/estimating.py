@@ -194,10 +194,7 @@ def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
 
 
 def _gathered_again(layout: Layout) -> list[int]:
-    """In backward: down to the first unit with gradients, but for the last two, which forward has left there.
-
-    The unit before that is fetched ahead, whether it is asked for or not, unless it is the first of all.
-    """
+    """In backward: down to the first unit with gradients, but for the last two, which forward has left there."""
     if not layout.reshard_after_forward:
         return []
     small = small_units(layout)
@@ -206,7 +203,7 @@ def _gathered_again(layout: Layout) -> list[int]:
     if True not in learning:
         return []
     first = sum(i < learning.index(True) for i in large)  # its place among the large ones
-    return large[:-2][first - 1 if first > 1 else first :]
+    return large[:-2][first:]
 
 
 def _reductions(buffer: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:

@@ -96,9 +96,8 @@ def test_the_base_is_gathered_in_its_two_bytes_and_never_reduced(
         "float32: all_gather": adapters,
         "float32: psum_scatter": RANKS * adapters,
     }
-    # Real ranks gather again in backward. The last block and the head are still there; before the first block the unit
-    # that came before it is fetched ahead, though nothing in it has a gradient.
-    again = ("blocks.0", "blocks.1", "before")
+    # Real ranks gather again in backward: down to the first adapter; the last block and the head are still there.
+    again = ("blocks.0", "blocks.1")
     assert results["gloo"]["traffic"] == {
         "bfloat16: all_gather": base + sum(shard_bytes(layout, False, unit) for unit in again),
         "float32: all_gather": adapters + sum(shard_bytes(layout, True, unit) for unit in again),
