@@ -513,9 +513,9 @@ def test_done_is_about_this_ranks_tensors_and_comes_after_a_failure_too(
         saving_.result()
 
 
-def drop(saving_: Any) -> None:
-    saving_._thread.join(60)
-    del saving_
+def drop(held: list[Any]) -> None:
+    held[0]._thread.join(60)
+    held.clear()
     gc.collect()  # an error refers to where it was raised
 
 
@@ -525,7 +525,7 @@ def test_a_failure_that_nobody_asked_for_is_told_and_leaves_the_path_free(
     with monkeypatch.context() as patch:
         patch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
         with pytest.warns(UserWarning, match="ZeroDivisionError.*nobody asked for result"):
-            drop(save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True))
+            drop([save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)])
     assert files_of(tmp_path) == []
     save(tmp_path / "x", {"t": torch.ones(3)})
 
