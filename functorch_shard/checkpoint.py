@@ -107,8 +107,14 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         {'scale': tensor(2.)}
     """
     party = party_of(like)
-    loading = party.agree("load", lambda: Loading.of(Path(path).absolute(), like, party, donate), Loading.lines)
+    loading = party.agree("load", lambda: Loading.of(_existing(path), like, party, donate), Loading.lines)
     return loading.tree(party.agree("load", loading.read, lambda _: []))
+
+
+def _existing(path: str | os.PathLike[str] | None) -> Path:
+    if path is None:
+        raise FileNotFoundError("load: path: got None, as latest() returns where there is no checkpoint: start afresh.")
+    return Path(path).absolute()
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:

@@ -21,7 +21,8 @@ from .surroundings import in_transform
 from .trees import Sharded
 
 _FITS = (
-    "Load into a tree of the same parameters: made from the same model, as shard(model, layout) and opt.init(params)."
+    "Load into a tree of the same parameters, made from the same model, as shard(model, layout) and opt.init(params), "
+    "and leave out of it what is not in the checkpoint: python -m functorch_shard inspect lists what is."
 )
 
 

@@ -54,7 +54,7 @@ class Stored:
             RuntimeError: files are missing, damaged, or lead elsewhere; all of them at once.
         """
         if not (folder / METADATA).is_file() and not (folder / MANIFEST).is_file():
-            raise FileNotFoundError(f"{folder}: no checkpoint: there is no {METADATA}")
+            raise FileNotFoundError(f"{folder}: no checkpoint: {_what_is_there(folder)}")
         lengths = lengths_of(folder)
         manifest = read_manifest(folder, lengths)
         raw = read_plain(folder, METADATA, lengths)
@@ -152,6 +152,16 @@ class Stored:
                 found, left = zlib.crc32(part, found), left - len(part)
         if found != expected or left:
             raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
+
+
+def _what_is_there(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such directory"
+    inside = sorted(x.name for x in folder.iterdir() if (x / METADATA).is_file() and not x.name.startswith("."))
+    found = (
+        f"; but in it are {', '.join(inside[:5])}: pass one of them, as latest({str(folder)!r}) finds" if inside else ""
+    )
+    return f"there is no {METADATA}{found}"
 
 
 class Writer:

@@ -673,9 +673,13 @@ def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) ->
 
 
 def test_there_is_nothing_to_load(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(FileNotFoundError, match="no checkpoint"):
-            load(path, tiny())
+    nothing: Any = latest(tmp_path)
+    assert "as latest() returns where there is no checkpoint" in refused(load, nothing, tiny())
+    assert "no checkpoint: there is no such directory" in refused(load, tmp_path / "missing", tiny())
+    assert "no checkpoint: there is no .metadata" in refused(load, tmp_path, tiny())
+    save(tmp_path / "step-7", tiny())
+    assert "but in it are step-7: pass one of them" in refused(load, tmp_path, tiny())
+    assert "leave out of it what is not in the checkpoint" in refused(load, tmp_path / "step-7", {"epoch": 0})
 
 
 def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path) -> None:
