@@ -48,7 +48,8 @@ class Draft:
             refuse_existing(self.target)
             for leftover in _hidden(parent):
                 _remove_orphan(leftover)
-            self.order = 1 + max([_draft_order(x) for x in _hidden(parent)] + _orders(parent, order_of), default=0)
+            orders = [_draft_order(x) for x in _hidden(parent)] + [order for order, _ in _ordered(parent, order_of)]
+            self.order = 1 + max(orders, default=0)
             self._make()
 
     def _make(self) -> None:
@@ -97,8 +98,12 @@ def refuse_existing(target: Path) -> None:
 
 def in_order(parent: Path, order_of: Order) -> list[Path]:
     """The directories that have an order, oldest first; hidden ones are drafts, or on their way out."""
-    orders = [(order, folder) for folder in _visible(parent) if (order := order_of(folder)) is not None]
-    return [folder for _, folder in sorted(orders)]
+    return [folder for _, folder in _ordered(parent, order_of)]
+
+
+def older(parent: Path, order_of: Order, order: int, keep: int) -> list[Path]:
+    """What is beyond the newest ``keep``, but for what was begun after ``order``, and was faster."""
+    return [folder for other, folder in _ordered(parent, order_of)[:-keep] if other < order]
 
 
 def remove(folders: Iterable[Path]) -> None:
@@ -159,8 +164,8 @@ def _hidden(parent: Path) -> list[Path]:
     return [x for x in names if x.is_dir() and not x.is_symlink()]
 
 
-def _orders(parent: Path, order_of: Order) -> list[int]:
-    return [order for folder in _visible(parent) if (order := order_of(folder)) is not None]
+def _ordered(parent: Path, order_of: Order) -> list[tuple[int, Path]]:
+    return sorted((order, folder) for folder in _visible(parent) if (order := order_of(folder)) is not None)
 
 
 def _draft_order(draft: Path) -> int:

@@ -68,8 +68,9 @@ class Loading:
                 x = self.stored.tensor(name, value)
                 for target, source in parts:
                     target.copy_(x[source])
-            self._settle_numbers()
-        return [self._finished(leaf) for leaf in self.leaves]
+            plain = [dict(self._plain_of_buffers(leaf)) for leaf in self.leaves]
+            self._settle_numbers(plain)
+        return [self._finished(leaf, found) for leaf, found in zip(self.leaves, plain, strict=True)]
 
     def tree(self, values: Sequence[Any]) -> Any:
         return with_values(self.like, iter(values))
@@ -183,15 +184,15 @@ class Loading:
         if missing:
             yield f"{name!r}: {missing} elements of {piece.box} are in no file"
 
-    def _settle_numbers(self) -> None:
+    def _settle_numbers(self, plain: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         problems = []
         for leaf, key, found in self.numbers:
             values = {name: x.item() for name, x in found.items()}
             if len({*map(str, values.values())}) > 1:
                 problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {values}")
             leaf.value[key].fill_(next(iter(values.values())))
-        for leaf in self.leaves:
-            for key, found in self._plain_of_buffers(leaf):
+        for leaf, buffers in zip(self.leaves, plain, strict=True):
+            for key, found in buffers.items():
                 if len({*map(str, found.values())}) > 1:
                     problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {found}")
         advice = (
@@ -200,24 +201,19 @@ class Loading:
         )
         reject("load: numbers that differ", problems, advice)
 
-    def _finished(self, leaf: Leaf) -> Any:
+    def _finished(self, leaf: Leaf, plain: Mapping[str, Mapping[str, Any]]) -> Any:
         x = leaf.value
         if isinstance(x, Sharded):
-            return Sharded({key: self._finished_buffer(leaf, key, t) for key, t in x.items()}, x.layout)
+            return Sharded({**x, **{key: next(iter(found.values())) for key, found in plain.items()}}, x.layout)
         return x if isinstance(x, (Tensor, PerRank)) else self.stored.plain(dotted(leaf.path()))
-
-    def _finished_buffer(self, leaf: Leaf, key: str, x: Any) -> Any:
-        return x if isinstance(x, Tensor) else self._plain(leaf).get(key, x)
-
-    def _plain(self, leaf: Leaf) -> dict[str, Any]:
-        return {key: next(iter(found.values())) for key, found in self._plain_of_buffers(leaf)}
 
     def _plain_of_buffers(self, leaf: Leaf) -> Iterator[tuple[str, dict[str, Any]]]:
         """What is no tensor, buffer by buffer and name by name: one value, if the checkpoint fits."""
         for key, x in leaf.value.items() if isinstance(leaf.value, Sharded) else ():
-            names = [self._entry(leaf, slot.name) for slot in leaf.value.layout.buffers[key].slots]
-            if not isinstance(x, Tensor) and all(entry for _, entry in names):
-                yield key, {name: self.stored.plain(name) for name, _ in names}
+            if not isinstance(x, Tensor):
+                names = [self._entry(leaf, slot.name) for slot in leaf.value.layout.buffers[key].slots]
+                if all(entry for _, entry in names):
+                    yield key, {name: self.stored.plain(name) for name, _ in names}
 
 
 def _shape(slot: Slot) -> tuple[int, ...]:

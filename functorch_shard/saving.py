@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .errors import reject
-from .folders import Draft, in_order, refuse_existing, remove
+from .folders import Draft, older, refuse_existing, remove
 from .holdings import party_of
 from .layout import Layout
 from .mesh import Mesh
@@ -274,5 +274,5 @@ class Saving:
         complete(self._draft.folder, self._writers(), order)
         self._draft.publish()
         self._published = True
-        if self._keep is not None:  # and never one that was begun later, and was faster
-            remove(x for x in in_order(parent, order_of)[: -self._keep] if (order_of(x) or order) < order)
+        if self._keep is not None:
+            remove(older(parent, order_of, order, self._keep))
