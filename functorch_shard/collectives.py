@@ -14,7 +14,6 @@ torch's own collectives cannot stand below these under torch.func: there they gi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import optree
@@ -25,6 +24,7 @@ from torch.autograd import Function
 from .codecs import Codec, Form, decode_rows, encode_rows
 from .errors import reject
 from .mesh import Axis, Mesh
+from .operands import aside, fold, num_values_in, place_of, save_static, saved, stack
 from .precision import Travel
 
 Tree = TypeVar("Tree")
@@ -56,7 +56,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
         tensor([[11, 22],
                 [11, 22]])
     """
-    return _over("psum", x, axis, lambda x, axis: _Psum.apply(_countable(x), *_place(axis), axis))
+    return _over("psum", x, axis, lambda x, axis: _Psum.apply(_countable(x), *place_of(axis), axis))
 
 
 class _Psum(Function):
@@ -67,23 +67,28 @@ class _Psum(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs[1:])
+        save_static(ctx, inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Psum.apply(grad, *_saved(ctx)), None, None, None
+        return _Psum.apply(grad, *saved(ctx)), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _Psum.apply(tangent, *_saved(ctx))
+        return _Psum.apply(tangent, *saved(ctx))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = _aside(x, in_dims[0])
-            return _Psum.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
-        _announce("psum", axis, x, _num_values(x, in_dims[0], axis))
-        return axis.backend.psum(_stack(x, in_dims[0], axis)), None
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return _Psum.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
+        _announce("psum", axis, x, num_values_in(x, in_dims[0], axis))
+        return axis.backend.psum(stack(x, in_dims[0], axis)), None
+
+
+def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
+    """``psum`` over ``axis`` by the operands of :func:`place_of` as they were when something else was computed."""
+    return _Psum.apply(x, index, others, axis)
 
 
 def pmean(x: Tree, axis: Over, /) -> Tree:
@@ -136,7 +141,7 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
         tensor([[10, 20],
                 [10, 20]])
     """
-    return _over("pmax", x, axis, lambda x, axis: _Pmax.apply(x, *_place(axis), axis))
+    return _over("pmax", x, axis, lambda x, axis: _Pmax.apply(x, *place_of(axis), axis))
 
 
 class _Pmax(Function):
@@ -165,10 +170,10 @@ class _Pmax(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = _aside(x, in_dims[0])
-            return _Pmax.apply(x, index, others, _fold(axis, info, in_dims)), batch_dim
-        _announce("pmax", axis, x, _num_values(x, in_dims[0], axis))
-        return axis.backend.pmax(_stack(x, in_dims[0], axis)), None
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return _Pmax.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
+        _announce("pmax", axis, x, num_values_in(x, in_dims[0], axis))
+        return axis.backend.pmax(stack(x, in_dims[0], axis)), None
 
 
 def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
@@ -206,7 +211,7 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [ 1,  2, 10, 20]])
     """
     _check_dim("all_gather", x, dim)
-    inner_first = lambda x, axis: _AllGather.apply(x, *_place(axis), axis, dim % x.ndim, None)  # noqa: E731
+    inner_first = lambda x, axis: _AllGather.apply(x, *place_of(axis), axis, dim % x.ndim, None)  # noqa: E731
     return _over("all_gather", x, axis, inner_first, inner_axis_first=True)
 
 
@@ -221,15 +226,15 @@ class _AllGather(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs[1:])
+        save_static(ctx, inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _PsumScatter.apply(grad, *_saved(ctx)), None, None, None, None, None
+        return _PsumScatter.apply(grad, *saved(ctx)), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _AllGather.apply(tangent, *_saved(ctx))
+        return _AllGather.apply(tangent, *saved(ctx))
 
     @staticmethod
     def vmap(
@@ -243,11 +248,11 @@ class _AllGather(Function):
         dtypes: Travel | None,
     ) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, shift = _aside(x, in_dims[0])
-            return _AllGather.apply(x, index, others, _fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
+            x, batch_dim, shift = aside(x, in_dims[0])
+            return _AllGather.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
         x = x.to(dtypes.gathered) if dtypes else x
-        _announce("all_gather", axis, x, _num_values(x, in_dims[0], axis))
-        return axis.backend.all_gather(_stack(x, in_dims[0], axis), dim), None
+        _announce("all_gather", axis, x, num_values_in(x, in_dims[0], axis))
+        return axis.backend.all_gather(stack(x, in_dims[0], axis), dim), None
 
 
 def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
@@ -280,7 +285,7 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [33, 44]])
     """
     _check_dim("psum_scatter", x, dim, axis.size)
-    scatter = lambda x, axis: _PsumScatter.apply(_countable(x), *_place(axis), axis, dim % x.ndim, None)  # noqa: E731
+    scatter = lambda x, axis: _PsumScatter.apply(_countable(x), *place_of(axis), axis, dim % x.ndim, None)  # noqa: E731
     return _over("psum_scatter", x, axis, scatter)
 
 
@@ -292,19 +297,19 @@ class _PsumScatter(Function):
         x = x.to(dtypes.reduced) if dtypes else x
         _announce("psum_scatter", axis, x, axis.folded)
         total = axis.backend.psum_scatter(x, dim)
-        return total.to(dtypes.stored) if dtypes else total
+        return total.to(dtypes.carried) if dtypes else total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs[1:])
+        save_static(ctx, inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _AllGather.apply(grad, *_saved(ctx)), None, None, None, None, None
+        return _AllGather.apply(grad, *saved(ctx)), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _PsumScatter.apply(tangent, *_saved(ctx))
+        return _PsumScatter.apply(tangent, *saved(ctx))
 
     @staticmethod
     def vmap(
@@ -318,27 +323,27 @@ class _PsumScatter(Function):
         dtypes: Travel | None,
     ) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, shift = _aside(x, in_dims[0])
-            return _PsumScatter.apply(x, index, others, _fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
+            x, batch_dim, shift = aside(x, in_dims[0])
+            return _PsumScatter.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
         x = x.to(dtypes.reduced) if dtypes else x
-        _announce("psum_scatter", axis, x, _num_values(x, in_dims[0], axis))
-        total = axis.backend.psum_scatter(_stack(x, in_dims[0], axis), dim)
-        return total.to(dtypes.stored) if dtypes else total, 0
+        _announce("psum_scatter", axis, x, num_values_in(x, in_dims[0], axis))
+        total = axis.backend.psum_scatter(stack(x, in_dims[0], axis), dim)
+        return total.to(dtypes.carried) if dtypes else total, 0
 
 
 def gather_shards(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
     """``all_gather`` of stored shards in the dtype to compute in; its transpose reduces in the dtype for that."""
-    return _AllGather.apply(x, *_place(axis), axis, 0, dtypes)
+    return _AllGather.apply(x, *place_of(axis), axis, 0, dtypes)
 
 
 def scatter_sums(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
-    """``psum_scatter`` of full gradients in the dtype to reduce in, as stored shards: transpose of `gather_shards`."""
-    return _PsumScatter.apply(x, *_place(axis), axis, 0, dtypes)
+    """``psum_scatter`` of full gradients in the dtype to reduce in, a sum in the dtype that it is carried in."""
+    return _PsumScatter.apply(x, *place_of(axis), axis, 0, dtypes)
 
 
 def gather_encoded(x: Tensor, axis: Axis, dtypes: Travel, codec: Codec) -> Tensor:
     """``gather_shards`` of what comes out of ``codec``; the derivative is that of ``gather_shards`` itself."""
-    return _GatherEncoded.apply(x, *_place(axis), axis, dtypes, codec)
+    return _GatherEncoded.apply(x, *place_of(axis), axis, dtypes, codec)
 
 
 class _GatherEncoded(Function):
@@ -348,22 +353,22 @@ class _GatherEncoded(Function):
     def forward(
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dtypes: Travel, codec: Codec
     ) -> Tensor:
-        message, form = encode_rows(x, codec)
+        message, form = encode_rows(x.to(dtypes.stored), codec)
         _announce("all_gather", axis, message, axis.folded)
         return _decoded(axis.backend.all_gather(message, x.ndim - 1), axis, form, codec).to(dtypes.gathered)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs[1:])
+        save_static(ctx, inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, axis, dtypes, _ = _saved(ctx)
+        *place, axis, dtypes, _ = saved(ctx)
         return _PsumScatter.apply(grad, *place, axis, grad.ndim - 1, dtypes), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        *place, axis, dtypes, _ = _saved(ctx)
+        *place, axis, dtypes, _ = saved(ctx)
         return _AllGather.apply(tangent, *place, axis, tangent.ndim - 1, dtypes)
 
     @staticmethod
@@ -378,9 +383,9 @@ class _GatherEncoded(Function):
         codec: Codec,
     ) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = _aside(x, in_dims[0])
-            return _GatherEncoded.apply(x, index, others, _fold(axis, info, in_dims), dtypes, codec), batch_dim
-        message, form = encode_rows(_stack(x, in_dims[0], axis), codec)
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return _GatherEncoded.apply(x, index, others, fold(axis, info, in_dims), dtypes, codec), batch_dim
+        message, form = encode_rows(stack(x, in_dims[0], axis).to(dtypes.stored), codec)
         _announce("all_gather", axis, message, axis.folded * axis.size)
         gathered = axis.backend.all_gather(message, message.ndim - 2)
         return _decoded(gathered, axis, form, codec).to(dtypes.gathered), None
@@ -398,7 +403,7 @@ def _parts(x: Tensor, axis: Axis) -> Tensor:
 
 def scatter_encoded(x: Tensor, axis: Axis, codec: Codec) -> tuple[Tensor, Tensor]:
     """``psum_scatter`` of what ``codec`` makes of each rank's part, and what it lost of ``x``. Has no derivative."""
-    return _ScatterEncoded.apply(x, *_place(axis), axis, codec)
+    return _ScatterEncoded.apply(x, *place_of(axis), axis, codec)
 
 
 class _ScatterEncoded(Function):
@@ -429,9 +434,9 @@ class _ScatterEncoded(Function):
         info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: Codec
     ) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = _aside(x, in_dims[0])
-            return _ScatterEncoded.apply(x, index, others, _fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
-        parts = _parts(_stack(x, in_dims[0], axis), axis)
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return _ScatterEncoded.apply(x, index, others, fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
+        parts = _parts(stack(x, in_dims[0], axis), axis)
         messages, form = encode_rows(parts, codec)
         _announce("all_to_all", axis, messages, axis.folded * axis.size)
         received = axis.backend.all_to_all(messages, messages.ndim - 3)
@@ -449,77 +454,6 @@ def _added(messages: Tensor, form: Form, codec: Codec) -> Tensor:
 _NO_DERIVATIVE = (
     "a reduction of encoded gradients has no derivative: use scatter_grads where somebody differentiates it."
 )
-
-
-def shared(x: Tensor, axes: Sequence[Axis], divisor: float, reduced: torch.dtype) -> Tensor:
-    """``x``, as a value that every rank of ``axes`` holds a copy of: its gradient is psummed, then divided.
-
-    What makes ``gather`` data-parallel. Forward mode passes the tangent through, as the copies' tangents are equal.
-    """
-    x = x if divisor == 1 else _Shared.apply(x, None, None, _Nobody(), divisor, reduced)
-    for axis in reversed(axes):  # backward goes from the first axis to the last, and divides at the end
-        if axis.size > 1:
-            x = _Shared.apply(x, *_place(axis), axis, 1, reduced)
-    return x
-
-
-class _Shared(Function):
-    @staticmethod
-    def forward(
-        x: Tensor,
-        index: Tensor | None,
-        others: Tensor | None,
-        axis: Axis | _Rows | _Nobody,
-        divisor: float,
-        reduced: torch.dtype,
-    ) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, axis, divisor, reduced = _saved(ctx)
-        addend = grad.to(reduced)
-        total = _Psum.apply(addend, *place, axis) if isinstance(axis, Axis) else axis.psum(addend)
-        return total.to(grad.dtype) / divisor, None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _Shared.apply(tangent, *_saved(ctx))
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        x: Tensor,
-        index: Tensor | None,
-        others: Tensor | None,
-        axis: Axis | _Rows | _Nobody,
-        divisor: float,
-        reduced: torch.dtype,
-    ) -> Any:
-        if in_dims[1] is None:
-            x, batch_dim, _ = _aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
-            return _Shared.apply(x, index, others, _fold(axis, info, in_dims), divisor, reduced), batch_dim
-        assert isinstance(axis, Axis)
-        return _Shared.apply(_stack(x, in_dims[0], axis), None, None, _Rows(), divisor, reduced), 0
-
-
-class _Rows:
-    """The ranks of a simulated axis once they are the rows of a tensor: what is left of an axis outside its level."""
-
-    def psum(self, x: Tensor) -> Tensor:
-        return x.sum(0, keepdim=True).expand_as(x)
-
-
-class _Nobody:
-    """No ranks to sum over."""
-
-    def psum(self, x: Tensor) -> Tensor:
-        return x
 
 
 def of_rank(x: Tensor, axis: Axis, rank: int, kind: str, numel: int) -> Tensor:
@@ -542,7 +476,7 @@ class _OfRank(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor, axis: Axis, rank: int, kind: str, numel: int) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = _aside(x, in_dims[0])
+            x, batch_dim, _ = aside(x, in_dims[0])
             return _OfRank.apply(x, index, axis, rank, kind, numel), batch_dim
         axis.announce(kind, numel, x.dtype)
         return x if in_dims[0] is None else x.select(in_dims[0], rank), None
@@ -628,42 +562,3 @@ def _averageable(x: Any) -> Any:
     """A small integer type would overflow before it is divided."""
     integer = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
     return x.to(torch.get_default_dtype()) if integer else x
-
-
-def _place(axis: Axis) -> tuple[Tensor | None, Tensor | None]:
-    """The operands that tell vmap levels apart: batched at the level of the axis, and at those of the other axes.
-
-    Real ranks need neither.
-    """
-    index = axis.backend.index()
-    return (index, axis.backend.others()) if isinstance(index, Tensor) else (None, None)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    index, others, *ctx.static = inputs
-    ctx.save_for_backward(index, others)
-    ctx.save_for_forward(index, others)
-
-
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    return (*ctx.saved_tensors, *ctx.static)
-
-
-def _aside(x: Tensor, batch_dim: int | None, to: int = 0) -> tuple[Tensor, int | None, int]:
-    """At a level of somebody else: ``x`` with the batch dim out of the way, where it is, and what it shifts dims by."""
-    return (x, None, 0) if batch_dim is None else (x.movedim(batch_dim, to), to, 1)
-
-
-def _fold(axis: Any, info: Any, in_dims: Any) -> Any:
-    """``axis``, knowing how many values of other simulated ranks are folded into its operand, to count per rank."""
-    of_ranks = isinstance(axis, Axis) and in_dims[0] is not None and in_dims[2] is not None
-    return replace(axis, folded=axis.folded * info.batch_size) if of_ranks else axis
-
-
-def _stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
-    """The values of all ranks in dim 0; a value without a batch dim is the same on every rank."""
-    return x.expand(axis.size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
-def _num_values(x: Tensor, dim: int | None, axis: Axis) -> int:
-    return axis.folded * (1 if dim is None else x.shape[dim])

@@ -10,9 +10,9 @@ from torch import Tensor
 from .checks import check_grads, check_ranked
 from .codecs import as_codec
 from .errors import name_problems, reject
-from .gathering import in_returned_dtypes, layout_of_grads
+from .gathering import layout_of_grads
 from .layout import Layout
-from .reduction import reduced, reduced_encoded
+from .reduction import reduced_and_cast, reduced_encoded
 from .tensor_parallel import local_grads
 from .trees import Sharded
 
@@ -79,8 +79,8 @@ def scatter_encoded_grads(
         if key in encoded:
             shards[key], owed[key] = reduced_encoded(parts, buffer, layout, pair, error[key] if error else None)
         else:
-            shards[key] = reduced(parts, buffer, layout) if buffer.trainable else None
-    return in_returned_dtypes(Sharded(shards, layout)), owed
+            shards[key] = reduced_and_cast(parts, buffer, layout) if buffer.trainable else None
+    return Sharded(shards, layout), owed
 
 
 def _check_error(error: Any, numel: Mapping[str, int]) -> None:

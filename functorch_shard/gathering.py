@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from .boundary import here, takes_mean
 from .checks import check_grads, check_ranked, check_shards, check_whole
 from .codecs import Codec, as_codec, recode
-from .collectives import all_gather, gather_encoded, gather_shards, shared
+from .collectives import all_gather, gather_encoded, gather_shards
+from .data_parallel import averaged, carried, scaled_gradient
 from .homes import home_of, working_device
 from .layout import Buffer, Layout
 from .lazy import lazily
 from .pack import unpack
 from .planning import named_tensors
-from .reduction import copies, reduced
+from .reduction import copies, copy_dims, reduced_and_cast
 from .slicing import cut_buffer, receive_buffer
 from .tensor_parallel import local_grads, local_part, with_dtensors
 from .trees import Full, Sharded
@@ -187,48 +189,53 @@ def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, 
     x = x.to(working_device(x, layout.mesh.device), non_blocking=True)
     if not buffer.differentiable:
         return all_gather(x, axis) if axis else x
+    codec = codec if x.is_floating_point() else None
     dtypes = layout.travel(buffer, dtype)
-    before, after = layout.divisors(dtypes.reduced)  # backward meets the last of these lines first
-    x = shared(x, copies(buffer, layout), after, dtypes.reduced)
-    if axis and codec and x.is_floating_point():
-        x = gather_encoded(x, axis, dtypes, codec)
-    else:
-        x = gather_shards(x, axis, dtypes) if axis else x.to(dtypes.gathered)
-    return shared(x, [], before, dtypes.reduced)
+    divisors = layout.divisors(dtypes.reduced)
+    x = averaged(carried(x, dtypes), copies(buffer, layout), divisors, dtypes.reduced)
+    if axis is None:
+        return x.to(dtypes.gathered)
+    x = scaled_gradient(x, divisors[0], dtypes.carried)  # backward meets the last of these lines first
+    gathered = gather_encoded(x, axis, dtypes, codec) if codec else gather_shards(x, axis, dtypes)
+    return scaled_gradient(gathered, 1 / divisors[0], dtypes.reduced)
 
 
 def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
     x = recode(x, codec) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
     x = x.to(working_device(x, layout.mesh.device), layout.travel(buffer, dtype).gathered)
-    names = list(layout.mesh.axes)
-    same = [i for i, name in enumerate(names) if buffer.num_shards == 1 or name != layout.shard_axis]
-    for dim in reversed(same):
-        x = _FirstCopy.apply(x, dim)
+    for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
+        x = _FirstCopy.apply(x, dim, i == 0)
     return x.flatten().clone()
 
 
 class _FirstCopy(Function):
-    """One of equal copies; every copy gets the whole gradient, as if each rank had returned the same value."""
+    """One of equal copies. Every copy gets the whole gradient, as if each rank had returned the same value.
+
+    Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, dim: int) -> Tensor:
+    def forward(x: Tensor, dim: int, averages: bool) -> Tensor:
         return x.select(dim, 0).clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.dim = inputs
-        ctx.size = x.shape[ctx.dim]
+        x, ctx.dim, ctx.averages = inputs
+        ctx.size, ctx.boundary = x.shape[ctx.dim], here()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.unsqueeze(ctx.dim).expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None
+        first = grad.unsqueeze(ctx.dim)
+        if takes_mean(ctx, ctx.boundary):
+            return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
+        return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return _FirstCopy.apply(tangent, ctx.dim)
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _FirstCopy.apply(tangent, ctx.dim, ctx.averages)
 
 
 def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sharded:
@@ -271,8 +278,9 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
     parts = local_grads(grads, layout)
-    shards = {key: reduced(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}
-    return in_returned_dtypes(Sharded(shards, layout))
+    return Sharded(
+        {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
+    )
 
 
 def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
@@ -329,17 +337,6 @@ def _reduce_dtype(name: str, grad: Tensor | None, layout: Layout) -> torch.dtype
     if grad is None or not grad.is_floating_point():
         return None if grad is None else grad.dtype
     return layout.precision_of[layout.key_of[name]].reduce_dtype or grad.dtype
-
-
-def in_returned_dtypes(grads: Sharded) -> Sharded:
-    """Gradients in the dtypes that they are to come back in, where policies keep the low precision of the reduction."""
-    kept = {key for key, precision in grads.layout.precision_of.items() if precision.keep_low_precision_grads}
-    if not kept:
-        return grads
-    dtypes = {key: grads.layout.travel(grads.layout.buffers[key]).returned for key in kept}
-    return Sharded(
-        {k: x.to(dtypes[k]) if k in kept and isinstance(x, Tensor) else x for k, x in grads.items()}, grads.layout
-    )
 
 
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:

@@ -18,10 +18,11 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_map_only  # what torch dispatches is flattened with this one
 
+from .boundary import here, takes_mean
 from .codecs import Codec
 from .homes import home_of
 from .layout import Buffer, Layout, Slot
-from .reduction import Reductions, reduced
+from .reduction import Reductions, copies, reduced, scattered
 from .residency import Cell, Part, Session
 from .surroundings import backward_pass, differentiate_at_once, in_transform, refuse_pointers
 
@@ -235,18 +236,21 @@ class _Gather(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.part, *_ = inputs
+        ctx.boundary, ctx.averages = here(), _has_mean(ctx.part)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
+        averages = takes_mean(ctx, ctx.boundary)
         session.leave(part)
         by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
-            session.reductions.start(by_name, wanted, part.layout, now)
+            session.reductions.start(by_name, wanted, part.layout, now, averages)
             shards = {buffer.key: _stand_in(buffer, session.homes[buffer.key].device) for buffer in wanted}
         else:
-            shards = {b.key: reduced(by_name, b, part.layout).to(session.homes[b.key].device) for b in wanted}
+            total = reduced if averages else scattered
+            shards = {b.key: total(by_name, b, part.layout).to(session.homes[b.key].device) for b in wanted}
         return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
 
     @staticmethod
@@ -264,6 +268,12 @@ class _Gather(Function):
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
         out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
         return _Gather.apply(session, part, *moved), tuple(out_dims)
+
+
+def _has_mean(part: Part) -> bool:
+    """Whether the mean over ranks differs from the transpose of an all-gather."""
+    layout = part.layout
+    return (layout.reduction == "mean" and layout.num_ranks > 1) or any(copies(b, layout) for b in part.buffers)
 
 
 def _is_differentiated(grads: Sequence[Tensor]) -> bool:

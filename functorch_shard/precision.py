@@ -98,6 +98,14 @@ class Travel:
     reduced: torch.dtype
     returned: torch.dtype
 
+    @property
+    def carried(self) -> torch.dtype:
+        """What a sum that was reduced is held in until it is divided: nothing of it is lost or overflows."""
+        if not self.stored.is_floating_point:
+            return self.stored
+        wide = torch.promote_types(self.stored, self.reduced)
+        return torch.promote_types(wide, torch.float32) if self.reduced == torch.float16 else wide
+
 
 def travel(stored: torch.dtype, precision: MixedPrecision, dtype: torch.dtype | None = None) -> Travel:
     """How a buffer travels under ``precision``; ``dtype`` is what one call asks it to be gathered in."""

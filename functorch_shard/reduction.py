@@ -1,7 +1,8 @@
 """Full gradients to reduced shards: by differentiable collectives, or under way while backward goes on.
 
 Both add up the same numbers in the same order, so their results are equal bitwise: packed, cast to the dtype to reduce
-in, divided (if that is float16), summed over the shards, cast to the stored dtype, summed over the copies, divided.
+in, divided (if that is float16), summed over the shards, summed over the copies, divided, and cast to the stored dtype
+once. Where ``fs.grad`` takes the mean, the last three of these are done at its boundary.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from .backend import Flight
 from .codecs import Codec
 from .collectives import psum, scatter_encoded, scatter_sums
-from .homes import Home
+from .homes import Home, home_of, working_device
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import pack
@@ -24,13 +25,33 @@ from .precision import Travel, divide_factors
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """The shard of the mean (or the sum) over ranks of the gradients of ``buffer``; ``None`` counts as zeros."""
+    """The shard of the mean (or the sum) over ranks of the gradients of ``buffer``; ``None`` counts as zeros.
+
+    Not yet cast to the dtype that it is stored or returned in.
+    """
     packed = pack(_complete(grads, buffer, layout), buffer)
     dtypes = _dtypes(packed, buffer, layout)
-    before, after = layout.divisors(dtypes.reduced)
+    total = _scattered(packed, buffer, layout, dtypes)
+    return mean(total, copies(buffer, layout), layout.divisors(dtypes.reduced), dtypes)
+
+
+def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
+    """:func:`reduced` in the dtype to return: the stored one, or with ``keep_low_precision_grads`` the reduction's."""
+    return _returned(reduced(grads, buffer, layout), buffer, layout)
+
+
+def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
+    """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather."""
+    packed = pack(_complete(grads, buffer, layout), buffer)
+    return _scattered(packed, buffer, layout, _dtypes(packed, buffer, layout))
+
+
+def _scattered(packed: Tensor, buffer: Buffer, layout: Layout, dtypes: Travel) -> Tensor:
+    if buffer.num_shards == 1:
+        return packed.to(dtypes.carried)
+    before, _ = layout.divisors(dtypes.reduced)
     packed = packed if before == 1 else packed.to(dtypes.reduced) / before
-    total = scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes) if buffer.num_shards > 1 else packed
-    return _divided(_over_copies(total, buffer, layout, dtypes), after)
+    return _times(scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes), before)
 
 
 def reduced_encoded(
@@ -42,29 +63,71 @@ def reduced_encoded(
     owed = wide if error is None else wide + error
     total, lost = scatter_encoded(owed, layout.mesh[layout.shard_axis], codec)
     dtypes = layout.travel(buffer, wide.dtype)
-    before, after = layout.divisors(dtypes.reduced)
-    return _divided(_over_copies(_divided(total, before), buffer, layout, dtypes), after), lost
+    return _returned(mean(total, copies(buffer, layout), layout.divisors(dtypes.reduced), dtypes), buffer, layout), lost
+
+
+def mean(total: Tensor, axes: Sequence[Axis], divisors: tuple[float, float], dtypes: Travel) -> Tensor:
+    """What the copies on ``axes`` have in all, divided by ``divisors`` before and after."""
+    before, after = divisors
+    total = _times(total, 1 / before).to(dtypes.reduced)
+    for axis in axes:
+        total = psum(total, axis)
+    return _divided(total.to(dtypes.carried), after)
+
+
+def at_boundary(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary].
+
+    Summed over copies and divided by the number of ranks. Outside of ``spmd`` all ranks return one value, and copies
+    are dims.
+    """
+    one = _mean_of_rank if layout.mesh.in_spmd else _sum_of_stack
+    buffers = layout.buffers
+    return {key: None if x is None else one(x, buffers[key], layout) for key, x in grads.items()}
+
+
+def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    home, axes, dtypes = home_of(x), copies(buffer, layout), _dtypes_at_boundary(x, buffer, layout)
+    x = x.to(working_device(x, layout.mesh.device)) if axes else x
+    return home.put(_returned(mean(x, axes, layout.divisors(dtypes.reduced), dtypes), buffer, layout))
+
+
+def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    for dim in copy_dims(buffer, layout):
+        x = x.sum(dim, keepdim=True).expand_as(x)
+    return _returned(x, buffer, layout)
+
+
+def _dtypes_at_boundary(x: Tensor, buffer: Buffer, layout: Layout) -> Travel:
+    return _dtypes(x, buffer, layout) if x.is_complex() else layout.travel(buffer)
+
+
+def _returned(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    return x.to(layout.travel(buffer).returned)
+
+
+def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
+    """The rank dims of a stacked tree along which there are copies of a shard of ``buffer``."""
+    names = enumerate(layout.mesh.axes)
+    return [i for i, name in names if buffer.num_shards == 1 or name != layout.shard_axis]
+
+
+def _times(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 def _divided(x: Tensor, divisor: float) -> Tensor:
     return x if divisor == 1 else x / divisor
 
 
-def _over_copies(total: Tensor, buffer: Buffer, layout: Layout, dtypes: Travel) -> Tensor:
-    for axis in copies(buffer, layout):
-        total = psum(total.to(dtypes.reduced), axis).to(dtypes.stored)
-    return total.to(dtypes.stored)
-
-
 def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The mean (or the sum) over replicas of what each of them has reduced for itself, added up as gradients are."""
+    dtypes = _dtypes(shard, buffer, layout) if shard.is_complex() else layout.travel(buffer)
     size = layout.axis_size(layout.replicate_axis)
     if size == 1:
-        return shard
-    dtypes = _dtypes(shard, buffer, layout) if shard.is_complex() else layout.travel(buffer)
-    before, after = divide_factors(size, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
-    total = psum(_divided(shard.to(dtypes.reduced), before), layout.mesh[layout.replicate_axis])
-    return _divided(total.to(dtypes.stored), after)
+        return _returned(shard, buffer, layout)
+    divisors = divide_factors(size, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
+    return _returned(mean(shard, [layout.mesh[layout.replicate_axis]], divisors, dtypes), buffer, layout)
 
 
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
@@ -88,11 +151,18 @@ class Reductions:
         self._room: dict[int, Tensor] = {}
 
     def start(
-        self, grads: Mapping[str, Tensor | None], buffers: Sequence[Buffer], layout: Layout, backward_pass: int
+        self,
+        grads: Mapping[str, Tensor | None],
+        buffers: Sequence[Buffer],
+        layout: Layout,
+        backward_pass: int,
+        averages: bool = True,
     ) -> None:
+        """Of the mean over ranks, or else of the sum over the ranks that share a buffer."""
         self._land()
         for i, buffer in enumerate(buffers):
-            self._under_way.append((backward_pass, self._start(_complete(grads, buffer, layout), buffer, layout, i)))
+            one = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
+            self._under_way.append((backward_pass, one))
 
     def land(self, key: str, backward_pass: int) -> Tensor | None:
         """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
@@ -105,19 +175,20 @@ class Reductions:
             key, total = reduction.buffer.key, reduction.land()
             self._landed[backward_pass, key] = self._homes.get(key, Home(total.device)).put(total)
 
-    def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int) -> _Reduction:
+    def _start(
+        self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool
+    ) -> _Reduction:
         like = grads[buffer.slots[0].name]
         dtypes = _dtypes(like, buffer, layout)
         before, _ = layout.divisors(dtypes.reduced)
         if buffer.num_shards == 1:  # nothing to add up here, and what was laid out may be the result
-            packed = pack(grads, buffer)
-            packed = packed if before == 1 else packed.to(dtypes.reduced).div_(before)
-            return _Reduction(buffer, layout, dtypes, Flight([], lambda: packed))
+            packed = pack(grads, buffer).to(dtypes.carried)
+            return _Reduction(buffer, layout, dtypes, Flight([], lambda: packed), 1, averages)
         packed = pack(grads, buffer, out=self._room_for(buffer, like, dtypes.reduced, place))
         packed = packed if before == 1 else packed.div_(before)
         axis = layout.mesh[layout.shard_axis]
         axis.announce("psum_scatter", packed.numel(), packed.dtype, buffer.key)
-        return _Reduction(buffer, layout, dtypes, axis.backend.start_psum_scatter(packed))
+        return _Reduction(buffer, layout, dtypes, axis.backend.start_psum_scatter(packed), before, averages)
 
     def _room_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""
@@ -135,15 +206,22 @@ class _Reduction:
     layout: Layout
     dtypes: Travel
     flight: Flight
+    divided: float  # what the addends were divided by
+    averages: bool
 
     def land(self) -> Tensor:
-        total = self.flight.land().to(self.dtypes.stored)
+        total = self.flight.land().to(self.dtypes.carried)
+        total = total if self.divided == 1 else total.mul_(self.divided)
+        return self._mean(total) if self.averages else total
+
+    def _mean(self, total: Tensor) -> Tensor:
+        before, after = self.layout.divisors(self.dtypes.reduced)
+        total = (total if before == 1 else total.div_(before)).to(self.dtypes.reduced)
         for axis in copies(self.buffer, self.layout):
-            addend = total.to(self.dtypes.reduced)
-            axis.announce("psum", addend.numel(), addend.dtype, self.buffer.key)
-            total = axis.backend.psum(addend).to(self.dtypes.stored)
-        _, after = self.layout.divisors(self.dtypes.reduced)
-        return total if after == 1 else total.div_(after)
+            axis.announce("psum", total.numel(), total.dtype, self.buffer.key)
+            total = axis.backend.psum(total)
+        total = total.to(self.dtypes.carried)
+        return (total if after == 1 else total.div_(after)).to(self.dtypes.stored)
 
 
 def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from .checks import check_shards
 from .errors import first_difference, reject
-from .gathering import in_returned_dtypes
 from .layout import Layout
 from .reduction import over_replicas
 from .trees import Sharded
@@ -99,7 +98,7 @@ def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
         key: None if grads[key] is None else over_replicas(grads[key], buffer, layout)
         for key, buffer in layout.buffers.items()
     }
-    return in_returned_dtypes(Sharded(shards, layout))
+    return Sharded(shards, layout)
 
 
 def _within(layout: Layout) -> Layout:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id, _DisableFuncTorch, _set_throw_on_mutable_data_ptr
+from torch._C import (
+    _current_graph_task_id,
+    _DisableFuncTorch,
+    _set_throw_on_mutable_data_ptr,
+    _will_engine_execute_node,
+)
 from torch._C._functorch import (
     CVmapInterpreterPtr,
     TransformType,
@@ -25,6 +31,19 @@ _BEFORE_ALL_OTHERS = 2**62
 def in_transform() -> bool:
     """Whether a ``torch.func`` transform or ``torch.compile`` sees what is computed here."""
     return maybe_current_level() is not None or torch.compiler.is_compiling()
+
+
+def current_level() -> int:
+    """The level of ``torch.func`` that is at work, from 1; 0 is plain autograd.
+
+    In the ``setup_context`` of a Function: the one whose derivative is being prepared.
+    """
+    return maybe_current_level() or 0
+
+
+def will_be_differentiated(node: Any) -> bool:
+    """Whether the backward pass that runs in this thread comes to ``node``."""
+    return _will_engine_execute_node(node)
 
 
 def outside_transforms() -> AbstractContextManager[None]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from .gathering import in_returned_dtypes
+from .boundary import inside, opened
+from .reduction import at_boundary
 from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
 
@@ -91,7 +92,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         chosen = _positions(argnums, len(args))
         wanted = {i: _wanted(args[i]) for i in chosen}
         leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
-        picked = [x for i, xs in zip(chosen, leaves, strict=True) for x, use in zip(xs, wanted[i], strict=True) if use]
+        picked = [x for i, xs in zip(chosen, leaves, strict=True) for x in _picked(xs, wanted[i])]
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             call, rest = list(args), iter(tensors)
@@ -99,11 +100,12 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
                 call[i] = _replace(args[i], wanted[i], rest)
             return _check_scalar(fn(*call, **kwargs), has_aux)
 
-        differentiate = _with_graph if _needs_graph((args, kwargs)) else _without_graph
-        grads, value, aux = differentiate(scalar, picked)
+        wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
+        differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else _without_graph
+        grads, value, aux = differentiate(scalar, picked, wide)
         rest = iter(grads)
         trees = [_fill(args[i], wanted[i], rest) for i in chosen]
-        trees = [optree.tree_map(_returned, tree, is_leaf=_is_sharded, none_is_leaf=True) for tree in trees]
+        trees = [optree.tree_map(_averaged, tree, is_leaf=_is_sharded, none_is_leaf=True) for tree in trees]
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
     return gradient_and_value
@@ -112,12 +114,14 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
 
 
-def _with_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Any]:
+def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> tuple[Sequence[Tensor], Tensor, Any]:
     """By torch.func, whose aux may hold tensors and nothing else."""
     put_back: list[Callable[..., Any]] = []
 
     def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        value, aux = scalar(inputs)
+        _allow_wider_gradients(inputs, wide)
+        with opened():
+            value, aux = scalar(inputs)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)
         return value, tensors
@@ -127,17 +131,28 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[Tens
     return grads, value, put_back[0](aux)
 
 
-def _without_graph(scalar: Scalar, inputs: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor, Any]:
+def _without_graph(
+    scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]
+) -> tuple[Sequence[Tensor], Tensor, Any]:
     """By one backward that frees activations as it goes."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
-        value, aux = scalar(inputs)
+        _allow_wider_gradients(inputs, wide)
+        with opened():
+            value, aux = scalar(inputs)
         if inputs and value.requires_grad:
             grads = torch.autograd.grad(value, inputs, materialize_grads=True)
         else:
             grads = [torch.zeros_like(x) for x in inputs]
     tensors, put_back = take_tensors(aux)
     return grads, value.detach(), put_back(x.detach() for x in tensors)
+
+
+def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
+    """Keep autograd from casting gradients that are still to be divided, Note [Boundary], to the stored dtype."""
+    for x, flag in zip(inputs, wide, strict=True):
+        if flag:
+            x.grad_dtype = None
 
 
 def _needs_graph(call: Any) -> bool:
@@ -167,6 +182,21 @@ def _wanted_of(node: Any) -> list[bool]:
     return [_differentiable(node)]
 
 
+def _is_carried_wider(tree: Any) -> list[bool]:
+    """Which leaves have a gradient that is wider than they are until the mean over ranks is taken."""
+    nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
+    return [flag for node in nodes for flag in (_wider_than_stored(node) if isinstance(node, Sharded) else [False])]
+
+
+def _wider_than_stored(node: Sharded) -> list[bool]:
+    ways = {key: node.layout.travel(node.layout.buffers[key]) for key in node}
+    return [way.carried != way.stored for way in ways.values()]
+
+
+def _picked(xs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [x for x, use in zip(xs, wanted, strict=True) if use]
+
+
 def _differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
@@ -185,8 +215,8 @@ def _is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def _returned(x: Any) -> Any:
-    return in_returned_dtypes(x) if isinstance(x, Sharded) else x
+def _averaged(x: Any) -> Any:
+    return Sharded(at_boundary(x, x.layout), x.layout) if isinstance(x, Sharded) else x
 
 
 def _positions(argnums: Argnums, num_args: int) -> list[int]:

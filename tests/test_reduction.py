@@ -13,7 +13,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.backend import SMALL_MESSAGE
 from functorch_shard.pack import pack
-from functorch_shard.reduction import Reductions, reduced
+from functorch_shard.reduction import Reductions, reduced_and_cast
 from functorch_shard.testing import assert_trees_close, run_ranks
 
 # Parameters of one buffer each time: awkward ones, and with them more than a small message for each rank.
@@ -66,7 +66,7 @@ def both_ways(grads: Any, layout: fs.Layout) -> tuple[Tensor, Tensor]:
     (buffer,) = layout.buffers.values()
     reductions = Reductions()
     reductions.start(grads, [buffer], layout, 1)
-    return reduced(grads, buffer, layout), landed(reductions, buffer.key)
+    return reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)
 
 
 def reduce_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -91,8 +91,8 @@ def in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
     total, *others = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(layout.num_ranks)]
     for addend in others:
         total = total + addend
-    total = total.to(buffer.dtype)
-    return total / (layout.num_ranks / before) if layout.reduction == "mean" else total
+    total = total.to(torch.promote_types(dtype, buffer.dtype))  # divided there, and cast once
+    return (total / (layout.num_ranks / before) if layout.reduction == "mean" else total).to(buffer.dtype)
 
 
 both = pytest.mark.parametrize("num_ranks", [2, 3])
@@ -153,8 +153,8 @@ def test_sums_over_shards_and_then_over_copies_are_the_same_both_ways_bitwise() 
         dtype = KINDS[kind][2] or buffer.dtype
         before = 2 if dtype == torch.float16 else 1
         rows = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(4)]
-        pairs = [(rows[i] + rows[i + 1]).to(buffer.dtype).to(dtype) for i in (0, 2)]
-        expected = (pairs[0] + pairs[1]).to(buffer.dtype) / (4 / before)
+        pairs = [rows[i] + rows[i + 1] for i in (0, 2)]
+        expected = ((pairs[0] + pairs[1]).to(torch.promote_types(dtype, buffer.dtype)) / (4 / before)).to(buffer.dtype)
         for rank in range(4):
             low = rank % 2 * buffer.shard_numel
             assert torch.equal(told[rank][f"{kind}, mean"][0], expected[low : low + buffer.shard_numel])
@@ -216,7 +216,7 @@ def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
         reductions.start(grads, list(mixed.buffers.values()), mixed, 1)
         assert_trees_close(
             {key: reductions.land(key, 1) for key in mixed.buffers},
-            {b.key: reduced(grads, b, mixed) for b in mixed.buffers.values()},
+            {b.key: reduced_and_cast(grads, b, mixed) for b in mixed.buffers.values()},
             rtol=0,
             atol=0,
         )
@@ -228,6 +228,6 @@ def test_reducing_never_writes_to_the_gradients() -> None:
     for buffer in layout.buffers.values():
         reductions = Reductions()
         reductions.start(grads, [buffer], layout, 1)
-        for result in (reduced(grads, buffer, layout), landed(reductions, buffer.key)):
+        for result in (reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)):
             result.zero_()
     assert_trees_close(grads, before, rtol=0, atol=0)

@@ -1,0 +1,90 @@
+"""Where the mean over ranks is taken.
+
+Note [Boundary]: each rank's program returns a value of its own, and what is differentiated is the mean of them (or the
+sum). ``fs.grad`` takes that mean once, at its boundary: inside, every gather is an exact all-gather whose transpose is
+an exact ``psum_scatter``, so a derivative that goes through several gathers, a training step say, is exact as well. At
+the end, gradients by ``Sharded`` arguments are summed over copies and divided by the number of ranks.
+
+A derivative by anybody else (``torch.func.grad``, ``backward()``) has no such end. There the backward of each gather
+takes the mean, which is the same where a path of the derivative goes through one gather, and is refused where it goes
+through two.
+
+Which of the two it is depends on the level of autograd that is differentiated: 0 is plain autograd, and each transform
+of torch.func has a number above the one around it. ``fs.grad`` opens a boundary for its level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+from .surroundings import current_level, will_be_differentiated
+
+
+class Boundary:
+    """One call of ``fs.grad``, at its level. While its function runs, derivatives there are somebody else's."""
+
+    def __init__(self) -> None:
+        self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
+
+
+_OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
+
+MaybeBoundary: TypeAlias = Boundary | None
+
+
+@contextmanager
+def opened() -> Iterator[None]:
+    """A boundary at the current level, around the function that is differentiated."""
+    boundary = Boundary()
+    token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+        boundary.reached = True
+
+
+def inside() -> bool:
+    """Whether a function that ``fs.grad`` differentiates is running."""
+    return bool(_OPEN.get())
+
+
+def here() -> MaybeBoundary:
+    """The boundary of the level that a ``setup_context`` is called for."""
+    return _OPEN.get().get(current_level())
+
+
+def takes_mean(ctx: Any, boundary: MaybeBoundary) -> bool:
+    """Whether the node ``ctx`` takes the mean itself, in the backward that is running.
+
+    Raises:
+        RuntimeError: it does, and so would another one that this derivative is about to go through.
+    """
+    if boundary is not None and boundary.reached:
+        return False
+    if any(_nodes_behind(ctx)):
+        raise RuntimeError(_TWICE)
+    return True
+
+
+def _nodes_behind(node: Any) -> Iterator[bool]:
+    """For each node behind ``node`` that takes the mean: whether this backward comes there."""
+    seen, waiting = set(), [behind for behind, _ in node.next_functions]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "averages", False):
+            yield will_be_differentiated(node)
+        waiting += [behind for behind, _ in node.next_functions]
+
+
+_TWICE = (
+    "gather: this derivative goes through a gather of values that were computed from another gather, as in a gradient "
+    "through a training step. torch.func.grad and backward() would take the mean over ranks at each of them. Let the "
+    "outermost reverse-mode derivative be fs.grad (or fs.grad_and_value), which takes it once; inside, either will do."
+)

@@ -1,0 +1,163 @@
+"""What is differentiated through gradients: training steps, penalties, Hessian products, by any inner gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+
+import functorch_shard as fs
+
+Tree = Any
+LR, WEIGHT = 0.3, 0.7
+SIZES = (3, 5, 2)  # of a batch, the inputs and the outputs
+
+
+@cache
+def model() -> nn.Module:
+    """Buffers of 33 and 16 elements with padding: parameters that 2, 3 and 4 ranks cut in a row."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def whole_parameters() -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model().named_parameters()}
+
+
+def direction() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in whole_parameters().items()}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Two batches, different ones on every rank."""
+
+    x: Tensor
+    y: Tensor
+    next_x: Tensor
+    next_y: Tensor
+
+    @staticmethod
+    def of(num_ranks: int) -> Samples:
+        generator = torch.Generator().manual_seed(2)
+        rows, wide, narrow = SIZES
+        draw = lambda n: torch.randn(num_ranks, rows, n, generator=generator, dtype=torch.float64)  # noqa: E731
+        return Samples(draw(wide), draw(narrow), draw(wide), draw(narrow))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.x, self.y, self.next_x, self.next_y
+
+
+def plain_loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
+    return ((functional_call(model(), p, (x,)) - y) ** 2).mean()
+
+
+def sharded_loss(p: Any, x: Tensor, y: Tensor, lazy: bool | None) -> Tensor:
+    return plain_loss(fs.gather(p, lazy=lazy), x, y)
+
+
+def by_scatter_grads(loss: Any, lazy: bool | None) -> Callable[..., Tree]:
+    """The gradient of :func:`sharded_loss` by hand, which knows that loss alone."""
+    return lambda p, x, y: fs.scatter_grads(torch.func.grad(plain_loss)(fs.gather(p, lazy=lazy), x, y))
+
+
+def autograd_grad(loss: Any) -> Callable[..., Tree]:
+    def gradient(p: Tree, *args: Tensor) -> Tree:
+        keys = list(p)
+        grads = torch.autograd.grad(loss(p, *args), [p[key] for key in keys], create_graph=True)
+        return fs.Sharded(zip(keys, grads, strict=True), p.layout)
+
+    return gradient
+
+
+INNER: dict[str, Callable[[Any, bool | None], Callable[..., Tree]]] = {
+    "fs.grad": lambda loss, lazy: fs.grad(loss),
+    "torch.func.grad": lambda loss, lazy: torch.func.grad(loss),
+    "scatter_grads by hand": by_scatter_grads,
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A loss of parameters, its gradient, and what one does with trees of them: on shards, or on whole values."""
+
+    loss: Callable[..., Tensor]
+    gradient: Callable[..., Tree]
+    outer: Callable[[Callable[[Tree], Tensor]], Callable[[Tree], Tree]]
+    dot: Callable[[Tree, Tree], Tensor]
+    norm: Callable[[Tree], Tensor]
+
+    def step(self, p: Tree, s: Samples) -> Tree:
+        return optree.tree_map(lambda w, g: w - LR * g, p, self.gradient(p, s.x, s.y))
+
+
+def penalty_on_inputs(side: Side, p: Tree, s: Samples) -> Tensor:
+    return torch.func.grad(lambda x: side.loss(p, x, s.y))(s.x).square().sum()
+
+
+# What is differentiated by p at the end, and what is so from the start.
+TASKS: dict[str, Callable[[Side, Tree, Tree, Samples], Tree]] = {
+    "plain gradient": lambda a, p, v, s: a.outer(lambda p: a.loss(p, s.x, s.y))(p),
+    "forward over reverse": lambda a, p, v, s: jvp(lambda p: a.gradient(p, s.x, s.y), (p,), (v,))[1],
+    "reverse over reverse": lambda a, p, v, s: a.outer(lambda p: a.dot(a.gradient(p, s.x, s.y), v))(p),
+    "reverse over forward": lambda a, p, v, s: a.outer(lambda p: jvp(lambda p: a.loss(p, s.x, s.y), (p,), (v,))[1])(p),
+    "through one step": lambda a, p, v, s: a.outer(lambda p: a.loss(a.step(p, s), s.next_x, s.next_y))(p),
+    "through three steps": lambda a, p, v, s: a.outer(
+        lambda p: a.loss(a.step(a.step(a.step(p, s), s), s), s.next_x, s.next_y)
+    )(p),
+    "penalty on the gradient by inputs": lambda a, p, v, s: a.outer(lambda p: penalty_on_inputs(a, p, s))(p),
+    "penalty on the norm of the gradient": lambda a, p, v, s: a.outer(
+        lambda p: a.loss(p, s.x, s.y) + WEIGHT * a.norm(a.gradient(p, s.x, s.y))
+    )(p),
+    "penalty on the norm of parameters": lambda a, p, v, s: a.outer(lambda p: a.loss(p, s.x, s.y) + WEIGHT * a.norm(p))(
+        p
+    ),
+}
+
+
+def dot_over_ranks(a: fs.Sharded, b: fs.Sharded) -> Tensor:
+    """Of the shards of all ranks; a buffer that is whole on every rank counts once."""
+    once = {key: buffer.num_shards / b.layout.num_shards for key, buffer in b.layout.buffers.items()}
+    return fs.collectives.psum(
+        torch.stack([(a[key] * b[key]).sum() * once[key] for key in a]).sum(), b.layout.mesh["shard"]
+    )
+
+
+def sharded_side(inner: str, lazy: bool | None, outer: Any = fs.grad) -> Side:
+    loss = partial(sharded_loss, lazy=lazy)
+    return Side(loss, INNER[inner](loss, lazy), outer, dot_over_ranks, fs.global_norm)
+
+
+def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Every task's result, whole."""
+    layout = fs.plan(whole_parameters(), mesh)
+    params, v = fs.shard(whole_parameters(), layout), fs.shard(direction(), layout)
+    rows = mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors()))
+    results = {}
+    for task in tasks:
+        result = mesh.spmd(lambda p, v, *rows, task=task: TASKS[task](side, p, v, Samples(*rows)))(params, v, *rows)
+        results[task] = dict(fs.gather(fs.Sharded({k: x.detach() for k, x in result.items()}, layout), lazy=False))
+    return results
+
+
+def expected(num_ranks: int, tasks: list[str]) -> dict[str, dict[str, Tensor]]:
+    """The same of the unsharded model, whose loss is the mean over ranks."""
+    samples = Samples.of(num_ranks)
+    rows = list(zip(*samples.tensors(), strict=True))
+    loss = lambda p, x, y: torch.stack([plain_loss(p, a, b) for a, b in zip(x, y, strict=True)]).mean()  # noqa: E731
+    dot = lambda a, b: torch.stack([(a[n] * b[n]).sum() for n in a]).sum()  # noqa: E731
+    norm = lambda a: dot(a, a).sqrt()  # noqa: E731
+    side = Side(loss, torch.func.grad(loss), torch.func.grad, dot, norm)
+    alone = Side(plain_loss, torch.func.grad(plain_loss), torch.func.grad, dot, norm)
+    results = {task: TASKS[task](side, whole_parameters(), direction(), samples) for task in tasks}
+    if "penalty on the gradient by inputs" in tasks:  # of each rank's own loss by its own inputs
+        mean = lambda p: torch.stack([penalty_on_inputs(alone, p, Samples(*row)) for row in rows]).mean()  # noqa: E731
+        results["penalty on the gradient by inputs"] = torch.func.grad(mean)(whole_parameters())
+    return results
