@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from .surroundings import current_level, will_be_differentiated
 
 
@@ -28,6 +30,16 @@ class Boundary:
 
     def __init__(self) -> None:
         self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
+        self._made: dict[int, Tensor] = {}
+
+    def made(self, x: Tensor) -> Tensor:
+        """``x``, which this derivative made and returns: nobody else has its memory."""
+        self._made[id(x)] = x
+        return x
+
+    def has_made(self, x: Tensor) -> bool:
+        """Whether the gradient ``x`` may be written to. A sum of several gradients is another tensor."""
+        return self._made.get(id(x)) is x
 
 
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
@@ -36,12 +48,12 @@ MaybeBoundary: TypeAlias = Boundary | None
 
 
 @contextmanager
-def opened() -> Iterator[None]:
+def opened() -> Iterator[Boundary]:
     """A boundary at the current level, around the function that is differentiated."""
     boundary = Boundary()
     token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
     try:
-        yield
+        yield boundary
     finally:
         _OPEN.reset(token)
         boundary.reached = True

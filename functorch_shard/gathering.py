@@ -97,7 +97,9 @@ def gather(
     """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
 
     The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
-    with ``reduction="sum"``), reduced and sharded again. In forward mode the tangents are gathered.
+    with ``reduction="sum"``), reduced and sharded again. ``fs.grad`` takes that mean once, at its end; under a bare
+    ``torch.func.grad`` or ``backward()`` the backward of each gather takes it, and a derivative that goes through two
+    gathers, as through a training step, is refused. In forward mode the tangents are gathered.
 
     On real ranks the parameters are lazy: a unit is fetched when an operation first needs its data, the next one ahead
     of its use, and at most two are whole at a time; backward gathers again what it needs. So every rank has to use

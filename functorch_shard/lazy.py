@@ -311,12 +311,15 @@ class _Join(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.reductions, ctx.keys, *_ = inputs
+        ctx.boundary = here()
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         now = backward_pass()
         landed = [None if now is None else ctx.reductions.land(key, now) for key in ctx.keys]
+        if ctx.boundary is not None and ctx.boundary.reached:
+            landed = [None if x is None else ctx.boundary.made(x) for x in landed]
         return None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
 
     @staticmethod

@@ -121,8 +121,9 @@ class Mesh:
         Returns:
             A function whose tensors carry one rank dim per axis, in the mesh's order.
 
-        Differentiate inside: a transform around ``spmd`` sees all ranks at once, and there the reduction of ``gather``
-        still applies, so its gradient of a sum over ranks is the gradient of the mean.
+        Differentiate inside: a transform around ``spmd`` sees all ranks at once. There ``fs.grad`` is the derivative of
+        what is returned, and under ``torch.func``'s own transforms the reduction of ``gather`` still applies, so the
+        gradient of a sum over ranks is the gradient of the mean.
 
         Raises:
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.

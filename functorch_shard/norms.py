@@ -26,10 +26,10 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     """The p-norm of all parameters of a tree, as of one vector.
 
     ``torch.nn.utils.get_total_norm`` of the whole tensors: every parameter counts once, tied ones and those that all
-    ranks hold whole too. Replicas hold the same, and are not asked. Differentiable as :func:`~.collectives.psum` is,
-    with gradient 0 at 0: an exact map from what all ranks hold to what all of them return. So a penalty on the norm of
-    a gradient has the gradient that ``gather`` promises; the norm of parameters themselves is returned by every shard,
-    and its gradient counts ``num_shards`` times.
+    ranks hold whole too. Replicas hold the same, and are not asked. Differentiable, with gradient 0 at 0: an exact map
+    from what all ranks hold to what all of them return, so under ``fs.grad`` a penalty on the norm of a gradient or of
+    parameters has the gradient of the unsharded model. Under a bare ``torch.func.grad`` the norm of parameters, which
+    every shard returns, counts ``num_shards`` times.
 
     Args:
         tree: gradients, parameters, moments: any ``Sharded``, inside ``spmd`` or, with its rank dims, outside. ``None``

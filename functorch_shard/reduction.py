@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backend import Flight
+from .boundary import Boundary
 from .codecs import Codec
 from .collectives import psum, scatter_encoded, scatter_sums
 from .homes import Home, home_of, working_device
@@ -75,21 +76,28 @@ def mean(total: Tensor, axes: Sequence[Axis], divisors: tuple[float, float], dty
     return _divided(total.to(dtypes.carried), after)
 
 
-def at_boundary(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+def at_boundary(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) -> dict[str, Any]:
     """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary].
 
     Summed over copies and divided by the number of ranks. Outside of ``spmd`` all ranks return one value, and copies
-    are dims.
+    are dims. What ``boundary`` made is written over: fresh memory costs as much as the division.
     """
-    one = _mean_of_rank if layout.mesh.in_spmd else _sum_of_stack
-    buffers = layout.buffers
-    return {key: None if x is None else one(x, buffers[key], layout) for key, x in grads.items()}
+    if not layout.mesh.in_spmd:
+        return {key: None if x is None else _sum_of_stack(x, layout.buffers[key], layout) for key, x in grads.items()}
+    return {
+        key: None if x is None else _mean_of_rank(x, layout.buffers[key], layout, boundary.has_made(x))
+        for key, x in grads.items()
+    }
 
 
-def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool) -> Tensor:
     home, axes, dtypes = home_of(x), copies(buffer, layout), _dtypes_at_boundary(x, buffer, layout)
-    x = x.to(working_device(x, layout.mesh.device)) if axes else x
-    return home.put(_returned(mean(x, axes, layout.divisors(dtypes.reduced), dtypes), buffer, layout))
+    divisors = layout.divisors(dtypes.reduced)
+    if in_place and not axes and x.dtype == dtypes.returned:
+        return x.div_(divisors[0] * divisors[1]) if layout.reduction == "mean" else x
+    moved = x.to(working_device(x, layout.mesh.device)) if axes else x
+    average = _returned(mean(moved, axes, divisors, dtypes), buffer, layout)
+    return x.copy_(average) if in_place and x.dtype == average.dtype else home.put(average)
 
 
 def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:

@@ -1,4 +1,4 @@
-"""``grad`` and ``grad_and_value``: torch.func's, with the memory of ``backward()`` where nothing needs more."""
+"""``grad`` and ``grad_and_value``: of the mean over ranks, with the memory of ``backward()`` where that is enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from .boundary import inside, opened
+from .boundary import Boundary, inside, opened
 from .reduction import at_boundary
 from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
@@ -20,7 +20,9 @@ Argnums = int | Sequence[int]
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient of ``fn``, which returns a scalar: the same numbers as ``torch.func.grad``.
+    """The gradient of the mean over ranks of what ``fn`` returns on each, exact at every order and in any nesting.
+
+    As ``torch.func.grad``, but for the mean: see :func:`grad_and_value`.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -53,13 +55,19 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) ->
 
 
 def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient and the value of ``fn``: the same numbers as ``torch.func.grad_and_value``.
+    """The gradient of the mean over ranks of what ``fn`` returns on each, and what it returned on this one.
+
+    By a ``Sharded`` argument, the gradient is that by the whole value of which each rank holds a part, copies counting
+    as one value (``reduction="sum"``: of the sum over ranks). ``fn`` is differentiated with exact maps, where the
+    transpose of ``gather`` is ``psum_scatter``; then gradients are summed over copies and divided by the number of
+    ranks, once. So derivatives through gradients, training steps and norms are exact: let the outermost reverse-mode
+    derivative be this one. By any other argument it is this rank's own, as ``torch.func.grad_and_value`` has it.
 
     ``torch.func.grad_and_value`` runs its backward with ``create_graph=True`` and so keeps every activation to the end.
-    Here activations are freed as backward goes, unless someone differentiates the result: inside another transform (a
-    ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference mode, and when an argument
-    requires grad, this *is* ``torch.func.grad_and_value``. Otherwise nothing that is returned has a graph: to
-    differentiate by a tensor that ``fn`` closes over, pass it as an argument.
+    Here activations are freed as backward goes, unless someone differentiates the result: inside another ``fs.grad`` or
+    transform (a ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference mode, and when
+    an argument requires grad, this is ``torch.func.grad_and_value``. Otherwise nothing that is returned has a graph:
+    to differentiate by a tensor that ``fn`` closes over, pass it as an argument.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -75,7 +83,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         ValueError: ``argnums`` names an argument that was not given, or one twice.
 
     Cost:
-        The collectives of ``fn`` and of their transposes.
+        The collectives of ``fn`` and of their transposes; with replicas one all-reduce of the shard per trainable
+        buffer, at the end.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -102,50 +111,50 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
         wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
         differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else _without_graph
-        grads, value, aux = differentiate(scalar, picked, wide)
+        grads, value, aux, boundary = differentiate(scalar, picked, wide)
         rest = iter(grads)
-        trees = [_fill(args[i], wanted[i], rest) for i in chosen]
-        trees = [optree.tree_map(_averaged, tree, is_leaf=_is_sharded, none_is_leaf=True) for tree in trees]
+        trees = [_averaged(_fill(args[i], wanted[i], rest), boundary) for i in chosen]
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
     return gradient_and_value
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
+Derivative = tuple[Sequence[Tensor], Tensor, Any, Boundary]  # gradients, the value, aux, and the end that was reached
 
 
-def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> tuple[Sequence[Tensor], Tensor, Any]:
+def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
     """By torch.func, whose aux may hold tensors and nothing else."""
     put_back: list[Callable[..., Any]] = []
+    boundaries: list[Boundary] = []
 
     def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         _allow_wider_gradients(inputs, wide)
-        with opened():
+        with opened() as boundary:
             value, aux = scalar(inputs)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)
+        boundaries.append(boundary)
         return value, tensors
 
     with torch.inference_mode(False):  # in it, torch.func of 2.11 gives silent zeros
         grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
-    return grads, value, put_back[0](aux)
+    return grads, value, put_back[0](aux), boundaries[0]
 
 
-def _without_graph(
-    scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]
-) -> tuple[Sequence[Tensor], Tensor, Any]:
+def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
     """By one backward that frees activations as it goes."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         _allow_wider_gradients(inputs, wide)
-        with opened():
+        with opened() as boundary:
             value, aux = scalar(inputs)
         if inputs and value.requires_grad:
             grads = torch.autograd.grad(value, inputs, materialize_grads=True)
         else:
             grads = [torch.zeros_like(x) for x in inputs]
     tensors, put_back = take_tensors(aux)
-    return grads, value.detach(), put_back(x.detach() for x in tensors)
+    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary
 
 
 def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
@@ -215,8 +224,13 @@ def _is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def _averaged(x: Any) -> Any:
-    return Sharded(at_boundary(x, x.layout), x.layout) if isinstance(x, Sharded) else x
+def _averaged(tree: Any, boundary: Boundary) -> Any:
+    """With the mean over ranks of what is the gradient by a ``Sharded``."""
+
+    def at_end(x: Any) -> Any:
+        return Sharded(at_boundary(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x
+
+    return optree.tree_map(at_end, tree, is_leaf=_is_sharded, none_is_leaf=True)
 
 
 def _positions(argnums: Argnums, num_args: int) -> list[int]:

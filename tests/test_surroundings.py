@@ -12,10 +12,12 @@ from torch.func import grad, jvp, vmap
 
 from functorch_shard.surroundings import (
     backward_pass,
+    current_level,
     differentiate_at_once,
     in_transform,
     marks_every_batch,
     outside_transforms,
+    will_be_differentiated,
     without_batches,
 )
 
@@ -50,6 +52,66 @@ def leaf_with(hook: Any) -> Tensor:
     y = x * 3
     y.register_hook(hook)
     return y * 2
+
+
+class Told:
+    """What contexts and backwards have told; no list, which torch.func would take apart and copy."""
+
+    def __init__(self) -> None:
+        self.levels: list[int] = []
+        self.comes_there: list[bool] = []
+
+
+class Level(Function):
+    """The identity; tells the level of each of its contexts, and whether a backward comes to those behind it."""
+
+    @staticmethod
+    def forward(x: Tensor, told: Told) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.told = inputs[1]
+        ctx.told.levels.append(current_level())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        node = ctx
+        while node := next((behind for behind, _ in node.next_functions if hasattr(behind, "told")), None):
+            ctx.told.comes_there.append(will_be_differentiated(node))
+        return grad, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, told: Told) -> Any:
+        return Level.apply(x, told), in_dims[0]
+
+
+def test_every_level_of_autograd_has_a_number_of_its_own_and_plain_autograd_0() -> None:
+    told = Told()
+    grad(lambda x: grad(lambda y: Level.apply(x * y, told))(x))(torch.ones(()))
+    assert sorted(told.levels) == [0, 1, 2]
+    told = Told()
+    grad(lambda x: vmap(lambda y: Level.apply(x * y, told))(torch.ones(2)).sum())(torch.ones(()))
+    assert sorted(told.levels) == [0, 1]  # the level of a vmap has no derivative
+    assert current_level() == 0
+
+
+def test_nodes_that_a_backward_comes_to_are_told_from_those_behind_its_end() -> None:
+    told, x = Told(), torch.ones(()).requires_grad_()
+    first: Any = Level.apply(x, told)
+    middle: Any = Level.apply(first, told)
+    last: Any = Level.apply(middle, told)
+    torch.autograd.grad(last, first, retain_graph=True)
+    assert told.comes_there == [True, True, True]  # the end itself counts as one that it comes to
+    told.comes_there.clear()
+    torch.autograd.grad(last, middle, retain_graph=True)
+    assert told.comes_there == [True, False]
+    told.comes_there.clear()
+    last.backward()
+    assert told.comes_there == [True, True, True]
+    told = Told()
+    grad(lambda x: Level.apply(Level.apply(x, told), told))(torch.ones(()))
+    assert told.comes_there == [True]
 
 
 def test_outside_there_is_neither_a_backward_pass_nor_a_transform() -> None:

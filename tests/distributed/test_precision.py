@@ -13,7 +13,16 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.test_precision import BF16, F16, F32, F64, RULES
 
-SHAPES: dict[str, tuple[int, ...]] = {"a.w": (3, 5), "a.s": (), "b.no": (0, 3), "b.w": (7,), "c.big": (1001, 37)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a.w": (3, 5),
+    "a.s": (),
+    "b.no": (0, 3),
+    "b.w": (7,),
+    "c.big": (1001, 37),
+    "d.half": (5, 31),
+    "d.low": (3, 17),
+}
+STORED = {"d.half": (F16, 1e-3), "d.low": (BF16, 1.0)}  # others in float32; and what keeps products in range
 FROZEN = {"b.n": torch.tensor([3, 2**20 + 1]), "c.mask": torch.tensor([True, False, True])}
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
 POLICIES: dict[str, Any] = {name: precision for name, (precision, *_) in RULES.items() if precision}
@@ -27,7 +36,8 @@ POLICIES |= {
 def values(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     scale = lambda shape: torch.tensor([1e-3, 1.0, 1e3])[torch.randint(3, shape, generator=generator)]  # noqa: E731
-    return {name: torch.randn(shape, generator=generator) * scale(shape) for name, shape in SHAPES.items()}
+    wide = {name: torch.randn(shape, generator=generator) * scale(shape) for name, shape in SHAPES.items()}
+    return {name: (x * STORED[name][1]).to(STORED[name][0]) if name in STORED else x for name, x in wide.items()}
 
 
 def samples(mesh: fs.Mesh) -> Any:
