@@ -114,7 +114,8 @@ def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) 
 
 def digest(full: fs.Full) -> str:
     """The same for the same parameters, bit by bit."""
-    return hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in full.values())).hexdigest()
+    rows = (x.cpu().flatten().view(torch.uint8) for x in full.values())
+    return hashlib.sha256(b"".join(bytes(row.tolist()) for row in rows)).hexdigest()  # without numpy, as the package
 
 
 def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:

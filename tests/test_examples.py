@@ -23,6 +23,13 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 STEPS, RANKS, BATCH_SIZE = 5, 2, 2
 TORCHRUN = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {RANKS}".split()
+# A program as it is started, where nothing but the package's two dependencies is installed.
+BARE = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["numpy", "safetensors", "hypothesis", "pytest"]))
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 TOY = {
     "lora.py": ["--steps", "2", "--pretrain-steps", "1", "--batch-size", "1", "--ranks", "3"],
     "train_gpt.py": ["--steps", "2", "--batch-size", "1", "--ranks", "3"],
@@ -62,8 +69,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs_at_toy_size(name: str, text: str) -> None:
-    assert run(f"examples/{name}", *TOY[name], "--text", text, "--json")
+def test_example_runs_at_toy_size_with_nothing_but_torch_and_the_package(name: str, text: str) -> None:
+    assert run("-c", BARE, f"examples/{name}", *TOY[name], "--text", text, "--json")
 
 
 @pytest.fixture(scope="module")
