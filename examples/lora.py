@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 import math
-import os
 import sys
 import sysconfig
 import tempfile
@@ -207,7 +206,7 @@ def traffic(seen: fs.testing.CollectiveCounter, steps: int) -> dict[str, int]:
 def same_bits(full: dict[str, Tensor], model: nn.Module) -> bool:
     """Whether every frozen parameter still is what it was."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    return all(torch.equal(full[name].view(torch.uint8), p.view(torch.uint8)) for name, p in frozen.items())
+    return all(torch.equal(full[name].cpu().view(torch.uint8), p.view(torch.uint8)) for name, p in frozen.items())
 
 
 def export(full: dict[str, Tensor], model: GPT, base: GPT, tokens: Tensor) -> dict[str, Any]:
@@ -227,6 +226,12 @@ def export(full: dict[str, Tensor], model: GPT, base: GPT, tokens: Tensor) -> di
     }
 
 
+def ranks_of(simulated: int) -> fs.Mesh:
+    """Those of the job that a launcher started; in plain python, that many inside this process."""
+    job = fs.init_mesh()
+    return job if dist.is_initialized() else fs.simulated_mesh(simulated, device=job.device)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Adapt a frozen bfloat16 GPT with float32 LoRA adapters, sharded.")
     parser.add_argument("--ranks", type=int, default=2, help="simulated ranks (torchrun brings real ones)")
@@ -243,15 +248,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    mesh = fs.init_mesh() if "RANK" in os.environ else fs.simulated_mesh(args.ranks)
+    mesh = ranks_of(args.ranks)
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if mesh.rank == 0 else (lambda text: None)
     start = time.perf_counter()
-    torch.manual_seed(args.seed)  # every rank draws the same values; only the shards are kept
-    size = mesh.size * args.batch_size
-    base, before = pretrain(GPT(), mesh, batches(read_code(), args.pretrain_steps, size, args.seed), lr=3e-3)
+    torch.manual_seed(args.seed)  # alike on every rank: shard compares what they drew, and only the shards are kept
+    size, code = mesh.size * args.batch_size, read_code().to(mesh.device)
+    base, before = pretrain(GPT(), mesh, batches(code, args.pretrain_steps, size, args.seed), lr=3e-3)
     if before:
         say(f"{mesh}: the base learned Python in {len(before)} steps: loss {before[0]:.2f} to {before[-1]:.2f}")
-    model, text = adapted(base, args.rank, getattr(torch, args.base_dtype)), read_text(args.text)
+    model, text = adapted(base, args.rank, getattr(torch, args.base_dtype)), read_text(args.text).to(mesh.device)
     show = lambda i, loss: None if i % max(args.steps // 5, 1) else say(f"step {i}/{args.steps}  loss {loss:.3f}")  # noqa: E731
     full, results = adapt(model, mesh, batches(text, args.steps, size, args.seed + 1), lr=1e-2, show=show)
     results |= {

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import resource
 import sys
 import sysconfig
@@ -103,10 +102,10 @@ def schedule(step: int, num_steps: int, peak: float = 4e-3) -> float:
 def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) -> str:
     """The prompt and what the model makes of it."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.tensor([list(prompt)])
+    tokens, device = torch.tensor([list(prompt)]), full["position"].device
     with torch.no_grad():
         for _ in range(num_bytes):
-            logits = functional_call(model, full, (tokens[:, -CONTEXT:],))[0, -1]
+            logits = functional_call(model, full, (tokens[:, -CONTEXT:].to(device),))[0, -1].cpu()
             chosen = torch.multinomial((logits / 0.8).softmax(-1), 1, generator=generator)
             tokens = torch.cat([tokens, chosen[None]], 1)
     return bytes(tokens[0].tolist()).decode(errors="replace")
@@ -156,6 +155,12 @@ class Progress:
         )
 
 
+def ranks_of(simulated: int) -> fs.Mesh:
+    """Those of the job that a launcher started; in plain python, that many inside this process."""
+    job = fs.init_mesh()
+    return job if dist.is_initialized() else fs.simulated_mesh(simulated, device=job.device)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, fully sharded.")
     parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
@@ -183,10 +188,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    mesh = fs.init_mesh() if "RANK" in os.environ else fs.simulated_mesh(args.ranks)
-    train_text, valid_text = read_text(args.text)
-    torch.manual_seed(args.seed)
-    model = GPT(args.dropout)  # every rank draws the same values; only the shards are kept
+    mesh = ranks_of(args.ranks)
+    train_text, valid_text = (text.to(mesh.device) for text in read_text(args.text))
+    torch.manual_seed(args.seed)  # alike on every rank: shard compares what they drew
+    model = GPT(args.dropout)  # only the shards are kept, on the mesh's device
     layout = fs.plan(model, mesh, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
     params = fs.shard(model, layout)
     opt = fs.optimizer(
@@ -231,7 +236,8 @@ def main() -> None:
     for step in range(first, args.steps):
         starts = torch.randint(len(train_text) - CONTEXT, (batch_size,), generator=data)
         x, y = mesh.split(windows(train_text, starts))
-        torch.manual_seed(hash((args.seed, step, mesh.rank)))  # as fold_in of JAX: dropout has no state to save
+        # As fold_in of JAX: every rank and step has a dropout of its own, and there is no state to save.
+        torch.manual_seed(hash((args.seed, step, mesh.rank)))
         params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
         losses.append(loss.flatten()[0].item())
         done = step + 1
@@ -252,7 +258,7 @@ def main() -> None:
     continuation = sample(model, full, b"def ", 200, args.seed)
 
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20)
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, device=mesh.device)
     results = {
         "steps": args.steps,
         "train_loss": losses[-1],

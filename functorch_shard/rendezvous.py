@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import reject
+from .launchers import Job
 
 POLL = 0.01  # seconds between two looks of rank 0
 MARGIN = timedelta(seconds=10)  # for rank 0 to say who is missing
@@ -28,17 +29,16 @@ LINGER = 5.0  # seconds, where somebody is missing
 DEFAULT = timedelta(minutes=30)  # torch's, for a store
 
 
-def join_job(backend: str, timeout: timedelta | None) -> None:
-    """Make the default process group of a job under torchrun, or anything else that sets ``RANK`` and the like."""
+def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
+    """Make the default process group of a job that torchrun started, or anything else that says where rank 0 is."""
     unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     advice = "RANK and WORLD_SIZE are set: so is to be where rank 0 is found. torchrun sets all four."
     reject("init_mesh: the environment", [f"{name}: not set" for name in unset], advice)
     patience = timeout or DEFAULT
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _store(rank, patience)
-    prefix = meet(dist.PrefixStore("functorch_shard/start", store), rank, size, patience)
+    store = _store(job.rank, patience)
+    prefix = meet(dist.PrefixStore("functorch_shard/start", store), job.rank, job.size, patience)
     fresh = dist.PrefixStore(prefix, store)
-    dist.init_process_group(backend, store=fresh, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=fresh, rank=job.rank, world_size=job.size, timeout=timeout)
 
 
 def _store(rank: int, timeout: timedelta) -> Any:

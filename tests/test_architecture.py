@@ -31,6 +31,7 @@ ORDER = [
     "backend",
     "wrapping",
     "failures",
+    "launchers",
     "rendezvous",
     "counting",
     "checking",

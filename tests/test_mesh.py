@@ -10,6 +10,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.func import vmap
 
 import functorch_shard as fs
 from functorch_shard.collectives import axis_index, pmean, psum
+from functorch_shard.launchers import Job
+from functorch_shard.mesh import choose_device, select_device
 from tests.refusals import refused
 
 Pair = namedtuple("Pair", "left right")
@@ -75,6 +78,59 @@ def test_a_process_group_that_the_program_made_itself_is_as_good(backend: str | 
     command = [sys.executable, "-c", OF_THE_USERS_GROUP, str(backend)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# What init_mesh() is given, what the group that exists has, whether there is CUDA, and where the ranks work.
+DEVICES = [
+    (None, None, False, "cpu"),
+    (None, None, True, "cuda"),
+    (None, "cpu:gloo,cuda:gloo", True, "cpu"),  # init_process_group("gloo"), as run_ranks does
+    (None, "cpu:gloo", True, "cpu"),
+    (None, "cpu:gloo,cuda:nccl", True, "cuda"),  # init_process_group()
+    (None, "cpu:gloo,cuda:nccl", False, "cpu"),
+    (None, "cuda:nccl", True, "cuda"),
+    ("cpu", "cpu:gloo,cuda:nccl", True, "cpu"),
+    ("cuda", "cpu:gloo,cuda:gloo", True, "cuda"),  # asked for by name
+    ("cuda:1", None, True, "cuda:1"),
+    (torch.device("cuda", 3), "cuda:nccl", True, "cuda:3"),
+]
+
+
+@pytest.mark.parametrize(("given", "backends", "has_cuda", "device"), DEVICES, ids=str)
+def test_ranks_work_where_their_process_group_does(given: Any, backends: Any, has_cuda: bool, device: str) -> None:
+    assert choose_device(given, backends, has_cuda) == torch.device(device)
+
+
+def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
+    text = refused(choose_device, "cpu", "cuda:nccl", True)
+    assert "init_mesh: device: got 'cpu', but the process group that exists has backends for cuda alone" in text
+    assert "for cpu alone (cpu:gloo). Name one in init_process_group" in refused(
+        choose_device, "cuda", "cpu:gloo", True
+    )
+
+
+def mesh_of_a_rank_that_has_cuda() -> str:
+    with patch("torch.cuda.is_available", lambda: True):
+        return str(fs.init_mesh())
+
+
+def test_gloo_ranks_stay_on_the_cpu_of_a_machine_that_has_cuda() -> None:
+    assert fs.testing.run_ranks(mesh_of_a_rank_that_has_cuda, 2) == ["Mesh(shard=2, cpu)"] * 2
+
+
+def test_the_number_of_a_cuda_device_is_kept() -> None:
+    assert fs.init_mesh(device="cuda:1").device == torch.device("cuda", 1)
+    selected: list[Any] = []
+    with (
+        patch("torch.cuda.set_device", selected.append),
+        patch("torch.cuda.device_count", lambda: 4),
+        patch("torch.cuda.is_initialized", lambda: False),
+    ):
+        select_device(torch.device("cuda", 1), Job(0, 2))
+        select_device(torch.device("cuda"), Job(5, 8, local_rank=5))  # the launcher's, of those that it lets us see
+        select_device(torch.device("cuda"), Job(5, 8))
+        select_device(torch.device("cpu"), Job(5, 8, local_rank=1))
+    assert selected == [torch.device("cuda", 1), 1]
 
 
 def test_the_size_of_one_axis_is_enough() -> None:

@@ -6,6 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -20,6 +25,30 @@ def test_the_python_of_the_readme_runs_from_top_to_bottom(capsys: pytest.Capture
         printed = capsys.readouterr().out
         said = re.findall(r"# > (.*)", block)
         assert not said or [line.rstrip() for line in printed.splitlines()] == said, f"block {i} printed {printed!r}"
+
+
+def test_the_first_program_needs_nothing_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a device that refuses what lies elsewhere: ``meta``, where tensors have no values to look at."""
+    program = BLOCKS[0].replace("simulated_mesh(4)", 'simulated_mesh(4, device="meta")')
+    assert program != BLOCKS[0]
+    exec(compile(program, "README.md, block 0", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out == "torch.Size([4]) one loss per rank, all equal\n"
+
+
+def test_buffers_of_a_module_are_passed_beside_its_parameters() -> None:
+    class Shifted(nn.Linear):
+        shift: Tensor
+
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            return super().forward(input + self.shift)
+
+    mesh, model = fs.simulated_mesh(2, device="meta"), Shifted(3, 5)
+    model.register_buffer("shift", torch.ones(3))
+    params = fs.shard(model, fs.plan(model, mesh))
+    assert "buffers = {name: b.to(mesh.device) for name, b in model.named_buffers()}" in README
+    buffers = {name: b.to(mesh.device) for name, b in model.named_buffers()}
+    run = mesh.spmd(lambda params, x: functional_call(model, fs.gather(params) | buffers, (x,)))
+    assert run(params, torch.ones(2, 4, 3, device="meta")).shape == (2, 4, 5)
 
 
 def test_commands_name_files_and_modules_that_exist() -> None:

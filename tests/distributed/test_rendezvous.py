@@ -130,10 +130,14 @@ def started(rank: int, size: int, port: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_without_torchrun_too_every_rank_names_those_that_did_not_come() -> None:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_without_torchrun_too_every_rank_names_those_that_did_not_come() -> None:
+    port = free_port()
     ranks = [started(rank, 4, port) for rank in (0, 1, 3)]
     try:
         said = [process.communicate(timeout=120)[0] for process in ranks]
@@ -141,6 +145,37 @@ def test_without_torchrun_too_every_rank_names_those_that_did_not_come() -> None
         for process in ranks:
             process.kill()
     assert said == ["rank 2 of 4 was not there within 10 s: the job needs all of them to start\n"] * 3
+
+
+NUMBERED_BY = {
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH and Intel MPI": ("PMI_RANK", "PMI_SIZE"),
+}
+ADD_UP = """
+import torch
+import functorch_shard as fs
+mesh = fs.init_mesh()
+print(mesh.rank, mesh.size, fs.collectives.psum(torch.tensor(10 ** mesh.rank), mesh).item())
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("launcher", NUMBERED_BY)
+def test_processes_of_srun_and_mpirun_are_the_ranks_of_one_job(launcher: str) -> None:
+    port, (rank, size) = free_port(), NUMBERED_BY[launcher]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), size: "3", "PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command, pipe = [sys.executable, "-c", ADD_UP], subprocess.PIPE
+    ranks = [subprocess.Popen(command, env={**environment, rank: str(i)}, stdout=pipe, text=True) for i in range(3)]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert said == ["0 3 111\n", "1 3 111\n", "2 3 111\n"]
 
 
 def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
