@@ -53,6 +53,7 @@ _LAUNCHERS = (
     _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
+_WHOLE_JOB = _Launcher("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
@@ -75,13 +76,19 @@ def job_of(environ: Mapping[str, str], *, alone: bool = False) -> Job | None:
         return Job(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
     if alone:
         return None
-    for launcher in _LAUNCHERS:
+    for launcher in (*_LAUNCHERS, _WHOLE_JOB) if _in_unsized_step(environ) else _LAUNCHERS:
         if job := launcher.job(environ):
             _check_launched(launcher, job, environ)
             return job
     _check_half_launched(environ)
     _warn_of_tasks(environ)
     return None
+
+
+def _in_unsized_step(environ: Mapping[str, str]) -> bool:
+    """Whether this is a process of a job step whose size did not come through, as into a container."""
+    in_step = "SLURM_STEP_ID" in environ or (_number(environ, "SLURM_PROCID") or 0) > 0
+    return in_step and "SLURM_STEP_NUM_TASKS" not in environ
 
 
 def _check_launched(launcher: _Launcher, job: Job, environ: Mapping[str, str]) -> None:

@@ -74,6 +74,13 @@ def test_its_numbers_count_where_it_is_said_how_to_find_rank_0(launcher: str) ->
     assert " started 4 processes (" in text
 
 
+@pytest.mark.parametrize("lost", [["SLURM_STEP_NUM_TASKS"], ["SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"]], ids=str)
+def test_a_step_whose_size_was_lost_on_the_way_is_as_large_as_its_job(lost: list[str]) -> None:
+    left = {name: value for name, value in SRUN.items() if name not in lost}
+    assert "this is process 3 of 4 that srun started (SLURM_PROCID=3, SLURM_NTASKS=4)" in refused(job_of, left)
+    assert job_of({**left, **ADDRESS}) == Job(3, 4, 1)
+
+
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_torchrun_inside_of_another_launcher_comes_first(launcher: str) -> None:
     assert job_of({**LAUNCHED[launcher], "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Job(5, 8)
