@@ -58,6 +58,14 @@ def test_commands_name_files_and_modules_that_exist() -> None:
         assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
 
 
+def test_ci_runs_both_commands_of_the_first_page_as_they_are_written() -> None:
+    first_page = README.split("## A training step")[0]
+    commands = re.findall(r"```sh\n(.*)\n```", first_page)
+    sought = re.findall(r"of_readme '(.*?)'", (ROOT / ".ci" / "run").read_text())
+    assert [next(line for line in README.splitlines() if text in line) for text in sought] == commands
+    assert len(commands) == 2
+
+
 def test_every_claim_names_a_test_that_exists() -> None:
     for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", README):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
