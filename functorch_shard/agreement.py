@@ -15,6 +15,7 @@ from .errors import first_difference
 
 T = TypeVar("T")
 _FAILED = bytes(32)
+_ADVICE = "Every rank must plan the same model, from the same code and options."
 
 
 def agree(
@@ -23,6 +24,7 @@ def agree(
     describe: Callable[[T], Sequence[str]],
     axes: Sequence[Backend],
     device: torch.device,
+    advice: str = _ADVICE,
 ) -> T:
     """``build()``, when it succeeds on every rank and ``describe`` gives the same lines everywhere.
 
@@ -46,10 +48,10 @@ def agree(
     reports = gather_texts(json.dumps([f"{type(error).__name__}: {error}" if error else None, lines]), axes, device)
     if error:
         raise error
-    raise RuntimeError(_first_difference(verb, [json.loads(report) for report in reports]))
+    raise RuntimeError(_first_difference(verb, [json.loads(report) for report in reports], advice))
 
 
-def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]]) -> str:
+def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]], advice: str) -> str:
     for rank, (error, _) in enumerate(reports):
         if error:
             return f"{verb} failed on rank {rank}, so no rank can go on. There:\n{error}"
@@ -58,7 +60,7 @@ def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]]
         if difference := first_difference(first, lines):
             return (
                 f"{verb}: the ranks disagree. First difference:\n  rank 0: {difference[0]}\n"
-                f"  rank {rank}: {difference[1]}\nEvery rank must plan the same model, from the same code and options."
+                f"  rank {rank}: {difference[1]}\n{advice}"
             )
     raise AssertionError("digests differ but lines do not")
 

@@ -117,7 +117,9 @@ class Mesh:
             in_dims: where the rank dims of each positional argument start, as in ``torch.func.vmap``: an int, or a
                 tuple of trees. ``None``: the same on every rank, no rank dims. Keyword arguments are mapped at 0.
             out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once.
-            randomness: as in vmap; ``"different"`` draws differently on every rank, ``"same"`` alike.
+            randomness: as in vmap, for simulated ranks, which draw from one generator: ``"different"`` draws something
+                else on every rank, ``"same"`` alike. A real rank draws from its own generator, whatever this says: seed
+                them apart after :func:`shard`, ``torch.manual_seed(1 + mesh.rank)``, or leave them alike for the same.
 
         Returns:
             A function whose tensors carry one rank dim per axis, in the mesh's order.
@@ -211,10 +213,10 @@ class Mesh:
         """
         return replace(self, _axes=tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes))
 
-    def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]]) -> T:
+    def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
         """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
         real = self._several()
-        return agree(verb, build, describe, real, self.device) if real else build()
+        return agree(verb, build, describe, real, self.device, *advice) if real else build()
 
     def tell(self, text: str) -> list[str]:
         """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""

@@ -64,6 +64,9 @@ def plan(
     Any dtype works, and so do scalars, empty tensors, tied and frozen parameters, and fewer elements than ranks. Of a
     ``DTensor`` over other axes of the device mesh (tensor parallelism) this rank's local part is laid out.
 
+    Values are not looked at: build the model from one seed on every rank for :func:`shard`, or without values, on the
+    meta device, for :func:`init_params`.
+
     Args:
         source: the model (on the meta device, if you like) or a mapping name -> tensor. Frozen are the parameters
             with ``requires_grad=False``, integers and bools; plain tensors of a mapping are trainable.

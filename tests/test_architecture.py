@@ -14,6 +14,7 @@ PACKAGE = Path(fs.__file__).parent
 # A module imports from those before it and from none behind it.
 ORDER = [
     "errors",
+    "fingerprints",
     "boxes",
     "surroundings",
     "boundary",

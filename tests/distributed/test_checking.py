@@ -32,7 +32,7 @@ def forward(mesh: fs.Mesh, units: str, order: list[int]) -> None:
     """Use units one by one."""
     widths = WIDTHS[units]
     model = nn.Sequential(*(nn.Linear(widths[i], widths[i + 1]) for i in range(4)))
-    full = fs.gather(fs.shard(model, fs.plan(model, mesh)))
+    full = fs.gather(fs.shard(dict(model.named_parameters()), fs.plan(model, mesh)))
     for i in order:
         full[f"{i}.weight"].sum()
 
@@ -160,7 +160,7 @@ def fail(mesh: fs.Mesh, absent: bool) -> None:
     """Between two units, in the middle of a backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), _Fails() if absent else nn.Identity(), nn.Linear(5, 5))
-    params = fs.shard(model, fs.plan(model, mesh))
+    params = fs.shard(dict(model.named_parameters()), fs.plan(model, mesh))
     fs.grad(lambda p: functional_call(model, fs.gather(p), (torch.ones(5),)).sum())(params)
 
 
