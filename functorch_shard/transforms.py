@@ -15,6 +15,7 @@ from .boundary import Boundary, inside, opened
 from .reduction import at_boundary
 from .surroundings import in_transform
 from .trees import Full, Sharded, take_tensors
+from .usage import refuse_unused
 
 Argnums = int | Sequence[int]
 
@@ -80,7 +81,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     Raises:
         TypeError: ``fn`` does not return a floating-point scalar tensor (and aux).
-        ValueError: ``argnums`` names an argument that was not given, or one twice.
+        ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result depends on no leaf at
+            all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten.
 
     Cost:
         The collectives of ``fn`` and of their transposes; with replicas one all-reduce of the shard per trainable
@@ -107,7 +109,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             call, rest = list(args), iter(tensors)
             for i in chosen:
                 call[i] = _replace(args[i], wanted[i], rest)
-            return _check_scalar(fn(*call, **kwargs), has_aux)
+            value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
+            refuse_unused(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors)
+            return value, aux
 
         wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
         differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else _without_graph

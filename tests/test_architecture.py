@@ -59,6 +59,7 @@ ORDER = [
     "resets",
     "initialization",
     "offload",
+    "usage",
     "transforms",
     "applying",
     "norms",

@@ -1,0 +1,73 @@
+"""Whether a loss depends on the parameters that it is differentiated by: the check behind ``grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from .errors import reject
+from .trees import Full, Sharded
+
+_ADVICE = (
+    "A model that is called itself, model(x), uses its own values, which nobody trains. Gather the parameters and call "
+    "it with them: functional_call(model, fs.gather(params), (x,)), or fs.apply. What a loss is not meant to depend "
+    "on, leave out of argnums."
+)
+
+
+def refuse_unused(
+    fn: Callable[..., Any], value: Tensor, chosen: Mapping[int, tuple[Any, Sequence[bool]]], inputs: Sequence[Tensor]
+) -> None:
+    """Raise where ``value`` depends on no leaf at all of an argument that has parameters in it.
+
+    Args:
+        fn: what was differentiated, for the message.
+        value: what it returned, seen from inside of the transform that differentiates it.
+        chosen: the arguments to differentiate by, by position, and which of their leaves have a gradient.
+        inputs: these leaves, as the function was called with them, one argument after the other.
+    """
+    if torch.compiler.is_compiling():
+        return
+    rest = iter(inputs)
+    problems = []
+    for i, (arg, wanted) in chosen.items():
+        tensors = list(islice(rest, sum(wanted)))
+        if tensors and (kind := _parameters_in(arg)) and not depends_on(value, tensors):
+            problems.append(f"args[{i}]: the result of {_name(fn)} depends on nothing in this {kind}")
+    reject("grad", problems, _ADVICE)
+
+
+def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
+    """Whether a backward from ``value`` would reach one of ``inputs``: a walk through the graph, up to the first."""
+    wanted = list(inputs)
+    nodes = {x.grad_fn for x in wanted} - {None}
+    seen: set[Any] = set()
+    ahead: list[Any] = [value.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        if node in nodes or any(getattr(node, "variable", None) is x for x in wanted):
+            return True
+        seen.add(node)
+        ahead += [parent for parent, _ in node.next_functions]
+    return any(value is x for x in wanted)
+
+
+def _parameters_in(arg: Any) -> str:
+    """What kind of tree ``arg`` is or holds, if any."""
+    nodes = optree.tree_leaves(arg, is_leaf=_is_node, none_is_leaf=True)
+    return next((type(node).__name__ for node in nodes if _is_node(node)), "")
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (Sharded, Full))
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
