@@ -48,7 +48,7 @@ MaybeBoundary: TypeAlias = Boundary | None
 
 
 @contextmanager
-def opened() -> Iterator[Boundary]:
+def new_boundary() -> Iterator[Boundary]:
     """A boundary at the current level, around the function that is differentiated."""
     boundary = Boundary()
     token = _OPEN.set({**_OPEN.get(), current_level(): boundary})

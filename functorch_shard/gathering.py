@@ -14,6 +14,7 @@ from .boundary import here, takes_mean
 from .checks import check_grads, check_ranked, check_shards, check_whole
 from .codecs import Codec, as_codec, recode
 from .collectives import all_gather, gather_encoded, gather_shards
+from .containers import opened
 from .data_parallel import averaged, carried, scaled_gradient
 from .fingerprints import value_lines
 from .homes import home_of, working_device
@@ -414,7 +415,7 @@ def materialize(tree: Any) -> Any:
         >>> full["b"].untyped_storage().nbytes(), materialize(full)["b"].untyped_storage().nbytes()
         (24, 8)
     """
-    return optree.tree_map(_own, tree, none_is_leaf=True)
+    return optree.tree_map(_own, opened(tree), none_is_leaf=True)
 
 
 def _own(x: Any) -> Any:

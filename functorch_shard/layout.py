@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
+from .containers import Static
 from .errors import axes_text, reject, table
 from .precision import MixedPrecision, Travel, divide_factors, travel
 from .tensor_parallel import DTensorForm
@@ -115,7 +116,7 @@ class Unit:
 
 
 @dataclass(frozen=True, repr=False)
-class Layout:
+class Layout(Static):
     """All units of a model for given numbers of ranks: the static half of every ``Sharded`` and ``Full``.
 
     Made by :func:`plan`. Frozen and hashable; two layouts are equal when every parameter lies in the same place, on

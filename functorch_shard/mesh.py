@@ -17,7 +17,6 @@ from functools import partial
 from math import prod
 from typing import Any, TypeVar, overload
 
-import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import agree, gather_texts
 from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record, set_timeout, timeout_of
+from .containers import Static
 from .errors import axes_text
 from .failures import naming_lost_ranks
 from .launchers import Job, job_of
@@ -56,7 +56,7 @@ class Axis:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Mesh:
+class Mesh(Static):
     """The ranks of a program, in one or more named axes.
 
     Made by :func:`init_mesh`, :func:`simulated_mesh` or :meth:`from_device_mesh`; an immutable handle. Ranks count in
@@ -124,12 +124,18 @@ class Mesh:
         Returns:
             A function whose tensors carry one rank dim per axis, in the mesh's order.
 
+        Arguments and results may be any pytrees. Their containers are those that optree knows, and besides them
+        dataclasses, mappings (``UserDict``, ``OrderedDict`` and their subclasses), subclasses of list and tuple, and
+        what is registered in ``torch.utils._pytree``.
+
         Differentiate inside: a transform around ``spmd`` sees all ranks at once. There ``fs.grad`` is the derivative of
         what is returned, and under ``torch.func``'s own transforms the reduction of ``gather`` still applies, so the
         gradient of a sum over ranks is the gradient of the mean.
 
         Raises:
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
+            TypeError: an argument, or the result, has tensors inside of an object that is no such container. Modules,
+                functions and optimizers are passed through.
             RuntimeError: called inside ``spmd`` of the same mesh.
 
         Cost:
@@ -150,26 +156,35 @@ class Mesh:
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.
 
         Args:
-            tree: a tensor or a pytree; its tensors are split, everything else is passed through.
+            tree: a tensor or a pytree; its tensors are split, everything else is passed through. Containers may be
+                dataclasses, mappings such as ``UserDict``, and others: see ``spmd``.
             dim: the dimension to split, divisible by ``mesh.size``.
 
         Returns:
             Real ranks: views with ``dim`` divided by ``mesh.size``. Simulated ranks: the parts of all ranks, with one
-            leading rank dim per axis, as ``spmd`` takes them.
+            leading rank dim per axis, as ``spmd`` takes them; inside ``spmd`` a copy of this rank's part.
 
         Raises:
             ValueError: a tensor whose ``dim`` is not divisible; the message names all of them.
+            TypeError: no tensor in the tree, or tensors or arrays where no tree can reach them, named by type and path.
 
         Example:
             >>> fs.simulated_mesh(2).split(torch.arange(6))
             tensor([[0, 1, 2],
                     [3, 4, 5]])
         """
-        parts = split_tensor(tree, self.size, dim)
-        if self.is_simulated:
-            sizes = tuple(self.axes.values())
-            return optree.tree_map(lambda x: x.unflatten(0, sizes) if isinstance(x, Tensor) else x, parts)
-        return optree.tree_map(lambda x: x[self.rank] if isinstance(x, Tensor) else x, parts)
+        return split_tensor(tree, self.size, dim, self._part)
+
+    def _part(self, rows: Tensor) -> Tensor:
+        """Of values of all ranks in dim 0: those that code here sees."""
+        if not self.is_simulated:
+            return rows[self.rank]
+        if not self.in_spmd:
+            return rows.unflatten(0, tuple(self.axes.values()))
+        index: Any = 0
+        for axis in self._axes:
+            index = index * axis.size + axis.backend.index()
+        return rows.index_select(0, index.reshape(1)).squeeze(0)  # a batched index is no number to subscript with
 
     @property
     def rank(self) -> int:

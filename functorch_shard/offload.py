@@ -22,6 +22,7 @@ import optree
 import torch
 from torch import Tensor
 
+from .containers import opened
 from .errors import first_difference, reject
 from .folders import sync
 from .holdings import party_of
@@ -82,6 +83,7 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
 
     Stands for FSDP2's ``CPUOffloadPolicy`` and FSDP1's ``CPUOffload``, and for parameters on disk as in ZeRO-Infinity.
     """
+    tree = opened(tree)
     tensors, put_back = take_tensors(tree)
     if where == "cpu":
         return put_back([_to_cpu(x.detach()) for x in tensors])
@@ -115,6 +117,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
         ...     print(reopen({"step": torch.zeros((), dtype=torch.int64, device="meta")}, directory))
         {'step': tensor(7)}
     """
+    like = opened(like)
     _, put_back = take_tensors(like)
     mesh = party_of(like)
     shelf = _Shelf.at(where, mesh)

@@ -13,6 +13,7 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from .checks import check_shards
+from .containers import Static
 from .errors import first_difference, reject
 from .homes import Home, home_of, settle
 from .layout import Buffer, Layout
@@ -63,7 +64,7 @@ def optimizer(
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class Optimizer(Static):
     """The two functions that :func:`optimizer` makes. It holds options and no state."""
 
     cls: type[torch.optim.Optimizer]

@@ -9,6 +9,8 @@ import optree
 import torch
 from torch import Tensor
 
+from .containers import opened
+
 Tree = TypeVar("Tree")
 _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
@@ -86,7 +88,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return tree
     cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
-    return optree.tree_map(cast, tree, none_is_leaf=True)
+    return optree.tree_map(cast, opened(tree), none_is_leaf=True)
 
 
 @dataclass(frozen=True)

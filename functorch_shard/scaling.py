@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_shards
+from .containers import Static
 from .errors import reject
 from .finiteness import all_finite
 from .norms import wide
@@ -26,7 +27,7 @@ Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(Static):
     """How a loss is scaled: made by :meth:`dynamic`, :meth:`static` or :meth:`none`. It holds numbers and no state.
 
     All three have the same methods, and states of the same form, ``{"scale": float32, "good_steps": int32}``; so a step

@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.func import vmap
 
 from .backend import StackedBackend
+from .containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from .errors import reject
+from .surroundings import without_batches
 
 Dim = Any  # an int, or None
 
@@ -25,11 +27,14 @@ def spmd(
     @wraps(fn)
     def every_rank(*args: Any, **kwargs: Any) -> Any:
         _refuse_nesting(axes)
-        call: Any = (args, kwargs)
+        call: Any = opened((args, kwargs))
         leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
-        dims = _broadcast(in_dims, args, "in_dims") + [0] * (len(leaves) - _num_leaves(args))
+        dims = (
+            _broadcast(in_dims, call[0], "in_dims") + [0] * optree.tree_structure(call[1], none_is_leaf=True).num_leaves
+        )
         mapped = [i for i, dim in enumerate(dims) if isinstance(leaves[i], Tensor) and dim is not None]
         starts = [_first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
+        _check_leaves(treedef, leaves, dims)
         _check_sizes(treedef, leaves, mapped, starts, axes)
         result: list[Any] = []
 
@@ -37,25 +42,35 @@ def spmd(
             for i, tensor in zip(mapped, tensors, strict=True):
                 leaves[i] = tensor
             rank_args, rank_kwargs = optree.tree_unflatten(treedef, leaves)
-            result[:] = optree.tree_flatten(fn(*rank_args, **rank_kwargs), none_is_leaf=True)
-            return tuple(leaf for leaf in result[0] if isinstance(leaf, Tensor))
+            result[:] = [opened(fn(*rank_args, **rank_kwargs))]
+            refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
+            return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
         stacked = _over_ranks(one_rank, axes, starts, randomness)(*[leaves[i] for i in mapped])
-        return _rebuild(result[0], result[1], stacked, out_dims, len(axes))
+        return _rebuild(result[0], stacked, out_dims, len(axes))
 
     return every_rank
 
 
-def split_tensor(tree: Any, num_ranks: int, dim: int) -> Any:
-    """Every tensor cut into ``num_ranks`` equal parts of ``dim``, stacked in a new dim 0."""
+def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], Tensor]) -> Any:
+    """``part`` of every tensor that was cut into ``num_ranks`` equal parts of ``dim``, stacked in a new dim 0."""
+    tree = opened(tree)
+    refuse_opaque("split", tree, "the tree")
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    if not any(isinstance(x, Tensor) for x in leaves):
+        raise TypeError(f"split: no tensor in {_short(tree)}, and so nothing is split. {KNOWN}")
     problems = [
-        f"{_path(path)}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
+        f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
         for path, x in zip(paths, leaves, strict=True)
         if isinstance(x, Tensor) and (not -x.ndim <= dim < x.ndim or x.shape[dim] % num_ranks)
     ]
     reject("split", problems, f"Give every rank the same number of rows: a batch of a multiple of {num_ranks}.")
-    return optree.tree_map(lambda x: _cut(x, num_ranks, dim) if isinstance(x, Tensor) else x, tree)
+    return optree.tree_map(lambda x: part(_cut(x, num_ranks, dim)) if isinstance(x, Tensor) else x, tree)
+
+
+def _short(tree: Any) -> str:
+    text = repr(tree)
+    return f"a {type(tree).__name__}, {text if len(text) < 80 else text[:80] + ' ...'}"
 
 
 def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
@@ -87,9 +102,10 @@ def _over_axis(fn: Callable[..., Any], axis: StackedBackend, starts: list[int], 
     return all_ranks
 
 
-def _rebuild(leaves: list[Any], treedef: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: int) -> Any:
+def _rebuild(result: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: int) -> Any:
     """The results of all ranks in the tree that one rank returned, each with its rank dims where ``out_dims`` says."""
-    dims = _broadcast(out_dims, optree.tree_unflatten(treedef, leaves), "out_dims")
+    leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
+    dims = _broadcast(out_dims, result, "out_dims")
     values = iter(stacked)
     moved = [
         _place(next(values), dim, num_axes) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)
@@ -121,18 +137,27 @@ def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
 def _broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
     """One dim per leaf of ``tree``, from a tree that is a prefix of it."""
     try:
-        return optree.broadcast_prefix(dims, tree, none_is_leaf=True)
+        return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)
     except (ValueError, TypeError) as error:
         raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
-
-
-def _num_leaves(tree: Any) -> int:
-    return optree.tree_structure(tree, none_is_leaf=True).num_leaves
 
 
 def _refuse_nesting(axes: Sequence[StackedBackend]) -> None:
     if any(axis.ranks.get() is not None for axis in axes):
         raise RuntimeError("spmd: this code already runs as one rank of the same mesh; call the undecorated function.")
+
+
+def _check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
+    """Refuse what holds tensors that cannot be mapped, unless all ranks are to share it."""
+    paths = treedef.paths()
+    found = [(paths[i], opaque_problem(x)) for i, x in enumerate(leaves) if dims[i] is not None]
+    problems = [f"{_path(path)}: {problem}" for path, problem in found if problem]
+    reject("spmd", problems, f"{KNOWN} What all ranks share, pass by position, with in_dims=None.", TypeError)
+
+
+def _of_one_rank(x: Any) -> bool:
+    """Whether ``x`` belongs to the ranks, and means nothing outside."""
+    return isinstance(x, Tensor) and without_batches(x) is not x
 
 
 def _check_sizes(
@@ -144,7 +169,7 @@ def _check_sizes(
         shape = tuple(leaves[i].shape)
         if shape[start : start + len(sizes)] != sizes:
             where = f"from dim {start}" if start else "as leading dims"
-            problems.append(f"{_path(treedef.paths()[i], 'args')}: shape {shape}, expected {sizes} {where}, one a rank")
+            problems.append(f"{_path(treedef.paths()[i])}: shape {shape}, expected {sizes} {where}, one a rank")
     reject(
         "spmd",
         problems,
@@ -152,8 +177,6 @@ def _check_sizes(
     )
 
 
-def _path(path: tuple[Any, ...], root: str = "") -> str:
-    """A leaf's place as a reader would write it: ``args[0]['x']``."""
-    if root:
-        root, path = ("args", path[1:]) if path[0] == 0 else ("kwargs", path[1:])
-    return root + "".join(f"[{entry!r}]" for entry in path) or "the tensor"
+def _path(path: tuple[Any, ...]) -> str:
+    """The place of an argument as a reader would write it: ``args[0]['x']``."""
+    return ("kwargs" if path[0] else "args") + place(path[1:])

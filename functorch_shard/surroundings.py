@@ -24,6 +24,7 @@ from torch._C._functorch import (
     maybe_current_level,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as torch_pytree
 
 _BEFORE_ALL_OTHERS = 2**62
 
@@ -82,6 +83,11 @@ def without_batches(x: Tensor) -> Tensor:
 def refuse_pointers(tensor: Tensor) -> None:
     """Have code below Python that asks ``tensor`` for its memory raise, and not read from address 0."""
     _set_throw_on_mutable_data_ptr(tensor)
+
+
+def torch_node(cls: type) -> torch_pytree.NodeDef | None:
+    """How ``torch.func`` takes a container of type ``cls`` apart, where somebody told it; torch has no public way."""
+    return torch_pytree.SUPPORTED_NODES.get(cls)
 
 
 def being_traced() -> bool:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # DTensors ask them for sh
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .containers import opened, place
 from .processes import RankError, run_ranks
 
 __all__ = ["CollectiveCounter", "RankError", "assert_trees_close", "count_collectives", "run_ranks"]
@@ -119,8 +120,8 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None,
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    return {"".join(f"[{entry!r}]" for entry in path) or "the tree": x for path, x in zip(paths, leaves, strict=True)}
+    paths, leaves, _ = optree.tree_flatten_with_path(opened(tree), none_is_leaf=True)
+    return {place(path) or "the tree": x for path, x in zip(paths, leaves, strict=True)}
 
 
 def _difference(path: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> list[str]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from .boundary import Boundary, inside, opened
+from .boundary import Boundary, inside, new_boundary
+from .containers import opened, refuse_opaque
 from .reduction import at_boundary
-from .surroundings import in_transform
+from .surroundings import in_transform, without_batches
 from .trees import Full, Sharded, take_tensors
 from .usage import refuse_unused
 
@@ -80,7 +81,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         Leaves that are not trainable - integers, bools, and buffers or parameters frozen in the layout - get ``None``.
 
     Raises:
-        TypeError: ``fn`` does not return a floating-point scalar tensor (and aux).
+        TypeError: ``fn`` does not return a floating-point scalar tensor (and aux). Or an argument of ``argnums``, or
+            aux, has tensors where no tree can reach them: in an object that is no container that is known.
         ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result depends on no leaf at
             all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten.
 
@@ -101,6 +103,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         chosen = _positions(argnums, len(args))
+        args = _opened(args, chosen)
         wanted = {i: _wanted(args[i]) for i in chosen}
         leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
         picked = [x for i, xs in zip(chosen, leaves, strict=True) for x in _picked(xs, wanted[i])]
@@ -110,6 +113,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             for i in chosen:
                 call[i] = _replace(args[i], wanted[i], rest)
             value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
+            refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             refuse_unused(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors)
             return value, aux
 
@@ -134,7 +138,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
 
     def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         _allow_wider_gradients(inputs, wide)
-        with opened() as boundary:
+        with new_boundary() as boundary:
             value, aux = scalar(inputs)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)
@@ -151,7 +155,7 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         _allow_wider_gradients(inputs, wide)
-        with opened() as boundary:
+        with new_boundary() as boundary:
             value, aux = scalar(inputs)
         if inputs and value.requires_grad:
             grads = torch.autograd.grad(value, inputs, materialize_grads=True)
@@ -172,12 +176,25 @@ def _needs_graph(call: Any) -> bool:
     """Whether someone outside differentiates (or batches, or traces) what is computed here."""
     if in_transform():
         return True
-    tensors = [x for x in optree.tree_leaves(call, none_is_leaf=True) if isinstance(x, Tensor)]
+    tensors, _ = take_tensors(call)
     # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return True
     outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return outer or any(unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _opened(args: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments, those to differentiate by as trees in which every tensor is a leaf."""
+    trees = tuple(opened(x) if i in chosen else x for i, x in enumerate(args))
+    for i in chosen:
+        refuse_opaque("grad", trees[i], f"args[{i}]")
+    return trees
+
+
+def _has_graph(x: Any) -> bool:
+    """Whether ``x`` belongs to what is differentiated, and means nothing outside."""
+    return isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)
 
 
 def _wanted(tree: Any) -> list[bool]:

@@ -16,6 +16,7 @@ from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL_NAMESPACE
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree  # torch.func flattens with this one, and it has no public name
 
+from .containers import opened
 from .errors import table
 from .layout import Layout
 
@@ -81,7 +82,7 @@ def map_items(fn: Callable[[str, Any], Any], tree: Node) -> Node:
 
 def take_tensors(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Any]], Any]]:
     """The tensors of any pytree, and the function that puts others in their places; the rest stays in the tree."""
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(opened(tree), none_is_leaf=True)
 
     def put_back(tensors: Iterable[Any]) -> Any:
         rest = iter(tensors)

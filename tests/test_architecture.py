@@ -18,6 +18,7 @@ ORDER = [
     "boxes",
     "surroundings",
     "boundary",
+    "containers",
     "homes",
     "precision",
     "codecs",
@@ -93,7 +94,7 @@ PRIVATE = {
     "trees": {"torch.utils._pytree"},
     "stock": {"torch.utils._python_dispatch"},
     "testing": {"torch._subclasses.fake_tensor", "torch.utils._python_dispatch"},
-    "surroundings": {"torch._C", "torch._C._functorch"},
+    "surroundings": {"torch._C", "torch._C._functorch", "torch.utils._pytree"},
 }
 
 

@@ -298,3 +298,13 @@ def test_a_user_vmap_may_go_around_or_inside_of_split_batches() -> None:
     x = torch.randn(5, 4, 3)  # (outer batch, global batch, ..)
     step = mesh.spmd(lambda x: pmean(x.sum(0), mesh), out_dims=None)
     torch.testing.assert_close(vmap(lambda x: step(mesh.split(x)))(x), x.sum(1) / 2)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 3, "b": 2}])
+def test_split_inside_spmd_gives_this_rank_its_own_part_as_on_real_ranks(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    x = torch.randn(12, 6)
+    inside = mesh.spmd(lambda x: mesh.split({"x": x}, dim=1)["x"], in_dims=None)
+    assert torch.equal(inside(x), mesh.split(x, dim=1))
+    by_x = mesh.spmd(torch.func.grad(lambda x: (mesh.split(x) ** 2).sum()), in_dims=None)(x)
+    torch.testing.assert_close(by_x.flatten(0, len(axes) - 1).sum(0), 2 * x)

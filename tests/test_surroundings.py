@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.func import grad, jvp, vmap
+from torch.utils import _pytree as torch_pytree
 
 from functorch_shard.surroundings import (
     backward_pass,
@@ -17,6 +18,7 @@ from functorch_shard.surroundings import (
     in_transform,
     marks_every_batch,
     outside_transforms,
+    torch_node,
     will_be_differentiated,
     without_batches,
 )
@@ -273,3 +275,16 @@ def test_without_batches_every_value_is_seen() -> None:
     assert without_batches(x) is x
     vmap(vmap(grad(look_at)))(x)
     assert sorted(seen[0].flatten().tolist()) == list(range(6))
+
+
+def test_torch_tells_how_a_registered_container_is_taken_apart() -> None:
+    class Box:
+        def __init__(self, x: Any) -> None:
+            self.x = x
+
+    assert torch_node(Box) is None
+    torch_pytree.register_pytree_node(Box, lambda box: ([box.x], "context"), lambda xs, context: Box((*xs, context)))
+    node = torch_node(Box)
+    assert node is not None
+    assert node.flatten_fn(Box(3)) == ([3], "context")
+    assert node.unflatten_fn([4], "context").x == (4, "context")

@@ -1,0 +1,208 @@
+"""Containers that optree does not know: trees open them for as long as a call lasts.
+
+Dataclasses, ``UserDict`` (such as transformers' ``BatchEncoding``), subclasses of ``OrderedDict`` (``ModelOutput``),
+any other ``Mapping``, subclasses of list and tuple, and what is registered in ``torch.utils._pytree``. Nothing is
+registered for these types: :func:`opened` puts a node of its own, :class:`Opened`, in the place of each container that
+holds a tensor, and unflattening that node makes the container again. A container without a tensor stays a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from types import ModuleType
+from typing import Any
+
+import optree
+import torch
+from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL_NAMESPACE
+from torch import Tensor
+
+from .errors import reject
+from .surroundings import torch_node
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_DEPTH = 3  # of attributes in attributes that are looked through for a tensor
+KNOWN = (
+    "Known containers are those of optree, dataclasses, mappings, subclasses of list and tuple, and what "
+    "torch.utils._pytree.register_pytree_node was told of. Make it one of them, or pass its tensors by themselves."
+)
+
+
+class Static:
+    """A base for what is passed through whole, as a layout: an option, and nobody's data."""
+
+    __slots__ = ()
+
+
+class Attribute(str):
+    """A field of a dataclass, in the path of a leaf."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """What a container is without its children: equal where two of them can be combined child by child."""
+
+    cls: type
+    entries: tuple[Any, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Form) and (self.cls, self.entries) == (other.cls, other.entries)
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self.entries))
+
+
+class Opened:
+    """A container as a node that optree knows; unflattened, it is the container again."""
+
+    __slots__ = ("children", "form")
+
+    def __init__(self, children: Sequence[Any], form: _Form) -> None:
+        self.children = children
+        self.form = form
+
+
+_register: Any = optree.register_pytree_node  # typed for collections alone
+_register(
+    Opened,
+    lambda node: (node.children, node.form, node.form.entries),
+    lambda form, children: form.rebuild(list(children)),
+    namespace=_GLOBAL_NAMESPACE,
+)
+
+
+def opened(tree: Any, *, always: bool = False) -> Any:
+    """``tree`` with its unknown containers opened: those with a tensor in them, or ``always`` all."""
+
+    def open_leaf(x: Any) -> Any:
+        if isinstance(x, (Tensor, Opened)) or type(x) in _PLAIN or (found := _take_apart(x)) is None:
+            return x
+        children, form = found
+        inside = [opened(child, always=always) for child in children]
+        return Opened(inside, form) if always or any(map(_has_tensor, inside)) else x
+
+    return optree.tree_map(open_leaf, tree, is_leaf=lambda x: type(x) is Opened, none_is_leaf=True)
+
+
+def opaque_problem(x: Any, matters: Callable[[Any], bool] = lambda _: True) -> str:
+    """What is wrong with a leaf of an opened tree that has tensors, or arrays, where no tree can reach them.
+
+    Modules, functions and whatever else can be called, and optimizers, are nobody's data. Of what is found, only what
+    ``matters`` does.
+    """
+    if isinstance(x, (Tensor, *_PLAIN)):
+        return ""
+    if is_array(x):
+        return f"a {type(x).__name__}, which is no tensor: torch.as_tensor makes one" if matters(x) else ""
+    inside = _held(x, matters, set())
+    return f"a {type(x).__name__}, which is no container that is known, with a tensor in {inside}" if inside else ""
+
+
+def refuse_opaque(
+    verb: str, tree: Any, root: str, advice: str = "", matters: Callable[[Any], bool] = lambda _: True
+) -> None:
+    """Raise for all leaves of an opened tree that have an :func:`opaque_problem`."""
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    found = [(path, opaque_problem(x, matters)) for path, x in zip(paths, leaves, strict=True)]
+    problems = [f"{root}{place(path)}: {problem}" for path, problem in found if problem]
+    reject(verb, problems, KNOWN + advice, TypeError)
+
+
+def place(path: Iterable[Any]) -> str:
+    """The way to a leaf as a reader would write it: ``[0]['x'].mask``."""
+    return "".join(f".{entry}" if isinstance(entry, Attribute) else f"[{entry!r}]" for entry in path)
+
+
+def _take_apart(x: Any) -> tuple[Sequence[Any], _Form] | None:
+    """The children of a container and its form, or ``None`` for what is none."""
+    if isinstance(x, (torch.nn.Module, Static, type)):
+        return None
+    if node := torch_node(type(x)):
+        children, context = node.flatten_fn(x)
+        return children, _Form(type(x), tuple(range(len(children))), lambda new: node.unflatten_fn(new, context))
+    if isinstance(x, Mapping):
+        keys = tuple(x)
+        return [x[key] for key in keys], _Form(type(x), keys, lambda new: _mapping(x, keys, new))
+    if is_dataclass(x):
+        return _of_dataclass(x)
+    if isinstance(x, (list, tuple)) and type(x) is not torch.Size:
+        return list(x), _Form(type(x), tuple(range(len(x))), lambda new: _sequence(x, new))
+    return None
+
+
+def _of_dataclass(x: Any) -> tuple[Sequence[Any], _Form] | None:
+    names = tuple(Attribute(field.name) for field in fields(x) if hasattr(x, field.name))
+    others = [value for name, value in _attributes(x) if name not in names]
+    if any(map(_has_tensor, others)):  # what __post_init__ made of the fields would stay as it was
+        return None
+    return [getattr(x, name) for name in names], _Form(type(x), names, lambda new: _dataclass(x, names, new))
+
+
+def _mapping(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    if not isinstance(x, MutableMapping):
+        return _checked(type(x)(dict(zip(keys, values, strict=True))), keys, values)
+    made = copy(x)
+    for key, value in zip(keys, values, strict=True):
+        made[key] = value
+    return _checked(made, keys, values)
+
+
+def _checked(made: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    if any(made[key] is not value for key, value in zip(keys, values, strict=True)):
+        raise TypeError(f"{type(made).__name__}: a copy with other values does not hold them. {KNOWN}")
+    return made
+
+
+def _dataclass(x: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    made = copy(x)  # not by its __init__, which may check or compute: a transform puts anything in the leaves
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _sequence(x: Any, values: Sequence[Any]) -> Any:
+    if not isinstance(x, list):
+        return type(x)(values)
+    made = copy(x)
+    made[:] = values
+    return made
+
+
+def _held(x: Any, matters: Callable[[Any], bool], seen: set[int], depth: int = _DEPTH) -> str:
+    """The way to a value that ``matters`` inside of an object, or nothing; what is called holds only its own."""
+    passed = isinstance(x, (*_PLAIN, Static, type, ModuleType, torch.optim.Optimizer)) or callable(x)
+    if passed or not depth or id(x) in seen:
+        return ""
+    seen.add(id(x))
+    for name, value in _attributes(x):
+        paths, leaves, _ = optree.tree_flatten_with_path(opened(value), none_is_leaf=True)
+        for path, leaf in zip(paths, leaves, strict=True):
+            found = isinstance(leaf, Tensor) or is_array(leaf)
+            inside = "" if found else _held(leaf, matters, seen, depth - 1)
+            if inside or (found and matters(leaf)):
+                return f".{name}{place(path)}{inside}"
+    return ""
+
+
+def _attributes(x: Any) -> list[tuple[str, Any]]:
+    slots = [name for cls in type(x).__mro__ for name in _names(getattr(cls, "__slots__", ()))]
+    named = [(name, getattr(x, name)) for name in slots if not name.startswith("__") and hasattr(x, name)]
+    return named + list(getattr(x, "__dict__", {}).items())
+
+
+def _names(slots: str | Iterable[str]) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is an array of another library; its scalars are numbers."""
+    return not isinstance(x, Tensor) and hasattr(x, "__dlpack__") and getattr(x, "ndim", 0) > 0
+
+
+def _has_tensor(tree: Any) -> bool:
+    return any(isinstance(x, Tensor) for x in optree.tree_leaves(tree, none_is_leaf=True))

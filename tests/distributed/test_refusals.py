@@ -1,0 +1,44 @@
+"""What is refused, and what is opened, on gloo ranks: as on simulated ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, run_ranks
+from tests.containing import CONTAINERS, parts, train, unsharded
+from tests.test_usage import refusals_of
+
+
+def on_this_rank() -> dict[str, Any]:
+    mesh = fs.init_mesh()
+    trained: dict[str, tuple[dict[str, Tensor], Tensor, bool]] = {}
+    for name, make in CONTAINERS.items():
+        grads, aux = train(mesh, make)
+        trained[name] = grads, parts(aux)[0], type(aux) is type(make(torch.ones(2), torch.ones(2)))
+    return {"trained": trained, "forgotten": refusals_of(mesh)}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Any]]:
+    return run_ranks(on_this_rank, 2)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_step_over_any_container_is_that_of_the_unsharded_model(results: list[dict[str, Any]], name: str) -> None:
+    expected, output = unsharded()
+    for rank, result in enumerate(results):
+        grads, mine, same_type = result["trained"][name]
+        assert_trees_close(grads, expected)
+        torch.testing.assert_close(mine, output.chunk(2)[rank])
+        assert same_type
+        assert not mine.requires_grad
+
+
+def test_a_forgotten_functional_call_is_refused_in_the_same_words(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["forgotten"] == refusals_of(fs.simulated_mesh(2))
