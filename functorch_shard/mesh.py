@@ -136,7 +136,8 @@ class Mesh(Static):
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
             TypeError: an argument, or the result, has tensors inside of an object that is no such container. Modules,
                 functions and optimizers are passed through.
-            RuntimeError: called inside ``spmd`` of the same mesh.
+            RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a
+                vmap (an ``if`` on values, buffers that are written to, a checkpoint): the message says what instead.
 
         Cost:
             No collectives of its own. One process does the work of all ranks.

@@ -14,6 +14,7 @@ from torch.func import vmap
 from .backend import StackedBackend
 from .containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from .errors import reject
+from .limits import explained
 from .surroundings import without_batches
 
 Dim = Any  # an int, or None
@@ -96,8 +97,9 @@ def _over_axis(fn: Callable[..., Any], axis: StackedBackend, starts: list[int], 
 
     def all_ranks(*tensors: Tensor) -> Any:
         device = tensors[0].device if tensors else None
-        in_dims = (0, *starts)
-        return vmap(one_rank, in_dims=in_dims, randomness=randomness)(torch.arange(axis.size, device=device), *tensors)
+        batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
+        with explained(axis.size):
+            return batched(torch.arange(axis.size, device=device), *tensors)
 
     return all_ranks
 

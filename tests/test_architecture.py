@@ -39,6 +39,7 @@ ORDER = [
     "checking",
     "communication",
     "agreement",
+    "limits",
     "spmd",
     "mesh",
     "units",
