@@ -37,7 +37,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
     Linear; its own transpose. ``all_gather(psum_scatter(x))`` is the same value.
 
     Args:
-        x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted.
+        x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted, in int64.
         axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes.
 
     Returns:
@@ -56,7 +56,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
         tensor([[11, 22],
                 [11, 22]])
     """
-    return _over("psum", x, axis, lambda x, axis: _Psum.apply(_countable(x), *place_of(axis), axis))
+    return _over("psum", x, axis, lambda x, axis: _Psum.apply(x, *place_of(axis), axis), prepare=_countable)
 
 
 class _Psum(Function):
@@ -263,7 +263,7 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
 
     Args:
         x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; ``x.shape[dim]`` divisible
-            by ``axis.size``.
+            by ``axis.size``; bools are counted, in int64.
         axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes, in row-major rank order.
         dim: the dimension that is split.
 
@@ -285,8 +285,8 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [33, 44]])
     """
     _check_dim("psum_scatter", x, dim, axis.size)
-    scatter = lambda x, axis: _PsumScatter.apply(_countable(x), *place_of(axis), axis, dim % x.ndim, None)  # noqa: E731
-    return _over("psum_scatter", x, axis, scatter)
+    scatter = lambda x, axis: _PsumScatter.apply(x, *place_of(axis), axis, dim % x.ndim, None)  # noqa: E731
+    return _over("psum_scatter", x, axis, scatter, prepare=_countable)
 
 
 class _PsumScatter(Function):
@@ -516,13 +516,22 @@ def _axes(axis: Over) -> Sequence[Axis]:
 
 
 def _over(
-    verb: str, tree: Any, axis: Over, collective: Callable[[Tensor, Axis], Any], inner_axis_first: bool = False
+    verb: str,
+    tree: Any,
+    axis: Over,
+    collective: Callable[[Tensor, Axis], Any],
+    inner_axis_first: bool = False,
+    prepare: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank has nothing to tell."""
+    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank has nothing to tell.
+
+    Each leaf is ``prepare``d first, on one rank too: a dtype does not depend on the number of ranks.
+    """
     axes = [one for one in _axes(axis) if one.size > 1]
     _check_tensors(verb, tree)
 
     def on_leaf(x: Tensor) -> Tensor:
+        x = prepare(x) if prepare else x
         for one in reversed(axes) if inner_axis_first else axes:
             x = collective(x, one)
         return x

@@ -15,6 +15,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
 from tests import reference
 from tests.programs import PROGRAMS, Case, as_rank, cases
+from tests.ranking import dtypes_of
 from tests.refusals import refused
 
 RANKS = (1, 2, 3, 5, 8)
@@ -124,6 +125,14 @@ def test_booleans_are_counted_and_integers_averaged_in_floating_point() -> None:
     assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1, 2, 4])), torch.full((3,), 7 / 3))
     large = torch.full((3,), 200, dtype=torch.uint8)
     assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(large), torch.full((3,), 200.0))
+
+
+@pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(1), fs.simulated_mesh({"a": 1, "b": 2})], ids=str)
+def test_dtypes_of_results_do_not_depend_on_the_number_of_ranks(mesh: fs.Mesh) -> None:
+    results = dtypes_of(mesh)
+    assert results == dtypes_of(fs.simulated_mesh(2))
+    assert {results[verb, torch.bool] for verb in ("psum", "psum_scatter")} == {torch.int64}
+    assert results["psum", torch.int8] == torch.int8
 
 
 def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:
