@@ -189,7 +189,11 @@ class Mesh(Static):
 
     @property
     def rank(self) -> int:
-        """This process's rank on a real mesh, in row-major order of the axes; 0 on a simulated one."""
+        """This process's rank on a real mesh, in row-major order of the axes; 0 on a simulated one.
+
+        Raises:
+            RuntimeError: inside ``spmd`` on simulated ranks, as :attr:`coordinate`.
+        """
         rank = 0
         for axis, index in zip(self._axes, self.coordinate, strict=True):
             rank = rank * axis.size + index
@@ -197,7 +201,18 @@ class Mesh(Static):
 
     @property
     def coordinate(self) -> tuple[int, ...]:
-        """This process's position on each axis of a real mesh; zeros on a simulated one."""
+        """This process's position on each axis of a real mesh; zeros on a simulated one.
+
+        Raises:
+            RuntimeError: inside ``spmd`` on simulated ranks, where one run is every rank, and none has a number that
+                Python could see. ``fs.collectives.axis_index(mesh)`` is the rank as a tensor, on real ranks too.
+        """
+        if any(backend.ranks.get() is not None for backend in self._stacked()):
+            raise RuntimeError(
+                "mesh.rank and mesh.coordinate: inside spmd on simulated ranks this line runs once for all of them, so "
+                "no number is right for each. fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks "
+                "too; what one rank alone does, as printing, do outside of spmd, where mesh.rank is 0."
+            )
         return tuple(0 if axis.backend.simulated else int(axis.backend.index()) for axis in self._axes)
 
     def through(self, wrap: Callable[[Axis], Backend]) -> Mesh:

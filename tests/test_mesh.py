@@ -21,6 +21,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import axis_index, pmean, psum
 from functorch_shard.launchers import Job
 from functorch_shard.mesh import choose_device, select_device
+from tests.ranking import number_of
 from tests.refusals import refused
 
 Pair = namedtuple("Pair", "left right")
@@ -308,3 +309,25 @@ def test_split_inside_spmd_gives_this_rank_its_own_part_as_on_real_ranks(axes: d
     assert torch.equal(inside(x), mesh.split(x, dim=1))
     by_x = mesh.spmd(torch.func.grad(lambda x: (mesh.split(x) ** 2).sum()), in_dims=None)(x)
     torch.testing.assert_close(by_x.flatten(0, len(axes) - 1).sum(0), 2 * x)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 1, "b": 2}])
+def test_no_simulated_rank_is_told_that_it_is_number_0(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    assert (mesh.rank, mesh.coordinate) == (0, (0,) * len(axes))
+    for ask in (
+        lambda x: x + mesh.rank,
+        lambda x: x + mesh.coordinate[-1],
+        lambda x: x + mesh.through(lambda a: a.backend).rank,
+    ):
+        said = refused(mesh.spmd(ask), mesh.split(torch.zeros(6)))
+        assert said.startswith("RuntimeError: mesh.rank and mesh.coordinate: inside spmd on simulated ranks")
+        assert "fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks too" in said
+    assert torch.equal(number_of(mesh).flatten(), torch.arange(mesh.size))
+    assert mesh.rank == 0
+
+
+def test_inside_simulated_ranks_another_mesh_still_has_its_rank() -> None:
+    mesh, other, real = fs.simulated_mesh(2), fs.simulated_mesh(3), fs.init_mesh()
+    assert torch.equal(mesh.spmd(lambda x: x + other.rank + real.rank)(torch.zeros(2)), torch.zeros(2))
+    assert number_of(real) == real.rank == 0

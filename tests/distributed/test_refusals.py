@@ -11,6 +11,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, run_ranks
 from tests.containing import CONTAINERS, parts, train, unsharded
+from tests.ranking import dtypes_of, number_of
 from tests.test_usage import refusals_of
 
 
@@ -20,7 +21,8 @@ def on_this_rank() -> dict[str, Any]:
     for name, make in CONTAINERS.items():
         grads, aux = train(mesh, make)
         trained[name] = grads, parts(aux)[0], type(aux) is type(make(torch.ones(2), torch.ones(2)))
-    return {"trained": trained, "forgotten": refusals_of(mesh)}
+    numbers = mesh.rank, int(number_of(mesh))
+    return {"trained": trained, "forgotten": refusals_of(mesh), "dtypes": dtypes_of(mesh), "numbers": numbers}
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +44,9 @@ def test_a_step_over_any_container_is_that_of_the_unsharded_model(results: list[
 def test_a_forgotten_functional_call_is_refused_in_the_same_words(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["forgotten"] == refusals_of(fs.simulated_mesh(2))
+
+
+def test_dtypes_and_numbers_of_ranks_are_those_of_simulated_ones(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        assert result["dtypes"] == dtypes_of(fs.simulated_mesh(2)) == dtypes_of(fs.simulated_mesh(1))
+        assert result["numbers"] == (rank, rank)
