@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .errors import name_problems, reject
 from .layout import Buffer, Layout, Slot
+from .sources import source_problems
 from .tensor_parallel import form_of, local_part
 
 
@@ -37,6 +38,8 @@ def check_shards(
 
 def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     """Raise unless ``tensors`` are the parameters of ``layout``, with values."""
+    special, advice = source_problems({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
+    reject("shard", special, advice)
     problems, fit = _form_problems(tensors, layout)
     problems += [problem for name in fit for problem in _without_values(name, tensors[name])]
     fit = {name for name in fit if not tensors[name].is_meta}

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .errors import hint, reject
 from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
 from .precision import MixedPrecision
+from .sources import source_problems, sparse_problems
 from .tensor_parallel import form_of, local_part, unfit_dtensor
 from .trees import Sharded
 from .units import Units, assign, below
@@ -91,7 +91,8 @@ def plan(
         A frozen, hashable :class:`Layout`. ``print`` shows it.
 
     Raises:
-        TypeError, ValueError: names that do not exist, lazy parameters, bad options; all of a kind at once.
+        TypeError, ValueError: names that do not exist, lazy parameters, parameters with hooks or of a tensor subclass
+            (quantized ones), trainable embeddings with ``sparse=True``, bad options; all of a kind at once.
         RuntimeError: another rank failed, or planned something else; the message names the first difference.
 
     Cost:
@@ -141,7 +142,7 @@ def _plan(
     options: _Options,
 ) -> Layout:
     every = named_tensors(source)
-    _check(every, mesh, options, ignored)
+    _check(source, every, mesh, options, ignored)
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
@@ -262,15 +263,17 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
 
 
 def _check(
+    source: nn.Module | Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     mesh: Mesh,
     options: _Options,
     ignored: Sequence[str] | Set[str],
 ) -> None:
     axes, align_bytes = (options.shard_axis, options.replicate_axis), options.align_bytes
-    problems = [
-        f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _unfit(x) or unfit_dtensor(x, mesh))
-    ]
+    problems, advice = source_problems(tensors)
+    problems += [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := unfit_dtensor(x, mesh))]
+    sparse, no_sparse = sparse_problems(source) if isinstance(source, nn.Module) else ([], "")
+    problems += sparse
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator would be used up by the check
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
@@ -293,14 +296,4 @@ def _check(
             problems[-1] += f" would be reduced over it. Name it, as replicate_axis={name!r}"
     if not set(axes) & set(mesh.axes):
         problems.append(f"shard_axis and replicate_axis: the mesh has neither {axes[0]!r} nor {axes[1]!r}: {mesh}")
-    reject("plan", problems, "Nothing was planned.")
-
-
-def _unfit(tensor: object) -> str:
-    if not isinstance(tensor, Tensor):
-        return f"got {type(tensor).__name__}, expected a tensor"
-    if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
-        return "a lazy parameter without a shape yet; run the model once"
-    if tensor.layout != torch.strided:
-        return f"layout {tensor.layout}; only strided tensors have elements to lay in a row"
-    return ""
+    reject("plan", problems, " ".join(filter(None, [advice, no_sparse, "Nothing was planned."])))

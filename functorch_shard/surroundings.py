@@ -90,6 +90,12 @@ def torch_node(cls: type) -> torch_pytree.NodeDef | None:
     return torch_pytree.SUPPORTED_NODES.get(cls)
 
 
+def hooks_of(tensor: Tensor) -> list[str]:
+    """How the hooks on ``tensor`` were registered, which autograd runs and nobody can ask for in public."""
+    hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+    return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]
+
+
 def being_traced() -> bool:
     """Whether ``make_fx`` (and with it ``torch.func.linearize``) records what is computed here, to run it later."""
     return get_proxy_mode() is not None

@@ -27,6 +27,7 @@ ORDER = [
     "copying",
     "trees",
     "pack",
+    "sources",
     "checks",
     "shared_memory",
     "wire",

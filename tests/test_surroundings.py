@@ -15,6 +15,7 @@ from functorch_shard.surroundings import (
     backward_pass,
     current_level,
     differentiate_at_once,
+    hooks_of,
     in_transform,
     marks_every_batch,
     outside_transforms,
@@ -288,3 +289,14 @@ def test_torch_tells_how_a_registered_container_is_taken_apart() -> None:
     assert node is not None
     assert node.flatten_fn(Box(3)) == ([3], "context")
     assert node.unflatten_fn([4], "context").x == (4, "context")
+
+
+def test_hooks_on_a_tensor_are_seen_while_they_are_there() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert hooks_of(x) == hooks_of(torch.ones(2)) == []
+    one, two = x.register_hook(lambda g: g), x.register_post_accumulate_grad_hook(lambda x: None)
+    assert hooks_of(x) == ["register_hook", "register_post_accumulate_grad_hook"]
+    one.remove()
+    assert hooks_of(x) == ["register_post_accumulate_grad_hook"]
+    two.remove()
+    assert hooks_of(x) == []
