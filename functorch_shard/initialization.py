@@ -67,16 +67,19 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
     return _on_all_ranks("init_params", model, layout, seed, lambda resets: _fill_shards(resets, layout))
 
 
-def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0) -> dict[str, Tensor]:
-    """The buffers that go with :func:`init_params`: what the same resets leave in them, as BatchNorm's statistics.
+def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model: bool = False) -> dict[str, Tensor]:
+    """The buffers that go with :func:`init_params`: what the same resets leave in them, such as BatchNorm's statistics.
 
     A buffer that has values in ``model`` keeps them where no reset writes. So a table that only ``__init__`` computes
-    is to be put into the model before: ``model.rope.table = make_table()``.
+    is to be put into the model before: ``model.rope.table = make_table()``. Resets do write to the statistics of a
+    pretrained model: those of the model itself are had with ``from_model=True``.
 
     Args:
         model: as for :func:`init_params`; buffers on the meta device have no values.
         layout: from :func:`plan`; its mesh says where.
         seed: as for :func:`init_params`.
+        from_model: take the values that ``model`` has on this rank, and reset nothing: to go on from a pretrained
+            model, beside ``shard(model, layout)``.
 
     Returns:
         A dict name -> new tensor on the mesh's device, as ``model.named_buffers()`` lists them, for :func:`apply`.
@@ -84,7 +87,8 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0) -> dict[str
 
     Raises:
         TypeError, RuntimeError: as :func:`init_params`.
-        ValueError: the model is not the layout's, or a buffer without values is left unfilled; all of them at once.
+        ValueError: the model is not the layout's, or a buffer without values is left unfilled (with ``from_model``, is
+            on the meta device); all of them at once.
 
     Cost:
         One all-gather of 32 bytes per axis. Memory: the buffers, and what one module's reset fills.
@@ -97,14 +101,17 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0) -> dict[str
                 [1., 1.],
                 [1., 1.]])
     """
-    buffers = _on_all_ranks("init_buffers", model, layout, seed, _fill_buffers)
+    fill = _copy_buffers if from_model else _fill_buffers
+    buffers = _on_all_ranks("init_buffers", model, layout, seed, fill, f"from_model={from_model}")
     if layout.mesh.in_spmd:
         return buffers
     ranks = tuple(layout.mesh.axes.values())
     return {name: x.expand(*ranks, *x.shape).contiguous() for name, x in buffers.items()}
 
 
-def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: Callable[[Resets], T]) -> T:
+def _on_all_ranks(
+    verb: str, model: nn.Module, layout: Layout, seed: int, fill: Callable[[Resets], T], *options: str
+) -> T:
     """``fill``, and no trace of it in torch's random numbers; an error on one rank comes on all."""
     if not isinstance(layout, Layout):
         raise TypeError(f"{verb}: layout: got {type(layout).__name__}, expected a Layout from plan().")
@@ -116,7 +123,7 @@ def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: 
         with torch.no_grad(), torch.random.fork_rng(forked, device_type=device.type):
             return fill(Resets.of(model, device, seed))
 
-    return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}"])
+    return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}", *options])
 
 
 def _check(verb: str, model: nn.Module, layout: Layout, seed: int) -> None:
@@ -152,3 +159,10 @@ def _fill_buffers(resets: Resets) -> dict[str, Tensor]:
     values, problems = resets.fill(names)
     reject("init_buffers", problems, _ADVICE + " Or give the model the values of these buffers, which it keeps.")
     return {name: values[name] for name in names}
+
+
+def _copy_buffers(resets: Resets) -> dict[str, Tensor]:
+    buffers = dict(resets.model.named_buffers())
+    problems = [f"{name!r}: on the meta device, without values" for name, x in buffers.items() if x.is_meta]
+    reject("init_buffers", problems, "Load the model's buffers first, or leave from_model out and have them reset.")
+    return {name: x.detach().to(resets.device, copy=True) for name, x in buffers.items()}
