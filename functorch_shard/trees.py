@@ -8,6 +8,7 @@ Unflattening never validates (a transform may put batched tensors, wrappers or `
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from .errors import table
 from .layout import Layout
 
 Node = TypeVar("Node", "Sharded", "Full")
+_OF_TORCH_SAVE = 2
 
 
 class Sharded(Mapping[str, Any]):
@@ -52,7 +54,8 @@ class Sharded(Mapping[str, Any]):
 class Full(dict[str, Any]):
     """Whole parameters by name, in the source's order: a real ``dict``, so ``functional_call`` takes it.
 
-    Tied parameters are listed once, under their first name: ``functional_call`` ties the rest.
+    Tied parameters are listed once, under their first name: ``functional_call`` ties the rest. Copies and pickles keep
+    the layout; what ``torch.save`` writes is a plain state dict, which ``torch.load`` reads with its defaults.
     """
 
     __slots__ = ("layout",)
@@ -68,7 +71,11 @@ class Full(dict[str, Any]):
         """With other values for some names, as ``shard(full | edited, layout)`` takes them."""
         return Full({**self, **other}, self.layout)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch.save writes with protocol 2, which nobody else asks for: what torch.load reads back by default, and
+        # anybody without this package, is a state dict.
+        if int(protocol) == _OF_TORCH_SAVE:
+            return OrderedDict, (), None, None, iter(self.items())
         return Full, (dict(self), self.layout)
 
     def __repr__(self) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.func import functional_call, grad, grad_and_value, jvp, linearize, vj
 from torch.utils import _pytree as torch_pytree
 
 import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
 from functorch_shard.trees import map_items, take_tensors
 
 MESH = fs.simulated_mesh(3)
@@ -102,6 +105,26 @@ def test_copies_and_pickles_keep_every_field(make: Callable[[], Any]) -> None:
     assert all(shallow[key] is leaf for key, leaf in tree.items())
     assert copy.deepcopy(tree).layout is tree.layout
     assert pickle.loads(pickle.dumps(tree)).layout == tree.layout
+
+
+def test_a_full_that_torch_saved_is_a_state_dict_for_everybody() -> None:
+    tree = full()
+    for mesh in (MESH, fs.init_mesh()):
+        gathered = fs.gather(fs.shard(tree, fs.plan(model(), mesh)))
+        for options in ({}, {"_use_new_zipfile_serialization": False}):
+            file = io.BytesIO()
+            torch.save({"model": gathered, "step": 3}, file, **options)
+            file.seek(0)
+            back = torch.load(file)  # with weights_only=True, the default
+            assert (type(back["model"]), back["step"]) == (OrderedDict, 3)
+            assert list(back["model"]) == list(tree)
+            assert_trees_close(dict(back["model"]), dict(tree), rtol=0, atol=0)
+    model().load_state_dict(back["model"])
+    fs.shard(back["model"], tree.layout)
+    file = io.BytesIO()
+    torch.save(tree, file, pickle_protocol=pickle.DEFAULT_PROTOCOL)  # with its layout, and then not by default
+    file.seek(0)
+    assert_same(torch.load(file, weights_only=False), tree)
 
 
 @both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, run_ranks
-from tests.containing import CONTAINERS, parts, train, unsharded
+from tests.containing import CONTAINERS, parts, train, unsharded, values
 from tests.ranking import dtypes_of, number_of
 from tests.test_usage import refusals_of
 
@@ -21,8 +22,14 @@ def on_this_rank() -> dict[str, Any]:
     for name, make in CONTAINERS.items():
         grads, aux = train(mesh, make)
         trained[name] = grads, parts(aux)[0], type(aux) is type(make(torch.ones(2), torch.ones(2)))
+    model, _, _ = values()
+    file = io.BytesIO()
+    torch.save(fs.gather(fs.shard(model, fs.plan(model, mesh))), file)  # lazy tensors, on every rank
+    file.seek(0)
+    saved = {name: torch.equal(x, p) for (name, x), p in zip(torch.load(file).items(), model.parameters(), strict=True)}
     numbers = mesh.rank, int(number_of(mesh))
-    return {"trained": trained, "forgotten": refusals_of(mesh), "dtypes": dtypes_of(mesh), "numbers": numbers}
+    said = {"forgotten": refusals_of(mesh), "dtypes": dtypes_of(mesh), "numbers": numbers}
+    return {"trained": trained, "saved": saved, **said}
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +57,7 @@ def test_dtypes_and_numbers_of_ranks_are_those_of_simulated_ones(results: list[d
     for rank, result in enumerate(results):
         assert result["dtypes"] == dtypes_of(fs.simulated_mesh(2)) == dtypes_of(fs.simulated_mesh(1))
         assert result["numbers"] == (rank, rank)
+
+
+def test_a_lazy_full_that_torch_saved_is_a_state_dict(results: list[dict[str, Any]]) -> None:
+    assert [result["saved"] for result in results] == [{"weight": True, "bias": True}] * 2
