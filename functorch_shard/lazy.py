@@ -94,7 +94,7 @@ class Lazy(Tensor):
         """Its values, in memory that nobody may write to, or in a copy of that."""
         flat = self._session.data(self._cell, self._index)
         flat = flat.clone() if own else flat
-        return flat.as_strided(self.shape, self.stride(), self.storage_offset())
+        return flat.as_strided(self.shape, self.stride(), flat.storage_offset() + self.storage_offset())
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.t.default and self.ndim == 2:  # every linear layer, twice

@@ -75,7 +75,7 @@ class Cell:
         self.start()
         if self._flights is not None:
             with _no_inference_mode():
-                self.flats, self._flights = [flight.land() for flight in self._flights], None
+                self.flats, self._flights = [flight.land().contiguous() for flight in self._flights], None
 
     def drop(self) -> None:
         """Let them go."""
@@ -84,7 +84,8 @@ class Cell:
     def _flight(self, buffer: Buffer, shard: Tensor) -> Flight:
         dtype = self.part.gathered_dtype(buffer)
         if buffer.num_shards == 1:
-            return Flight([], lambda: shard.to(self.device, dtype, non_blocking=True))
+            whole = self._copied(shard, dtype)
+            return Flight([], lambda: whole)
         if self.part.codec is None or not buffer.dtype.is_floating_point:
             return self._send(shard, dtype, buffer.key)
         return self._send_encoded(shard.to(self.device, non_blocking=True), dtype, buffer.key, self.part.codec)
@@ -93,10 +94,14 @@ class Cell:
         """Ranks are laid side by side in the last dim."""
         axis = self.part.layout.mesh[self.part.layout.shard_axis]
         if x.ndim > 1:
-            here = x.to(self.device, dtype, non_blocking=True)
+            here = self._copied(x, dtype)
             return Flight([], lambda: _gather_batch(axis, key, here))
         axis.announce("all_gather", x.numel(), dtype, key)
         return axis.backend.start_all_gather(x, dtype, self.device)
+
+    def _copied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """As it is now, row-major in memory of its own: a shard may be a view, and may be written to meanwhile."""
+        return x.new_empty(x.shape, dtype=dtype, device=self.device).copy_(x, non_blocking=True)
 
     def _send_encoded(self, shard: Tensor, dtype: torch.dtype, key: str, codec: Codec) -> Flight:
         message, form = encode_rows(shard, codec)
