@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only  # what torch dispatches is flatte
 
 from .boundary import here, takes_mean
 from .codecs import Codec
-from .homes import home_of
+from .homes import home_of, working_device
 from .layout import Buffer, Layout, Slot
 from .reduction import Reductions, copies, reduced, scattered
 from .residency import Cell, Part, Session
@@ -201,7 +201,9 @@ def _gather(session: Session, part: Part, shards: Sequence[Tensor]) -> tuple[Ten
     if not needy or in_transform() or not torch.is_grad_enabled():
         return _Gather.apply(session, part, *shards)
     keys = [part.buffers[i].key for i in needy]
-    joined = dict(zip(needy, _Join.apply(session.reductions, keys, *(shards[i] for i in needy)), strict=True))
+    device = working_device(shards[needy[0]], part.layout.mesh.device)
+    *same, _ = _Join.apply(session.reductions, keys, device, *(shards[i] for i in needy))
+    joined = dict(zip(needy, same, strict=True))
     shards = [joined.get(i, x) for i, x in enumerate(shards)]
     return _Gather.apply(session, replace(part, joined=True), *shards)
 
@@ -299,19 +301,24 @@ def _stand_in(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 class _Join(Function):
-    """The shards of a part themselves. In backward: where what is under way lands.
+    """The shards of a part themselves, and nothing on the device. In backward: where what is under way lands.
 
-    Made before the model runs, these nodes come after all of the model in backward.
+    Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
+    of the device that one of its outputs is on, and on the stream that this was made on. Of offloaded shards all are on
+    the CPU; with the empty one this is the thread of ``_Gather.backward``, and one follows the other.
     """
 
     @staticmethod
-    def forward(reductions: Reductions, keys: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in shards)
+    def forward(
+        reductions: Reductions, keys: Sequence[str], device: torch.device, *shards: Tensor
+    ) -> tuple[Tensor, ...]:
+        return (*(x.view_as(x) for x in shards), torch.empty(0, device=device))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.reductions, ctx.keys, *_ = inputs
+        ctx.reductions, ctx.keys, ctx.device, *shards = inputs
         ctx.boundary = here()
+        ctx.save_for_forward(*shards)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -320,8 +327,10 @@ class _Join(Function):
         landed = [None if now is None else ctx.reductions.land(key, now) for key in ctx.keys]
         if ctx.boundary is not None and ctx.boundary.reached:
             landed = [None if x is None else ctx.boundary.made(x) for x in landed]
-        return None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
+        return None, None, None, *(grad if x is None else x for x, grad in zip(landed, grads[:-1], strict=True))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor) -> Any:
-        return tuple(None if x is None else x.view_as(x) for x in tangents[2:])
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        pairs = zip(ctx.saved_tensors, tangents[3:], strict=True)
+        views = (torch.zeros_like(x) if tangent is None else tangent.view_as(tangent) for x, tangent in pairs)
+        return *views, torch.empty(0, device=ctx.device)

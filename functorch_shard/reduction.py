@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -149,11 +150,13 @@ class Reductions:
 
     One part's is under way at a time: the next waits for it, and so one full gradient is let go before another is laid
     out, in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
-    A result is put where its shard lives, of which ``homes`` tells, as soon as it has landed.
+    A result is put where its shard lives, of which ``homes`` tells, as soon as it has landed. Autograd may call from
+    several threads: whoever comes while another one waits for a message waits for it too.
     """
 
     def __init__(self, homes: Mapping[str, Home] | None = None) -> None:
         self._homes = homes or {}
+        self._one_at_a_time = RLock()
         self._under_way: list[tuple[int, _Reduction]] = []
         self._landed: dict[tuple[int, str], Tensor] = {}
         self._room: dict[int, Tensor] = {}
@@ -167,15 +170,17 @@ class Reductions:
         averages: bool = True,
     ) -> None:
         """Of the mean over ranks, or else of the sum over the ranks that share a buffer."""
-        self._land()
-        for i, buffer in enumerate(buffers):
-            one = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
-            self._under_way.append((backward_pass, one))
+        with self._one_at_a_time:
+            self._land()
+            for i, buffer in enumerate(buffers):
+                one = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
+                self._under_way.append((backward_pass, one))
 
     def land(self, key: str, backward_pass: int) -> Tensor | None:
         """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
-        self._land()
-        return self._landed.pop((backward_pass, key), None)
+        with self._one_at_a_time:
+            self._land()
+            return self._landed.pop((backward_pass, key), None)
 
     def _land(self) -> None:
         while self._under_way:

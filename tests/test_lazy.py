@@ -12,6 +12,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import functorch_shard as fs
@@ -344,6 +345,18 @@ def test_tied_weights_are_tied_and_a_state_dict_is_loaded() -> None:
     other.load_state_dict({name: whole[first] for name, first in [*full.layout.aliases, *((n, n) for n in whole)]})
     assert torch.equal(other(x), model(x))
     assert other.blocks[0].fc.weight is other.blocks[1].fc.weight
+
+
+def test_forward_mode_by_some_buffers_of_a_unit_leaves_the_others_without_a_direction() -> None:
+    source = {"a.w": torch.tensor([1.0, 2.0]), "a.n": torch.tensor([3.0])}
+    params = fs.shard(source, fs.plan(source, fs.init_mesh(), labels=lambda name, x: "n" if name == "a.n" else None))
+    leaves = {key: x.requires_grad_() for key, x in params.items()}
+    for key, expected in (("a", 6.0), ("a/n", 6.0)):
+        with forward_ad.dual_level():
+            dual = {key: forward_ad.make_dual(leaves[key], torch.ones_like(leaves[key]))}
+            full = fs.gather(fs.Sharded({**leaves, **dual}, params.layout), lazy=True)
+            total = full["a.w"].square().sum() + full["a.n"].square().sum()
+            assert forward_ad.unpack_dual(total).tangent == expected
 
 
 class Layers(nn.Module):

@@ -571,6 +571,35 @@ def mesh_on(device: str) -> fs.Mesh:
     return fs.Mesh(tuple(one_rank), torch.device(device))
 
 
+def nodes_behind(x: Tensor) -> dict[str, Any]:
+    """The nodes of autograd that ``x`` was made by, by name."""
+    found, left = {}, [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found.values():
+            found[node.name()] = node
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+def device_of(node: Any) -> str:
+    """Of the thread that autograd runs ``node`` in: that of the first output that is not on the CPU."""
+    devices = [like.device.type for like in node._input_metadata]
+    return next((device for device in devices if device != "cpu"), "cpu")
+
+
+def test_gradients_are_reduced_and_landed_in_one_thread_of_autograd() -> None:
+    """The shards are on the CPU, and a device takes all of the model's nodes into its own thread."""
+    source = {"a.w": torch.ones(3), "a.n": torch.ones(2), "b.w": torch.ones(3)}
+    params = fs.shard(source, fs.plan(source, mesh_on("cpu"), labels=lambda name, x: "n" if name == "a.n" else None))
+    leaves = {key: x.requires_grad_() for key, x in params.items()}
+    full = fs.gather(fs.Sharded(leaves, params.layout.on(mesh_on("meta"))), lazy=True)
+    for name in full:
+        nodes = nodes_behind(full[name])
+        gathering, joining = nodes["_GatherBackward"], nodes["_JoinBackward"]
+        assert (device_of(gathering), device_of(joining)) == ("meta", "meta")
+
+
 def test_shards_on_the_cpu_are_gathered_on_the_device_of_the_mesh() -> None:
     """The meta device stands for a GPU: what is computed there shows where, if not what."""
     model = model_of()

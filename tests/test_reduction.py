@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from threading import Event
+from time import sleep
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.backend import SMALL_MESSAGE
+from functorch_shard.backend import SMALL_MESSAGE, Backend, Flight
+from functorch_shard.homes import Home
 from functorch_shard.pack import pack
 from functorch_shard.reduction import Reductions, reduced_and_cast
 from functorch_shard.testing import assert_trees_close, run_ranks
@@ -231,3 +235,75 @@ def test_reducing_never_writes_to_the_gradients() -> None:
         for result in (reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)):
             result.zero_()
     assert_trees_close(grads, before, rtol=0, atol=0)
+
+
+class SlowBackend(Backend):
+    """Two ranks with equal values; a reduction reads its operand until it lands, and each step of it can be watched."""
+
+    def __init__(self, started: Event, seconds: float = 0.0) -> None:
+        self.started, self.seconds = started, seconds
+
+    def index(self) -> int:
+        return 0
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x, x], dim)
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return 2 * x.chunk(2, dim)[0]
+
+    def psum(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def pmax(self, x: Tensor) -> Tensor:
+        return x
+
+    def start_psum_scatter(self, x: Tensor) -> Flight:
+        return Flight([], lambda: (self.started.set(), sleep(self.seconds), self.psum_scatter(x, 0))[-1])
+
+
+class SlowHome(Home):
+    """A blocking copy, which lets other threads run."""
+
+    putting: ClassVar[Event] = Event()
+
+    def put(self, x: Tensor) -> Tensor:
+        self.putting.set()
+        sleep(0.2)
+        return x.clone()
+
+
+def slow_layout(started: Event, seconds: float) -> fs.Layout:
+    mesh = fs.simulated_mesh(2).through(lambda axis: SlowBackend(started, seconds))
+    return fs.plan({"a.w": torch.zeros(8), "b.w": torch.zeros(8)}, mesh)
+
+
+ONES, HUNDREDS = {"a.w": torch.ones(8)}, {"b.w": torch.full((8,), 100.0)}
+
+
+def test_a_result_is_there_for_whoever_asks_while_another_thread_puts_it_where_it_lives() -> None:
+    layout = slow_layout(Event(), 0.0)
+    a, b = layout.buffers.values()
+    reductions = Reductions({"a": SlowHome(torch.device("cpu"))})
+    SlowHome.putting.clear()
+    reductions.start(ONES, [a], layout, 1)
+    with ThreadPoolExecutor(1) as other:
+        under_way = other.submit(reductions.start, HUNDREDS, [b], layout, 1)
+        assert SlowHome.putting.wait(60)
+        assert_trees_close(reductions.land("a", 1), torch.ones(4))
+        under_way.result()
+    assert_trees_close(reductions.land("b", 1), torch.full((4,), 100.0))
+
+
+def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread() -> None:
+    started = Event()
+    layout = slow_layout(started, 0.2)
+    a, b = layout.buffers.values()
+    reductions = Reductions()
+    reductions.start(ONES, [a], layout, 1)
+    with ThreadPoolExecutor(1) as other:
+        landing = other.submit(reductions.land, "a", 1)
+        assert started.wait(60)
+        reductions.start(HUNDREDS, [b], layout, 1)
+        assert_trees_close(landing.result(), torch.ones(4))
+    assert_trees_close(reductions.land("b", 1), torch.full((4,), 100.0))
