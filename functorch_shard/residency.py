@@ -1,17 +1,19 @@
 """Which units are whole at a moment, and which is fetched next: decided by the order of use alone.
 
 Note [Residency]: at most two units of a session are whole: the one in use and the one that is fetched ahead of it (or,
-where none follows, the one before it). What is next is guessed: in forward what followed the last time, or the next
-unit of the layout; in backward what came before in forward. Nothing here looks at a clock, at what has arrived or at
-what the garbage collector has done, so that all ranks fetch in the same order, whatever their timing.
+where none follows, the one before it). What is next is guessed: in forward what followed the last time that this unit
+came after that one, or what the order of the parameters says; in backward what came before in forward. A wrong guess
+costs two gathers, its own and that of what it pushed out, so a unit that comes back where nobody expected it (a head
+that shares the embedding's unit) has no guess. Nothing here looks at a clock, at what has arrived or at what the
+garbage collector has done, so that all ranks fetch in the same order, whatever their timing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -132,7 +134,7 @@ class Session:
         self.reductions = Reductions(self.homes)
         self._keeps = not layout.reshard_after_forward
         self._small = small_units(layout)
-        self._trail = _Trail([unit for unit in range(len(layout.units)) if unit not in self._small], _in_front(layout))
+        self._trail = _Trail(expected_order(layout, self._small), _in_front(layout))
         self._cells: dict[int, dict[Part, Cell]] = {}
         self._resident: dict[int, list[Cell]] = {}  # from the least to the most recently used unit
         self._current: int | None = None
@@ -198,10 +200,13 @@ class Session:
 class _Trail:
     """The order in which units were used, and from it the next one in the direction of travel."""
 
-    def __init__(self, units: Sequence[int], frozen_in_front: range) -> None:
-        self._next_in_layout = dict(pairwise(units))
+    def __init__(self, expected: Sequence[int], frozen_in_front: range) -> None:
+        self._expected = {(a, b): c for a, b, c in zip([None, *expected], expected, expected[1:], strict=False)}
+        self._next = dict(reversed([*pairwise(expected)]))  # of its first place
         self._frozen_in_front = frozen_in_front
-        self._followers: dict[int, int] = {}
+        self._followers: dict[tuple[int | None, int], int] = {}  # of a unit that came after another one
+        self._seen: set[int] = set()
+        self._before: int | None = None
         self._last: int | None = None  # in forward
         self._units: list[int] = []
         self._position = 0  # in the list, of the backward pass
@@ -213,19 +218,25 @@ class _Trail:
         if now is None:
             return self._forward(unit)
         if now != self._backward_pass:
-            self._backward_pass, self._position, self._last = now, len(self._units) - 1, None
+            self._backward_pass, self._position, self._before, self._last = now, len(self._units) - 1, None, None
         return self._backward(unit)
 
     def _forward(self, unit: int) -> int | None:
         if self._last is not None:
-            self._followers[self._last] = unit
-        self._last = unit
+            self._followers[self._before, self._last] = unit
+        self._before, self._last = self._last, unit
         self._units += [unit] if torch.is_grad_enabled() else []
-        follower = self._followers.setdefault(unit, unit)  # itself: seen, but not what comes next
-        if follower == unit:
-            follower = self._next_in_layout.get(unit)
-            return None if follower in self._followers else follower
-        return follower
+        is_new = unit not in self._seen
+        self._seen.add(unit)
+        here = (self._before, unit)
+        for known in (self._followers, self._expected):
+            if here in known:
+                return known[here]
+        return self._unseen_after(unit) if is_new else None
+
+    def _unseen_after(self, unit: int) -> int | None:
+        follower = self._next.get(unit)
+        return None if follower in self._seen else follower
 
     def _backward(self, unit: int) -> int | None:
         """From where it was used nearest to here, on in the same direction; at the turn, back."""
@@ -258,6 +269,18 @@ def small_units(layout: Layout) -> frozenset[int]:
     limit = SMALL_PART * sizes[-1][0] if sizes else 0
     sums = accumulate(size for size, _ in sizes)
     return frozenset(i for (_, i), total in zip(sizes, sums, strict=True) if total <= limit)
+
+
+def expected_order(layout: Layout, small: Set[int]) -> list[int]:
+    """The large units in the order that a model uses them in, as far as the order of its parameters tells.
+
+    What has parameters before and after others (embedding and head of one unit) comes more than once; so does a unit
+    that is tied, if it is the only one.
+    """
+    unit_of = {slot.name: i for i, unit in enumerate(layout.units) for buffer in unit.buffers for slot in buffer.slots}
+    in_source = [unit_of[name] for name in layout.slots if unit_of[name] not in small]
+    tied = {unit_of[name] for _, name in layout.aliases} - small
+    return [unit for unit, _ in groupby([*in_source, *(tied if len(tied) == 1 else ())])]
 
 
 def _in_front(layout: Layout) -> range:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -12,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard import residency
-from functorch_shard.residency import Cell, Part, Session, small_units
+from functorch_shard.residency import Cell, Part, Session, expected_order, small_units
 from tests.models import awkward, loss_of
 
 some_laws = settings(max_examples=100, deadline=None)
@@ -31,8 +30,8 @@ def layout_of(sizes: Iterable[int], **options: Any) -> fs.Layout:
 class Units:
     """A session with one cell a unit, and what it fetched so far."""
 
-    def __init__(self, *sizes: int, **options: Any) -> None:
-        layout = layout_of(sizes, **options)
+    def __init__(self, *sizes: int, layout: fs.Layout | None = None, **options: Any) -> None:
+        layout = layout or layout_of(sizes, **options)
         self.session = Session(layout)
         parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
         self.cells = [self.session.cell(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
@@ -80,13 +79,60 @@ def test_nothing_is_fetched_before_the_first_use() -> None:
 def test_a_second_forward_fetches_what_followed_the_last_time() -> None:
     units = Units(7, 7, 7, 7)
     assert units.use(0, 2, 1, 3) == [[0, 1], [2, 3], [1, 3], [1, 3]]  # 2 was used already: 1 has no guess
+    assert units.use(0, 2, 1, 3) == [[0, 3], [1, 2], [1, 3], [0, 3]]  # 0 may have come back to end the first one
     assert units.use(0, 2, 1, 3) == [[0, 2], [1, 2], [1, 3], [0, 3]]  # the first follows the last
 
 
-def test_what_followed_is_what_followed_last() -> None:
-    units = Units(7, 7, 7)
-    units.use(0, 1, 0, 2)
+def test_what_followed_is_what_followed_last_behind_the_same_unit() -> None:
+    units = Units(7, 7, 7, 7)
+    units.use(0, 1, 0, 2, 3)
+    assert units.use(0, 1) == [[0, 3], [0, 1]]  # never seen behind 3
     assert units.use(0) == [[0, 2]]
+    units.use(3, 0)
+    assert units.whole() == [0, 1]
+
+
+def rooted(*names: str) -> Units:
+    """Three blocks, and a root around them or before them."""
+    tensors = {name: torch.zeros(7) for name in names}
+    root = [name for name in names if name.startswith("root")]
+    layout = fs.plan(tensors, fs.init_mesh(), units=[root, *([f"b{i}"] for i in range(3))], align_bytes=0)
+    assert [unit.buffers[0].slots[0].name[:2] for unit in layout.units] == ["ro", "b0", "b1", "b2"]
+    return Units(layout=layout)
+
+
+BLOCKS = ("b0.w", "b1.w", "b2.w")
+
+
+@pytest.mark.parametrize(
+    ("names", "ahead"),
+    [(("root.embed", *BLOCKS, "root.head"), [0, 3]), (("root.embed", "root.head", *BLOCKS), [2, 3])],
+    ids=["around", "before"],
+)
+def test_a_root_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(
+    names: tuple[str, ...], ahead: list[int]
+) -> None:
+    units = rooted(*names)
+    with fetches() as seen:
+        assert units.use(0, 1, 2, 3, 0) == [[0, 1], [1, 2], [2, 3], ahead, [0, 3]]
+        assert seen == [0, 1, 2, 3, 0]
+        with backward():
+            assert units.use(0, 3, 2, 1) == [[0, 3], [2, 3], [1, 2], [1, 2]]
+            units.leave(3)
+    assert seen == [0, 1, 2, 3, 0, 2, 1]
+
+
+def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() -> None:
+    layers = [nn.Linear(7, 7) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    layers[3].weight = layers[0].weight
+    assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3, 0]
+    layers[2].weight = layers[1].weight
+    assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3]
+
+
+def test_small_units_are_left_out_of_what_is_expected() -> None:
+    assert expected_order(layout_of([64, 3, 64, 4]), frozenset({1, 3})) == [0, 2]
 
 
 def test_a_unit_that_was_fetched_and_not_used_yet_stays_before_one_that_was_used() -> None:
@@ -254,13 +300,14 @@ def test_no_order_of_use_makes_more_than_two_large_units_whole(
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=10))
 @some_laws
-def test_a_forward_that_is_repeated_knows_every_unit_that_has_one_follower(order: list[int]) -> None:
-    steps = [(a, b) for a, b in pairwise([*order, order[0]]) if a != b]
+def test_a_forward_that_was_repeated_knows_what_follows_wherever_two_units_in_a_row_tell(order: list[int]) -> None:
+    cycle = [unit for i, unit in enumerate(order) if unit != order[i - 1]]
+    steps = list(zip([*cycle[-1:], *cycle], cycle, [*cycle[1:], *cycle[:1]], strict=False))
     units = Units(7, 7, 7, 7, 7)
-    units.use(*order, order[0])
-    for now, after in steps:
+    units.use(*cycle, *cycle)
+    for before, now, after in steps:
         (whole,) = units.use(now)
-        assert after in whole or len({b for a, b in steps if a == now}) > 1
+        assert after in whole or len({c for a, b, c in steps if (a, b) == (before, now)}) > 1
 
 
 def test_a_tangent_is_fetched_when_it_is_asked_for() -> None:

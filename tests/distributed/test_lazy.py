@@ -495,6 +495,61 @@ def test_what_backward_has_no_use_for_is_not_gathered_again() -> None:
         assert [unit for kind, unit in issued if kind == "psum_scatter"] == [4, 3, 2, 1, 0]
 
 
+class Rooted(nn.Module):
+    """A language model: blocks, and what is used before and after them, which lies around them or before them."""
+
+    def __init__(self, head_first: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 5)
+        if head_first:
+            self.head = nn.Linear(5, 11, bias=not tied)  # of another size than the embedding
+        self.blocks = nn.ModuleList([Block(5, 9 + i) for i in range(3)])
+        if not head_first:
+            self.head = nn.Linear(5, 11, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def rooted_on_this_rank(name: str) -> list[tuple[str, str]]:
+    """A step's collectives, with the units they were for; the step is that of a gather at once."""
+    mesh, model = fs.init_mesh(), Rooted(head_first=name == "before", tied=name == "tied").double()
+    layout = fs.plan(model, mesh, units="auto" if name in ("tied", "apart") else Block)
+    params, tokens = fs.shard(model, layout), torch.tensor([[1, 3], [10, mesh.rank]])
+
+    def loss(params: fs.Sharded, gather: Gather) -> Tensor:
+        return functional_call(model, gather(params), (tokens,)).square().sum()
+
+    with count_collectives() as seen:
+        step = fs.grad_and_value(loss)(params, fs.gather)
+    assert_trees_close(step, fs.grad_and_value(loss)(params, at_once), rtol=0, atol=0)
+    return _by_unit(seen.issued, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers"),
+    [
+        ("around", "root 0 1 2 root 1 0"),
+        ("before", "root 0 1 2 root 1 0"),
+        ("tied", "embed 0 1 2 embed 1 0"),
+        ("apart", "embed 0 1 2 head 1 0"),
+    ],
+)
+def test_a_unit_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(name: str, gathers: str) -> None:
+    first, second = run_ranks(rooted_on_this_rank, 2, name)
+    assert first == second
+    short = lambda key: key.strip("()").removeprefix("blocks.")  # noqa: E731
+    assert " ".join(short(key) for kind, key in first if kind == "all_gather") == gathers
+    reduced = [short(key) for kind, key in first if kind == "psum_scatter"]
+    assert sorted(reduced) == sorted(set(gathers.split()))
+
+
 def frozen_front_on_this_rank() -> list[tuple[str, str]]:
     mesh, model = fs.init_mesh(), blocks(NUM_UNITS)
     for block in list(model)[:2]:
