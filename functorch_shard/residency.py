@@ -24,6 +24,7 @@ from .homes import Home, working_device
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .reduction import Reductions
+from .streams import Streams, streams_of
 from .surroundings import backward_pass
 
 # Units so small that all of them together are no more than this part of the largest one (norms, scalars, position
@@ -50,10 +51,22 @@ class Part:
 class Cell:
     """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
 
-    __slots__ = ("_flights", "_shards", "_versions", "device", "flats", "left_in", "part")
+    __slots__ = (
+        "_flights",
+        "_made",
+        "_sent_on",
+        "_shards",
+        "_streams",
+        "_versions",
+        "device",
+        "flats",
+        "left_in",
+        "part",
+    )
 
-    def __init__(self, part: Part, shards: Sequence[Tensor]) -> None:
+    def __init__(self, part: Part, shards: Sequence[Tensor], streams: Streams | None = None) -> None:
         self.part, self.device = part, working_device(shards[0], part.layout.mesh.device)
+        self._streams = streams or streams_of(self.device)
         self._shards = [shard.detach() for shard in shards]
         self._versions = [_version(shard) for shard in self._shards]
         self._flights: list[Flight] | None = None
@@ -68,6 +81,7 @@ class Cell:
         """Send for the whole buffers."""
         if self.flats is None and self._flights is None:
             self._check_unchanged()
+            self._sent_on = self._streams.current()
             pairs = zip(self.part.buffers, self._shards, strict=True)
             with _no_inference_mode():
                 self._flights = [self._flight(buffer, shard) for buffer, shard in pairs]
@@ -76,8 +90,15 @@ class Cell:
         """Wait for them."""
         self.start()
         if self._flights is not None:
-            with _no_inference_mode():
+            with _no_inference_mode(), self._streams.on(self._sent_on):
                 self.flats, self._flights = [flight.land().contiguous() for flight in self._flights], None
+                self._made = self._streams.made()
+
+    def whole(self, index: int) -> Tensor:
+        """The whole buffer ``index``, which has landed, for use on the current stream."""
+        assert self.flats is not None
+        self._made.take(self.flats)
+        return self.flats[index]
 
     def drop(self) -> None:
         """Let them go."""
@@ -126,11 +147,12 @@ class Session:
     """All cells of one ``gather``: it owns what is resident and what is under way, and dies with the last lazy tensor.
 
     The first cell of a part is fetched ahead with its unit. Nothing that a session knows refers back to it. ``homes``
-    is where each buffer's shard lives, and where its gradient is put.
+    is where each buffer's shard lives, and where its gradient is put; ``streams``, unless they are those of the device.
     """
 
-    def __init__(self, layout: Layout, homes: Mapping[str, Home] | None = None) -> None:
+    def __init__(self, layout: Layout, homes: Mapping[str, Home] | None = None, streams: Streams | None = None) -> None:
         self.homes = homes or {}
+        self._streams = streams
         self.reductions = Reductions(self.homes)
         self._keeps = not layout.reshard_after_forward
         self._small = small_units(layout)
@@ -140,7 +162,7 @@ class Session:
         self._current: int | None = None
 
     def cell(self, part: Part, shards: Sequence[Tensor]) -> Cell:
-        cell = Cell(part, shards)
+        cell = Cell(part, shards, self._streams)
         self._cells.setdefault(part.unit, {}).setdefault(part, cell)
         return cell
 
@@ -148,8 +170,7 @@ class Session:
         """The whole buffer ``index`` of ``cell``, which is in use from now on."""
         if cell.flats is None or cell.part.unit != self._current:
             self._arrive(cell)
-        assert cell.flats is not None
-        return cell.flats[index]
+        return cell.whole(index)
 
     def leave(self, part: Part) -> None:
         """Let ``part`` go: its gradients are complete, and so backward is done with it (not with frozen neighbours)."""

@@ -19,6 +19,7 @@ ORDER = [
     "surroundings",
     "boundary",
     "containers",
+    "streams",
     "homes",
     "precision",
     "codecs",

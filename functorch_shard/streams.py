@@ -1,0 +1,57 @@
+"""Streams of a device: what is made on one is waited for on another, and its memory outlives its use there.
+
+A kernel runs behind those that were put on its stream before it, and beside those of other streams. What is whole may
+be asked for on any stream: it is finished on the stream that it was sent for on, where all of its memory is from, an
+event marks when it is there, and every other stream waits for that event once. The allocator is told of such a stream,
+so that what is let go is not given away before the stream is done with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The streams of a device: which is current, and how to make one so for a while."""
+
+    current: Callable[[], Any]
+    on: Callable[[Any], AbstractContextManager[Any]]
+
+    def made(self) -> Made:
+        """What is made on the current stream up to here."""
+        return Made(self)
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Those of ``device``; one that has none does everything in order, as on one stream."""
+    module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(module, "current_stream"):
+        return Streams(lambda: None, nullcontext)
+    return Streams(lambda: module.current_stream(device), module.stream)
+
+
+class Made:
+    """The moment in which something was there on its stream; other streams take it from there."""
+
+    __slots__ = ("_event", "_known", "_streams")
+
+    def __init__(self, streams: Streams) -> None:
+        stream = streams.current()
+        self._streams, self._known = streams, {stream}
+        self._event = None if stream is None else stream.record_event()
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """Let the current stream use ``tensors``, which were made by then."""
+        stream = self._streams.current()
+        if stream not in self._known:
+            stream.wait_event(self._event)
+            for x in tensors:
+                x.record_stream(stream)
+            self._known.add(stream)
