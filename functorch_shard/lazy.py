@@ -27,7 +27,10 @@ from .residency import Cell, Part, Session
 from .surroundings import backward_pass, differentiate_at_once, in_transform, refuse_pointers
 
 aten = torch.ops.aten
-_PLAIN_COPY = "Pass it through functorch_shard.materialize first, or gather with lazy=False."
+_PLAIN_COPY = (
+    "Pass it through functorch_shard.materialize first, as in full | {name: materialize(full[name])}, or gather with "
+    "lazy=False."
+)
 # What asks for the form of a tensor and not for its values.
 _FORM_ONLY = {
     aten.empty_like.default,
@@ -136,7 +139,10 @@ class Lazy(Tensor):
         return self._copy().tolist()
 
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"a lazy parameter has no memory of its own to point to: {self!r}. {_PLAIN_COPY}")
+        raise RuntimeError(
+            f"a lazy parameter has no memory of its own to point to: {self!r}. Kernels that take pointers (Triton's, "
+            f"those of nn.LSTM and other RNNs on CUDA) want plain tensors. {_PLAIN_COPY}"
+        )
 
     data_ptr = untyped_storage = storage = numpy = share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
     data = property(lambda self: self.detach(), _has_no_memory)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import (
     _current_graph_task_id,
     _DisableFuncTorch,
@@ -116,3 +117,21 @@ def backward_pass() -> int | None:
     """The number of the backward pass that runs in this thread, or ``None`` in forward."""
     task = _current_graph_task_id()
     return None if task == -1 else task
+
+
+def own_weights_again(tensors: Mapping[str, object]) -> None:
+    """Called by ``functional_call`` at its end: have RNNs of its module, known by ``tensors``, keep no others' weights.
+
+    An RNN keeps a list of the weights that it was last called with, where ``functional_call`` does not put its own back
+    and whatever made them lives on. Which module it was, is known from the stack alone.
+    """
+    paths = [name.rpartition(".")[0] for name in tensors if name.endswith("weight_ih_l0")]
+    frame = sys._getframe(2) if paths else None
+    if frame is None or frame.f_globals.get("__name__") != "torch.nn.utils.stateless":
+        return
+    module = frame.f_locals.get("module")
+    for path in paths:
+        with suppress(AttributeError):  # of another model: functional_call has more to say about that
+            rnn = module.get_submodule(path) if isinstance(module, nn.Module) else None
+            if isinstance(rnn, nn.RNNBase):
+                rnn._update_flat_weights()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import optree
+import torch
 from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL_NAMESPACE
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree  # torch.func flattens with this one, and it has no public name
@@ -20,6 +21,7 @@ from torch.utils import _pytree as torch_pytree  # torch.func flattens with this
 from .containers import opened
 from .errors import table
 from .layout import Layout
+from .surroundings import own_weights_again
 
 Node = TypeVar("Node", "Sharded", "Full")
 _OF_TORCH_SAVE = 2
@@ -66,6 +68,11 @@ class Full(dict[str, Any]):
 
     def copy(self) -> Full:
         return Full(self, self.layout)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            own_weights_again(self)
 
     def __or__(self, other: Mapping[str, Any]) -> Full:
         """With other values for some names, as ``shard(full | edited, layout)`` takes them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -389,3 +390,51 @@ def test_layers_of_torch_compute_the_same_from_lazy_parameters(training: bool) -
     assert_trees_close(by_lazy, expected, rtol=0, atol=0)
     with torch.inference_mode():
         assert torch.equal(loss(params, True), loss(params, False))
+
+
+class Recurrent(nn.Module):
+    """An RNN in a model, called twice with the same parameters."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.rnn: nn.Module = kind(4, 5, num_layers=2, bidirectional=True)  # pyright: ignore[reportCallIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.fc(x))[0].square().sum() + self.rnn(self.fc(-x))[0].sum()
+
+
+def call_recurrent(model: Recurrent, params: fs.Sharded, lazy: bool, seen: list[Any]) -> Tensor:
+    full, x = fs.gather(params, lazy=lazy), torch.arange(12.0).view(2, 2, 3)
+    seen += [weakref.ref(y._session) for y in full.values() if isinstance(y, Lazy)]
+    return functional_call(model, full, (x,)) + functional_call(model, full | {}, (2 * x,))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns_compute_the_same_and_keep_nothing_of_what_they_were_called_with(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(kind)
+    own: Any = model.rnn
+    params, before, seen = fs.shard(model, fs.plan(model, fs.init_mesh())), list(own._flat_weights), []
+    by_lazy, expected = (
+        fs.grad_and_value(lambda p, lazy=lazy: call_recurrent(model, p, lazy, seen))(params) for lazy in (True, False)
+    )
+    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
+    with torch.no_grad():
+        call_recurrent(model, params, True, seen)
+    assert len(seen) == 2 * len(list(model.parameters()))
+    assert all(session() is None for session in seen)
+    assert all(x is y for x, y in zip(own._flat_weights, before, strict=True))
+
+
+def test_an_rnn_that_wants_pointers_is_told_what_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where an RNN lays its weights side by side for cuDNN."""
+    model = Recurrent(nn.LSTM)
+    full = fs.gather(fs.shard(model, fs.plan(model, fs.init_mesh())), lazy=True)
+    monkeypatch.setattr(Lazy, "is_cuda", True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: True)
+    text = refused(functional_call, model, full, (torch.ones(2, 2, 3),))
+    assert "nn.LSTM" in text
+    assert "functorch_shard.materialize" in text
+    plain = full | {name: fs.materialize(x) for name, x in full.items() if name.startswith("rnn.")}
+    assert torch.isfinite(functional_call(model, plain, (torch.ones(2, 2, 3),)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
-from torch.func import grad, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as torch_pytree
 
 from functorch_shard.surroundings import (
@@ -19,6 +20,7 @@ from functorch_shard.surroundings import (
     in_transform,
     marks_every_batch,
     outside_transforms,
+    own_weights_again,
     torch_node,
     will_be_differentiated,
     without_batches,
@@ -300,3 +302,28 @@ def test_hooks_on_a_tensor_are_seen_while_they_are_there() -> None:
     assert hooks_of(x) == ["register_post_accumulate_grad_hook"]
     two.remove()
     assert hooks_of(x) == []
+
+
+class Updated(dict[str, Any]):
+    """What ``functional_call`` takes, and brings up to date at its end."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        own_weights_again(self)
+
+
+def test_an_rnn_has_its_own_weights_again_when_functional_call_is_done() -> None:
+    model = nn.Sequential(nn.LSTM(2, 3))
+    rnn: Any = model[0]
+    own, x = list(rnn._flat_weights), torch.ones(1, 1, 2)
+    others = {name: x.detach().clone() for name, x in model.named_parameters()}
+    functional_call(model, others, (x,))
+    assert all(kept is given for kept, given in zip(rnn._flat_weights, others.values(), strict=True))  # torch's way
+    functional_call(model, Updated(others), (x,))
+    assert all(kept is mine for kept, mine in zip(rnn._flat_weights, own, strict=True))
+    Updated(others).update(others)  # nobody's module
+
+
+def test_an_error_of_functional_call_comes_through() -> None:
+    with pytest.raises(AttributeError, match="rnn"):
+        functional_call(nn.Linear(2, 2), Updated({"rnn.weight_ih_l0": torch.ones(1)}), (torch.ones(2),))
