@@ -230,7 +230,20 @@ class Layout(Static):
         return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
 
     def merge(self, others: Sequence[Layout]) -> Layout:
-        """The layout of all parts that :meth:`select` took apart; the parts are disjoint."""
+        """The layout of all parts that :meth:`select` took apart; the parts are disjoint.
+
+        Every gather of the same parts has the same one, and with it all that was made from it: names, slots, a hash.
+        """
+        parts = tuple(others)
+        if parts not in self._merged:
+            self._merged[parts] = self._merge(parts)
+        return self._merged[parts]
+
+    @cached_property
+    def _merged(self) -> dict[tuple[Layout, ...], Layout]:
+        return {}
+
+    def _merge(self, others: Sequence[Layout]) -> Layout:
         self._check_parts(others)
         parts: dict[str, Unit] = {}
         for unit in (unit for layout in (self, *others) for unit in layout.units):

@@ -291,3 +291,14 @@ def test_merge_undoes_select_for_every_choice_of_buffers(layout: Layout, data: s
     merged = order[0].merge(order[1:])
     assert merged == layout
     assert list(merged.buffers) == list(layout.buffers)
+
+
+def test_the_same_parts_are_merged_once() -> None:
+    model = {f"{i}.w": torch.nn.Parameter(torch.zeros(4), requires_grad=i % 2 == 0) for i in range(4)}
+    layout = fs.plan(model, fs.init_mesh())
+    trainable, frozen = fs.partition(fs.shard(model, layout))
+    first, again = fs.gather(trainable, frozen), fs.gather(trainable, frozen)
+    assert first.layout is again.layout
+    assert first.layout == layout
+    assert fs.gather(frozen, trainable).layout == layout
+    assert pickle.loads(pickle.dumps(trainable.layout)).__dict__.keys().isdisjoint({"_merged"})
