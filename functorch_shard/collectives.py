@@ -489,7 +489,7 @@ def axis_index(axis: Over, /) -> Tensor:
         axis: the ranks to count; a mesh means all of its axes, in row-major order.
 
     Returns:
-        int64, shape ``()``.
+        int64, shape ``()``; on real ranks on the CPU, whatever the default device is.
 
     Raises:
         RuntimeError: on simulated ranks outside ``spmd``, where no rank is this one.
@@ -503,9 +503,9 @@ def axis_index(axis: Over, /) -> Tensor:
         tensor([[0, 1],
                 [2, 3]])
     """
-    index = torch.zeros((), dtype=torch.int64)
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
     for one in _axes(axis):
-        index = index * one.size + torch.as_tensor(one.backend.index())
+        index = index * one.size + one.backend.index()
     return index
 
 

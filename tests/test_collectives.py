@@ -160,6 +160,8 @@ def test_an_axis_of_one_rank_is_the_identity_and_costs_nothing() -> None:
                 assert torch.equal(verb(x, mesh), x)
         assert seen.total == 0
     assert axis_index(fs.init_mesh()).item() == 0
+    with torch.device("meta"):  # what is made without a device has no values
+        assert axis_index(fs.init_mesh()).item() == 0
 
 
 def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
