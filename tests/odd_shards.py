@@ -48,9 +48,9 @@ def formed(params: fs.Sharded, forms: Sequence[str]) -> fs.Sharded:
     return fs.Sharded(shards, params.layout)
 
 
-def looked_at(params: fs.Sharded, lazy: bool, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def looked_at(params: fs.Sharded, lazy: bool, dtype: torch.dtype | None, codec: Any = None) -> dict[str, Tensor]:
     """Values, and views of them that a wrong offset or stride would show in."""
-    full = fs.gather(params, lazy=lazy, dtype=dtype)
+    full = fs.gather(params, lazy=lazy, dtype=dtype, codec=codec)
     looks = {
         name: [x * 1, x.flatten()[x.numel() // 2 :] * 1, x.t() * 1 if x.ndim == 2 else x + 1]
         for name, x in full.items()
@@ -72,6 +72,18 @@ def check_forms(mesh: fs.Mesh, forms: Sequence[str], stored: torch.dtype, dtype:
     params = formed(plain, forms)
     for look in (looked_at, differentiated) if stored.is_floating_point or stored.is_complex else (looked_at,):
         assert_trees_close(look(params, True, dtype), look(plain, False, dtype), rtol=0, atol=0)
+    if stored.is_floating_point:
+        for codec in (fs.codecs.int8(4), (lambda x: x, lambda x: x), (lambda x: [x[::2], x[1::2]], _interleaved)):
+            assert_trees_close(
+                looked_at(params, True, dtype, codec), looked_at(plain, False, dtype, codec), rtol=0, atol=0
+            )
+
+
+def _interleaved(halves: Sequence[Tensor]) -> Tensor:
+    """Every second element of each, as a view of a larger tensor."""
+    whole = halves[0].new_empty(2, sum(map(len, halves)))
+    whole[0, ::2], whole[0, 1::2] = halves
+    return whole[0]
 
 
 def check_batches(mesh: fs.Mesh, places: Sequence[str], dtype: torch.dtype | None) -> None:
