@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .checks import check_grads, check_ranked
@@ -29,7 +30,8 @@ def scatter_encoded_grads(
 
     Each rank encodes ``grads + error``, sends every other rank its part, decodes what it received and adds it up in
     float32, in rank order. What the code lost is the new ``error``: added to the next gradients, nothing is lost for
-    good.
+    good. Where gradients overflow, those that are returned show it, and what was owed before is owed still: an
+    overflow makes no later step NaN.
 
     Args:
         grads: this rank's full gradients, as for :func:`scatter_grads`.
@@ -77,10 +79,18 @@ def scatter_encoded_grads(
     owed: Error = {}
     for key, buffer in layout.buffers.items():
         if key in encoded:
-            shards[key], owed[key] = reduced_encoded(parts, buffer, layout, pair, error[key] if error else None)
+            before = error[key] if error else None
+            shards[key], lost = reduced_encoded(parts, buffer, layout, pair, before)
+            owed[key] = _finite(lost, before)
         else:
             shards[key] = reduced_and_cast(parts, buffer, layout) if buffer.trainable else None
     return Sharded(shards, layout), owed
+
+
+def _finite(lost: Tensor, before: Tensor | None) -> Tensor:
+    """What is owed now; what was owed before, or nothing, where a gradient overflowed and so arrived nowhere."""
+    kept = torch.zeros_like(lost) if before is None else before.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(lost.isfinite(), lost, kept)
 
 
 def _check_error(error: Any, numel: Mapping[str, int]) -> None:

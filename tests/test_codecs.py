@@ -11,6 +11,7 @@ from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
 from functorch_shard.codecs import decode_rows, encode_rows
+from functorch_shard.finiteness import all_finite
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.refusals import refused
 
@@ -195,6 +196,38 @@ def test_encoded_gradients_of_half_precision_are_added_up_in_float32() -> None:
     layout = fs.plan({"w": torch.zeros(1)}, mesh, reduction="sum", precision=fs.MixedPrecision(torch.bfloat16))
     grads, _ = fs.scatter_encoded_grads({"w": torch.tensor([[256.0], [1.0]]).bfloat16()}, CODECS["int8"], layout=layout)
     assert grads["(root)"].flatten()[0] == 257.0
+
+
+def recovery(mesh: fs.Mesh) -> list[tuple[list[bool], bool]]:
+    """Per step: whether gradients are finite on each rank, and whether what is owed is; rank 1 alone overflows."""
+    layout, error, told = fs.plan({"w": torch.zeros(7)}, mesh), None, []
+    for bad in (None, torch.inf, -torch.inf, torch.nan, None, None):
+        rows = torch.tensor([[127.0, 1.4, 0.3, 5.0, 0.0, -1.0, 0.6]]) * torch.arange(1, mesh.size + 1)[:, None]
+        if bad is not None:
+            rows[1, 0] = bad
+        mine = rows if mesh.is_simulated else rows[mesh.rank]
+        reduce = lambda g, e: fs.scatter_encoded_grads({"w": g}, fs.codecs.int8(block=4), e, layout)  # noqa: E731
+        grads, error = mesh.spmd(reduce)(mine, error)
+        finite = mesh.spmd(all_finite)(grads)
+        told.append((finite.flatten().tolist(), all(bool(x.isfinite().all()) for x in error.values())))
+    return told
+
+
+def test_error_feedback_recovers_from_an_overflow_that_the_gradients_still_show() -> None:
+    assert recovery(fs.simulated_mesh(2)) == [([bad] * 2, True) for bad in (True, False, False, False, True, True)]
+
+
+def test_what_was_owed_before_an_overflow_is_owed_after_it() -> None:
+    mesh = fs.simulated_mesh(2)
+    layout, codec = fs.plan({"w": torch.zeros(4)}, mesh, reduction="sum"), fs.codecs.int8(block=2)
+    reduce = lambda rows, error: fs.scatter_encoded_grads({"w": rows}, codec, error, layout)  # noqa: E731
+    _, before = reduce(torch.tensor([[127.0, 1.4, 127.0, 1.3], [127.0, 0.2, 127.0, 0.1]]), None)
+    overflow = torch.tensor([[torch.inf, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    grads, after = reduce(overflow, before)
+    assert grads["(root)"].isfinite().tolist() == [[False, False], [True, True]]
+    assert torch.equal(after["(root)"][0, :2], before["(root)"][0, :2])
+    _, given = reduce(torch.ones(2, 4), {"(root)": torch.full((2, 4), torch.nan)})  # as an older program left it
+    assert torch.equal(given["(root)"], torch.zeros(2, 4))
 
 
 def test_encoded_reductions_know_per_sample_gradients_and_refuse_derivatives() -> None:

@@ -11,7 +11,7 @@ from torch.func import grad, vmap
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
-from tests.test_codecs import CODECS, values
+from tests.test_codecs import CODECS, recovery, values
 
 AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
 FLOATS = ("a.w", "b.w", "c.s")
@@ -102,6 +102,16 @@ def test_gloo_ranks_lazily_or_at_once_compute_bitwise_what_simulated_ranks_do(ax
         assert max(gathers) <= 0.26 * 4 * 101_000 / mesh.axes["shard"]
         assert_trees_close(losses, plain, rtol=0, atol=0)
         assert losses[-1] < losses[0]
+
+
+def recovery_on_this_rank() -> list[tuple[list[bool], bool]]:
+    return recovery(fs.init_mesh())
+
+
+def test_error_feedback_recovers_on_gloo_ranks_as_on_simulated_ones() -> None:
+    expected = recovery(fs.simulated_mesh(2))
+    for told in run_ranks(recovery_on_this_rank, 2):
+        assert told == [(finite[:1], owed) for finite, owed in expected]
 
 
 def row(tree: Any, rank: int, num_axes: int) -> Any:
