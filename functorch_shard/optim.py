@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from .checks import check_shards
 from .containers import Static
 from .errors import first_difference, reject
-from .homes import Home, home_of, settle
+from .homes import home_of, settle
 from .layout import Buffer, Layout
 from .stock import Group, check_elementwise, check_options, group_options, initial_state, state_names, update
 from .surroundings import in_transform
@@ -220,8 +220,8 @@ class _Init:
         return {key: self._state(x.detach(), self.options[key], rows) for key, (x,) in tensors.items()}
 
     def _state(self, param: Tensor, options: Mapping[str, Any], rows: tuple[int, ...]) -> dict[str, Any]:
-        state, home = initial_state(self.cls, param, options), home_of(param)
-        return {name: _beside(_expand(x, rows), param, home) for name, x in state.items()}
+        state = initial_state(self.cls, param, options)
+        return {name: _beside(_expand(x, rows), param) for name, x in state.items()}
 
 
 def _count_writes(donated: Sequence[Any]) -> None:
@@ -254,9 +254,9 @@ class _Step:
 
     def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
         """By name; what no gradient has made yet stays None, and what one made now lives beside its parameter."""
-        home, given = home_of(group.param), self._given(key, parts)
+        given = self._given(key, parts)
         states = {name: _expand(x, rows) for name, x in group.state.items()}
-        made = {name: _beside(x, group.param, home) for name, x in states.items() if given.get(name) is None}
+        made = {name: _beside(x, group.param) for name, x in states.items() if given.get(name) is None}
         return self._lay({**dict.fromkeys(self.names[key]), **states, **made, _PARAM: group.param}, given)
 
     def _given(self, key: str, parts: Sequence[Any]) -> dict[str, Any]:
@@ -397,9 +397,9 @@ def _stack(values: Sequence[Any]) -> Any:
     return torch.stack(list(values)) if isinstance(values[0], Tensor) else values[0]
 
 
-def _beside(x: Any, param: Tensor, home: Home) -> Any:
+def _beside(x: Any, param: Tensor) -> Any:
     """A state as large as its parameter lives where that does; counters stay in memory."""
-    return home.put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
+    return home_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
 
 
 def _in_memory_of(given: Any, result: Any) -> Any:

@@ -27,9 +27,23 @@ class Group:
 
 
 def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
-    """One step of the class, in place on parameters and states; a state may get new entries."""
-    settings = {**_required(cls, groups[0].options), **_fastest(cls, groups)}
-    _step(cls([{"params": [g.param], **g.options} for g in groups], **settings), groups)
+    """One step of the class, in place on parameters and states; a state may get new entries.
+
+    One optimizer for each set of options: torch compares a new parameter group with all earlier ones, and launches its
+    kernels per group.
+    """
+    alike: dict[Any, list[Group]] = {}
+    for group in groups:
+        # torch takes a momentum for all parameters of a group or for none
+        alike.setdefault((_fingerprint(group.options), frozenset(group.state)), []).append(group)
+    for same in alike.values():
+        _step(cls([group.param for group in same], **{**_fastest(cls, same), **same[0].options}), same)
+
+
+def _fingerprint(options: Mapping[str, Any]) -> Any:
+    """Equal for equal options: numbers and texts by value, all else (tensors, lists) by identity."""
+    plain = (bool, int, float, str, type(None))
+    return frozenset((name, type(x), x if isinstance(x, plain) else id(x)) for name, x in options.items())
 
 
 def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
@@ -139,12 +153,6 @@ _IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without the choice of an implementation, which may not exist for a probe on the CPU."""
     return {name: value for name, value in options.items() if name not in _IMPLEMENTATIONS}
-
-
-def _required(cls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``cls`` cannot be made without; every group has it too."""
-    parameters = inspect.signature(cls).parameters.values()
-    return {p.name: options[p.name] for p in parameters if p.default is p.empty and p.name in options}
 
 
 def _fastest(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[str, Any]:

@@ -164,6 +164,26 @@ def test_donating_allocates_less_than_a_kilobyte_kernels_included(case: str) -> 
     assert sum(live.allocations("donating", "end")) < 1000  # counters and step sizes
 
 
+def test_a_step_makes_one_torch_optimizer_for_each_set_of_options_however_many_buffers() -> None:
+    made: list[int] = []
+
+    class Counted(torch.optim.AdamW):
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+            made.append(len(self.param_groups))
+
+    given = {f"blocks.{i}.w": torch.ones(3) for i in range(12)}
+    layout = fs.plan(given, fs.simulated_mesh(2), labels=lambda name, _: "odd" if int(name[7:-2]) % 2 else None)
+    opt = fs.optimizer(Counted, lr=0.1, labels={"odd": {"lr": 0.2}})
+    params = fs.shard(given, layout)
+    state = opt.init(params)
+    made.clear()
+    params, _ = opt.step(params, params, state)
+    assert made == [1, 1]
+    whole = fs.gather(params)
+    assert len({x.unique().item() for name, x in whole.items() if int(name[7:-2]) % 2}) == 1
+
+
 @every_case
 def test_the_structure_of_state_never_changes(case: str) -> None:
     layout = planned(fs.simulated_mesh(2))
