@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,16 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Group:
-    """One tensor to update, with the options of its label."""
+    """One tensor to update, with the options of its label.
+
+    ``carried`` are the numbers that the class keeps in its parameter groups; ``None`` for what it has not made yet.
+    """
 
     param: Tensor
     grad: Tensor | None
     state: State
     options: Mapping[str, Any]
+    carried: State
 
 
 def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
@@ -35,7 +39,8 @@ def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
     alike: dict[Any, list[Group]] = {}
     for group in groups:
         # torch takes a momentum for all parameters of a group or for none
-        alike.setdefault((_fingerprint(group.options), frozenset(group.state)), []).append(group)
+        key = _fingerprint(group.options), _fingerprint(group.carried), frozenset(group.state)
+        alike.setdefault(key, []).append(group)
     for same in alike.values():
         _step(cls([group.param for group in same], **{**_fastest(cls, same), **same[0].options}), same)
 
@@ -47,6 +52,8 @@ def _fingerprint(options: Mapping[str, Any]) -> Any:
 
 
 def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+    entries = optimizer.param_groups[0]
+    entries.update({name: x for name, x in groups[0].carried.items() if x is not None})
     for group in groups:
         group.param.grad = group.grad
         for name, value in optimizer.state[group.param].items():  # Adagrad makes state before the first step
@@ -57,52 +64,28 @@ def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
     finally:
         for group in groups:
             group.param.grad = None
+    for group in groups:
+        group.carried.update({name: entries.get(name) for name in group.carried})
 
 
-def initial_state(cls: type[torch.optim.Optimizer], param: Tensor, options: Mapping[str, Any]) -> State:
-    """The state that the class makes for ``param`` before its first update; ``None`` for what comes with the update.
+def initial_state(
+    cls: type[torch.optim.Optimizer], param: Tensor, options: Mapping[str, Any], carried: Iterable[str] = ()
+) -> tuple[State, State]:
+    """What the class makes for ``param`` before its first update, and the ``carried`` numbers of its groups.
 
     torch makes state in the first ``step``. A step with zero gradients would not do: it moves counters, and averages.
     So the step runs until it is about to write, and no further.
     """
     state = _FirstValues()
-    group = Group(param, torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param), state, options)
+    group = Group(param, torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param), state, options, {})
     optimizer = cls([param], **{**_fastest(cls, [group]), **options})
+    entries = dict(optimizer.param_groups[0])
     try:
-        with _UntilWrite(param, state):
+        with _UntilWrite(group):
             _step(optimizer, [group])
     except _AboutToWrite:
         pass
-    start = {**state, **state.first}
-    return {name: start.get(name) for name in state_names(cls, options)}
-
-
-def state_names(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> list[str]:
-    """What the class keeps for a parameter."""
-    group = Group(torch.zeros(1), torch.zeros(1), {}, _plain(options))
-    update(cls, [group])
-    return list(group.state)
-
-
-def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Raise unless ``cls`` treats the elements of a tensor each for itself, so that a shard is as good as the whole."""
-    start = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
-    grads = torch.tensor([[[0.5, 0.25], [-4.0, 1.0]], [[-1.0, 0.5], [8.0, -2.0]]])
-    cls([start.clone()], **options)  # what is wrong with the options is the class's to say
-    elements = list(zip(start.view(4, 1), grads.view(2, 4, 1).unbind(1), strict=True))
-    try:
-        whole = _trajectory(cls, start, grads, options).flatten()
-        parts = torch.cat([_trajectory(cls, x, gs, options) for x, gs in elements])
-        steps = torch.cat([_step_by_step(cls, x, gs, options) for x, gs in elements])
-    except Exception as error:
-        raise TypeError(_refusal(cls, f"it does not step on 1-D tensors ({type(error).__name__}: {error})")) from error
-    if not torch.allclose(whole, parts, rtol=1e-5, atol=0):
-        raise TypeError(_refusal(cls, "its update of one element depends on others, so a shard is not enough"))
-    if not torch.allclose(parts, steps, rtol=1e-5, atol=0):
-        raise TypeError(
-            f"optimizer: {cls.__name__} is no pure function of parameter, gradient and state: it keeps something from "
-            "step to step outside self.state[parameter], or makes its state from the first gradient."
-        )
+    return {**state, **state.first}, {name: entries.get(name) for name in carried}
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
@@ -121,36 +104,10 @@ def group_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) 
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _refusal(cls: type[torch.optim.Optimizer], reason: str) -> str:
-    return (
-        f"optimizer: {cls.__name__} is not elementwise: {reason}. Gather what it needs, update whole matrices, and "
-        "shard() the result."
-    )
-
-
-def _trajectory(cls: Any, start: Tensor, grads: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """As everyone uses the class."""
-    group = Group(start.clone(), None, {}, _plain(options))
-    optimizer = cls([group.param], **group.options)
-    for grad in grads:
-        group.param.grad = grad.clone()
-        optimizer.step()
-    return group.param
-
-
-def _step_by_step(cls: Any, start: Tensor, grads: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """As it is used here: nothing but parameter and state lives from one step to the next."""
-    plain, param = _plain(options), start.clone()
-    state = {name: x for name, x in initial_state(cls, param, plain).items() if x is not None}
-    for grad in grads:
-        update(cls, [Group(param, grad.clone(), state, plain)])
-    return param
-
-
 _IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without the choice of an implementation, which may not exist for a probe on the CPU."""
     return {name: value for name, value in options.items() if name not in _IMPLEMENTATIONS}
 
@@ -179,20 +136,27 @@ class _FirstValues(dict[str, Any]):
 
 
 class _UntilWrite(TorchDispatchMode):
-    """Stops before the first write to the parameter or to its state."""
+    """Stops before the first write to the parameter or to its state; what is written to the gradient is left out."""
 
-    def __init__(self, param: Tensor, state: State) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__()
-        self.param, self.state = param, state
+        self.grad, self.kept = group.grad, lambda: [group.param, *group.state.values()]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = [arg for arg, spec in zip(args, func._schema.arguments, strict=False) if _is_written(spec)]
-        kept = [self.param, *self.state.values()]
         flat = [x for arg in written for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        if any(x is k for x in flat for k in kept):
+        if any(_in_one_place(x, k) for x in flat for k in self.kept()):
             raise _AboutToWrite
+        if any(_in_one_place(x, self.grad) for x in flat):
+            return args[0] if func._schema.returns else None
         return func(*args, **(kwargs or {}))
 
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _in_one_place(a: Any, b: Any) -> bool:
+    """Whether two tensors share their memory, as a parameter and its ``.data`` do."""
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return tensors and (a is b or a.untyped_storage() is b.untyped_storage())

@@ -74,6 +74,7 @@ ORDER = [
     "safetensors_files",
     "scaling",
     "stock",
+    "probing",
     "optim",
     "naming",
     "pieces",
@@ -95,6 +96,7 @@ ORDER = [
 PRIVATE = {
     "lazy": {"torch.utils._pytree"},
     "trees": {"torch.utils._pytree"},
+    "probing": {"torch.utils._python_dispatch"},
     "stock": {"torch.utils._python_dispatch"},
     "testing": {"torch._subclasses.fake_tensor", "torch.utils._python_dispatch"},
     "surroundings": {"torch._C", "torch._C._functorch", "torch.utils._pytree"},

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import functorch_shard as fs
 from tests.steps import (
     CASES,
-    NUM_STEPS,
     assert_equal_stock,
     optimizer,
     planned,
@@ -53,88 +51,6 @@ def test_init_is_what_the_class_starts_from(case: str, in_spmd: bool) -> None:
             else:
                 assert x.shape == ((2,) if name in SCALARS else params[key].shape)
                 assert torch.equal(x, torch.full_like(x, start))
-
-
-class Base(torch.optim.Optimizer):
-    """Home-made: lr is required, and a subclass says how one parameter moves."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.move(param, param.grad, self.state[param], group)
-
-    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class Averaged(Base):
-    """Elementwise, with a step count that is a Python number."""
-
-    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if not state:
-            state["step"], state["mean"] = 0, torch.zeros_like(param)
-        state["step"] += 1
-        state["mean"].add_((grad - state["mean"]) / state["step"])
-        param.sub_(group["lr"] * state["mean"].sign() * state["mean"].square())
-
-
-class TrustRatio(Base):
-    """As LAMB: the step of an element depends on the norm of all."""
-
-    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * grad * param.norm() / grad.norm())
-
-
-class ByShape(Base):
-    """As SOAP: matrices are preconditioned, vectors are not."""
-
-    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * (grad @ grad.T @ grad if grad.ndim == 2 else grad))
-
-
-class CountsInGroup(Base):
-    """As schedule-free optimizers: the step count is not in the state."""
-
-    def move(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        group["count"] = group.get("count", 0) + 1
-        param.sub_(group["lr"] / group["count"] * grad)
-
-
-def test_a_home_made_elementwise_class_works() -> None:
-    opt, layout = fs.optimizer(Averaged, lr=0.1), planned(fs.simulated_mesh(3))
-    start = opt.init(fs.shard(whole(), layout))
-    assert set(start["step"].values()) == {0}
-    params = {name: x.requires_grad_() for name, x in values().items()}
-    reference = Averaged(params.values(), lr=0.1)
-    for i in range(NUM_STEPS):
-        for name, grad in values(i + 1).items():
-            params[name].grad = grad
-        reference.step()
-    assert_equal_stock(run(opt, layout), {name: x.detach() for name, x in params.items()})
-
-
-@pytest.mark.parametrize(
-    ("cls", "text"),
-    [
-        (torch.optim.LBFGS, "LBFGS is not elementwise: it does not step on 1-D tensors .*closure"),
-        (torch.optim.Adafactor, "Adafactor is not elementwise: its update of one element depends on others"),
-        (torch.optim.Muon, "Muon is not elementwise: it does not step on 1-D tensors .*only supports 2D"),
-        (torch.optim.SparseAdam, "SparseAdam is not elementwise: .*Gather what it needs, update whole matrices"),
-        (TrustRatio, "TrustRatio is not elementwise: its update of one element depends on others"),
-        (ByShape, "ByShape is not elementwise: its update of one element depends on others"),
-        (CountsInGroup, "CountsInGroup is no pure function .* outside self.state"),
-        (torch.nn.Linear, "cls: got <class .*Linear'>, expected a class of torch.optim"),
-    ],
-)
-def test_a_class_that_a_shard_is_not_enough_for_is_refused(cls: Any, text: str) -> None:
-    options: Any = {"lr": 0.1} if issubclass(cls, torch.optim.Optimizer) else {}
-    with pytest.raises(TypeError, match=text):
-        fs.optimizer(cls, **options)
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:

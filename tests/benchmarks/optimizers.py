@@ -1,0 +1,149 @@
+"""Which classes of other libraries an optimizer takes, and whether they train as they do without shards.
+
+``python -m tests.benchmarks.optimizers`` tries every class of torch.optim, timm, pytorch-optimizer, schedulefree,
+lion-pytorch, torchao and bitsandbytes that is installed: the optimizer is made, and what is accepted takes 100 steps on
+two gloo ranks and by itself on whole tensors. It prints a line for each class, and a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.testing import run_ranks
+
+LIBRARIES = (
+    "torch.optim",
+    "timm.optim",
+    "pytorch_optimizer",
+    "schedulefree",
+    "lion_pytorch",
+    "torchao.optim",
+    "bitsandbytes.optim",
+)
+SHAPES = {"a.matrix": (192, 64), "a.bias": (67,), "b.conv": (8, 5, 3, 3), "b.scale": (), "c.large": (8192,)}
+NUM_STEPS = 100
+# Options beside the defaults that make another algorithm of a class.
+VARIANTS: tuple[dict[str, Any], ...] = ({}, {"weight_decay": 0.1}, {"caution": True}, {"momentum": 0.9})
+
+
+def classes(library: str) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
+    """Those that a library exports; timm's without the rest of timm's dependencies."""
+    if library.startswith("timm"):
+        sys.modules.setdefault("timm", _package_without_code("timm"))
+        vars(sys.modules.setdefault("timm.models", types.ModuleType("timm.models")))["group_parameters"] = None
+    module = importlib.import_module(library)
+    for name in sorted(vars(module)):
+        found = getattr(module, name)
+        is_class = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
+        if (
+            is_class
+            and found.__module__.startswith("torch.optim") == (library == "torch.optim")
+            and name != "Optimizer"
+        ):
+            yield name, found
+
+
+def _package_without_code(name: str) -> types.ModuleType:
+    spec = find_spec(name)
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+    package = types.ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations or [])
+    return package
+
+
+def variants(cls: type[torch.optim.Optimizer]) -> Iterator[dict[str, Any]]:
+    known = inspect.signature(cls).parameters
+    for extra in VARIANTS:
+        if all(name in known and known[name].default != value for name, value in extra.items()):
+            yield {"lr": 1e-3, **extra} if "lr" in known else extra
+
+
+def values(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale = 0.1 + seed * 7 % 5
+    made = {
+        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()
+    }
+    return {name: x.to(dtype) for name, x in made.items()}
+
+
+def alone(cls: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    params = {name: x.requires_grad_() for name, x in values(0, dtype).items()}
+    optimizer = cls(list(params.values()), **options)
+    for step in range(NUM_STEPS):
+        for name, grad in values(step + 1, dtype).items():
+            params[name].grad = grad
+        optimizer.step()
+    return {name: x.detach() for name, x in params.items()}
+
+
+def sharded(mesh: fs.Mesh, opt: fs.Optimizer, dtype: torch.dtype) -> dict[str, Tensor]:
+    start = values(0, dtype)
+    params = fs.shard(start, fs.plan(start, mesh))
+    state = opt.init(params)
+    for step in range(NUM_STEPS):
+        params, state = opt.step(params, fs.shard(values(step + 1, dtype), params.layout), state)
+    return dict(fs.gather(params, lazy=False))
+
+
+def tried(cls: type[torch.optim.Optimizer], options: dict[str, Any], mesh: fs.Mesh) -> str:
+    """``refused: why``, or how far apart the two are in float64, in parts of the way from the start."""
+    try:
+        opt = fs.optimizer(cls, **options)
+    except Exception as error:
+        return f"refused: {error}" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+    expected, start = alone(cls, options, torch.float64), values(0, torch.float64)
+    actual = sharded(mesh, opt, torch.float64)
+    moved = max(float((expected[name] - start[name]).abs().max()) for name in start)
+    apart = max(float((expected[name] - actual[name]).abs().max()) for name in start)
+    return f"equal: {apart / moved:.0e}" if apart <= 1e-6 * moved else f"WRONG: {apart / moved:.0e} of the way"
+
+
+def sweep(libraries: list[str]) -> list[tuple[str, str, str, str]]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    mesh, found = fs.init_mesh(), []
+    for library in libraries:
+        try:
+            every = list(classes(library))
+        except ImportError as error:
+            found.append((library, "", "", f"not installed: {error}"))
+            continue
+        for name, cls in every:
+            for options in variants(cls):
+                outcome = " ".join(tried(cls, options, mesh).split())
+                chosen = ", ".join(f"{k}={v}" for k, v in options.items() if k != "lr")
+                found.append((library, name, chosen, outcome))
+                if mesh.rank == 0:
+                    print(library, f"{name}({chosen})", outcome, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("libraries", nargs="*", default=list(LIBRARIES))
+    parser.add_argument("--json", help="a file for the results")
+    chosen = parser.parse_args()
+    first, second = run_ranks(sweep, 2, chosen.libraries, timeout=3600)
+    assert first == second, "the ranks disagree"
+    if chosen.json:
+        with open(chosen.json, "w") as file:
+            json.dump(first, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

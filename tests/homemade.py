@@ -1,0 +1,238 @@
+"""Optimizers of our own, each with one habit that classes out in the world have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Any]
+
+
+class Base(torch.optim.Optimizer):
+    """``lr`` is required; a subclass says how one parameter moves."""
+
+    def __init__(self, params: Any, lr: float, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            self.begin(group)
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.move(param, param.grad, self.state[param], group)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        pass
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Averaged(Base):
+    """Elementwise, with a step count that is a Python number."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if not state:
+            state["step"], state["mean"] = 0, torch.zeros_like(param)
+        state["step"] += 1
+        state["mean"].add_((grad - state["mean"]) / state["step"])
+        param.sub_(group["lr"] * state["mean"].sign() * state["mean"].square())
+
+
+class CountsSteps(Base):
+    """As pytorch-optimizer: the step count of all parameters is in their group."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(param))
+        mean.lerp_(grad, 0.1)
+        param.sub_(group["lr"] * mean / (1 - 0.9 ** group["step"]))
+
+
+class HalvesItsRate(CountsSteps):
+    """As schedules inside of optimizers: a number that depends on the steps alone, and a flag."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        super().begin(group)
+        group["scale"] = group.get("scale", 1.0) / 2
+        group["warm"] = group["step"] > 3
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        super().move(param, grad * group["scale"] * (2 if group["warm"] else 1), state, group)
+
+
+class CountsParameters(Base):
+    """The count in the group is one of parameters that have moved."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        group["count"] = group.get("count", 0) + 1
+        param.sub_(group["lr"] / group["count"] * grad)
+
+
+class Estimates(Base):
+    """As Prodigy: the distance that all parameters have come makes the rate of all of them."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        dots = [(p.grad * p).sum().item() for p in group["params"] if p.grad is not None]
+        group["d"] = max(group.get("d", 1e-6), *(abs(x) for x in dots))
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * group["d"] * grad)
+
+
+class EstimatesByHand(Estimates):
+    """The same, where no operator of torch adds up."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        first = sum(p.grad.tolist()[0] for p in group["params"] if p.grad is not None and p.ndim == 1)
+        group["d"] = max(group.get("d", 1e-6), abs(first) * 1e-3)
+
+
+class TrustRatio(Base):
+    """As LAMB: the step of an element depends on the norm of all."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * grad * param.norm() / grad.norm())
+
+
+class Cautious(Base):
+    """As ``caution=True``: what remains under a mask is scaled by the mean of the mask."""
+
+    def __init__(self, params: Any, lr: float, caution: bool = False) -> None:
+        super().__init__(params, lr, caution=caution)
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(param))
+        mean.lerp_(grad, 0.1)
+        if group["caution"]:
+            mask = (mean * grad > 0).to(grad.dtype)
+            mean = mean * mask / mask.mean().clamp(min=1e-3)
+        param.sub_(group["lr"] * mean)
+
+
+class Projected(Base):
+    """As AdamP: a gradient that is orthogonal to its parameter is projected. Those of a trial are not."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if param.ndim > 1:
+            a, b = param.view(len(param), -1), grad.view(len(grad), -1)
+            if (a * b).sum(1).abs().max() < 1e-9 * a.norm() * b.norm():
+                grad = grad - param * (grad * param).sum() / param.norm() ** 2
+        param.sub_(group["lr"] * grad)
+
+
+class ByShape(Base):
+    """As SOAP: matrices are preconditioned, vectors are not."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * (grad @ grad.T @ grad if grad.ndim == 2 else grad))
+
+
+class FlipsMatrices(Base):
+    """No operator makes fewer elements; they only change their places."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * (grad.flip(0) if grad.ndim else grad))
+
+
+class BySize(Base):
+    """As classes that keep the state of large tensors in eight bits: another algorithm from 4096 elements."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        large = param.numel() >= 4096 and param.numel() % 256 == 0
+        param.sub_(group["lr"] * ((grad * 16).round() / 16 if large else grad))
+
+
+class InBlocks(Base):
+    """As torchao: the state of a large tensor is in codes, and a scale for each block of them."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if param.numel() >= 4096 and "scales" not in state:
+            state["scales"] = grad.new_ones(-(-param.numel() // 256))
+        param.sub_(group["lr"] * grad)
+
+
+class Lists(Base):
+    """As AggMo: a list of momentums."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        momentums = state.setdefault("momentums", [torch.zeros_like(param) for _ in range(2)])
+        for beta, x in zip((0.5, 0.9), momentums, strict=True):
+            param.sub_(group["lr"] * x.mul_(beta).add_(grad))
+
+
+class FromTheFirst(Base):
+    """As Adopt: the first step makes state of its gradient, and moves nothing."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if not state:
+            state["square"] = torch.zeros_like(param)
+            state["square"].addcmul_(grad, grad)
+            return
+        param.sub_(group["lr"] * grad / state["square"].sqrt().clamp(min=1e-3))
+        state["square"].lerp_(grad * grad, 0.1)
+
+
+class OnItself(Base):
+    """What it remembers is on the optimizer."""
+
+    count = 0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.count += 1
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] / self.count * grad)
+
+
+class ChangesItsRate(Base):
+    """The learning rate in its group is its own to change."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["lr"] *= 0.9
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * grad)
+
+
+class HasModes(CountsSteps):
+    """As schedule-free optimizers."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+class WritesGradients(Base):
+    """As many: weight decay is added to the gradient in place."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        grad.add_(param, alpha=0.1)
+        param.sub_(group["lr"] * grad)
+
+
+class WritesData(Base):
+    """As lion-pytorch: the first thing that a step writes to is ``param.data``."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.data.mul_(0.9)
+        mean = state.setdefault("mean", torch.zeros_like(param))
+        param.add_(mean.lerp_(grad, 0.5).sign(), alpha=-group["lr"])
+
+
+class KeepsAnOption(Base):
+    """As torchao's block size: an option of the constructor that is in no group."""
+
+    def __init__(self, params: Any, lr: float, maximize: bool = False) -> None:
+        super().__init__(params, lr)
+        self.maximize = maximize
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.add_(grad, alpha=group["lr"] if self.maximize else -group["lr"])
