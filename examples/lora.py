@@ -149,7 +149,7 @@ def pretrain(model: GPT, mesh: fs.Mesh, data: list[tuple[Tensor, Tensor]], lr: f
     @mesh.spmd
     def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, loss = fs.grad_and_value(lambda params: loss_of(model, fs.gather(params), x, y))(params)
-        return *opt.step(params, grads, state, donate=True), fs.collectives.pmean(loss, mesh)
+        return *opt.step(params, grads=grads, state=state, donate=True), fs.collectives.pmean(loss, mesh)
 
     state, losses = opt.init(params), []
     for x, y in data:
@@ -172,7 +172,7 @@ def adapt(
     def train_step(adapters: fs.Sharded, base: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         loss_fn = lambda adapters: loss_of(model, fs.gather(adapters, base), x, y)  # noqa: E731
         grads, loss = fs.grad_and_value(loss_fn)(adapters)  # of the adapters alone: the base is not an argument
-        adapters, state = opt.step(adapters, grads, state, donate=True)
+        adapters, state = opt.step(adapters, grads=grads, state=state, donate=True)
         return adapters, state, grads, fs.collectives.pmean(loss, mesh)
 
     state, grads, losses = opt.init(adapters), {}, []

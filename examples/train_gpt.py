@@ -208,7 +208,7 @@ def main() -> None:
     @mesh.spmd
     def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor, lr: float) -> Any:
         grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
-        params, state = opt.step(params, grads, state, lr=lr, donate=True)
+        params, state = opt.step(params, grads=grads, state=state, lr=lr, donate=True)
         return params, state, fs.collectives.pmean(loss, mesh)
 
     @mesh.spmd

@@ -77,8 +77,8 @@ _ROWS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "betwee
 def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     """Memory and traffic of one rank for a training step: pure arithmetic, whatever the number of ranks.
 
-    A step is ``opt.step(params, fs.grad(loss)(params), state, donate=True)`` on real ranks, with a ``gather`` in the
-    loss, of a model that uses each unit once, in the layout's order. ``traffic`` is then what
+    A step is ``opt.step(params, grads=fs.grad(loss)(params), state=state, donate=True)`` on real ranks, with a
+    ``gather`` in the loss, of a model that uses each unit once, in the layout's order. ``traffic`` is then what
     ``fs.communication.Counter`` counts, but that a first unit whose gradient needs no weights (an embedding) is not
     gathered again. Simulated ranks keep what they gather: theirs is that of ``reshard_after_forward=False``.
 

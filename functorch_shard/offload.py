@@ -76,7 +76,7 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
         >>> opt = fs.optimizer(torch.optim.SGD, lr=1.0)
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     mapped = offload(params, directory)
-        ...     _ = opt.step(mapped, grads, opt.init(mapped), donate=True)
+        ...     _ = opt.step(mapped, grads=grads, state=opt.init(mapped), donate=True)
         ...     print(reopen(params, directory)["fc"])   # row r = rank r
         tensor([[0., 1.],
                 [2., 0.]])

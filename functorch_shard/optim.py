@@ -41,7 +41,7 @@ def optimizer(
         defaults: options of the class, as ``lr=3e-4``.
 
     Returns:
-        An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads, state)``.
+        An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads=grads, state=state)``.
 
     Raises:
         TypeError: the class is not elementwise, or has no such option.
@@ -53,7 +53,7 @@ def optimizer(
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
         >>> params = fs.shard({"fc.w": torch.ones(3)}, layout)
         >>> opt = optimizer(torch.optim.SGD, lr=0.5)
-        >>> params, state = opt.step(params, fs.shard({"fc.w": torch.ones(3)}, layout), opt.init(params))
+        >>> params, state = opt.step(params, grads=fs.shard({"fc.w": torch.ones(3)}, layout), state=opt.init(params))
         >>> params["fc"]
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.0000]])

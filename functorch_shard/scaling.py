@@ -34,7 +34,7 @@ class LossScale(Static):
     is written once:
 
     ``grads, finite = scaling.unscale(fs.grad(lambda p: scaling.scale(loss_fn(p), s))(params), s)``, then
-    ``params, state = scaling.select(finite, opt.step(params, grads, state), (params, state))``, then
+    ``params, state = scaling.select(finite, opt.step(params, grads=grads, state=state), (params, state))``, then
     ``s = scaling.update(s, finite)``.
 
     Example:

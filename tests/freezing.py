@@ -75,7 +75,7 @@ def _step(model: nn.Module, opt: fs.Optimizer, mesh: fs.Mesh) -> Any:
             return ((functional_call(model, fs.gather(params), (x,)) - y) ** 2).mean()
 
         grads, loss = fs.grad_and_value(loss_fn)(params)
-        return *opt.step(params, grads, state), fs.collectives.pmean(loss, mesh)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
 
     return step
 

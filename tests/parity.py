@@ -243,7 +243,7 @@ def sharded(
 
     for batch in case.batches(mesh.size, dtype):
         grads, loss = gradients(params, frozen, *mesh.split(batch))
-        params, state = opt.step(params, grads, state)
+        params, state = opt.step(params, grads=grads, state=state)
         training.add(loss.flatten()[0], whole(grads), whole(params, frozen))
     return training
 

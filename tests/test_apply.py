@@ -52,7 +52,7 @@ def train(mesh: fs.Mesh, model: nn.Module, sync: bool = True) -> tuple[fs.Full, 
     def step(params: fs.Sharded, state: Any, buffers: Values, x: Tensor, y: Tensor) -> Any:
         grads, (value, buffers) = fs.grad_and_value(loss, has_aux=True)(params, buffers, x, y)
         buffers = averaged(buffers, mesh) if sync else buffers
-        return *opt.step(params, grads, state), buffers, fs.collectives.pmean(value, mesh)
+        return *opt.step(params, grads=grads, state=state), buffers, fs.collectives.pmean(value, mesh)
 
     losses = []
     for x, y in batches(mesh.size):

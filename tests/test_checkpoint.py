@@ -66,7 +66,7 @@ def trained(layout: fs.Layout, steps: int = 2, opt: fs.Optimizer = OPT) -> tuple
         drawn = {name: torch.randn(s.shape, dtype=s.dtype, generator=generator) for name, s in trainable.items()}
         whole = fs.gather(params, lazy=False) | drawn
         grads = fs.shard(whole, layout)
-        params, state = opt.step(params, grads, state)
+        params, state = opt.step(params, grads=grads, state=state)
     return params, state
 
 
@@ -153,7 +153,7 @@ def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
                 return loss_of(model, fs.gather(p), x, x[:, :3])
 
             grads, value = fs.grad_and_value(loss)(params)
-            return *opt.step(params, grads, state), fs.collectives.pmean(value, mesh)
+            return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(value, mesh)
 
         seen = []
         for i in steps:
@@ -417,7 +417,7 @@ def test_two_writers_of_one_checkpoint_do_not_meet(tmp_path: Path, monkeypatch: 
 def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path: Path) -> None:
     params, state = trained(planned({"shard": 3}))
     saving_ = save(tmp_path / "x", {"model": params, "optim": state}, async_save=True)
-    new, _ = OPT.step(params, fs.shard(awkward(seed=2), params.layout), state)
+    new, _ = OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state)
     assert saving_.result() == tmp_path / "x" == latest(tmp_path)
     assert saving_.result() == tmp_path / "x"
     assert_equal(load(tmp_path / "x", {"model": new})["model"], params)
@@ -446,7 +446,7 @@ def test_tensors_that_are_written_to_while_they_are_saved_are_an_error(
     params, state = trained(planned({"shard": 2}))
     save_ = save(tmp_path / "x", {"model": params}, async_save=True)
     assert inside.wait(60)
-    OPT.step(params, fs.shard(awkward(seed=2), params.layout), state, donate=True)
+    OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state, donate=True)
     go_on.set()
     text = refused(save_.result)
     assert "save: written to while they were saved: 1 problem\n  model" in text
@@ -720,7 +720,7 @@ class Matrices(nn.Module):
 def test_state_of_another_model_is_not_cut_to_fit_where_there_was_none_yet(tmp_path: Path) -> None:
     sgd, mesh = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), fs.simulated_mesh(2)
     big, small = (fs.shard(Matrices(rows), fs.plan(Matrices(rows), mesh)) for rows in (6, 4))
-    _, state = sgd.step(big, big, sgd.init(big))
+    _, state = sgd.step(big, grads=big, state=sgd.init(big))
     save(tmp_path / "x", {"optim": sgd.state_dict(state, big)})
     text = refused(load, tmp_path / "x", {"optim": {"state": sgd.init(small)}})
     assert "'b': shape (6, 3), torch.float32; expected shapes" in text

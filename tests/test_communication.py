@@ -45,7 +45,7 @@ def trained(mesh: fs.Mesh, num_steps: int = 3, **options: Any) -> tuple[fs.Shard
     @mesh.spmd
     def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, loss = fs.grad_and_value(lambda p: loss_of(model, fs.gather(p), x, y))(params)
-        return *opt.step(params, grads, state), fs.collectives.pmean(loss, mesh)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
 
     loss = torch.zeros(())
     ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()

@@ -52,7 +52,7 @@ def step(axes: dict[str, int], options: str, opt: Any) -> tuple[fs.Layout, Any, 
 
     x, y = x.to(model_dtype(options)), y.to(model_dtype(options))
     grads = mesh.spmd(gradient)(params, x, y)
-    params, state = opt.step(params, grads, opt.init(params))
+    params, state = opt.step(params, grads=grads, state=opt.init(params))
     return layout, (params, grads, state), counter
 
 

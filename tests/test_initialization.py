@@ -453,7 +453,7 @@ def test_a_model_from_the_meta_device_trains() -> None:
     @mesh.spmd
     def step(params: Any, state: Any, buffers: Any, x: Tensor, y: Tensor) -> Any:
         grads, (value, buffers) = fs.grad_and_value(loss, has_aux=True)(params, buffers, x, y)
-        return *opt.step(params, grads, state), buffers, fs.collectives.pmean(value, mesh)
+        return *opt.step(params, grads=grads, state=state), buffers, fs.collectives.pmean(value, mesh)
 
     torch.manual_seed(0)
     state, x, losses = opt.init(params), torch.randn(24, 5), []

@@ -281,7 +281,7 @@ def test_a_lazy_parameter_is_stale_after_its_shards_were_written_to(reshard: boo
     full = fs.gather(params, lazy=True)
     used = full["2.bias"].clone()
     grads = fs.grad(lambda p: sum((x**2).sum() for x in fs.gather(p, lazy=True).values()))(params)
-    new, _ = opt.step(params, grads, opt.init(params), donate=True)
+    new, _ = opt.step(params, grads=grads, state=opt.init(params), donate=True)
     text = refused(lambda: full["0.weight"] + 1)
     assert text.startswith("RuntimeError: gather: '0': the shards were written to")
     assert "lazy=False" in text
@@ -294,7 +294,7 @@ def test_a_step_that_is_not_donated_leaves_lazy_parameters_as_they_were() -> Non
     opt = fs.optimizer(torch.optim.SGD, lr=0.1)
     full = fs.gather(params, lazy=True)
     ones: Any = fs.Sharded({key: torch.ones_like(x) for key, x in params.items()}, params.layout)
-    opt.step(params, ones, opt.init(params))
+    opt.step(params, grads=ones, state=opt.init(params))
     assert_trees_close(dict(fs.materialize(full)), {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=0)
 
 

@@ -242,7 +242,7 @@ def training(mesh: fs.Mesh, place: Callable[[str, Any], Any], *, inside: bool, d
     def loss_fn(params: fs.Sharded, x: Tensor) -> Tensor:
         return (functional_call(model, fs.gather(params), (x,)) - x).square().mean()
 
-    step = lambda params, grads, state: ADAMW.step(params, grads, state, donate=donate)  # noqa: E731
+    step = lambda params, grads, state: ADAMW.step(params, grads=grads, state=state, donate=donate)  # noqa: E731
     gradient = mesh.spmd(fs.grad_and_value(loss_fn))
     losses = []
     for x in SAMPLES:
@@ -293,8 +293,8 @@ def test_ranks_that_are_at_different_steps_train_in_place_too(tmp_path: Path) ->
     state["step"]["fc"].copy_(torch.tensor([3.0, 8.0]))
     state = fs.offload(state, tmp_path / "state")
     grads = fs.shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)
-    expected = ADAMW.step(params, grads, state)
-    updated = ADAMW.step(params, grads, state, donate=True)
+    expected = ADAMW.step(params, grads=grads, state=state)
+    updated = ADAMW.step(params, grads=grads, state=state, donate=True)
     assert same_bits(list(updated), list(expected))
     assert same_bits(fs.reopen(state, tmp_path / "state"), expected[1])
     assert same_bits(fs.reopen(params, tmp_path / "params"), expected[0])
@@ -310,15 +310,15 @@ def test_what_is_made_from_a_mapped_shard_is_a_file_without_a_name_beside_it(tmp
     params = fs.offload(plain, tmp_path)
     files = files_in(tmp_path)
     grads, state = gradient_of(params), ADAMW.init(params)
-    stepped, moments = ADAMW.step(params, grads, state)
+    stepped, moments = ADAMW.step(params, grads=grads, state=state)
     momentum = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    _, made = momentum.step(params, grads, momentum.init(params))
+    _, made = momentum.step(params, grads=grads, state=momentum.init(params))
     large = leaves_of(grads, state["exp_avg"], stepped, moments["exp_avg_sq"], made["momentum_buffer"])
     assert len(large) == 5 * len(plain)
     assert {home_of(x).directory for x in large} == {tmp_path / "rank-0-of-1"}
     assert files_in(tmp_path) == files
     assert same_bits(grads, gradient_of(plain))
-    assert same_bits(list(ADAMW.step(plain, gradient_of(plain), ADAMW.init(plain))), [stepped, moments])
+    assert same_bits(list(ADAMW.step(plain, grads=gradient_of(plain), state=ADAMW.init(plain))), [stepped, moments])
     assert not any(map(is_mapped, leaves_of(ADAMW.init(plain)["exp_avg"])))
 
 
@@ -326,7 +326,7 @@ def test_what_is_made_from_a_mapped_shard_is_a_file_without_a_name_beside_it(tmp
 def test_state_that_was_left_in_memory_stays_there(donate: bool, tmp_path: Path) -> None:
     plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
     params = fs.offload(plain, tmp_path)
-    stepped, state = ADAMW.step(params, gradient_of(params), ADAMW.init(plain), donate=donate)
+    stepped, state = ADAMW.step(params, grads=gradient_of(params), state=ADAMW.init(plain), donate=donate)
     assert all(map(is_mapped, leaves_of(stepped)))
     assert not any(map(is_mapped, leaves_of(state)))
 
@@ -626,7 +626,7 @@ def test_on_a_gpu_offloaded_training_is_that_on_the_gpu(where: str, donate: bool
             loss = lambda p, x=x: functional_call(model, fs.gather(p), (x,)).square().mean()  # noqa: E731
             grads = fs.grad(loss)(params)
             assert {g.device for g in grads.values()} == {p.device for p in params.values()}
-            params, state = ADAMW.step(params, grads, state, donate=donate)
+            params, state = ADAMW.step(params, grads=grads, state=state, donate=donate)
         return params, state
 
     params = fs.offload(start, "cpu" if where == "cpu" else tmp_path)

@@ -71,10 +71,12 @@ def test_donating_gives_the_same_numbers_in_place(case: str) -> None:
     mesh = fs.simulated_mesh(2)
     layout, opt = planned(mesh), optimizer(case)
     params = fs.shard(whole(), layout)
-    params, state = opt.step(params, sharded_grads(layout, 1), opt.init(params))  # SGD's momentum comes with this one
+    params, state = opt.step(
+        params, grads=sharded_grads(layout, 1), state=opt.init(params)
+    )  # SGD's momentum comes with this one
     before = [x.data_ptr() for x in tensors((params, state)) if x.ndim > 1]
     for i, wrap in enumerate([lambda step: step, mesh.spmd]):
-        step = wrap(lambda params, grads, state: opt.step(params, grads, state, donate=True))
+        step = wrap(lambda params, grads, state: opt.step(params, grads=grads, state=state, donate=True))
         params, state = step(params, sharded_grads(layout, i + 2), state)
         assert [x.data_ptr() for x in tensors((params, state)) if x.ndim > 1] == before
     assert_equal_stock(params, stock(case, 3))
@@ -114,8 +116,8 @@ def test_how_tensors_lie_in_memory_changes_nothing(case: str, donate: bool, memo
     actual = copied(expected)
     for i in range(3):
         grads = sharded_grads(layout, i + 1)
-        expected = opt.step(expected[0], grads, expected[1])
-        actual = opt.step(ours(actual[0]), theirs(grads), ours(actual[1]), donate=donate)
+        expected = opt.step(expected[0], grads=grads, state=expected[1])
+        actual = opt.step(ours(actual[0]), grads=theirs(grads), state=ours(actual[1]), donate=donate)
         # a vectorized kernel fuses a product and a sum where an odd element at the end is not: an ulp
         assert_trees_close(actual, expected, rtol=1e-13, atol=1e-14)
 
@@ -139,11 +141,11 @@ def test_donating_allocates_nothing_large(case: str) -> None:
     layout = fs.plan({"w": torch.zeros(1000)}, mesh)
     params, grads = fs.shard({"w": torch.ones(1000)}, layout), fs.shard({"w": torch.rand(1000)}, layout)
     opt = optimizer(case)
-    params, state = opt.step(params, grads, opt.init(params))
+    params, state = opt.step(params, grads=grads, state=opt.init(params))
     with LargestNew() as copying:
-        opt.step(params, grads, state)
+        opt.step(params, grads=grads, state=state)
     with LargestNew() as donating:
-        opt.step(params, grads, state, donate=True)
+        opt.step(params, grads=grads, state=state, donate=True)
     assert copying.largest >= 1000
     assert donating.largest <= 2
 
@@ -154,11 +156,11 @@ def test_donating_allocates_less_than_a_kilobyte_kernels_included(case: str) -> 
     params, grads = (fs.shard({f"{unit}.w": torch.rand(1001, 257) for unit in "ab"}, layout) for _ in range(2))
     opt = optimizer(case)
     with LiveBytes() as live:
-        params, state = opt.step(params, grads, opt.init(params))
+        params, state = opt.step(params, grads=grads, state=opt.init(params))
         live.mark("copying")
-        params, state = opt.step(params, grads, state)
+        params, state = opt.step(params, grads=grads, state=state)
         live.mark("donating")
-        params, state = opt.step(params, grads, state, donate=True)
+        params, state = opt.step(params, grads=grads, state=state, donate=True)
         live.mark("end")
     assert sum(live.allocations("copying", "donating")) >= 2 * 4 * 1001 * 257
     assert sum(live.allocations("donating", "end")) < 1000  # counters and step sizes
@@ -178,7 +180,7 @@ def test_a_step_makes_one_torch_optimizer_for_each_set_of_options_however_many_b
     params = fs.shard(given, layout)
     state = opt.init(params)
     made.clear()
-    params, _ = opt.step(params, params, state)
+    params, _ = opt.step(params, grads=params, state=state)
     assert made == [1, 1]
     whole = fs.gather(params)
     assert len({x.unique().item() for name, x in whole.items() if int(name[7:-2]) % 2}) == 1
@@ -190,7 +192,7 @@ def test_the_structure_of_state_never_changes(case: str) -> None:
     opt, params = optimizer(case), fs.shard(whole(), layout)
     state = opt.init(params)
     for i in range(2):
-        _, new = opt.step(params, sharded_grads(layout, i + 1), state)
+        _, new = opt.step(params, grads=sharded_grads(layout, i + 1), state=state)
         assert structure(new) == structure(state)
         state = new
 
@@ -213,7 +215,7 @@ def test_frozen_and_integer_buffers_pass_through_without_state() -> None:
     frozen = next(key for key, buffer in layout.buffers.items() if not buffer.trainable)
     state = opt.init(params)
     assert all(frozen not in tree for tree in state.values())
-    new, _ = opt.step(params, params, state)
+    new, _ = opt.step(params, grads=params, state=state)
     assert new[frozen] is params[frozen]
     assert not torch.equal(fs.gather(new)["weight"], model.weight)
 
@@ -224,10 +226,10 @@ def test_no_gradient_leaves_a_buffer_and_its_state_alone(case: str) -> None:
     params = fs.shard(whole(), layout)
     start, first = opt.init(params), next(iter(params))
     partly = fs.Sharded({**sharded_grads(layout, 1), first: None}, layout)
-    once, state = opt.step(params, partly, start)
-    twice, state = opt.step(once, sharded_grads(layout, 2), state)
+    once, state = opt.step(params, grads=partly, state=start)
+    twice, state = opt.step(once, grads=sharded_grads(layout, 2), state=state)
     assert torch.equal(once[first], params[first])
-    alone, _ = opt.step(params, sharded_grads(layout, 2), start)
+    alone, _ = opt.step(params, grads=sharded_grads(layout, 2), state=start)
     assert torch.equal(twice[first], alone[first])
 
 
@@ -235,7 +237,7 @@ def test_bfloat16_and_empty_buffers_step_as_torch_does() -> None:
     given = {"h": torch.randn(5).bfloat16(), "no.w": torch.zeros(0, 3), "f": torch.randn(3)}
     layout = fs.plan(given, fs.simulated_mesh(2), units=[["h"], ["no.w"], ["f"]])
     opt, params = fs.optimizer(torch.optim.AdamW, lr=0.1), fs.shard(given, layout)
-    new, state = opt.step(params, params, opt.init(params))
+    new, state = opt.step(params, grads=params, state=opt.init(params))
     plain = [x.clone().requires_grad_() for x in given.values()]
     for x in plain:
         x.grad = x.detach().clone()
@@ -247,7 +249,7 @@ def test_bfloat16_and_empty_buffers_step_as_torch_does() -> None:
 def test_a_tree_without_trainable_buffers_has_nothing_to_step() -> None:
     layout = fs.plan(FROZEN, fs.simulated_mesh(2))
     opt, params = optimizer("adamw"), fs.shard(FROZEN, layout)
-    new, state = opt.step(params, params, opt.init(params))
+    new, state = opt.step(params, grads=params, state=opt.init(params))
     assert state == {}
     assert_trees_close(new, params)
 

@@ -19,7 +19,7 @@ def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
     params, grads = fs.shard(whole(), layout), sharded_grads(layout, 1)
 
     def after(x: Tensor) -> Tensor:
-        new, _ = opt.step(fs.Sharded({**params, "a": x}, layout), grads, opt.init(params))
+        new, _ = opt.step(fs.Sharded({**params, "a": x}, layout), grads=grads, state=opt.init(params))
         return new["a"].sum()
 
     tracked = params["a"].clone().requires_grad_()
@@ -37,7 +37,7 @@ def test_a_step_inside_another_gradient_is_fine_when_nobody_differentiates_it() 
     params, grads = fs.shard(whole(), layout), sharded_grads(layout, 1)
 
     def loss(x: Tensor) -> Tensor:
-        opt.step(params, grads, opt.init(params))
+        opt.step(params, grads=grads, state=opt.init(params))
         return (x * x).sum()
 
     x = torch.tensor([1.0, 3.0])
@@ -53,7 +53,7 @@ def member(opt: fs.Optimizer, layout: fs.Layout, seed: int, num_steps: int) -> t
     params = fs.shard(values(seed), layout)
     state = opt.init(params)
     for i in range(num_steps):
-        params, state = opt.step(params, fs.shard(values(10 * seed + i), layout), state)
+        params, state = opt.step(params, grads=fs.shard(values(10 * seed + i), layout), state=state)
     return params, fs.shard(values(10 * seed + 9), layout), state
 
 
@@ -78,6 +78,6 @@ def test_what_has_no_batch_dim_is_not_shared_by_the_rows(donate: bool) -> None:
     layout, opt = fs.plan(values(), fs.simulated_mesh(2)), optimizer("adamw")
     params, grads = fs.shard(values(), layout), [fs.shard(values(i), layout) for i in (1, 2)]
     state = opt.init(params)
-    expected = stacked(*(opt.step(params, one, state) for one in grads))
-    both = torch.func.vmap(lambda grads: opt.step(params, grads, state, donate=donate))(stacked(*grads))
+    expected = stacked(*(opt.step(params, grads=one, state=state) for one in grads))
+    both = torch.func.vmap(lambda grads: opt.step(params, grads=grads, state=state, donate=donate))(stacked(*grads))
     assert_trees_close(both, expected, rtol=1e-12, atol=1e-13)

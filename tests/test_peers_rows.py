@@ -92,7 +92,7 @@ def test_a_tree_without_parameters_goes_through_everything(mesh: fs.Mesh) -> Non
     params, opt = fs.shard({}, layout), fs.optimizer(torch.optim.AdamW, lr=0.1)
     with count_collectives() as seen:
         assert dict(fs.gather(params)) == dict(fs.scatter_grads({}, layout)) == {}
-        again, _ = opt.step(params, fs.scatter_grads({}, layout), opt.init(params))
+        again, _ = opt.step(params, grads=fs.scatter_grads({}, layout), state=opt.init(params))
     assert len(again) == seen.total == 0
     assert [len(half) for half in fs.partition(params)] == [0, 0]
 
@@ -120,7 +120,7 @@ def test_dtypes_of_one_unit_have_buffers_gradients_and_steps_of_their_own(mesh: 
     grads = mesh.spmd(fs.grad(lambda p: sum(x.square().sum().double() for x in fs.gather(p).values())))(params)
     assert_trees_close(whole(grads), {name: 2 * x for name, x in values.items()}, rtol=0, atol=0)
     opt = fs.optimizer(torch.optim.SGD, lr=0.25)
-    stepped, _ = opt.step(params, grads, opt.init(params))
+    stepped, _ = opt.step(params, grads=grads, state=opt.init(params))
     assert_trees_close(whole(stepped), {name: x / 2 for name, x in values.items()}, rtol=0, atol=0)
 
 
@@ -167,7 +167,7 @@ def test_what_a_loss_does_not_use_has_zero_gradients_and_stays(mesh: fs.Mesh) ->
     assert full["used.weight"].all()
     assert not any(full[name].any() for name in ("used.bias", "unused.weight", "unused.bias"))
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.0)
-    stepped = whole(opt.step(params, grads, opt.init(params))[0])
+    stepped = whole(opt.step(params, grads=grads, state=opt.init(params))[0])
     for name in ("used.bias", "unused.weight", "unused.bias"):
         assert torch.equal(stepped[name], values_of(model)[name])
     assert not torch.equal(stepped["used.weight"], values_of(model)["used.weight"])
@@ -183,7 +183,7 @@ def test_a_gradient_of_none_is_zeros_and_a_buffer_of_none_is_left_alone(mesh: fs
     assert_close(whole(grads), {name: expected[name] for name in values_of(model)})
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
     some = fs.Sharded({**grads, "2": None}, grads.layout)
-    stepped, _ = opt.step(params, some, opt.init(params))
+    stepped, _ = opt.step(params, grads=some, state=opt.init(params))
     assert torch.equal(stepped["2"], params["2"])
     assert not torch.equal(stepped["0"], params["0"])
 
@@ -284,15 +284,15 @@ def test_a_copy_of_parameters_and_state_trains_by_itself(mesh: fs.Mesh) -> None:
     model, opt = two_layers().double(), fs.optimizer(torch.optim.AdamW, lr=0.1)
     params = fs.shard(model, fs.plan(model, mesh))
     x, y = samples(mesh, 5, 3)
-    params, state = opt.step(params, gradients_on(mesh, model, params, x, y), opt.init(params))
+    params, state = opt.step(params, grads=gradients_on(mesh, model, params, x, y), state=opt.init(params))
     copied = copy.deepcopy((params, state))
     thawed = tree_map(lambda x: x, pickle.loads(pickle.dumps(params)))
     thawed = fs.Sharded(thawed, params.layout)
     before = whole(params)
-    stepped = opt.step(copied[0], gradients_on(mesh, model, copied[0], x, y), copied[1], donate=True)[0]
+    stepped = opt.step(copied[0], grads=gradients_on(mesh, model, copied[0], x, y), state=copied[1], donate=True)[0]
     for kept in (params, thawed):
         assert_trees_close(whole(kept), before, rtol=0, atol=0)
-    expected = opt.step(params, gradients_on(mesh, model, params, x, y), state)[0]
+    expected = opt.step(params, grads=gradients_on(mesh, model, params, x, y), state=state)[0]
     assert_trees_close(whole(stepped), whole(expected), rtol=0, atol=0)
 
 
@@ -336,7 +336,7 @@ def test_every_parameter_can_have_a_learning_rate_of_its_own(mesh: fs.Mesh) -> N
     stock, plain = torch.optim.SGD(groups, lr=9.0, momentum=0.9), dict(model.named_parameters())
     for i in range(3):
         x, y = samples(mesh, 5, 3, seed=i)
-        params, state = opt.step(params, gradients_on(mesh, model, params, x, y), state)
+        params, state = opt.step(params, grads=gradients_on(mesh, model, params, x, y), state=state)
         for name, grad in gradients_of(lambda p, x=x, y=y: loss_of(model, p, x, y), values_of(model)).items():
             plain[name].grad = grad
         stock.step()

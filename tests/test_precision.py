@@ -295,7 +295,7 @@ def test_a_step_takes_gradients_of_either_precision_alike() -> None:
         grads = fs.Sharded({k: x if x is None else x.bfloat16() for k, x in grads.items()}, params.layout)
         if not keep:
             grads = fs.Sharded({k: x if x is None else x.float() for k, x in grads.items()}, params.layout)
-        new, state = opt.step(params, grads, opt.init(params))
+        new, state = opt.step(params, grads=grads, state=opt.init(params))
         results.append((dict(new), {name: dict(tree) for name, tree in state.items()}))
     assert_trees_close(results[1], results[0], rtol=0, atol=0)
 

@@ -156,7 +156,7 @@ def test_a_step_refuses_gradients_that_replicas_do_not_share_yet() -> None:
     opt = fs.optimizer(torch.optim.SGD, lr=0.1)
     apart = gradients(fs.within_replicas(params), x, y)
     with pytest.raises(ValueError, match="they lie as another layout says"):
-        opt.step(params, apart, opt.init(params))
-    stepped, _ = opt.step(params, fs.across_replicas(apart, params.layout), opt.init(params))
+        opt.step(params, grads=apart, state=opt.init(params))
+    stepped, _ = opt.step(params, grads=fs.across_replicas(apart, params.layout), state=opt.init(params))
     assert torch.equal(stepped["0"][0], stepped["0"][1])  # replicas are equal again
     assert copy.deepcopy(stepped).layout == params.layout

@@ -259,7 +259,7 @@ def test_training_goes_on_as_if_nothing_had_moved(name: str) -> None:
             if i % 3 == 0:
                 params, state = fs.reshard((params, state), layout)
             frozen = {n: p for n, p in fs.gather(params).items() if n not in full}
-            params, state = opt.step(params, fs.shard(full | frozen, layout), state)
+            params, state = opt.step(params, grads=fs.shard(full | frozen, layout), state=state)
         return fs.gather(params), fs.reshard(state, layouts[0])
 
     moved, stayed = train(layouts), train(stays)
@@ -286,7 +286,7 @@ def states_of(frozen: str, then: str, labels: Any = None) -> tuple[Any, Any, fs.
     model, opt, mesh = two_layers(), fs.optimizer(torch.optim.Adam, lr=0.1), fs.simulated_mesh(2)
     old, new = (fs.plan(only(model, names), mesh, labels=labels) for names in (frozen, then))
     params = fs.shard(model, old)
-    params, state = opt.step(params, params, opt.init(params))
+    params, state = opt.step(params, grads=params, state=opt.init(params))
     return params, state, new, opt
 
 
@@ -339,12 +339,12 @@ def test_halves_of_a_partition_freeze_and_thaw_too() -> None:
     model, opt, mesh = two_layers(), fs.optimizer(torch.optim.Adam, lr=0.1), fs.simulated_mesh(2)
     old, new = (fs.plan(only(model, names), mesh) for names in ("0.weight 0.bias", "2.weight 2.bias"))
     trainable, frozen = fs.partition(fs.shard(model, old))
-    trainable, state = opt.step(trainable, trainable, opt.init(trainable))
+    trainable, state = opt.step(trainable, grads=trainable, state=opt.init(trainable))
     params = fs.reshard(fs.Sharded({**trainable, **frozen}, old), new)
     trainable, _ = fs.partition(params)
     moved = fs.reshard(state, trainable.layout, fresh=opt.init(trainable))
     assert_trees_close(moved, opt.init(trainable))
-    trainable, moved = opt.step(trainable, trainable, moved)
+    trainable, moved = opt.step(trainable, grads=trainable, state=moved)
     assert moved["step"]["0"].tolist() == [1.0, 1.0]
 
 

@@ -237,7 +237,7 @@ def skipping_steps(mesh: fs.Mesh, name: str, bad_rank: int, num_steps: int = 4) 
         here = fs.collectives.axis_index(mesh) == bad_rank
         spoil = lambda x: torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)  # noqa: E731
         grads, finite = scaling.unscale(fs.trees.map_items(lambda key, x: spoil(x), params), scale)
-        new = opt.step(params, grads, state)
+        new = opt.step(params, grads=grads, state=state)
         return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite), finite
 
     history = [(params, state, scale, None)]
@@ -273,7 +273,7 @@ def test_selecting_outside_spmd_takes_stacked_trees() -> None:
     mesh, scaling, opt = fs.simulated_mesh({"replicate": 2, "shard": 2}), SCALES["dynamic"], OPTIMIZERS["adamw"]
     _, params = model_and_tree(mesh)
     state = opt.init(params)
-    new = opt.step(params, params, state)
+    new = opt.step(params, grads=params, state=state)
     kept = scaling.select(torch.zeros(2, 2, dtype=torch.bool), new, (params, state))
     assert_trees_close(kept, (params, state), rtol=0, atol=0)
     taken = scaling.select(torch.ones(2, 2, dtype=torch.bool), new, (params, state))
@@ -286,14 +286,14 @@ def test_momentum_that_is_not_there_yet_counts_as_zeros(axes: dict[str, int]) ->
     _, params = model_and_tree(mesh)
     start = opt.init(params)
     assert start["momentum_buffer"]["0"] is None
-    overflowed = opt.step(params, fs.trees.map_items(lambda key, x: x * INF, params), start)
+    overflowed = opt.step(params, grads=fs.trees.map_items(lambda key, x: x * INF, params), state=start)
     state = scaling.select(torch.zeros(tuple(axes.values()), dtype=torch.bool), overflowed, (params, start))
     assert_trees_close(state[0], params, rtol=0, atol=0)
     for _ in range(3):
-        state, start = opt.step(state[0], params, state[1]), start
+        state, start = opt.step(state[0], grads=params, state=state[1]), start
     plain = (params, start)
     for _ in range(3):
-        plain = opt.step(plain[0], params, plain[1])
+        plain = opt.step(plain[0], grads=params, state=plain[1])
     assert_trees_close(state, plain, rtol=0, atol=0)
 
 
@@ -360,7 +360,7 @@ def fp16_training(mesh: fs.Mesh, scaling: fs.LossScale, num_steps: int = 12) -> 
         scaled = lambda params: scaling.scale(loss_of(params, x, y), scale)  # noqa: E731
         grads, finite = scaling.unscale(fs.grad(scaled)(params), scale)
         loss = fs.collectives.pmean(loss_of(params, x, y), mesh)
-        new = opt.step(params, grads, state)
+        new = opt.step(params, grads=grads, state=state)
         params, state = scaling.select(finite, new, (params, state))
         return params, state, scaling.update(scale, finite), loss, finite
 

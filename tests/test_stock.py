@@ -62,9 +62,9 @@ def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     params = fs.shard(whole(), planned(fs.simulated_mesh(2)))
     opt = fs.optimizer(torch.optim.SGD)
     with pytest.raises(TypeError, match=text):
-        opt.step(params, params, {}, momentun=0.9)
+        opt.step(params, grads=params, state={}, momentun=0.9)
     with pytest.raises(TypeError, match=text):
-        opt.step(params, params, {}, labels={"no_decay": {"momentun": 0.9}})
+        opt.step(params, grads=params, state={}, labels={"no_decay": {"momentun": 0.9}})
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         fs.optimizer(torch.optim.SGD, lr=-1)
 
@@ -93,7 +93,7 @@ def test_label_options_of_a_step_win_over_all_others() -> None:
     rates = []
     calls: list[dict[str, Any]] = [{}, {"lr": 4.0}, {"lr": 4.0, "labels": {"slow": {"lr": 8.0}}}]
     for options in calls:
-        new = fs.gather(opt.step(params, grads, opt.init(params), **options)[0])
+        new = fs.gather(opt.step(params, grads=grads, state=opt.init(params), **options)[0])
         rates.append((-new["x"][0].item(), -new["y"][0].item()))
     assert rates == [(1.0, 2.0), (4.0, 2.0), (4.0, 8.0)]
 
@@ -106,7 +106,7 @@ def test_a_learning_rate_per_step_equals_torchs_scheduler(case: str) -> None:
     params = fs.shard(whole(), layout)
     state = opt.init(params)
     for i in range(5):
-        params, state = opt.step(params, sharded_grads(layout, i + 1), state, lr=base * factor(i))
+        params, state = opt.step(params, grads=sharded_grads(layout, i + 1), state=state, lr=base * factor(i))
     assert_equal_stock(params, stock(case, 5, factor))
 
 
@@ -115,5 +115,5 @@ def test_an_override_may_bring_new_state_which_then_accumulates() -> None:
     params = fs.shard(whole(), layout)
     state = opt.init(params)
     for i in range(3):
-        params, state = opt.step(params, sharded_grads(layout, i + 1), state, momentum=0.9)
+        params, state = opt.step(params, grads=sharded_grads(layout, i + 1), state=state, momentum=0.9)
     assert_equal_stock(params, stock("sgd_momentum", 3))

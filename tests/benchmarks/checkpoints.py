@@ -42,7 +42,7 @@ class Ours:
         self.work, self.model, self.mesh = work, work.model(), fs.init_mesh()
         self.params = fs.shard(self.model, fs.plan(self.model, self.mesh))
         self.opt = fs.optimizer(torch.optim.AdamW, lr=LR)
-        self.params, self.state = self.opt.step(self.params, self.params, self.opt.init(self.params))
+        self.params, self.state = self.opt.step(self.params, grads=self.params, state=self.opt.init(self.params))
 
     def tree(self) -> dict[str, Any]:
         return {"model": self.params, "optim": self.opt.state_dict(self.state, self.params)}
@@ -54,7 +54,7 @@ class Ours:
         x, y = self.work.batch(self.mesh.rank, BATCH)
         loss = lambda p: self.work.loss(functional_call(self.model, fs.gather(p), (x,)), y)  # noqa: E731
         grads, _ = fs.grad_and_value(loss)(self.params)
-        self.params, self.state = self.opt.step(self.params, grads, self.state)
+        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
 
 
 class FSDP2:

@@ -48,7 +48,7 @@ def ours(
     def step(x: Tensor, y: Tensor) -> Tensor:
         nonlocal params, state
         grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
-        params, state = opt.step(params, grads, state, donate=True)
+        params, state = opt.step(params, grads=grads, state=state, donate=True)
         return loss
 
     return step

@@ -90,7 +90,7 @@ def train(directory: str | None, limit: int | None, *, depth: int, width: int, s
         start = time.perf_counter()
         x = torch.randn(mesh.size, BATCH, width, generator=torch.Generator().manual_seed(i))[mesh.rank]
         grads, loss = fs.grad_and_value(loss_fn)(params, x)
-        params, state = opt.step(params, grads, state, donate=True)
+        params, state = opt.step(params, grads=grads, state=state, donate=True)
         losses.append(loss.item())
         del grads
         times.append(time.perf_counter() - start)

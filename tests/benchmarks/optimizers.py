@@ -96,7 +96,7 @@ def sharded(mesh: fs.Mesh, opt: fs.Optimizer, dtype: torch.dtype) -> dict[str, T
     params = fs.shard(start, fs.plan(start, mesh))
     state = opt.init(params)
     for step in range(NUM_STEPS):
-        params, state = opt.step(params, fs.shard(values(step + 1, dtype), params.layout), state)
+        params, state = opt.step(params, grads=fs.shard(values(step + 1, dtype), params.layout), state=state)
     return dict(fs.gather(params, lazy=False))
 
 

@@ -44,7 +44,7 @@ def step_ms() -> tuple[float, float, float]:
     @mesh.spmd
     def step(params: fs.Sharded, state: dict[str, fs.Sharded], x: Tensor, y: Tensor) -> object:
         grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
-        return opt.step(params, grads, state), fs.collectives.pmean(loss, mesh)
+        return opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
 
     for _ in range(3):
         step(params, state, x, y)

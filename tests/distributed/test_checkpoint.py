@@ -78,7 +78,7 @@ def tree_of(model: nn.Module, mesh: fs.Mesh, **options: Any) -> dict[str, Any]:
 def stepped(tree: dict[str, Any], **options: Any) -> dict[str, Any]:
     """After a step whose gradients are the parameters themselves."""
     params, buffers = tree["model"]
-    params, state = ADAMW.step(params, params, tree["optim"]["state"], **options)
+    params, state = ADAMW.step(params, grads=params, state=tree["optim"]["state"], **options)
     count = tree["step"] + 1
     return {"model": (params, buffers), "optim": ADAMW.state_dict(state, params), "step": count, "list": [1, "two"]}
 
@@ -204,7 +204,7 @@ class Ours:
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = lambda p: mse(functional_call(self.model, fs.gather(p), (x,)), y)  # noqa: E731
         grads, value = fs.grad_and_value(loss)(self.params)
-        self.params, self.state = self.opt.step(self.params, grads, self.state)
+        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
         return value
 
     def values(self) -> dict[str, Any]:
@@ -412,7 +412,7 @@ def moved(model: Transformer, seed: int) -> Transformer:
 
 
 def stepped_parallel(tree: dict[str, Any]) -> dict[str, Any]:
-    params, state = ADAMW.step(tree["model"], tree["model"], tree["optim"]["state"])
+    params, state = ADAMW.step(tree["model"], grads=tree["model"], state=tree["optim"]["state"])
     return {"model": params, "optim": {"state": state}}
 
 

@@ -51,7 +51,7 @@ def train(mesh: fs.Mesh, num_steps: int = 8) -> tuple[list[float], fs.Full]:
     @mesh.spmd
     def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, loss = fs.grad_and_value(lambda p: loss_of(model, fs.gather(p), x, y))(params)
-        return *opt.step(params, grads, state), fs.collectives.pmean(loss, mesh)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
 
     state, losses = opt.init(params), []
     for x, y in batches(num_steps):

@@ -128,7 +128,7 @@ def train(mesh: fs.Mesh, gather: Gather, **options: Any) -> list[Any]:
     for i in range(6):
         x, y = input_of(10 * i + mesh.rank).to(dtype), input_of(10 * i + mesh.rank)[:, :3].to(dtype)
         grads, loss = fs.grad_and_value(lambda p, x=x, y=y: loss_of(model, gather(p), x, y))(params)
-        params, state = opt.step(params, grads, state)
+        params, state = opt.step(params, grads=grads, state=state)
         history += [loss, dict(params)]
     return history
 

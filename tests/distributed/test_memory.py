@@ -57,7 +57,7 @@ def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
             loss = lambda p, i=i, x=x: loss_between_marks(live, i, model, lambda: fs.gather(p), x)  # noqa: E731
             grads, value = fs.grad_and_value(loss)(params)
             live.mark(f"update {i}")
-            params, state = opt.step(params, grads, state, donate=True)
+            params, state = opt.step(params, grads=grads, state=state, donate=True)
             live.mark(f"updated {i}")
             del grads, value
             live.mark(f"end {i}")

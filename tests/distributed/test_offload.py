@@ -56,7 +56,7 @@ def steps_of(params: fs.Sharded, state: Any) -> tuple[Any, ...]:
     for x in SAMPLES:
         x = params.layout.mesh.split(x)
         grads = gradient_of(params, x)
-        params, state = ADAMW.step(params, grads, state, donate=True)
+        params, state = ADAMW.step(params, grads=grads, state=state, donate=True)
         losses.append(grads)
     return losses, params, state
 

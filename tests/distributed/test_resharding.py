@@ -120,7 +120,7 @@ def carried_state(meshes: list[fs.Mesh]) -> Any:
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
     layouts = [fs.plan(awkward(), mesh, **o) for mesh, o in zip(meshes, OPTIONS.values(), strict=False)]
     params = fs.shard(awkward(), layouts[0])
-    tree: Any = (*opt.step(params, params, opt.init(params)), {"none": mapped(lambda _: None, params)})
+    tree: Any = (*opt.step(params, grads=params, state=opt.init(params)), {"none": mapped(lambda _: None, params)})
     moved: Any = tree
     for layout in (*layouts[1:], layouts[0]):
         moved = fs.reshard(moved, layout)
@@ -233,7 +233,7 @@ def test_meshes_of_a_part_of_the_world_exchange_among_themselves() -> None:
 def shards_on_this_rank() -> Any:
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
     params = fs.shard(awkward(), fs.plan(awkward(), fs.init_mesh()))
-    return opt.step(params, params, opt.init(params))
+    return opt.step(params, grads=params, state=opt.init(params))
 
 
 def test_trees_that_ranks_left_behind_are_read_without_them() -> None:
@@ -242,5 +242,5 @@ def test_trees_that_ranks_left_behind_are_read_without_them() -> None:
         layout = fs.plan(awkward(), mesh, units=64)
         opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
         params = fs.shard(awkward(), layout)
-        expected = opt.step(params, params, opt.init(params))
+        expected = opt.step(params, grads=params, state=opt.init(params))
         assert_trees_close(fs.reshard(ranks, layout), expected, rtol=1e-13, atol=1e-16)

@@ -86,7 +86,7 @@ def train(mesh: fs.Mesh, model: nn.Module, gather: Gather, num_steps: int, **opt
         words = sentences(i, mesh.rank)
         grads, loss = fs.grad_and_value(lambda p, words=words: loss_of(model, gather(p), words))(params)
         yield loss, grads
-        params, state = opt.step(params, grads, state)
+        params, state = opt.step(params, grads=grads, state=state)
 
 
 WAYS: list[tuple[Gather, dict[str, Any]]] = [
@@ -400,7 +400,7 @@ def adamw_on_shards_of_parts_steps_as_on_whole_parameters(axes: DeviceMesh, mesh
     mean = {name: x.detach().clone() for name, x in alone.items()}
     for i in range(3):
         grads = fs.shard({name: (x + i).sin() for name, x in values.items()}, params.layout)
-        params, state = opt.step(params, grads, state)
+        params, state = opt.step(params, grads=grads, state=state)
         average = tree_map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
         for name, x in alone.items():
             x.grad = (whole(values[name]) + i).sin()
