@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from .surroundings import in_transform
 from .trees import Sharded
 
 OptState = dict[str, Sharded]
+Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def optimizer(
@@ -68,6 +70,21 @@ def optimizer(
     return Optimizer(cls, defaults, labels, traits)
 
 
+def _named(step: Step) -> Step:
+    """Gradients and parameters are trees of one form: only their names tell them apart."""
+
+    @wraps(step)
+    def checked(self: Any, params: Any, *others: Any, **named: Any) -> Any:
+        if others:
+            raise TypeError(
+                f"step: got {len(others)} trees without a name behind the parameters. Gradients have the form of "
+                "parameters, and swapped they compute nonsense. Call opt.step(params, grads=grads, state=state)."
+            )
+        return step(self, params, **named)
+
+    return cast(Step, checked)
+
+
 @dataclass(frozen=True)
 class Optimizer(Static):
     """The two functions that :func:`optimizer` makes. It holds options and no state."""
@@ -102,12 +119,13 @@ class Optimizer(Static):
         state = _run(call, {key: [params[key]] for key in options}, _rank_dims(params.layout))
         return _by_name(state, params.layout)
 
+    @_named
     def step(
         self,
         params: Sharded,
+        *,
         grads: Sharded,
         state: OptState,
-        *,
         donate: bool = False,
         labels: Mapping[str, Mapping[str, Any]] | None = None,
         **overrides: Any,
@@ -116,9 +134,9 @@ class Optimizer(Static):
 
         Args:
             params: the parameters, inside ``spmd`` or, with their rank dims, outside.
-            grads: their gradients, as ``fs.grad`` or ``scatter_grads`` return them, cast to the dtypes of ``params``;
-                ``None`` leaves a buffer alone.
-            state: from :meth:`init` or the last step.
+            grads: their gradients, by name, as ``fs.grad`` or ``scatter_grads`` return them, cast to the dtypes of
+                ``params``; ``None`` leaves a buffer alone.
+            state: by name, from :meth:`init` or the last step.
             donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
             labels: options of labels for this step.
             overrides: options for this step, as ``lr=schedule(i)``; a label's own options win.
@@ -127,7 +145,8 @@ class Optimizer(Static):
             ``(params, state)`` in the same trees. Buffers that are not trainable are passed through.
 
         Raises:
-            TypeError: an option that the class does not have, or with which it is not elementwise.
+            TypeError: trees without a name; an option that the class does not have, or with which it is not
+                elementwise.
             ValueError: trees that do not fit; all offenders at once.
             NotImplementedError: someone differentiates through the step.
 

@@ -63,10 +63,15 @@ def sharded_grads(layout: fs.Layout, seed: int) -> fs.Sharded:
     return fs.Sharded({key: x if layout.buffers[key].trainable else None for key, x in shards.items()}, layout)
 
 
+def stepping(opt: fs.Optimizer, **options: Any) -> Callable[..., Any]:
+    """``opt.step`` of three trees in a row, as a transform takes them."""
+    return lambda params, grads, state: opt.step(params, grads=grads, state=state, **options)
+
+
 def run(opt: fs.Optimizer, layout: fs.Layout, num_steps: int = NUM_STEPS, wrap: Any = lambda step: step) -> fs.Sharded:
     """The parameters after some steps with different gradients."""
     params = fs.shard(whole(), layout)
-    state, step = wrap(opt.init)(params), wrap(opt.step)
+    state, step = wrap(opt.init)(params), wrap(stepping(opt))
     for i in range(num_steps):
         params, state = step(params, sharded_grads(layout, i + 1), state)
     return params

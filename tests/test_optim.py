@@ -24,6 +24,7 @@ from tests.steps import (
     planned,
     run,
     sharded_grads,
+    stepping,
     stock,
     structure,
     tensors,
@@ -61,7 +62,7 @@ def test_a_step_never_writes_to_its_inputs(case: str) -> None:
         inputs = params, sharded_grads(layout, i + 1), state
         before = copied(inputs)
         seen = [x._version for x in tensors(inputs)]
-        params, state = opt.step(*inputs)
+        params, state = stepping(opt)(*inputs)
         assert_trees_close(inputs, before, rtol=0, atol=0)
         assert [x._version for x in tensors(inputs)] == seen
 
@@ -307,8 +308,25 @@ def test_trees_that_do_not_fit_are_refused_with_all_offenders(change: Any, kind:
     args = change(params, sharded_grads(layout, 1), opt.init(params))
     before = copied(args)
     with pytest.raises(kind, match=text):
-        opt.step(*args, donate=True)
+        stepping(opt, donate=True)(*args)
     assert_trees_close(args, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_trees", [1, 2])
+def test_trees_that_are_not_named_are_refused_before_anything_is_written(num_trees: int) -> None:
+    layout, opt = planned(fs.simulated_mesh(2)), optimizer("adamw")
+    params = fs.shard(whole(), layout)
+    grads, state = sharded_grads(layout, 1), opt.init(params)
+    before = copied((params, grads, state))
+    named = {} if num_trees == 2 else {"state": state}
+    text = rf"step: got {num_trees} trees without a name.*Call opt.step\(params, grads=grads, state=state\)"
+    step: Any = opt.step
+    for args in ((params, grads, state), (grads, params, state)):
+        with pytest.raises(TypeError, match=text):
+            step(*args[: num_trees + 1], **named, donate=True)
+    assert_trees_close((params, grads, state), before, rtol=0, atol=0)
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'state'"):
+        step(params, grads=grads)
 
 
 def test_init_refuses_what_is_not_sharded() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.steps import optimizer, planned, sharded_grads, values, whole
+from tests.steps import optimizer, planned, sharded_grads, stepping, values, whole
 
 
 def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
@@ -64,12 +64,12 @@ def test_vmap_over_an_ensemble_equals_a_loop(case: str, where: str, num_steps: t
     mesh = fs.init_mesh() if where == "one_rank" else fs.simulated_mesh(2)
     layout, opt = fs.plan(values(), mesh), optimizer(case)
     members = [member(opt, layout, seed + 1, n) for seed, n in enumerate(num_steps)]
-    step: Any = torch.func.vmap(opt.step)
+    step: Any = torch.func.vmap(stepping(opt))
     if where == "outside_spmd":
-        step = torch.func.vmap(mesh.spmd(opt.step))
+        step = torch.func.vmap(mesh.spmd(stepping(opt)))
     if where == "inside_spmd":
-        step = mesh.spmd(torch.func.vmap(opt.step), in_dims=1, out_dims=1)
-    expected = stacked(*(opt.step(*one) for one in members))
+        step = mesh.spmd(torch.func.vmap(stepping(opt)), in_dims=1, out_dims=1)
+    expected = stacked(*(stepping(opt)(*one) for one in members))
     assert_trees_close(step(*stacked(*members)), expected, rtol=1e-12, atol=1e-13)
 
 
