@@ -135,7 +135,8 @@ class Optimizer(Static):
         Args:
             params: the parameters, inside ``spmd`` or, with their rank dims, outside.
             grads: their gradients, by name, as ``fs.grad`` or ``scatter_grads`` return them, cast to the dtypes of
-                ``params``; ``None`` leaves a buffer alone.
+                ``params``. ``None`` leaves a buffer and its state alone, and is yours to say, alike on all ranks: what
+                a loss does not use has zeros for gradients, and weight decay and momentum move it.
             state: by name, from :meth:`init` or the last step.
             donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
             labels: options of labels for this step.

@@ -34,7 +34,8 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) ->
     Returns:
         A function with the arguments of ``fn``. It returns gradients in the tree of the argument (a tuple of them for
         several ``argnums``), or ``(gradients, aux)``. Leaves that are not trainable - integers, bools, and buffers or
-        parameters frozen in the layout - get ``None``.
+        parameters frozen in the layout - get ``None``; trainable ones that ``fn`` does not use get zeros, on any rank,
+        as in ``torch.func.grad`` and JAX. An optimizer decays those: see ``grads`` of :meth:`Optimizer.step`.
 
     Raises:
         TypeError, ValueError: as :func:`grad_and_value`.
