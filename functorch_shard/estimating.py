@@ -202,7 +202,8 @@ def _gathered_again(layout: Layout) -> list[int]:
     learning = [any(b.trainable for b in unit.buffers) for unit in layout.units]
     if True not in learning:
         return []
-    first = sum(i < learning.index(True) for i in large)  # its place among the large ones
+    start = learning.index(True)
+    first = sum(i < start for i in large)  # its place among the large ones
     return large[:-2][first:]
 
 

@@ -24,7 +24,7 @@ from .trees import Full, Sharded
 
 
 def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
-    """Raise unless every value is finite; the error names every parameter that has a NaN or an infinity, and where.
+    """Raise unless every value is finite; the error names the parameters that have a NaN or an infinity, and where.
 
     The same error on every rank. Padding is not looked at. Not for inside ``spmd`` on simulated ranks, where no value
     is known yet: return the tree, and look at it outside.
@@ -34,8 +34,8 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         what: what to call it, as ``"grads"``.
 
     Raises:
-        FloatingPointError: a line for each such parameter: how many, the first in row-major order with its index in the
-            parameter's own shape and its value, and the ranks that hold such values.
+        FloatingPointError: a line for each such parameter (of many, for the first 20): how many, the first in row-major
+            order with its index in the parameter's own shape and its value, and the ranks that hold such values.
         RuntimeError: inside ``spmd`` on simulated ranks.
         TypeError: ``tree`` is neither.
         ValueError: shards that do not fit their layout.

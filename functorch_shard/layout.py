@@ -10,6 +10,7 @@ padded to a multiple of its number of shards S, and rank r of the shard axis own
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -97,7 +98,10 @@ class Buffer:
     def slices(self, rank: int) -> list[Slice]:
         """The pieces of parameters inside shard ``rank``, in order; an empty parameter is in no shard."""
         low = (rank if self.num_shards > 1 else 0) * self.shard_numel
-        spans = ((s, max(s.offset, low), min(s.end, low + self.shard_numel)) for s in self.slots)
+        high = low + self.shard_numel
+        first = bisect_right(self.slots, low, key=lambda slot: slot.end)
+        behind = bisect_left(self.slots, high, lo=first, key=lambda slot: slot.offset)
+        spans = ((s, max(s.offset, low), min(s.end, high)) for s in self.slots[first:behind])
         return [Slice(s.name, a - low, b - a, a - s.offset) for s, a, b in spans if a < b]
 
     def split_sizes(self) -> list[int]:
@@ -148,6 +152,14 @@ class Layout(Static):
     def key_of(self) -> Mapping[str, str]:
         """The key of the buffer that holds each parameter."""
         return {slot.name: buffer.key for buffer in self.buffers.values() for slot in buffer.slots}
+
+    @cached_property
+    def aliases_of(self) -> Mapping[str, tuple[str, ...]]:
+        """The further names of each tied parameter, by its first name."""
+        tied: dict[str, list[str]] = {}
+        for alias, name in self.aliases:
+            tied.setdefault(name, []).append(alias)
+        return {name: tuple(further) for name, further in tied.items()}
 
     @cached_property
     def precision_of(self) -> Mapping[str, MixedPrecision]:
@@ -228,6 +240,13 @@ class Layout(Static):
         units = [replace(unit, buffers=tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
         aliases = tuple((alias, name) for alias, name in self.aliases if keep[self.key_of[name]])
         return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
+
+    def by_unit(self) -> Iterator[Layout]:
+        """The layout of each unit alone."""
+        for unit in self.units:
+            names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
+            ties = sorted((alias, name) for name in names for alias in self.aliases_of.get(name, ()))
+            yield replace(self, units=(unit,), aliases=tuple(ties))
 
     def merge(self, others: Sequence[Layout]) -> Layout:
         """The layout of all parts that :meth:`select` took apart; the parts are disjoint.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .errors import hint, reject
+from .errors import hints, reject
 from .layout import Slot
 from .mesh import Mesh
 from .metadata import Entry, Value
@@ -40,6 +40,7 @@ class Loading:
     stored: Stored
     like: Any
     party: Mesh
+    guess: Callable[[str], str]  # what a name that is not in the checkpoint may have been meant to be
     leaves: Sequence[Leaf] = ()  # of the tree that is made
     parts: dict[tuple[str, Value], list[_Part]] = field(default_factory=dict)
     numbers: list[tuple[Leaf, str, Mapping[str, Tensor]]] = field(default_factory=list)  # by buffer and name
@@ -50,7 +51,7 @@ class Loading:
         if in_transform():
             raise RuntimeError("load: inside a transform, or inside spmd, where a tree is one rank's. Call it outside.")
         stored, wanted = Stored.open(path), leaves_of(like)
-        loading = Loading(stored, like, party)
+        loading = Loading(stored, like, party, hints(stored.entries))
         reject(f"load: {path}", [*loading._misfits(wanted, donate)], _FITS)
         loading.leaves = [loading._made(leaf, donate) for leaf in wanted]
         problems = [problem for leaf in loading.leaves for problem in loading._places(leaf)]
@@ -131,7 +132,7 @@ class Loading:
 
     def _misfit(self, name: str, entry: Entry | None, shape: Any, dtype: torch.dtype | None) -> Iterator[str]:
         if entry is None:
-            yield f"{name!r}: not in the checkpoint{hint(name, list(self.stored.entries))}"
+            yield f"{name!r}: not in the checkpoint{self.guess(name)}"
         elif dtype is None and entry.dtype is not None:
             yield f"{name!r}: got a plain value, the checkpoint has a tensor of {entry}"
         elif dtype is not None and (entry.dtype is None or (entry.shape, entry.dtype) != (shape, dtype)):

@@ -143,7 +143,8 @@ def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
     sums = {key: _sums_by_slot(kind, tree[key], buffer, layout) for key, buffer in counted.items()}
     shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
     if shared:
-        total = kind.across(torch.cat([sums[key].to(_widest(sums.values())) for key in shared]), _shard_axis(layout))
+        widest = _widest(sums.values())
+        total = kind.across(torch.cat([sums[key].to(widest) for key in shared]), _shard_axis(layout))
         sizes = [len(counted[key].slots) for key in shared]
         sums |= {key: x.to(sums[key].dtype) for key, x in zip(shared, total.split(sizes), strict=True)}
     totals = {

@@ -6,7 +6,7 @@ import torch
 
 from .checks import check_shards
 from .gathering import gather
-from .layout import Layout, Unit
+from .layout import Layout
 from .trees import Full, Sharded
 
 
@@ -50,18 +50,12 @@ def gather_to(
     mine = layout.mesh.is_simulated or layout.mesh.rank == rank
     whole: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for unit in layout.units:
-            part = gather(_part(params, unit), lazy=False, dtype=dtype)
+        for unit in layout.by_unit():
+            part = gather(Sharded({key: params[key] for key in unit.buffers}, unit), lazy=False, dtype=dtype)
             if mine:
                 whole.update({name: x.to(device) for name, x in part.items()})
             del part  # before the next one is laid out
     return Full({name: whole[name] for name in layout.slots}, layout) if mine else None
-
-
-def _part(params: Sharded, unit: Unit) -> Sharded:
-    keys = {buffer.key for buffer in unit.buffers}
-    layout = params.layout.select({key: key in keys for key in params.layout.buffers})
-    return Sharded({key: params[key] for key in layout.buffers}, layout)
 
 
 def _check_rank(rank: int, layout: Layout) -> None:

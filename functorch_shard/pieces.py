@@ -58,8 +58,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 def aliases_of(leaf: Leaf, name: str) -> tuple[Path, ...]:
     """The further paths of a parameter that is tied, in a leaf that holds it."""
-    layout = leaf.value.layout
-    return tuple(leaf.path(alias) for alias, first in layout.aliases if first == name)
+    return tuple(leaf.path(alias) for alias in leaf.value.layout.aliases_of.get(name, ()))
 
 
 def is_number(x: Tensor, layout: Layout) -> bool:
@@ -68,14 +67,15 @@ def is_number(x: Tensor, layout: Layout) -> bool:
 
 
 def _of_sharded(leaf: Leaf, tree: Sharded, party: Mesh) -> Iterator[Piece]:
-    layout = tree.layout
+    layout, first = tree.layout, _is_first_beside(tree.layout)
     for key, x in tree.items():
-        if isinstance(x, Tensor):
-            make = _of_number if is_number(x, layout) else _of_buffer
-            yield from make(leaf, layout, layout.buffers[key], x.detach(), party)
+        if isinstance(x, Tensor) and is_number(x, layout):
+            yield from _of_number(leaf, layout.buffers[key], x.detach(), party)
+        elif isinstance(x, Tensor):
+            yield from _of_buffer(leaf, layout, layout.buffers[key], x.detach(), party, first)
 
 
-def _of_number(leaf: Leaf, layout: Layout, buffer: Buffer, x: Tensor, party: Mesh) -> Iterator[Piece]:
+def _of_number(leaf: Leaf, buffer: Buffer, x: Tensor, party: Mesh) -> Iterator[Piece]:
     """The one number under the names of all of its parameters."""
     number = x[(0,) * x.ndim]
     for slot in buffer.slots:
@@ -83,8 +83,9 @@ def _of_number(leaf: Leaf, layout: Layout, buffer: Buffer, x: Tensor, party: Mes
         yield Piece(leaf.path(slot.name), (), SCALAR, number, party.rank, party.rank == 0, aliases)
 
 
-def _of_buffer(leaf: Leaf, layout: Layout, buffer: Buffer, x: Tensor, party: Mesh) -> Iterator[Piece]:
-    first = _is_first_beside(layout)
+def _of_buffer(
+    leaf: Leaf, layout: Layout, buffer: Buffer, x: Tensor, party: Mesh, first: Mapping[str, bool]
+) -> Iterator[Piece]:
     for place in _places(layout):
         shard = x[place.row] if layout.mesh.is_simulated else x
         shards = buffer.num_shards

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .errors import hint, reject
+from .errors import hints, listed, reject
 from .layout import Buffer, Layout, Reduction, Slot, Unit, aligned, in_source_order, padded
 from .mesh import Mesh
 from .precision import MixedPrecision
 from .sources import source_problems, sparse_problems
 from .tensor_parallel import form_of, local_part, unfit_dtensor
 from .trees import Sharded
-from .units import Units, assign, below
+from .units import Units, around, assign
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
 Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], MixedPrecision | None] | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """What parameters of one buffer have in common."""
 
@@ -148,7 +148,7 @@ def _plan(
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     unit_of = assign(parts, source if isinstance(source, nn.Module) else None, units)
     label_of = _labels(tensors, labels)
-    whole = {aliases.get(name, name) for name in every if any(below(name, prefix) for prefix in ignored)}
+    whole = {aliases.get(name, name) for name in _below_any(every, ignored)}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
@@ -164,6 +164,12 @@ def _plan(
     )
 
 
+def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
+    """The names that are one of ``prefixes``, or lie inside one."""
+    prefixes = set(prefixes)
+    return [name for name in names if not prefixes.isdisjoint(around(name))] if prefixes else []
+
+
 def _slot(name: str, tensor: Tensor, taken: int, index: int, align_bytes: int) -> Slot:
     offset, part = aligned(taken, tensor.dtype, align_bytes), local_part(tensor)
     return Slot(name, tuple(part.shape), part.dtype, offset, part.numel(), index, form_of(tensor))
@@ -171,14 +177,13 @@ def _slot(name: str, tensor: Tensor, taken: int, index: int, align_bytes: int) -
 
 def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, ...]:
     """Units, and the buffers in each, in the order of their first parameters."""
-    keys = Counter(_key(kind, groups) for kind in groups)
-    problems = [f"{key!r}: the key of {count} buffers" for key, count in keys.items() if count > 1]
+    keys = _keys(groups)
+    problems = [f"{key!r}: the key of {count} buffers" for key, count in Counter(keys).items() if count > 1]
     reject("plan: labels", problems, "No label may look like a dtype, 'frozen', 'whole' or part of a unit's name.")
     buffers: dict[str, list[Buffer]] = {}
-    for kind, slots in groups.items():
+    for key, (kind, slots) in zip(keys, groups.items(), strict=True):
         num_shards = 1 if kind.ignored else shards
         numel = padded(slots[-1].end, num_shards)
-        key = _key(kind, groups)
         buffers.setdefault(kind.unit, []).append(
             Buffer(key, kind.label, kind.trainable, numel, num_shards, tuple(slots))
         )
@@ -190,8 +195,9 @@ def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, .
     if isinstance(precision, (MixedPrecision, type(None))):
         policies: dict[str, Any] = dict.fromkeys((unit.name for unit in units), precision)
     elif isinstance(precision, Mapping):
-        names = [unit.name for unit in units]
-        unknown = [f"{name!r}: not a unit{hint(name, names)}" for name in precision if name not in names]
+        names = dict.fromkeys(unit.name for unit in units)
+        guess = hints(names)
+        unknown = [f"{name!r}: not a unit{guess(name)}" for name in precision if name not in names]
         reject("plan: precision", unknown, _units_are(units))
         policies = dict(precision)
     elif callable(precision):
@@ -199,7 +205,8 @@ def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, .
     else:
         known = "a MixedPrecision, a mapping unit -> MixedPrecision, or a callable"
         raise TypeError(f"plan: precision: got {type(precision).__name__}, expected {known}")
-    policies = {name: policy or MixedPrecision() for name, policy in policies.items()}
+    as_stored = MixedPrecision()
+    policies = {name: policy or as_stored for name, policy in policies.items()}
     problems = [
         f"unit {name!r}: got {type(policy).__name__}, expected a MixedPrecision or None"
         for name, policy in policies.items()
@@ -210,13 +217,20 @@ def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, .
 
 
 def _units_are(units: Sequence[Unit]) -> str:
-    return f"The units are {', '.join(repr(unit.name) for unit in units) or 'none'}."
+    return f"The units are {listed(unit.name for unit in units)}."
 
 
-def _key(kind: _Kind, groups: Mapping[_Kind, object]) -> str:
+def _keys(kinds: Collection[_Kind]) -> list[str]:
+    """The key of each kind's buffer."""
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for kind in kinds:
+        dtypes.setdefault(kind.unit, set()).add(kind.dtype)
+    return [_key(kind, len(dtypes[kind.unit]) > 1) for kind in kinds]
+
+
+def _key(kind: _Kind, several_dtypes: bool) -> str:
     """``unit/label``, with the dtype where a unit has several."""
-    dtypes = {other.dtype for other in groups if other.unit == kind.unit}
-    dtype = str(kind.dtype).removeprefix("torch.") if len(dtypes) > 1 else ""
+    dtype = str(kind.dtype).removeprefix("torch.") if several_dtypes else ""
     marks = ["" if kind.trainable else "frozen", "whole" if kind.ignored else ""]
     return "/".join([kind.unit, *filter(None, [kind.label, dtype, *marks])])
 
@@ -229,7 +243,7 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _identity(tensor: Tensor) -> object:
     """Equal for one parameter under two names; a state dict holds two tensors over one memory for it."""
-    if isinstance(tensor, nn.Parameter):
+    if _is_parameter(tensor):
         return id(tensor)
     part = local_part(tensor)
     try:
@@ -240,8 +254,12 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _trainable(tensor: Tensor) -> bool:
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    frozen = not tensor.requires_grad and _is_parameter(tensor)
     return (tensor.is_floating_point() or tensor.is_complex()) and not frozen
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return type(x) is not Tensor and isinstance(x, nn.Parameter)  # which torch decides in Python, slowly
 
 
 def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
@@ -277,9 +295,8 @@ def _check(
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator would be used up by the check
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
-    problems += [
-        f"ignored {p!r}: no such parameter or module" for p in ignored if not any(below(n, p) for n in tensors)
-    ]
+    known = {prefix for name in _below_any(tensors, ignored) for prefix in around(name)}
+    problems += [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
     if options.reduction not in ("mean", "sum"):
         problems.append(f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'")
     if not isinstance(options.reshard_after_forward, bool):

@@ -238,11 +238,11 @@ class _Reduction:
 
 
 def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
-    """With zeros for what is ``None``."""
+    """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
     given = [grad for slot in buffer.slots if (grad := grads[slot.name]) is not None]
     like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)
-    zeros = {slot.name: like.new_zeros(slot.shape) for slot in buffer.slots if grads[slot.name] is None}
-    return {**grads, **zeros}
+    every = {slot.name: (slot, grads[slot.name]) for slot in buffer.slots}
+    return {name: like.new_zeros(slot.shape) if grad is None else grad for name, (slot, grad) in every.items()}
 
 
 def _dtypes(grads: Tensor, buffer: Buffer, layout: Layout) -> Travel:

@@ -53,18 +53,18 @@ class Resets:
         """Parameters and buffers as their resets leave them, and the names of those without values, and why."""
         values: dict[str, Tensor] = {}
         problems: list[str] = []
-        parts: dict[Together, list[str]] = {}
+        parts: dict[str, list[str]] = {}  # by the module whose reset it is
         for name in names:
             if name in self.belonging:
-                parts.setdefault(self.belonging[name], []).append(name)
+                parts.setdefault(self.belonging[name].name, []).append(name)
             elif self._is_blank(name):
                 problems.append(
                     f"{name!r}: neither {_title(self.model, _owner(name))} nor a module around it has a reset"
                 )
             else:
                 values[name] = self._start(name, False)
-        for together, wanted in parts.items():
-            problems += self._fill_together(together, wanted, values)
+        for wanted in parts.values():
+            problems += self._fill_together(self.belonging[wanted[0]], wanted, values)
         return values, problems
 
     def _fill_together(self, together: Together, names: Sequence[str], values: dict[str, Tensor]) -> list[str]:
@@ -120,7 +120,10 @@ def _belonging(model: nn.Module) -> dict[str, Together]:
     for name in [name for name, _ in model.named_parameters()] + [name for name, _ in model.named_buffers()]:
         if (head := _head(name, methods)) is not None:
             tensors.setdefault(head, []).append(name)
-    parts = [Together(head, tuple(names), _modules(head, methods)) for head, names in tensors.items()]
+    order = list(methods)
+    place = {name: i for i, name in enumerate(order)}
+    modules = {head: _inside(order, place[head]) if methods[head] == _PRIVATE else (head,) for head in tensors}
+    parts = [Together(head, tuple(names), modules[head]) for head, names in tensors.items()]
     return {name: together for together in parts for name in together.tensors}
 
 
@@ -132,11 +135,12 @@ def _head(name: str, methods: Mapping[str, str]) -> str | None:
     return (whole or around[::-1] or [None])[0]
 
 
-def _modules(head: str, methods: Mapping[str, str]) -> tuple[str, ...]:
-    """Those whose resets are called, the inner ones first."""
-    return (
-        tuple(name for name in reversed(list(methods)) if below(name, head)) if methods[head] == _PRIVATE else (head,)
-    )
+def _inside(modules: Sequence[str], start: int) -> tuple[str, ...]:
+    """The module at ``start`` and those inside, which come right behind it; the inner ones first."""
+    end = start + 1
+    while end < len(modules) and below(modules[end], modules[start]):
+        end += 1
+    return tuple(reversed(modules[start:end]))
 
 
 def _method(module: nn.Module) -> str | None:

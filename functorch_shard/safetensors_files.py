@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import check_shards
-from .errors import hint, reject
+from .errors import hint, hints, reject
 from .gathering import gather
 from .layout import Buffer, Layout, Slice, Slot
 from .safetensors_headers import Place, read_numbers
@@ -127,8 +127,9 @@ def export_safetensors(
     begin = lambda: NewFiles.begin(_EXPORT, [entry for _, entry in entries], path, max_shard_size)  # noqa: E731
     sink: Sink = mesh.agree(_EXPORT, begin if mesh.rank == 0 else Nowhere, lambda _: [])
     try:
+        by_name = _by_name(entries)
         for unit in _by_unit(params):
-            _write(unit, entries, sink)
+            _write(unit, by_name, sink)
         mesh.agree(_EXPORT, sink.publish, lambda _: [])
     except BaseException:
         sink.abandon()
@@ -246,22 +247,26 @@ def _entries(params: Sharded, names: Names) -> list[tuple[str, Entry]]:
 
 def _by_unit(params: Sharded) -> Iterator[Sharded]:
     """The tree, a unit at a time, in the stored dtypes."""
-    layout = params.layout.as_stored()
-    for unit in layout.units:
-        keys = {buffer.key for buffer in unit.buffers}
-        part = layout.select({key: key in keys for key in layout.buffers})
-        yield Sharded({key: params[key] for key in part.buffers}, part)
+    for unit in params.layout.as_stored().by_unit():
+        yield Sharded({key: params[key] for key in unit.buffers}, unit)
 
 
-def _write(unit: Sharded, entries: Iterable[tuple[str, Entry]], sink: Sink) -> None:
+def _by_name(entries: Iterable[tuple[str, Entry]]) -> dict[str, list[Entry]]:
+    by_name: dict[str, list[Entry]] = {}
+    for name, entry in entries:
+        by_name.setdefault(name, []).append(entry)
+    return by_name
+
+
+def _write(unit: Sharded, entries: Mapping[str, Sequence[Entry]], sink: Sink) -> None:
     """Returns when the unit is written, and let go of; raises on all ranks or none."""
     with torch.no_grad():
         whole = gather(unit, lazy=False)
 
     def write() -> None:
-        for name, entry in entries:
-            if name in whole:
-                sink.write(entry.name, whole[name])
+        for name, x in whole.items():
+            for entry in entries[name]:
+                sink.write(entry.name, x)
 
     unit.layout.mesh.agree(_EXPORT, write, lambda _: [])
 
@@ -272,9 +277,8 @@ def _renamed(verb: str, names: Names, layout: Layout) -> tuple[dict[str, str], l
     if names is not None and not isinstance(names, Mapping) and not callable(names):
         raise TypeError(f"{verb}: names: got {type(names).__name__}, expected a mapping or a function of a name")
     if isinstance(names, Mapping):
-        problems = [
-            f"names: {name!r}: not in the layout{hint(str(name), every)}" for name in names if name not in every
-        ]
+        known, guess = set(every), hints(every)
+        problems = [f"names: {name!r}: not in the layout{guess(str(name))}" for name in names if name not in known]
         renamed: dict[str, Any] = {name: names.get(name, name) for name in every}
     else:
         problems, renamed = [], {name: names(name) if names else name for name in every}

@@ -43,7 +43,7 @@ def _problem(x: Any) -> tuple[str, str] | None:
     """The kind of problem and its text."""
     if not isinstance(x, Tensor):
         return "type", f"got {type(x).__name__}, expected a tensor"
-    if isinstance(x, (UninitializedParameter, UninitializedBuffer)):
+    if type(x) is not Tensor and isinstance(x, (UninitializedParameter, UninitializedBuffer)):
         return "lazy", "a lazy parameter without a shape yet; run the model once"
     if _is_special(x):
         return "subclass", f"a {type(x).__name__}, which is a tensor subclass; a flat buffer holds plain numbers"

@@ -166,12 +166,12 @@ def _check_sizes(
     treedef: Any, leaves: list[Any], mapped: list[int], starts: list[int], axes: Sequence[StackedBackend]
 ) -> None:
     sizes = tuple(axis.size for axis in axes)
-    problems = []
-    for i, start in zip(mapped, starts, strict=True):
-        shape = tuple(leaves[i].shape)
-        if shape[start : start + len(sizes)] != sizes:
-            where = f"from dim {start}" if start else "as leading dims"
-            problems.append(f"{_path(treedef.paths()[i])}: shape {shape}, expected {sizes} {where}, one a rank")
+    shapes = [(i, start, tuple(leaves[i].shape)) for i, start in zip(mapped, starts, strict=True)]
+    wrong = [(i, start, shape) for i, start, shape in shapes if shape[start : start + len(sizes)] != sizes]
+    paths, problems = treedef.paths() if wrong else [], []
+    for i, start, shape in wrong:
+        where = f"from dim {start}" if start else "as leading dims"
+        problems.append(f"{_path(paths[i])}: shape {shape}, expected {sizes} {where}, one a rank")
     reject(
         "spmd",
         problems,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +47,11 @@ def below(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
+def around(name: str) -> list[str]:
+    """Every prefix that ``name`` is :func:`below`: the root, the modules around it from the outside in, and itself."""
+    return ["", *accumulate(name.split("."), lambda prefix, part: f"{prefix}.{part}")]
+
+
 def _stack_entries(names: Iterable[str], module: nn.Module | None) -> set[str]:
     """The entries of ModuleList and Sequential stacks, by name; the outermost around a parameter is its unit.
 
@@ -66,14 +72,13 @@ def _numbered_prefix(name: str) -> str:
 
 def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
     """Entries of stacks; the rest by the outermost module that has no stack inside."""
-    around = {entry[:i] for entry in entries for i, char in enumerate(entry) if char == "."} | {""}
-    return {name: _outermost(name, entries, around) for name in names}
+    outside = {prefix for entry in entries for prefix in around(entry)[:-1]}
+    return {name: _outermost(name, entries, outside) for name in names}
 
 
-def _outermost(name: str, entries: set[str], around: set[str]) -> str:
-    path = name.split(".")
-    owners = [".".join(path[:i]) for i in range(1, len(path))]
-    return next((owner for owner in owners if owner in entries or owner not in around), owners[-1] if owners else ROOT)
+def _outermost(name: str, entries: set[str], outside: set[str]) -> str:
+    owners = around(name)[1:-1]
+    return next((owner for owner in owners if owner in entries or owner not in outside), owners[-1] if owners else ROOT)
 
 
 def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
@@ -89,10 +94,14 @@ def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
 def _by_names(tensors: Iterable[str], groups: Sequence[Sequence[str]]) -> dict[str, str]:
     """Lists of names, of parameters or of modules; what is in none of them makes one unit more, the root."""
     names, problems = list(tensors), []
+    inside: dict[str, list[str]] = {prefix: [] for group in groups for prefix in group}
+    for name in names:
+        for prefix in {*around(name)} & inside.keys():
+            inside[prefix].append(name)
     units: dict[str, str] = {}
     for group in groups:
         for prefix in group:
-            hits = [name for name in names if below(name, prefix)]
+            hits = inside[prefix]
             problems += [] if hits else [f"{prefix!r}: no parameter or module of that name"]
             problems += [
                 f"{name!r}: listed twice, in {units[name]!r} and {group[0]!r}" for name in hits if name in units
@@ -127,4 +136,4 @@ def _by_module(
 
 
 def _innermost(name: str, chosen: set[str]) -> str:
-    return max((prefix for prefix in chosen if below(name, prefix)), key=len, default="") or ROOT
+    return next((prefix for prefix in reversed(around(name)) if prefix in chosen), "") or ROOT
