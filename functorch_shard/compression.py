@@ -11,10 +11,9 @@ from torch import Tensor
 from .checks import check_grads, check_ranked
 from .codecs import as_codec
 from .errors import name_problems, reject
-from .gathering import layout_of_grads
+from .gathering import layout_of_grads, near_grads
 from .layout import Layout
 from .reduction import reduced_and_cast, reduced_encoded
-from .tensor_parallel import local_grads
 from .trees import Sharded
 
 Error = dict[str, Tensor]
@@ -74,7 +73,7 @@ def scatter_encoded_grads(
         k: b for k, b in layout.buffers.items() if b.trainable and b.num_shards > 1 and b.dtype.is_floating_point
     }
     _check_error(error, {key: buffer.numel for key, buffer in encoded.items()})
-    parts = local_grads(grads, layout)
+    parts = near_grads(grads, layout)
     shards: dict[str, Tensor | None] = {}
     owed: Error = {}
     for key, buffer in layout.buffers.items():

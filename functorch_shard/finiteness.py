@@ -15,6 +15,7 @@ from .collectives import psum
 from .errors import reject
 from .gathering import materialize
 from .holdings import party_of
+from .homes import near
 from .layout import Layout, Slot
 from .mesh import job_mesh
 from .norms import shard_index, wide
@@ -79,11 +80,12 @@ def all_finite(tree: Sharded) -> Tensor:
     Runs as one rank: on real ranks, or inside ``spmd``. Padding is not looked at. One psum of a number per axis, those
     that DTensors lie along too.
     """
-    layout, fine = tree.layout, [torch.ones((), dtype=torch.bool, device=tree.layout.mesh.device)]
+    layout, device = tree.layout, tree.layout.mesh.device
+    fine = [torch.ones((), dtype=torch.bool, device=device)]
     for key, buffer in layout.buffers.items():
         if buffer.differentiable and tree[key] is not None:
             x = without_padding(tree[key], buffer, shard_index(buffer, layout))
-            fine.append(torch.isfinite(wide(x)).all())
+            fine.append(near(torch.isfinite(wide(x)).all(), device))
     bad = psum(~torch.stack(fine).all(), layout.mesh)
     for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
         bad = psum(bad, axis)
@@ -178,5 +180,5 @@ def _line(found: list[_Found]) -> str:
     count = sum({one.shard: one.count for one in sorted(found, key=lambda one: one.count)}.values())  # copies once
     ranks = sorted({one.rank for one in found if one.rank is not None})
     where = f", on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
-    index = [int(i) for i in torch.unravel_index(torch.tensor(first.first), tuple(first.shape))]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(first.first, device="cpu"), tuple(first.shape))]
     return f"{first.name!r}: {count} of {numel} values not finite, the first is {first.value} at {index}{where}"

@@ -17,7 +17,7 @@ from .collectives import all_gather, gather_encoded, gather_shards
 from .containers import opened
 from .data_parallel import averaged, carried, scaled_gradient
 from .fingerprints import value_lines
-from .homes import home_of, working_device
+from .homes import home_of, near, working_device
 from .layout import Buffer, Layout
 from .lazy import lazily
 from .pack import unpack
@@ -300,10 +300,16 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         check_ranked(grads, layout)
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
-    parts = local_grads(grads, layout)
+    parts = near_grads(grads, layout)
     return Sharded(
         {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
     )
+
+
+def near_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The local parts of full gradients, where they can be reduced."""
+    parts, device = local_grads(grads, layout), layout.mesh.device
+    return {name: near(x, device) if isinstance(x, Tensor) else x for name, x in parts.items()}
 
 
 def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
@@ -353,7 +359,7 @@ def accumulate(total: Full | None, grads: Full) -> Full:
 def _add(total: Tensor | None, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     if x is None:
         return total
-    return x.to(dtype, copy=True) if total is None else total + x.to(dtype)
+    return x.to(dtype, copy=True) if total is None else total + x.to(total.device, dtype)
 
 
 def _reduce_dtype(name: str, grad: Tensor | None, layout: Layout) -> torch.dtype | None:

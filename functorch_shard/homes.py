@@ -67,6 +67,17 @@ def working_device(x: Tensor, device: torch.device) -> torch.device:
     return device if x.is_cpu else x.device
 
 
+def near(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` where to compute with it, and where its ranks can talk: NCCL knows no tensor in the CPU's memory."""
+    return x.to(working_device(x, device))
+
+
+def back_home(x: Tensor, given: Tensor) -> Tensor:
+    """``x``, which was made of ``given``, in the kind of memory that ``given`` has; with a graph, on its device."""
+    x = x.to(given.device)
+    return x if in_transform() or x.requires_grad else home_of(given).put(x)
+
+
 def settle(tensors: Iterable[Any]) -> None:
     """Wait until no copy under way reads from ``tensors``, which are about to be written to."""
     if not in_transform() and any(isinstance(x, Tensor) and x.is_pinned() for x in tensors):
@@ -120,15 +131,15 @@ def _plain(x: Tensor) -> Tensor:
     """``x`` with its numbers as bytes one after the other: itself, or a copy of what lies otherwise or elsewhere."""
     if type(x) is Tensor and x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         return x
-    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
 
 
 def map_file(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor that a file of exactly its size holds; writing to it writes to the file."""
     numel = prod(shape)
     if not numel:  # there is nothing to map
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_file(str(path), shared=True, size=numel, dtype=dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.from_file(str(path), shared=True, size=numel, dtype=dtype, device="cpu").view(shape)
 
 
 def _new_nameless(directory: Path, x: Tensor) -> Tensor:

@@ -151,7 +151,7 @@ class Mesh(Static):
         """
         if fn is None:
             return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
-        return spmd(fn, self._stacked(), in_dims, out_dims, randomness) if self.is_simulated else fn
+        return spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device) if self.is_simulated else fn
 
     def split(self, tree: Any, dim: int = 0) -> Any:
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.

@@ -16,6 +16,7 @@ from torch import Tensor
 from .checks import check_shards
 from .collectives import pmax, psum
 from .gathering import gather
+from .homes import back_home, near
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import of_rank, slot_of_each, without_padding
@@ -104,7 +105,8 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
     norm = global_norm(grads, p)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     counted = _counted(grads)
-    return map_items(lambda key, x: (x * factor).to(x.dtype) if key in counted else x, grads), norm
+    scaled = lambda x: back_home((x * factor.to(x.device)).to(x.dtype), x)  # noqa: E731
+    return map_items(lambda key, x: scaled(x) if key in counted else x, grads), norm
 
 
 def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
@@ -140,7 +142,9 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
 def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
     """What each parameter has in all, before the root, by name in the source's order."""
     layout, counted = tree.layout, _counted(tree)
-    sums = {key: _sums_by_slot(kind, tree[key], buffer, layout) for key, buffer in counted.items()}
+    sums = {
+        key: near(_sums_by_slot(kind, tree[key], buffer, layout), layout.mesh.device) for key, buffer in counted.items()
+    }
     shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
     if shared:
         widest = _widest(sums.values())
@@ -286,4 +290,5 @@ def _widest(parts: Any) -> torch.dtype:
 
 def _stack(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     dtype = _widest(parts)
-    return torch.stack([x.to(dtype) for x in parts]) if parts else torch.zeros(1, device=layout.mesh.device)
+    device = layout.mesh.device
+    return torch.stack([near(x, device).to(dtype) for x in parts]) if parts else torch.zeros(1, device=device)

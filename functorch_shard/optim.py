@@ -303,13 +303,14 @@ class _Step:
         given = {name: _first(x, rows) for name, x in zip(self.names[key], state, strict=True) if x is not None}
         states = {name: own(x) for name, x in given.items() if not name.startswith(_CARRIED)}
         carried = {name: _number(given.get(_CARRIED + name)) for name in self.traits[key].carried}
-        return Group(own(param), self._gradient(key, grad, param.dtype), states, self.options[key], carried)
+        return Group(own(param), self._gradient(key, grad, param), states, self.options[key], carried)
 
-    def _gradient(self, key: str, grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    def _gradient(self, key: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
         """Its own for a class that writes into it."""
         if grad is None:
             return None
-        return _copy(grad.to(dtype)) if self.traits[key].writes_grads else _in_place(grad.to(dtype))
+        grad = grad.to(param.device, param.dtype)
+        return _copy(grad) if self.traits[key].writes_grads else _in_place(grad)
 
     def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
         """By name; what no gradient has made yet stays None, and what one made now lives beside its parameter."""

@@ -66,7 +66,7 @@ def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
 
 def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
     """The row of this rank; ``rows`` is one row for a rank that is known, or all of them."""
-    return rows.index_select(0, rank.reshape(1)).squeeze(0) if isinstance(rank, Tensor) else rows[0]
+    return rows.index_select(0, rank.reshape(1).to(rows.device)).squeeze(0) if isinstance(rank, Tensor) else rows[0]
 
 
 def _owned(buffer: Buffer, rank: Tensor | int, device: torch.device) -> Tensor:

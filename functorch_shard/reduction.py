@@ -19,7 +19,7 @@ from .backend import Flight
 from .boundary import Boundary
 from .codecs import Codec
 from .collectives import psum, scatter_encoded, scatter_sums
-from .homes import Home, home_of, working_device
+from .homes import Home, back_home, near
 from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import pack
@@ -92,13 +92,13 @@ def at_boundary(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) ->
 
 
 def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool) -> Tensor:
-    home, axes, dtypes = home_of(x), copies(buffer, layout), _dtypes_at_boundary(x, buffer, layout)
+    axes, dtypes = copies(buffer, layout), _dtypes_at_boundary(x, buffer, layout)
     divisors = layout.divisors(dtypes.reduced)
     if in_place and not axes and x.dtype == dtypes.returned:
         return x.div_(divisors[0] * divisors[1]) if layout.reduction == "mean" else x
-    moved = x.to(working_device(x, layout.mesh.device)) if axes else x
+    moved = near(x, layout.mesh.device) if axes else x
     average = _returned(mean(moved, axes, divisors, dtypes), buffer, layout)
-    return x.copy_(average) if in_place and x.dtype == average.dtype else home.put(average)
+    return x.copy_(average) if in_place and x.dtype == average.dtype else back_home(average, x)
 
 
 def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:

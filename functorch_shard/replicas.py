@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from .checks import check_shards
 from .errors import first_difference, reject
+from .homes import back_home, near
 from .layout import Layout
 from .reduction import over_replicas
 from .trees import Sharded
@@ -94,8 +95,9 @@ def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
     if not layout.mesh.in_spmd:
         return layout.mesh.spmd(lambda grads: across_replicas(grads, layout))(grads)
     check_shards("across_replicas: grads", grads, grads.layout, allow_none=True, gradients=True)
+    device = layout.mesh.device
     shards = {
-        key: None if grads[key] is None else over_replicas(grads[key], buffer, layout)
+        key: None if (x := grads[key]) is None else back_home(over_replicas(near(x, device), buffer, layout), x)
         for key, buffer in layout.buffers.items()
     }
     return Sharded(shards, layout)

@@ -19,6 +19,7 @@ from .checks import check_shards
 from .containers import Static
 from .errors import reject
 from .finiteness import all_finite
+from .homes import back_home
 from .norms import wide
 from .trees import Sharded, map_items
 
@@ -131,8 +132,9 @@ class LossScale(Static):
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
         inverse = state["scale"].double().reciprocal().float()  # rounded once, as torch.amp.GradScaler does
         buffers = grads.layout.buffers
-        divide = lambda key, x: x if x is None or not buffers[key].differentiable else (wide(x) * inverse).to(x.dtype)  # noqa: E731
-        return map_items(divide, grads), all_finite(grads)
+        scaled = {key: x for key, x in grads.items() if x is not None and buffers[key].differentiable}
+        divide = lambda x: back_home((wide(x) * inverse.to(x.device)).to(x.dtype), x)  # noqa: E731
+        return map_items(lambda key, x: divide(x) if key in scaled else x, grads), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
         """The state for the next step, inside ``spmd`` or outside."""
@@ -226,8 +228,8 @@ def _rank_dims(tree: Sharded) -> tuple[int, ...]:
 
 def _choose(finite: Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
-        where = finite.reshape((*finite.shape, *[1] * (new.ndim - finite.ndim)))
-        return torch.where(where, new, torch.zeros_like(new) if old is None else old)
+        where = finite.reshape((*finite.shape, *[1] * (new.ndim - finite.ndim))).to(new.device)
+        return back_home(torch.where(where, new, torch.zeros_like(new) if old is None else old), new)
     if isinstance(old, Tensor) or (new is not old and new != old):
         raise ValueError(f"LossScale.select: got {new!r} and {old!r}: only tensors can differ between the trees.")
     return new

@@ -57,7 +57,7 @@ class Mail:
 
     def read_rows(self, slots: Sequence[int], shape: Sequence[int], dtype: torch.dtype, own: Tensor | None) -> Tensor:
         """The letters of all ranks, each of this shape, stacked; ``own`` saves a look into this rank's."""
-        rows = torch.empty((len(slots), *shape), dtype=dtype)
+        rows = torch.empty((len(slots), *shape), dtype=dtype, device="cpu")
         for rank, slot in enumerate(slots):
             if rank == self._rank and own is not None:
                 rows[rank].copy_(own)

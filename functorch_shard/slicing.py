@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .collectives import of_rank
+from .homes import near
 from .layout import Buffer, Layout
 from .mesh import Axis, Mesh
 from .pack import fill_shard, pack, pack_shard
@@ -17,7 +18,7 @@ def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) ->
     """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
     mesh = layout.mesh
     if mesh.in_spmd and mesh.is_simulated:  # values may differ between ranks: nothing is written in place
-        return _own_row(pack(tensors, buffer).detach(), buffer, layout)
+        return _own_row(near(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
     if mesh.in_spmd:
         return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
     return stacked(_rows(tensors, buffer, layout), layout)
@@ -67,7 +68,7 @@ def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source:
 def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
     """The same on simulated ranks, which find the values of all ranks in memory."""
     at = _coordinates(source, layout.mesh)
-    flat = pack(tensors, buffer).detach()
+    flat = near(pack(tensors, buffer).detach(), layout.mesh.device)
     for axis in _axes(layout):
         flat = of_rank(flat, axis, at[axis.name], _kind(axis, buffer, layout), buffer.shard_numel)
     return _own_row(flat, buffer, layout)
@@ -106,4 +107,4 @@ def _own_row(flat: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     index = _index(layout)
     if not isinstance(index, Tensor) or buffer.num_shards == 1:
         return flat
-    return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1)).squeeze(0)
+    return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1).to(flat.device)).squeeze(0)

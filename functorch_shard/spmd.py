@@ -21,9 +21,14 @@ Dim = Any  # an int, or None
 
 
 def spmd(
-    fn: Callable[..., Any], axes: Sequence[StackedBackend], in_dims: Any, out_dims: Any, randomness: str
+    fn: Callable[..., Any],
+    axes: Sequence[StackedBackend],
+    in_dims: Any,
+    out_dims: Any,
+    randomness: str,
+    device: torch.device,
 ) -> Callable[..., Any]:
-    """``fn`` under one vmap per axis, outermost first; only tensors are mapped."""
+    """``fn`` under one vmap per axis, outermost first; only tensors are mapped. Ranks count on ``device``."""
 
     @wraps(fn)
     def every_rank(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +52,7 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        stacked = _over_ranks(one_rank, axes, starts, randomness)(*[leaves[i] for i in mapped])
+        stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
         return _rebuild(result[0], stacked, out_dims, len(axes))
 
     return every_rank
@@ -80,14 +85,16 @@ def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
 
 
 def _over_ranks(
-    fn: Callable[..., Any], axes: Sequence[StackedBackend], starts: list[int], randomness: str
+    fn: Callable[..., Any], axes: Sequence[StackedBackend], starts: list[int], randomness: str, device: torch.device
 ) -> Callable[..., Any]:
     for axis in reversed(axes):
-        fn = _over_axis(fn, axis, starts, randomness)
+        fn = _over_axis(fn, axis, starts, randomness, device)
     return fn
 
 
-def _over_axis(fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str) -> Callable[..., Any]:
+def _over_axis(
+    fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
+) -> Callable[..., Any]:
     def one_rank(index: Tensor, *tensors: Tensor) -> Any:
         token = axis.ranks.set(index)
         try:
@@ -96,10 +103,10 @@ def _over_axis(fn: Callable[..., Any], axis: StackedBackend, starts: list[int], 
             axis.ranks.reset(token)
 
     def all_ranks(*tensors: Tensor) -> Any:
-        device = tensors[0].device if tensors else None
+        where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
         batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
         with explained(axis.size):
-            return batched(torch.arange(axis.size, device=device), *tensors)
+            return batched(torch.arange(axis.size, device=where), *tensors)
 
     return all_ranks
 

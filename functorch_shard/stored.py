@@ -93,7 +93,7 @@ class Stored:
             ALTERED if self.checks else _UNKNOWN,
             RuntimeError,
         )
-        x = torch.empty(entry.shape, dtype=entry.dtype)
+        x = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for value in entry.values:
             x[value.box.index] = self.tensor(name, value)
         return x

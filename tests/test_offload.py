@@ -322,6 +322,31 @@ def test_what_is_made_from_a_mapped_shard_is_a_file_without_a_name_beside_it(tmp
     assert not any(map(is_mapped, leaves_of(ADAMW.init(plain)["exp_avg"])))
 
 
+def clipped_and_unscaled(grads: fs.Sharded) -> list[fs.Sharded]:
+    scaling = fs.LossScale.dynamic(initial=2.0)
+    unscaled, finite = scaling.unscale(grads, scaling.init(grads))
+    return [fs.clip_by_global_norm(grads, 1e-3)[0], unscaled, scaling.select(finite, grads, unscaled)]
+
+
+def test_gradients_that_were_clipped_unscaled_or_selected_are_files_like_the_ones_before(tmp_path: Path) -> None:
+    plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
+    results = clipped_and_unscaled(gradient_of(fs.offload(plain, tmp_path)))
+    assert all(map(is_mapped, leaves_of(*results)))
+    assert same_bits(results, clipped_and_unscaled(gradient_of(plain)))
+
+
+def test_torchs_default_device_has_no_say_in_where_files_are_mapped(tmp_path: Path) -> None:
+    mesh = fs.init_mesh(device="cpu")
+    params = fs.shard(model_of(), fs.plan(model_of(), mesh))
+    with torch.device("meta"):
+        mapped = fs.offload(params, tmp_path / "memory")
+        again = fs.reopen(params, tmp_path / "memory")
+        fs.checkpoint.save(tmp_path / "saved", params)
+        loaded = fs.checkpoint.load(tmp_path / "saved", params)
+        assert int(fs.collectives.axis_index(mesh)) == 0
+    assert same_bits([mapped, again, loaded], [params, params, params])
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_state_that_was_left_in_memory_stays_there(donate: bool, tmp_path: Path) -> None:
     plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
