@@ -103,12 +103,14 @@ def unscaled(params: fs.Sharded) -> Any:
 
 def selected(params: fs.Sharded) -> Any:
     _, finite = unscaled(params)
-    return SCALING.select(finite, params, optree.tree_map(torch.zeros_like, params))
+    return SCALING.select(
+        finite, params, fs.Sharded({key: torch.zeros_like(x) for key, x in params.items()}, params.layout)
+    )
 
 
 def stepped(params: fs.Sharded) -> Any:
     state = SGD.init(params)
-    return SGD.step(params, fs.scatter_grads(full_grads(params), params.layout), state)[0]
+    return SGD.step(params, grads=fs.scatter_grads(full_grads(params), params.layout), state=state)[0]
 
 
 # What one writes in a training step, and where its result is: where its shards are, or on the device.

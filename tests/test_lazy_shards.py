@@ -90,7 +90,7 @@ def test_a_step_that_is_donated_between_forward_and_backward_leaves_the_gradient
     loss = fs.gather(leaf, lazy=True)["fc.w"].square().sum()
     opt = fs.optimizer(torch.optim.SGD, lr=1.0)
     with torch.no_grad():
-        opt.step(leaf, fs.shard({"fc.w": torch.ones(2)}, layout), opt.init(leaf), donate=True)
+        opt.step(leaf, grads=fs.shard({"fc.w": torch.ones(2)}, layout), state=opt.init(leaf), donate=True)
     assert torch.equal(leaf["fc"], torch.tensor([0.0, 1.0]))
     (grad,) = torch.autograd.grad(loss, list(leaf.values()))
     assert torch.equal(grad, torch.tensor([2.0, 4.0]))
