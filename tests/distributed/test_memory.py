@@ -50,7 +50,7 @@ def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     settle()
     samples = torch.randn(STEPS, RANKS, SAMPLES, WIDTH)[:, mesh.rank]
     with LiveBytes() as live:
-        params = fs.shard(model, layout)
+        params = fs.shard(dict(model.named_parameters()), layout)
         state = opt.init(params)
         for i, x in enumerate(samples):
             live.mark(f"step {i}")

@@ -181,7 +181,7 @@ def step_in_memory_on_this_rank() -> LiveBytes:
     settle()
     with LiveBytes() as live:
         for way, layout in layouts.items():
-            params = fs.shard(model, layout)
+            params = fs.shard(dict(model.named_parameters()), layout)
             live.mark(f"forward {way}")
             fs.grad(lambda p, way=way: marked(functional_call(model, fs.gather(p), (x,)), live, way))(params)
             live.mark(f"end {way}")
