@@ -483,9 +483,9 @@ def embedding_on_this_rank() -> list[tuple[str, int]]:
     mesh = fs.init_mesh()
     model = nn.Sequential(nn.Embedding(11, 5), *blocks()).double()
     layout = fs.plan(model, mesh)
-    tokens = torch.tensor([[1, 3], [10, mesh.rank]])
+    params, tokens = fs.shard(model, layout), torch.tensor([[1, 3], [10, mesh.rank]])
     with count_collectives() as seen:
-        fs.grad(lambda p: functional_call(model, fs.gather(p), (tokens,)).sum())(fs.shard(model, layout))
+        fs.grad(lambda p: functional_call(model, fs.gather(p), (tokens,)).sum())(params)
     return [(kind, int(unit)) for kind, unit in _by_unit(seen.issued, layout)]
 
 
@@ -555,9 +555,10 @@ def frozen_front_on_this_rank() -> list[tuple[str, str]]:
     for block in list(model)[:2]:
         block.requires_grad_(False)
     layout = fs.plan(model, mesh)
+    params = fs.shard(model, layout)
     loss = lambda p: functional_call(model, fs.gather(p), (input_of(mesh.rank),)).square().sum()  # noqa: E731
     with count_collectives() as seen:
-        fs.grad(loss)(fs.shard(model, layout))
+        fs.grad(loss)(params)
     return _by_unit(seen.issued, layout)
 
 
