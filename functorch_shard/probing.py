@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .stock import Group, initial_state, plain_options, update
+from .stock import Group, initial_state, plain_options, update, without_compiling
 from .surroundings import outside_transforms
 
 Class = type[torch.optim.Optimizer]
@@ -97,7 +97,7 @@ def _remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> Trait
 
 
 def _probe(cls: Class, options: Mapping[str, Any]) -> Traits:
-    with outside_transforms(), torch.inference_mode(False), torch.no_grad(), _on_cpu():
+    with outside_transforms(), torch.inference_mode(False), torch.no_grad(), _on_cpu(), without_compiling():
         _check_interface(cls, options)
         _tried(cls, lambda: _whole(cls, options, _SMALL_SHAPES, 2))
         whole = _tried(cls, lambda: _whole(cls, options, _SHAPES, _NUM_STEPS))
@@ -141,10 +141,12 @@ def _whole(cls: Class, options: Mapping[str, Any], shapes: Sequence[tuple[int, .
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
         given = [param.grad for param in params]
-        with watch:
-            optimizer.step()
+        try:
+            with watch:
+                optimizer.step()
+        finally:  # what it keeps is a better reason than where it stumbles
+            _check_kept(cls, optimizer, params)
         writes_grads |= any(not torch.equal(x, grad) for x, grad in zip(given, grads, strict=True) if x is not None)
-        _check_kept(cls, optimizer, params)
         _check_combinations(cls, watch)
     return _Whole(torch.cat([x.detach().flatten() for x in params]), before, _entries(optimizer), writes_grads)
 
@@ -208,7 +210,7 @@ def _same(a: Any, b: Any) -> bool:
 def _check_interface(cls: Class, options: Mapping[str, Any]) -> None:
     try:
         cls([torch.ones(2, 2)], **options)
-    except (TypeError, ValueError):  # what is wrong with the options is the class's to say
+    except (TypeError, ValueError, NotImplementedError):  # what is wrong with the options is the class's to say
         raise
     except Exception as error:
         raise _refusal(cls, f"it is not made from a list of parameters ({type(error).__name__}: {error})") from error
@@ -238,7 +240,7 @@ def _check_kept(cls: Class, optimizer: torch.optim.Optimizer, params: Sequence[T
             if not (fits or x is None or isinstance(x, (*_NUMBERS, str))):
                 shape = f" of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
                 kept = f"{name!r} is a {type(x).__name__}{shape} for a parameter of shape {tuple(param.shape)}"
-                raise _refusal(cls, f"its state is not as large as its parameter: {kept}")
+                raise _refusal(cls, f"its state cannot be cut as its parameter is: {kept}")
 
 
 def _check_combinations(cls: Class, watch: _Combinations) -> None:

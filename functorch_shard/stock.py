@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,11 +82,17 @@ def initial_state(
     optimizer = cls([param], **{**_fastest(cls, [group]), **options})
     entries = dict(optimizer.param_groups[0])
     try:
-        with _UntilWrite(group):
+        with _UntilWrite(group), without_compiling():
             _step(optimizer, [group])
     except _AboutToWrite:
         pass
     return {**state, **state.first}, {name: entries.get(name) for name in carried}
+
+
+def without_compiling() -> AbstractContextManager[Any]:
+    """Functions that a class has compiled run as they are written: a look at their operators needs those."""
+    stance: Any = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:

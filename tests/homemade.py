@@ -236,3 +236,15 @@ class KeepsAnOption(Base):
 
     def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         param.add_(grad, alpha=group["lr"] if self.maximize else -group["lr"])
+
+
+@torch.compile(fullgraph=True)
+def _normed(grad: Tensor) -> Tensor:
+    return grad / grad.norm()
+
+
+class Compiled(Base):
+    """As torchao: what it does to a tensor is compiled."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * _normed(grad))
