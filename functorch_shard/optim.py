@@ -159,8 +159,11 @@ class Optimizer(Static):
         for options in (overrides, *(labels or {}).values()):
             check_options(self.cls, options)
         buffers = _trainable(params.layout)
-        options = {key: self._options(buffer, overrides, labels or {}) for key, buffer in buffers.items()}
-        traits = {key: self._found(buffer, overrides, labels or {}) for key, buffer in buffers.items()}
+        one_of = {buffer.label: buffer for buffer in buffers.values()}
+        chosen = {label: self._options(buffer, overrides, labels or {}) for label, buffer in one_of.items()}
+        found = {label: self._found(buffer, overrides, labels or {}) for label, buffer in one_of.items()}
+        options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
+        traits = {key: found[buffer.label] for key, buffer in buffers.items()}
         self._check_state(state, params, buffers)
         states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
         call = _Step(self.cls, options, traits, {key: list(s) for key, s in states.items()}, donate)
@@ -235,9 +238,10 @@ class Optimizer(Static):
         if not isinstance(state, Mapping):
             raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
         problems, scalar = [], _rank_dims(params.layout)
+        one_of = {buffer.label: buffer for buffer in buffers.values()}
+        names = {label: state_names(self._found(buffer)) for label, buffer in one_of.items()}
         for key, buffer in buffers.items():
-            names = state_names(self._found(buffer))
-            problems += [f"{key!r}: no {name!r}" for name in names if key not in state.get(name, {})]
+            problems += [f"{key!r}: no {name!r}" for name in names[buffer.label] if key not in state.get(name, {})]
             shapes = [tuple(params[key].shape), scalar]
             problems += [
                 f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
