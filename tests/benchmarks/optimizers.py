@@ -2,7 +2,7 @@
 
 ``python -m tests.benchmarks.optimizers`` tries every class of torch.optim, timm, pytorch-optimizer, schedulefree,
 lion-pytorch, torchao and bitsandbytes that is installed: the optimizer is made, and what is accepted takes 100 steps on
-two gloo ranks and by itself on whole tensors. It prints a line for each class, and a table in Markdown.
+two gloo ranks and by itself on whole tensors. It prints a line for each class and its options.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def classes(library: str) -> Iterator[tuple[str, type[torch.optim.Optimizer]]]:
         sys.modules.setdefault("timm", _package_without_code("timm"))
         vars(sys.modules.setdefault("timm.models", types.ModuleType("timm.models")))["group_parameters"] = None
     module = importlib.import_module(library)
-    for name in sorted(vars(module)):
+    for name in sorted(name for name in vars(module) if not name.startswith("_")):
         found = getattr(module, name)
         is_class = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
         if (
