@@ -171,7 +171,9 @@ class _Bits(Function):
 
     @staticmethod
     def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.contiguous().view(dtype)
+        x = x.resolve_conj().resolve_neg().contiguous()
+        strided = x.ndim > 0 and x.stride(-1) != 1  # a single number is contiguous, whatever its stride
+        return (x.clone(memory_format=torch.contiguous_format) if strided else x).view(dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

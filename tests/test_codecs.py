@@ -13,6 +13,7 @@ import functorch_shard as fs
 from functorch_shard.codecs import decode_rows, encode_rows
 from functorch_shard.finiteness import all_finite
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.odd_shards import FORMS
 from tests.refusals import refused
 
 CODECS = {
@@ -336,3 +337,12 @@ def test_an_error_that_does_not_fit_is_refused() -> None:
     assert refused(
         fs.scatter_encoded_grads, fs.shard({"a.w": torch.zeros(5), "b.w": torch.zeros(3)}, layout), CODECS["int8"]
     ).startswith("TypeError: scatter_encoded_grads: got a Sharded")
+
+
+@pytest.mark.parametrize("form", sorted(FORMS))
+@pytest.mark.parametrize("numel", [0, 1, 5])
+def test_elements_that_lie_oddly_in_memory_are_sent_as_they_are(form: str, numel: int) -> None:
+    x = torch.arange(1.0, numel + 1)
+    same = fs.codecs.Codec(lambda x: x, lambda x: x)
+    message, shapes = encode_rows(FORMS[form](x), same)
+    assert torch.equal(decode_rows(message, shapes, same), x)
