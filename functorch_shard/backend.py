@@ -23,6 +23,7 @@ from torch import Tensor
 from .shared_memory import Mail, open_mail
 from .surroundings import being_traced
 from .wire import as_ordered, as_real, as_wire, from_ordered, from_real
+from .writes import Gathered
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
@@ -369,6 +370,7 @@ class StackedBackend(Backend):
 
     size: int
     ranks: ContextVar[Tensor | None] = field(repr=False)
+    gathered: ContextVar[Gathered | None] = field(repr=False)  # of all axes, while spmd runs
     siblings: tuple[ContextVar[Tensor | None], ...] = field(default=(), repr=False)
     simulated: bool = field(default=True, init=False)
 

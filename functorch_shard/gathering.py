@@ -189,7 +189,10 @@ def gather(
     flat = _flat_of_stack if stacked else _flat
     for key, buffer in layout.buffers.items():
         if key not in later:
-            whole.update(unpack(flat(shards[key], buffer, layout, dtype, codec), buffer))
+            x = flat(shards[key], buffer, layout, dtype, codec)
+            if lazy is not False:
+                layout.mesh.watch(key, x, [slot.name for slot in buffer.slots])
+            whole.update(unpack(x, buffer))
     whole = with_dtensors(whole, layout)
     return Full({name: whole[name] for name in layout.slots}, layout)
 

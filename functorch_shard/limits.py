@@ -57,6 +57,11 @@ _REASONS = (
         "the .data of a tensor that differs between ranks was asked for. Use x.detach().",
     ),
     (
+        r"is a view and its base or another view of its base has been modified inplace",
+        "a view was written to. What is written to a parameter of gather, which is a copy (under no_grad, or through "
+        "detach), would be forgotten. Change the shards after the step, or gather with lazy=False to own the tensors.",
+    ),
+    (
         r"expected scalar type (BFloat16|Half) but found Float",
         "dtypes were mixed. If torch.autocast is on: under a vmap some operations (layer_norm) miss its casts. "
         "plan(precision=fs.MixedPrecision(...)) computes in half precision without it.",

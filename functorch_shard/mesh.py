@@ -30,6 +30,7 @@ from .failures import naming_lost_ranks
 from .launchers import Job, job_of
 from .rendezvous import join_job
 from .spmd import split_tensor, spmd
+from .writes import Gathered
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -292,6 +293,12 @@ class Mesh(Static):
             )
         return Mesh.from_device_mesh(whole[names])
 
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        """Have writes into a whole buffer refused when ``spmd`` ends; real ranks refuse them at once."""
+        for backend in self._stacked()[:1]:
+            if gathered := backend.gathered.get():
+                gathered.add(key, whole, names)
+
     def _several(self) -> list[Backend]:
         return [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
 
@@ -443,7 +450,10 @@ def job_mesh() -> Mesh:
 def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
     others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
-    return tuple(Axis(name, size, StackedBackend(size, ranks[name], others[name])) for name, size in sizes.items())
+    gathered = ContextVar[Gathered | None]("gathered", default=None)
+    return tuple(
+        Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
+    )
 
 
 def _patience(timeout: timedelta | float | None, several: bool) -> timedelta | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -16,6 +17,7 @@ from .containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from .errors import reject
 from .limits import explained
 from .surroundings import without_batches
+from .writes import Gathered
 
 Dim = Any  # an int, or None
 
@@ -52,7 +54,8 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
+        with _writes_refused(axes[0]):
+            stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
         return _rebuild(result[0], stacked, out_dims, len(axes))
 
     return every_rank
@@ -82,6 +85,17 @@ def _short(tree: Any) -> str:
 def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
     dim = dim % x.ndim
     return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)  # (.., N * n, ..) -> (N, .., n, ..)
+
+
+@contextmanager
+def _writes_refused(axis: StackedBackend) -> Iterator[None]:
+    gathered = Gathered()
+    token = axis.gathered.set(gathered)
+    try:
+        yield
+    finally:
+        axis.gathered.reset(token)
+    gathered.check()
 
 
 def _over_ranks(

@@ -20,6 +20,7 @@ ORDER = [
     "boundary",
     "containers",
     "streams",
+    "writes",
     "homes",
     "precision",
     "codecs",
