@@ -124,7 +124,8 @@ def _take_apart(x: Any) -> tuple[Sequence[Any], _Form] | None:
         return None
     if node := torch_node(type(x)):
         children, context = node.flatten_fn(x)
-        return children, _Form(type(x), tuple(range(len(children))), lambda new: node.unflatten_fn(new, context))
+        entries = tuple(x) if isinstance(x, Mapping) and len(x) == len(children) else tuple(range(len(children)))
+        return children, _Form(type(x), entries, lambda new: node.unflatten_fn(new, context))
     if isinstance(x, Mapping):
         keys = tuple(x)
         return [x[key] for key in keys], _Form(type(x), keys, lambda new: _mapping(x, keys, new))

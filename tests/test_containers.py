@@ -220,6 +220,16 @@ def test_nothing_is_registered_for_the_users_types() -> None:
     assert all(optree.tree_is_leaf(tree) and type(tree) not in torch_pytree.SUPPORTED_NODES for tree in trees)
 
 
+def test_a_mapping_that_is_registered_in_torch_is_named_by_its_keys() -> None:
+    class Known(UserDict[str, Any]):
+        pass
+
+    flatten = lambda known: (list(known.values()), list(known))  # noqa: E731
+    torch_pytree.register_pytree_node(Known, flatten, lambda xs, keys: Known(zip(keys, xs, strict=True)))
+    assert "the tree['o']: a Opaque" in refused(MESH.split, Known(x=X, o=Opaque(X)))
+    assert MESH.split(Known(x=X))["x"].shape == (2, 2, 3)
+
+
 def test_opened_trees_combine_where_their_containers_are_alike() -> None:
     one, two = opened(UserDict(x=X)), opened(UserDict(x=X + 1))
     total: Any = optree.tree_map(torch.add, one, two)
