@@ -74,7 +74,7 @@ def combined(part: Tensor, layout: fs.Layout) -> Tensor:
 # What each rank computes, from its trainable shards p, a direction v of the same form, and its samples.
 ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
     "grad through gather": lambda s, p, v, x, y: grad(s.of_shards)(p, x, y),
-    "vjp through gather": lambda s, p, v, x, y: vjp(lambda p: s.of_shards(p, x, y), p)[1](torch.ones(()).double())[0],
+    "vjp through gather": lambda s, p, v, x, y: vjp(lambda p: s.of_shards(p, x, y), p)[1](y.new_ones(()))[0],
     "fs.grad": lambda s, p, v, x, y: fs.grad(s.of_shards)(p, x, y),
     "scatter_grads of full gradients": lambda s, p, v, x, y: fs.scatter_grads(grad(s.of_full)(fs.gather(p), x, y)),
     "scatter_grads of fs.grad": lambda s, p, v, x, y: fs.scatter_grads(fs.grad(s.of_full)(fs.gather(p), x, y)),
@@ -142,11 +142,11 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
 
 def on_mesh(mesh: fs.Mesh, data: Data, tasks: list[str], **options: Any) -> dict[str, Tree]:
     """Every task on ``mesh``: rows of all simulated ranks, or what this real rank has."""
-    model = awkward(data.seed)
+    model = awkward(data.seed).to(mesh.device)
     layout = fs.plan(model, mesh, **options)
     params, frozen = fs.partition(fs.shard(model, layout))
     v = fs.shard(data.direction(), params.layout)
-    x, y = mesh.split(tuple(rows.flatten(0, 1) for rows in data.samples()))
+    x, y = mesh.split(tuple(rows.flatten(0, 1).to(mesh.device) for rows in data.samples()))
 
     def on_rank(task: str, p: Tree, frozen: Tree, v: Tree, x: Tensor, y: Tensor) -> Tree:
         return ON_RANK[task](Sides(model, frozen, mesh), p, v, x, y)

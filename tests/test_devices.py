@@ -21,6 +21,7 @@ from functorch_shard.mesh import Axis
 
 DEVICE, CPU = torch.device("lazy"), torch.device("cpu")  # one that every build of torch knows
 SGD = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+tree_map: Any = optree.tree_map
 SCALING = fs.LossScale.dynamic()
 
 
@@ -90,7 +91,7 @@ def full_grads(params: fs.Sharded) -> dict[str, Tensor]:
 
 
 def devices(tree: Any) -> Any:
-    return optree.tree_map(lambda x: x.device, tree)
+    return tree_map(lambda x: x.device, tree)
 
 
 def like(params: fs.Sharded) -> Any:
@@ -103,9 +104,7 @@ def unscaled(params: fs.Sharded) -> Any:
 
 def selected(params: fs.Sharded) -> Any:
     _, finite = unscaled(params)
-    return SCALING.select(
-        finite, params, fs.Sharded({key: torch.zeros_like(x) for key, x in params.items()}, params.layout)
-    )
+    return SCALING.select(finite, params, tree_map(torch.zeros_like, params))
 
 
 def stepped(params: fs.Sharded) -> Any:
@@ -143,7 +142,7 @@ def test_what_enters_a_collective_is_on_the_device_and_what_is_made_of_a_shard_l
     params = offloaded(parameters(mesh()), stays)
     assert set(devices(params).values()) == ({CPU, DEVICE} if stays == "c" else {CPU})
     result = params.layout.mesh.spmd(fn)(params)
-    expected = where(params) if callable(where) else optree.tree_map(lambda _: where, result)
+    expected = where(params) if callable(where) else tree_map(lambda _: where, result)
     assert devices(result) == expected
 
 
