@@ -1,4 +1,4 @@
-"""How bytes move: the only file that calls ``torch.distributed`` collectives.
+"""How bytes move: this file and ``gloo`` are the only ones that call ``torch.distributed`` collectives.
 
 A backend is one axis of a mesh at work. Real ranks pass this rank's tensor and get this rank's result. Simulated ranks
 pass the values of all ranks, stacked in dim 0, and get back either one value for all (``all_gather``, ``psum``,
@@ -11,16 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
+from ctypes import string_at
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .shared_memory import Mail, open_mail
 from .surroundings import being_traced
 from .wire import as_ordered, as_real, as_wire, from_ordered, from_real
 from .writes import Gathered
@@ -34,17 +33,6 @@ _LIBRARY.impl("collective", lambda kind, axis, numel, itemsize: None, "Composite
 # 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# Up to so many bytes a rank, gloo's collectives of a single call win: what counts is how often threads wake each other.
-# Two ranks on two cores (tests/benchmarks/gloo.py), 8 KB a rank: a reduction by one all-to-all takes 0.20 ms, by
-# messages 1.9 ms, gloo's own 0.73 ms. 8 MB a rank: by messages 7.8 ms, gloo's own 16.8 ms; an all-gather by broadcasts
-# 6.7 ms, gloo's own 10.1 ms.
-SMALL_MESSAGE = 1 << 17
-
-# Above so many bytes a rank, mail between ranks of one host beats sockets. Two ranks on two busy cores, from the same
-# command: 512 KB a rank are gathered in 0.85 ms by mail and in 0.55 ms over sockets, 2 MB in 1.8 and 3.4 ms, 8 MB in
-# 6.3 and 9.7 ms.
-SMALL_LETTER = 1 << 19
 
 
 class Backend(ABC):
@@ -180,7 +168,7 @@ class GroupBackend(Backend):
         return from_ordered(self._all_reduce(as_ordered(x), dist.ReduceOp.MAX), x.dtype)
 
     def all_to_all(self, x: Tensor, dim: int) -> Tensor:
-        _refuse_tracing()
+        refuse_tracing()
         sent = x.movedim(dim, 0).contiguous()
         received = torch.empty_like(sent)
         if sent.numel():
@@ -191,7 +179,7 @@ class GroupBackend(Backend):
         self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
     ) -> Flight:
         """The rows of all ranks, one after the other in dim 0, cast to ``dtype`` and on ``device`` on the way out."""
-        _refuse_tracing()
+        refuse_tracing()
         out = torch.empty((self.size, *x.shape), dtype=dtype or x.dtype, device=device or x.device)
         out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
         works = self._gather_rows(as_wire(out)) if out.numel() else []
@@ -199,25 +187,25 @@ class GroupBackend(Backend):
 
     def start_psum_scatter(self, x: Tensor) -> Flight:
         """The sum over ranks, of which this rank keeps its part of dim 0; ``x`` is not to be written to until then."""
-        _refuse_tracing()
+        refuse_tracing()
         rows = as_real(x.contiguous())
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
         works = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
         return Flight(works, lambda: from_real(out, x.dtype))
 
     def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
-        _refuse_tracing()
+        refuse_tracing()
         if out.numel():
             parts = [] if rows is None else list(as_wire(rows).unbind(0))
             dist.scatter(as_wire(out), parts, group=self.group, group_src=source)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        _refuse_tracing()
+        refuse_tracing()
         if x.numel():
             dist.broadcast(as_wire(x), group=self.group, group_src=source)
 
     def _all_reduce(self, x: Tensor, op: Any) -> Tensor:
-        _refuse_tracing()
+        refuse_tracing()
         out = x.clone(memory_format=torch.contiguous_format)
         if out.numel():
             dist.all_reduce(out, op, group=self.group)
@@ -228,110 +216,17 @@ class GroupBackend(Backend):
         return [_gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)]
 
 
-@dataclass(frozen=True)
-class GlooBackend(GroupBackend):
-    """Gloo ranks: the largest messages by mail where all ranks are on one host, all others over sockets.
-
-    Sockets carry all-gathers as one broadcast a rank, and reductions as messages between pairs. What is reduced is
-    added up in rank order, whatever the way and the timing.
-    """
-
-    @cached_property
-    def _mail(self) -> Mail | None:
-        """Opened by the first large message, which comes at the same place in the program on every rank."""
-        return open_mail(self.rank, self._exchange)
-
-    def _mail_for(self, x: Tensor, nbytes: int) -> Mail | None:
-        return self._mail if nbytes > SMALL_LETTER and x.device.type == "cpu" else None
-
-    def start_all_gather(
-        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> Flight:
-        _refuse_tracing()
-        dtype = dtype or x.dtype
-        mail, x = self._mail_for(x, x.numel() * dtype.itemsize), x.detach()
-        if mail is None:
-            return super().start_all_gather(x, dtype, device)
-        writes = None if x.is_inference() or type(x) is not Tensor else x._version  # what it has now, was sent
-
-        def read(slots: list[int]) -> Tensor:
-            own = x if writes is not None and writes == x._version else None
-            return mail.read_rows(slots, x.shape, dtype, own).flatten(0, 1)
-
-        return self._send([_in_memory(x, dtype)], mail, read)
-
-    def start_psum_scatter(self, x: Tensor) -> Flight:
-        _refuse_tracing()
-        parts = x.contiguous().unflatten(0, (self.size, x.shape[0] // self.size))
-        if mail := self._mail_for(x, parts[0].nbytes):
-            plain = _in_memory(parts, x.dtype)
-            others = [plain[: self.rank], plain[self.rank + 1 :]]
-            return self._send(others, mail, lambda slots: mail.read_sum(slots, plain[self.rank]))
-        if parts[0].nbytes <= SMALL_MESSAGE:
-            return self._start_small_sum(parts)
-        got = [torch.empty_like(part) for part in parts[1:]]
-        got.insert(self.rank, parts[self.rank])
-        peers = [(self.rank + i) % self.size for i in range(1, self.size)]  # nobody is everybody's first
-        works = [dist.irecv(as_wire(got[rank]), group=self.group, group_src=rank) for rank in peers]
-        works += [dist.isend(as_wire(parts[rank]), group=self.group, group_dst=rank) for rank in peers]
-        return Flight(works, lambda: _sum(got, parts, into=got[1 if self.rank == 0 else 0]))
-
-    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
-        _refuse_tracing()
-        if rows is not None:  # gloo's own scatter makes a copy of all rows first
-            out.copy_(rows[self.rank])
-            others = [rank for rank in range(self.size) if rank != source and out.numel()]
-            sent = [dist.isend(as_wire(rows[rank]), group=self.group, group_dst=rank) for rank in others]
-        else:
-            sent = [dist.irecv(as_wire(out), group=self.group, group_src=source)] if out.numel() else []
-        for work in sent:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess]
-
-    def _send(self, pieces: Sequence[Tensor], mail: Mail, read: Callable[[list[int]], Tensor]) -> Flight:
-        """Write a letter and tell where it is; ``read`` makes the result of the slots of all ranks."""
-        told = torch.full((self.size, 2), -1)
-        mine = torch.tensor([[mail.write(pieces), sum(piece.nbytes for piece in pieces)]])
-        work = _gather_into(told, mine, group=self.group, async_op=True)
-        decline = lambda: mail.done(told[:, 0].tolist())  # noqa: E731
-
-        def finish() -> Tensor:
-            slots, lengths = told.T.tolist()
-            try:
-                _check_lengths(lengths)
-                return read(slots)
-            finally:
-                decline()
-
-        return Flight([work], finish, decline)
-
-    def _exchange(self, message: bytes) -> list[bytes]:
-        out = torch.empty((self.size, len(message)), dtype=torch.uint8)
-        _gather_into(out.flatten(), torch.tensor(list(message), dtype=torch.uint8), group=self.group)
-        return [bytes(row.tolist()) for row in out]
-
-    def _start_small_sum(self, parts: Tensor) -> Flight:
-        got = torch.empty_like(parts)
-        sent, received = as_wire(parts).flatten(0, 1), as_wire(got).flatten(0, 1)
-        works = [dist.all_to_all_single(received, sent, group=self.group, async_op=True)] if parts.numel() else []
-        return Flight(works, lambda: _sum(list(got), sent))
-
-    def _gather_rows(self, rows: Tensor) -> list[Any]:
-        if rows[0].numel() * rows.element_size() <= SMALL_MESSAGE:
-            return [_gather_into(rows.flatten(0, 1), rows[self.rank].clone(), group=self.group, async_op=True)]
-        return [
-            dist.broadcast(rows[rank], group=self.group, group_src=rank, async_op=True) for rank in range(self.size)
-        ]
-
-
-def _sum(rows: Sequence[Tensor], sent: Tensor, into: Tensor | None = None) -> Tensor:
-    """From the first to the last, into one of the first two; ``sent`` is let go only here, when it has arrived."""
-    total = torch.add(rows[0], rows[1], out=into)
+def in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """The sum from the first to the last, rounded after each addend; ``into`` may be one of the first two."""
+    if len(rows) == 1:
+        return rows[0].clone()
+    total = torch.add(rows[0], rows[1]) if into is None else torch.add(rows[0], rows[1], out=into)
     for row in rows[2:]:
-        total += row
+        total = total + row if into is None else total.add_(row)  # a zero tangent is not to be written to
     return total
 
 
-def _refuse_tracing() -> None:
+def refuse_tracing() -> None:
     if being_traced():
         raise NotImplementedError(
             "make_fx, and so torch.func.linearize, cannot record a collective of real ranks: what it returned would be "
@@ -356,12 +251,6 @@ def connect(num_processes: int, device: torch.device) -> None:
     if num_processes == dist.get_world_size():
         record("psum", "mesh", 1, torch.float32)
         dist.all_reduce(torch.zeros(1, device=device))
-
-
-def group_backend(group: Any, rank: int, size: int) -> GroupBackend:
-    """The fastest way to move bytes in ``group``."""
-    kind = GlooBackend if dist.get_backend(group) == "gloo" else GroupBackend
-    return kind(group, rank, size)
 
 
 @dataclass(frozen=True)
@@ -394,11 +283,11 @@ class StackedBackend(Backend):
         return torch.cat(x.unbind(0), dim)  # a copy, as on real ranks: a view would let the result write to the operand
 
     def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        total = x.sum(0, dtype=x.dtype)
+        total = in_rank_order(x.unbind(0))
         return total.unflatten(dim, (self.size, total.shape[dim] // self.size)).movedim(dim, 0)  # (N, .., n, ..)
 
     def psum(self, x: Tensor) -> Tensor:
-        return x.sum(0, dtype=x.dtype)
+        return in_rank_order(x.unbind(0))
 
     def pmax(self, x: Tensor) -> Tensor:
         return x.amax(0)
@@ -438,18 +327,15 @@ class DetachedBackend(Backend):
         )
 
 
-def _check_lengths(lengths: Sequence[int]) -> None:
-    if len(set(lengths)) > 1:
-        raise RuntimeError(
-            f"the ranks issued different collectives at one place of their order: they sent {lengths} bytes, from rank "
-            "0 on. Every rank must issue the same ones, with operands of the same shape and dtype."
-        )
-
-
-def _in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
+def in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of ``x`` in ``dtype``, as plain bytes in a row."""
     plain = x.detach().to(dtype).resolve_conj().resolve_neg().contiguous()
     return plain if type(plain) is Tensor else plain.clone()
+
+
+def as_bytes(x: Tensor) -> bytes:
+    """The memory of ``x``, which is contiguous and on the CPU."""
+    return string_at(x.data_ptr(), x.nbytes)
 
 
 class RollCall:
@@ -471,15 +357,25 @@ class RollCall:
             dist.all_to_all_single(got, sent, group=self._group)  # each directly from its sender
         except RuntimeError as caught:
             error = caught
-        rows = [bytes(row) for row in got.tolist()]
+        rows = [as_bytes(row) for row in got]
         return {rank: row for rank, row in zip(self.ranks, rows, strict=True) if any(row)}, error
 
 
 def timeout_of(group: Any) -> timedelta:
     """How long ``group`` waits, which it has no public way to tell."""
-    return group._get_backend(group._device_types[0]).options._timeout
+    return _unwrapped(group)[0].options._timeout
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:
     """How long ``group`` is to wait: torch's public call for this came after 2.11."""
-    dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if any(hasattr(group._get_backend(device), "wrapped_pg") for device in group._device_types):
+        for backend in _unwrapped(group):
+            backend._set_default_timeout(timeout)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _unwrapped(group: Any) -> list[Any]:
+    """What moves the bytes of each device: TORCH_DISTRIBUTED_DEBUG=DETAIL puts a wrapper without options before it."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [getattr(backend, "wrapped_pg", backend) for backend in backends]

@@ -1,8 +1,9 @@
 """All ranks issue the same collectives, or every rank is told the first one that differs, and who did not come.
 
-A collective that other ranks do not issue hangs, or worse, adds up what does not belong together. So before each one
-the ranks tell each other what they are about to issue. Messages go their own way, in the order of the calls: the k-th
-of one rank meets the k-th of every other, even when the collectives behind them would not.
+A collective that other ranks do not issue hangs, or worse, adds up what does not belong together. Gloo ranks find out
+when it is there (Note [Envelopes] in envelopes.py), and are out of step then; ranks of other libraries never do. So
+before each one the ranks tell each other what they are about to issue. Messages go their own way, in the order of the
+calls: the k-th of one rank meets the k-th of every other, even when the collectives behind them would not.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .backend import in_rank_order
 from .boundary import here, takes_mean
 from .collectives import psum_at
 from .mesh import Axis
@@ -80,7 +81,7 @@ class _Rows:
     """The ranks of a simulated axis once they are the rows of a tensor: what is left of an axis outside its level."""
 
     def psum(self, x: Tensor) -> Tensor:
-        return x.sum(0, keepdim=True).expand_as(x)
+        return in_rank_order(x.unbind(0)).expand_as(x)
 
 
 class _Nobody:

@@ -60,6 +60,7 @@ class _Naming(Wrapper):
 
     def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
         self.announced[kind] = _Announced(numel, dtype, key)
+        super().announce(kind, numel, dtype, key)
 
     def around(self, kind: str) -> Run:
         announced = self.announced.get(kind)
@@ -92,7 +93,7 @@ def _is_for_want_of_ranks(error: RuntimeError) -> bool:
 def _explained(what: str, group: Any) -> str | None:
     """Why ``what`` failed; None where nobody is missing, or no store is there to ask."""
     try:
-        store = _job_store()
+        store = job_store()
     except ValueError:  # the process group was destroyed meanwhile
         return None
     call = _RollCall(store, what, dist.get_process_group_ranks(group), window_of(timeout_of(group)))
@@ -100,7 +101,7 @@ def _explained(what: str, group: Any) -> str | None:
     return call.explanation()
 
 
-def _job_store() -> Any:
+def job_store() -> Any:
     # Private, but a process group has no public way to the store it was made with, and another one would need an
     # address that all ranks know (tests/distributed/test_failures.py watches).
     return dist.distributed_c10d._get_default_store()
@@ -143,6 +144,7 @@ class _RollCall:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._found: _Conclusion | None = None
         self._verdict: _Conclusion | None = None  # of others, on this rank
+        self._waiting: dict[int, str] = {}  # what each member waits in, where nobody is missing
         self._trouble = "no answer"
 
     def hold(self) -> None:
@@ -165,6 +167,9 @@ class _RollCall:
                 f"{guess}: the key/value store, in which ranks tell each other who is here, does not answer. "
                 f"Unless torchrun keeps it, rank 0 does ({self._trouble})"
             )
+        elif len({*self._waiting.values()}) > 1:
+            each = "; ".join(f"rank {rank}: {what}" for rank, what in self._waiting.items())
+            text = f"all of its ranks are here, and wait for each other in different collectives ({each})"
         else:
             return None
         return f"{self._what} failed: {text}"
@@ -173,6 +178,7 @@ class _RollCall:
         try:
             self._sign_in()
             self._found = self._listen() or self._conclude()
+            self._waiting = {} if self._found else self._waiting_in()
             self._trouble = ""
             self._store.set(_key("told", self._rank), "")
             self._linger()
@@ -209,6 +215,11 @@ class _RollCall:
 
     def _missing(self) -> list[int]:
         return [rank for rank in self._members if not self._store.check([_key("here", rank)])]
+
+    def _waiting_in(self) -> dict[int, str]:
+        if self._missing():
+            return {}
+        return {rank: self._store.get(_key("here", rank)).decode() for rank in self._members}
 
     def _linger(self) -> None:
         """Rank 0 may host the store: it stays until the others have read there, or for another window."""

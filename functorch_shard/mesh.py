@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .agreement import agree, gather_texts
-from .backend import Backend, DetachedBackend, StackedBackend, group_backend, record, set_timeout, timeout_of
+from .backend import Backend, DetachedBackend, StackedBackend, record, set_timeout, timeout_of
 from .containers import Static
 from .errors import axes_text
 from .failures import naming_lost_ranks
+from .gloo import group_backend
 from .launchers import Job, job_of
 from .rendezvous import join_job
 from .spmd import split_tensor, spmd
@@ -271,12 +272,13 @@ class Mesh(Static):
                 "Mesh.from_device_mesh: expected a device mesh with mesh_dim_names that contains this rank, got "
                 f"{device_mesh}. Pass mesh_dim_names=('shard',) or ('replicate', 'shard') to init_device_mesh."
             )
-        sizes = device_mesh.shape
-        groups = [group_backend(device_mesh.get_group(names[i]), coordinate[i], sizes[i]) for i in range(len(names))]
+        sizes, device = device_mesh.shape, _with_index(torch.device(device_mesh.device_type))
+        places = zip(names, coordinate, sizes, strict=True)
+        groups = [group_backend(device_mesh.get_group(name), rank, size, device) for name, rank, size in places]
         backends = [naming_lost_ranks(group, name) for group, name in zip(groups, names, strict=True)]
         axes = tuple(Axis(name, size, backend) for name, size, backend in zip(names, sizes, backends, strict=True))
         processes = tuple(device_mesh.mesh.flatten().tolist())
-        return Mesh(axes, _with_index(torch.device(device_mesh.device_type)), processes, device_mesh)
+        return Mesh(axes, device, processes, device_mesh)
 
     def beside(self, *names: str) -> Mesh:
         """The ranks along other axes of the device mesh that this one is a slice of, as ``mesh.beside("tensor")``.
@@ -442,9 +444,9 @@ def job_mesh() -> Mesh:
     """All ranks of the process group as one axis, in the group that is there; one rank where there is none."""
     if not _has_group():
         return Mesh((Axis("job", 1, DetachedBackend()),), torch.device("cpu"))
-    group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size())
-    kind = "cpu" if "cpu:" in dist.get_backend_config() else "cuda"  # one that the group can talk of
-    return Mesh((Axis("job", group.size, naming_lost_ranks(group, "job")),), _with_index(torch.device(kind)))
+    device = _with_index(torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda"))  # of the group
+    group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
+    return Mesh((Axis("job", group.size, naming_lost_ranks(group, "job")),), device)
 
 
 def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:

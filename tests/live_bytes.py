@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from functorch_shard import backend
-from functorch_shard.backend import Flight, GlooBackend
+from functorch_shard.backend import Flight
+from functorch_shard.gloo import GlooBackend
 
 _MEMORY, _MARK = "[memory]", "live_bytes: "
 

@@ -36,6 +36,8 @@ ORDER = [
     "backend",
     "wrapping",
     "failures",
+    "envelopes",
+    "gloo",
     "launchers",
     "rendezvous",
     "counting",
@@ -135,11 +137,21 @@ def test_integers_of_the_layout_know_no_process_groups() -> None:
         assert "torch.distributed" not in "\n".join(ast.unparse(node) for node in runtime_imports(module))
 
 
-def test_only_mesh_and_backend_touch_torch_distributed_at_work() -> None:
+def test_only_mesh_and_backends_touch_torch_distributed_at_work() -> None:
     users = {m for m in ORDER for node in runtime_imports(m) if "torch.distributed" in ast.unparse(node)}
     # failures asks the job's store who is there, rendezvous makes the job's process group, processes starts the ranks
     # of tests, and DTensors and the format of checkpoints are torch.distributed's
-    assert users == {"backend", "failures", "mesh", "metadata", "processes", "rendezvous", "tensor_parallel"}
+    assert users == {
+        "backend",
+        "envelopes",
+        "failures",
+        "gloo",
+        "mesh",
+        "metadata",
+        "processes",
+        "rendezvous",
+        "tensor_parallel",
+    }
 
 
 def test_private_torch_is_imported_where_it_is_declared() -> None:

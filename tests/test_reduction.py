@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.backend import SMALL_MESSAGE, Backend, Flight
+from functorch_shard.backend import Backend, Flight
+from functorch_shard.envelopes import SMALL_MESSAGE
 from functorch_shard.homes import Home
 from functorch_shard.pack import pack
 from functorch_shard.reduction import Reductions, reduced_and_cast

@@ -3,7 +3,7 @@
 python -m tests.benchmarks.gloo
 
 "gloo's own" are its all-gather and reduce-scatter; the rest is what this library chooses from by the size of a message:
-one call of gloo for small ones; sockets, between hosts; mail, on one host.
+sockets, for small ones (the smallest go inside of envelopes) and between hosts; shared memory, on one host.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functorch_shard import backend
-from functorch_shard.backend import GlooBackend, GroupBackend
+from functorch_shard import gloo
+from functorch_shard.backend import GroupBackend
+from functorch_shard.gloo import GlooBackend
 from functorch_shard.testing import run_ranks
 
 SIZES = {  # of the whole buffer, in float32
@@ -35,16 +36,14 @@ Call = Callable[[GroupBackend], Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """A backend, and up to how many bytes it takes a message for a small one, and for a small letter."""
+    """A backend, and up to how many bytes it sends a message over sockets."""
 
     backend: GroupBackend
-    small_message: int = 0
     small_letter: int = 1 << 40
 
     def time(self, call: Call) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this rank's processor."""
-        small_messages = patch.object(backend, "SMALL_MESSAGE", self.small_message)
-        with small_messages, patch.object(backend, "SMALL_LETTER", self.small_letter):
+        with patch.object(gloo, "SMALL_LETTER", self.small_letter):
             dist.barrier()
             start, work = time.perf_counter(), time.process_time()
             call(self.backend)
@@ -56,9 +55,8 @@ def on_this_rank() -> list[str]:
     own, ours = GroupBackend(*where), GlooBackend(*where)
     ways = {
         "gloo's own": Way(own),
-        "one call": Way(ours, small_message=1 << 40),
         "sockets": Way(ours),
-        "mail": Way(ours, small_letter=0),
+        "shared memory": Way(ours, small_letter=0),
     }
     lines = []
     for size, numel in SIZES.items():

@@ -216,7 +216,7 @@ def test_an_error_that_no_rank_is_to_blame_for_stays_as_it_is() -> None:
 
 
 def undisturbed_on_this_rank() -> None:
-    with patch.object(failures, "_job_store", side_effect=AssertionError("asked without an error")):
+    with patch.object(failures, "job_store", side_effect=AssertionError("asked without an error")):
         for step in (in_forward, in_psum, in_reshard):
             step(fs.init_mesh(), lambda: None)
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard import backend
-from functorch_shard.backend import SMALL_LETTER, SMALL_MESSAGE
+from functorch_shard import gloo
+from functorch_shard.envelopes import SMALL_MESSAGE
+from functorch_shard.gloo import SMALL_LETTER
 from functorch_shard.testing import run_ranks
 from tests.live_bytes import LiveBytes, settle
 
@@ -41,7 +42,7 @@ def loss_between_marks(live: LiveBytes, i: int, model: nn.Module, parameters: An
 
 def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
-    backend.SMALL_LETTER = SMALL_LETTERS[way]
+    gloo.SMALL_LETTER = SMALL_LETTERS[way]
     mesh, model = fs.init_mesh(), model_of_equal_units()
     mesh["shard"].backend.all_gather(torch.empty(SMALL_LETTER), 0)  # the first letter opens the files of all ranks
     layout, opt = fs.plan(model, mesh), OPTIMIZERS[optimizer]
