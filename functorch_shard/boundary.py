@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from .surroundings import current_level, will_be_differentiated
+from .surroundings import backward_comes_to, current_level
 
 
 class Boundary:
@@ -30,6 +30,7 @@ class Boundary:
 
     def __init__(self) -> None:
         self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
+        self.anchors: list[Tensor] = []  # outputs to differentiate along with the result, see Note [Unused units]
         self._made: dict[int, Tensor] = {}
 
     def made(self, x: Tensor) -> Tensor:
@@ -69,6 +70,12 @@ def here() -> MaybeBoundary:
     return _OPEN.get().get(current_level())
 
 
+def anchors_here() -> list[Tensor] | None:
+    """Where an anchor is to be put; ``None`` outside of an outermost ``fs.grad``, where nobody would differentiate it."""
+    boundary = _OPEN.get().get(0)
+    return None if boundary is None else boundary.anchors
+
+
 def takes_mean(ctx: Any, boundary: MaybeBoundary) -> bool:
     """Whether the node ``ctx`` takes the mean itself, in the backward that is running.
 
@@ -91,7 +98,7 @@ def _nodes_behind(node: Any) -> Iterator[bool]:
             continue
         seen.add(node)
         if getattr(node, "averages", False):
-            yield will_be_differentiated(node)
+            yield backward_comes_to(node)
         waiting += [behind for behind, _ in node.next_functions]
 
 

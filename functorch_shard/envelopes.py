@@ -43,7 +43,8 @@ HEAD = 16  # bytes before a short message: the digest, and a place in shared mem
 HISTORY = 5  # how many collectives before the one that differs an error shows
 ADVICE = (
     "All ranks must use the same units in the same order: look for a branch, a loop or an early return that depends on "
-    "the rank or its data. The ranks are out of step now: start again with a new process group."
+    "the rank or its data. What only some ranks use, gather with lazy=False inside of fs.grad: then what a rank does "
+    "not use counts as zeros there. The ranks are out of step now: start again with a new process group."
 )
 
 

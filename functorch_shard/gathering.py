@@ -22,7 +22,7 @@ from .layout import Buffer, Layout
 from .lazy import lazily
 from .pack import unpack
 from .planning import named_tensors
-from .reduction import copies, copy_dims, reduced_and_cast
+from .reduction import copies, copy_dims, reduced_and_cast, reduced_together
 from .slicing import cut_buffer, receive_buffer
 from .tensor_parallel import local_grads, local_part, with_dtensors
 from .trees import Full, Sharded
@@ -124,7 +124,9 @@ def gather(
 
     On real ranks the parameters are lazy: a unit is fetched when an operation first needs its data, the next one ahead
     of its use, and at most two are whole at a time; backward gathers again what it needs. So every rank has to use
-    them, in the same order: what one rank alone looks at, take with ``lazy=False``.
+    them, in the same order: what one rank alone looks at, take with ``lazy=False``. Inside of ``fs.grad``, what all
+    ranks gathered and this one did not use counts as zeros in its gradient; so with ``lazy=False`` ranks may use
+    different units.
 
     Args:
         params: parameters, or any ``Sharded`` of their shape: gradients, moments, averages.
@@ -151,7 +153,7 @@ def gather(
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
         RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), or used after
-            its shards were written to.
+            its shards were written to. On every rank, over gloo: ranks used different units where they may not.
         KeyError: the layout has DTensors, and its mesh is no slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
 
@@ -187,12 +189,15 @@ def gather(
     later = {key: x for key, x in shards.items() if _is_lazy(x, layout.buffers[key], layout, lazy)}
     whole = lazily(later, layout, dtype, codec) if later else {}
     flat = _flat_of_stack if stacked else _flat
-    for key, buffer in layout.buffers.items():
-        if key not in later:
-            x = flat(shards[key], buffer, layout, dtype, codec)
-            if lazy is not False:
-                layout.mesh.watch(key, x, [slot.name for slot in buffer.slots])
-            whole.update(unpack(x, buffer))
+    flats = {
+        key: flat(shards[key], buffer, layout, dtype, codec)
+        for key, buffer in layout.buffers.items()
+        if key not in later
+    }
+    for key, x in (flats if stacked else reduced_together(flats, layout)).items():
+        if lazy is not False:
+            layout.mesh.watch(key, x, [slot.name for slot in layout.buffers[key].slots])
+        whole.update(unpack(x, layout.buffers[key]))
     whole = with_dtensors(whole, layout)
     return Full({name: whole[name] for name in layout.slots}, layout)
 

@@ -18,11 +18,11 @@ from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_map_only  # what torch dispatches is flattened with this one
 
-from .boundary import here, takes_mean
+from .boundary import anchors_here, here, takes_mean
 from .codecs import Codec
 from .homes import home_of, working_device
 from .layout import Buffer, Layout, Slot
-from .reduction import Reductions, copies, reduced, scattered
+from .reduction import copies, reduced, scattered
 from .residency import Cell, Part, Session
 from .surroundings import backward_pass, differentiate_at_once, in_transform, refuse_pointers
 
@@ -194,24 +194,42 @@ def lazily(
     session, tensors = Session(layout, {key: home_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
+    joined = _joined(session, shards, layout) if anchors_here() is not None else {}
     for part in _parts(shards, layout, dtype, codec):
-        whole = _gather(session, part, [shards[buffer.key] for buffer in part.buffers])
+        whole = _gather(session, part, shards, joined)
         differentiate_at_once(whole)
         tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
     return tensors
 
 
-def _gather(session: Session, part: Part, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Only plain autograd lets reductions be under way: a transform wants to see every gradient when it is made."""
-    needy = [i for i, x in enumerate(shards) if x.requires_grad]
+def _gather(
+    session: Session, part: Part, shards: Mapping[str, Tensor], joined: Mapping[str, Tensor]
+) -> tuple[Tensor, ...]:
+    own = {buffer.key: shards[buffer.key] for buffer in part.buffers}
+    joined = {key: x for key, x in joined.items() if key in own} or _joined(session, own, part.layout)
+    if not joined:
+        return _Gather.apply(session, part, *own.values())
+    part = replace(part, joined=True)
+    whole = _Gather.apply(session, part, *(own | joined).values())
+    if anchors_here() is not None and own.keys() == joined.keys():
+        session.owed.expect(part, whole[0].grad_fn)
+    return whole
+
+
+def _joined(session: Session, shards: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Those that gradients are wanted of, behind one node at which what is under way lands.
+
+    Only plain autograd lets reductions be under way: a transform wants to see every gradient when it is made.
+    """
+    needy = [key for key, x in shards.items() if x.requires_grad]
     if not needy or in_transform() or not torch.is_grad_enabled():
-        return _Gather.apply(session, part, *shards)
-    keys = [part.buffers[i].key for i in needy]
-    device = working_device(shards[needy[0]], part.layout.mesh.device)
-    *same, _ = _Join.apply(session.reductions, keys, device, *(shards[i] for i in needy))
-    joined = dict(zip(needy, same, strict=True))
-    shards = [joined.get(i, x) for i, x in enumerate(shards)]
-    return _Gather.apply(session, replace(part, joined=True), *shards)
+        return {}
+    device = working_device(shards[needy[0]], layout.mesh.device)
+    anchor, *joined = _Join.apply(session, needy, device, *(shards[key] for key in needy))
+    anchors = anchors_here()
+    if anchors is not None:
+        anchors.append(anchor)
+    return dict(zip(needy, joined, strict=True))
 
 
 def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
@@ -254,6 +272,7 @@ class _Gather(Function):
         by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
+            _reduce_zeros(session, session.owed.before(part, now), now, averages)
             session.reductions.start(by_name, wanted, part.layout, now, averages)
             shards = {buffer.key: _stand_in(buffer, session.homes[buffer.key].device) for buffer in wanted}
         else:
@@ -306,8 +325,17 @@ def _stand_in(buffer: Buffer, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
 
 
+def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, averages: bool) -> None:
+    """What this rank has to add to the gradients of parts that its loss does not depend on."""
+    for part in parts:
+        dtypes = {slot: part.gathered_dtype(buffer) for buffer in part.buffers for slot in buffer.slots}
+        device = part.layout.mesh.device
+        zeros = {slot.name: torch.zeros(slot.shape, dtype=dtype, device=device) for slot, dtype in dtypes.items()}
+        session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)
+
+
 class _Join(Function):
-    """The shards of a part themselves, and nothing on the device. In backward: where what is under way lands.
+    """An anchor (Note [Unused units]) and the shards themselves. In backward: where what is under way lands.
 
     Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
     of the device that one of its outputs is on, and on the stream that this was made on. Of offloaded shards all are on
@@ -315,28 +343,30 @@ class _Join(Function):
     """
 
     @staticmethod
-    def forward(
-        reductions: Reductions, keys: Sequence[str], device: torch.device, *shards: Tensor
-    ) -> tuple[Tensor, ...]:
-        return (*(x.view_as(x) for x in shards), torch.empty(0, device=device))
+    def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
+        return torch.empty(0, device=device), *(x.view_as(x) for x in shards)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.reductions, ctx.keys, ctx.device, *shards = inputs
+        ctx.session, ctx.keys, ctx.device, *shards = inputs
         ctx.boundary = here()
         ctx.save_for_forward(*shards)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        now = backward_pass()
-        landed = [None if now is None else ctx.reductions.land(key, now) for key in ctx.keys]
-        if ctx.boundary is not None and ctx.boundary.reached:
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
+        session, now = ctx.session, backward_pass()
+        if now is None:
+            return None, None, None, *grads
+        at_boundary = ctx.boundary is not None and ctx.boundary.reached
+        _reduce_zeros(session, session.owed.rest(now), now, averages=not at_boundary)
+        landed = [session.reductions.land(key, now) for key in ctx.keys]
+        if at_boundary:
             landed = [None if x is None else ctx.boundary.made(x) for x in landed]
-        return None, None, None, *(grad if x is None else x for x, grad in zip(landed, grads[:-1], strict=True))
+        return None, None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         pairs = zip(ctx.saved_tensors, tangents[3:], strict=True)
         views = (torch.zeros_like(x) if tangent is None else tangent.view_as(tangent) for x, tangent in pairs)
-        return *views, torch.empty(0, device=ctx.device)
+        return torch.empty(0, device=ctx.device), *views

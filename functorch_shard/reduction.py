@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .backend import Flight
-from .boundary import Boundary
+from .boundary import Boundary, anchors_here
 from .codecs import Codec
 from .collectives import psum, scatter_encoded, scatter_sums
 from .homes import Home, back_home, near
@@ -24,6 +25,7 @@ from .layout import Buffer, Layout
 from .mesh import Axis
 from .pack import pack
 from .precision import Travel, divide_factors
+from .surroundings import in_transform
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -143,6 +145,46 @@ def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
     """The axes whose ranks hold copies of a shard."""
     names = [layout.replicate_axis, *([layout.shard_axis] if buffer.num_shards == 1 else [])]
     return [layout.mesh[name] for name in names if layout.axis_size(name) > 1]
+
+
+def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    """Whole buffers behind one node: backward reduces all of them or none, those that were not used as zeros.
+
+    Inside of an outermost ``fs.grad``, on real ranks (Note [Unused units] in owed.py); elsewhere ``flats``.
+    """
+    anchors = anchors_here()
+    keys = [key for key, x in flats.items() if x.requires_grad]
+    if anchors is None or not keys or in_transform() or layout.mesh.size == 1:
+        return flats
+    anchor, *joined = _Together.apply(*(flats[key] for key in keys))
+    anchors.append(anchor)
+    return flats | dict(zip(keys, joined, strict=True))
+
+
+class _Together(Function):
+    """An anchor, and the operands themselves."""
+
+    @staticmethod
+    def forward(*flats: Tensor) -> tuple[Tensor, ...]:
+        return flats[0].new_empty(0), *(x.view_as(x) for x in flats)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
+        return tuple(_zeros(*like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        return None, *(None if x is None else x.view_as(x) for x in tangents)
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 class Reductions:

@@ -23,6 +23,7 @@ from .codecs import Codec, decode_rows, encode_rows
 from .homes import Home, working_device
 from .layout import Buffer, Layout
 from .mesh import Axis
+from .owed import Owed
 from .reduction import Reductions
 from .streams import Streams, streams_of
 from .surroundings import backward_pass
@@ -43,6 +44,10 @@ class Part:
     dtype: torch.dtype | None
     codec: Codec | None = None
     joined: bool = False  # whether a node behind it waits for what is under way
+
+    @property
+    def is_sharded(self) -> bool:
+        return all(buffer.num_shards > 1 for buffer in self.buffers)
 
     def gathered_dtype(self, buffer: Buffer) -> torch.dtype:
         return self.layout.travel(buffer, self.dtype).gathered
@@ -154,6 +159,7 @@ class Session:
         self.homes = homes or {}
         self._streams = streams
         self.reductions = Reductions(self.homes)
+        self.owed = Owed()
         self._keeps = not layout.reshard_after_forward
         self._small = small_units(layout)
         self._trail = _Trail(expected_order(layout, self._small), _in_front(layout))
@@ -202,6 +208,8 @@ class Session:
         cells = self._resident.setdefault(cell.part.unit, [])
         if cell not in cells:
             cells.append(cell)
+            if backward_pass() is None and cell.part.is_sharded:
+                self.owed.gather(cell.part)
         cell.start()
 
     def _make_room(self, unit: int, ahead: int | None) -> None:

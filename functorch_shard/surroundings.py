@@ -43,11 +43,6 @@ def current_level() -> int:
     return maybe_current_level() or 0
 
 
-def will_be_differentiated(node: Any) -> bool:
-    """Whether the backward pass that runs in this thread comes to ``node``."""
-    return _will_engine_execute_node(node)
-
-
 def outside_transforms() -> AbstractContextManager[None]:
     """While it lasts, what is computed from plain tensors is plain, as if no ``torch.func`` transform were around.
 
@@ -135,3 +130,8 @@ def own_weights_again(tensors: Mapping[str, object]) -> None:
             rnn = module.get_submodule(path) if isinstance(module, nn.Module) else None
             if isinstance(rnn, nn.RNNBase):
                 rnn._update_flat_weights()
+
+
+def backward_comes_to(node: Any) -> bool:
+    """Whether the backward pass that runs in this thread has come to ``node``, or will."""
+    return _will_engine_execute_node(node)

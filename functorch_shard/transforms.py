@@ -88,8 +88,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten.
 
     Cost:
-        The collectives of ``fn`` and of their transposes; with replicas one all-reduce of the shard per trainable
-        buffer, at the end.
+        The collectives of ``fn`` and of their transposes, on real ranks those of what was gathered and not used too:
+        another rank may have used it. With replicas one all-reduce of the shard per trainable buffer, at the end.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -158,8 +158,10 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool
         _allow_wider_gradients(inputs, wide)
         with new_boundary() as boundary:
             value, aux = scalar(inputs)
-        if inputs and value.requires_grad:
-            grads = torch.autograd.grad(value, inputs, materialize_grads=True)
+        outputs = [x for x in (value, *boundary.anchors) if x.requires_grad]
+        if inputs and outputs:
+            seeds = [None if x is value else torch.empty_like(x) for x in outputs]  # of anchors, which are empty
+            grads = torch.autograd.grad(outputs, inputs, seeds, materialize_grads=True)
         else:
             grads = [torch.zeros_like(x) for x in inputs]
     tensors, put_back = take_tensors(aux)

@@ -18,6 +18,7 @@ ORDER = [
     "boxes",
     "surroundings",
     "boundary",
+    "owed",
     "containers",
     "streams",
     "writes",

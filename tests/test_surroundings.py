@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as torch_pytree
 
 from functorch_shard.surroundings import (
+    backward_comes_to,
     backward_pass,
     current_level,
     differentiate_at_once,
@@ -22,7 +24,6 @@ from functorch_shard.surroundings import (
     outside_transforms,
     own_weights_again,
     torch_node,
-    will_be_differentiated,
     without_batches,
 )
 
@@ -83,7 +84,7 @@ class Level(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         node = ctx
         while node := next((behind for behind, _ in node.next_functions if hasattr(behind, "told")), None):
-            ctx.told.comes_there.append(will_be_differentiated(node))
+            ctx.told.comes_there.append(backward_comes_to(node))
         return grad, None
 
     @staticmethod
@@ -327,3 +328,18 @@ def test_an_rnn_has_its_own_weights_again_when_functional_call_is_done() -> None
 def test_an_error_of_functional_call_comes_through() -> None:
     with pytest.raises(AttributeError, match="rnn"):
         functional_call(nn.Linear(2, 2), Updated({"rnn.weight_ih_l0": torch.ones(1)}), (torch.ones(2),))
+
+
+def test_backward_tells_to_which_nodes_it_comes_also_when_inputs_are_given() -> None:
+    """Also of nodes that are written in Python, which can be held weakly."""
+    seen: list[list[bool]] = []
+    a, b = (torch.ones(()).requires_grad_() for _ in range(2))
+    used, unused = Look.apply(a, []), Look.apply(b, [])
+    nodes = [weakref.ref(used.grad_fn), weakref.ref(unused.grad_fn)]
+    loss = used * 2
+    loss.register_hook(lambda grad: seen.append([backward_comes_to(node()) for node in nodes]))
+    (loss * 1).backward(retain_graph=True)
+    torch.autograd.grad(loss * 1, [a, b], allow_unused=True)
+    assert seen == [[True, False]] * 2
+    del unused
+    assert [node() is None for node in nodes] == [False, True]
