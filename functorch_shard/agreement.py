@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .backend import Backend, record
+from .backend import Backend, as_bytes, record
 from .errors import first_difference
 
 T = TypeVar("T")
@@ -76,10 +76,10 @@ def gather_texts(text: str, axes: Sequence[Backend], device: torch.device) -> li
 
 
 def _gather_bytes(data: bytes, axes: Sequence[Backend], device: torch.device) -> list[bytes]:
-    """``data`` of every rank, in rank order; equally long everywhere."""
+    """``data`` of every rank, in rank order; equally long everywhere, and not empty."""
     rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
     for axis in reversed(axes):
         record("all_gather", "mesh", rows.numel(), rows.dtype)
         axis.announce("exchange", rows.numel(), rows.dtype)
         rows = axis.exchange(rows)
-    return [bytes(row) for row in rows.cpu().tolist()]
+    return [as_bytes(row) for row in rows.cpu()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import cache
 from typing import Any
 
@@ -190,3 +191,18 @@ def test_simulated_ranks_agree_without_communication() -> None:
     with fs.testing.count_collectives() as seen:
         fs.plan(nn.Linear(3, 5), fs.simulated_mesh(3))
     assert seen.total == 0
+
+
+def memory_of_a_long_report() -> tuple[float, bool]:
+    """Peak of Python's own memory, in bytes for each byte that is told."""
+    mesh, text = fs.init_mesh(), f"{dist.get_rank()}" * 2_000_000
+    tracemalloc.start()
+    told = mesh.tell(text)
+    _, peak = tracemalloc.get_traced_memory()
+    return peak / (len(text) * mesh.size), told == ["0" * 2_000_000, "1" * 2_000_000]
+
+
+def test_what_all_ranks_tell_is_held_as_bytes() -> None:
+    for peak, right in fs.testing.run_ranks(memory_of_a_long_report, 2):
+        assert right
+        assert peak < 6  # a list of Python's integers takes 8 for each
