@@ -71,7 +71,7 @@ def here() -> MaybeBoundary:
 
 
 def anchors_here() -> list[Tensor] | None:
-    """Where an anchor is to be put; ``None`` outside of an outermost ``fs.grad``, where nobody would differentiate it."""
+    """Where an anchor is to be put; ``None`` where nobody differentiates it, which an outermost ``fs.grad`` does."""
     boundary = _OPEN.get().get(0)
     return None if boundary is None else boundary.anchors
 

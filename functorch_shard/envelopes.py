@@ -106,7 +106,7 @@ class Line:
     """The collectives of one rank over one process group, in their order."""
 
     def __init__(self, group: Any, size: int) -> None:
-        self.room = max(min(ALL_ENVELOPES // size, SMALL_MESSAGE), 512) // 16 * 16  # bytes of a short message
+        self.capacity = max(min(ALL_ENVELOPES // size, SMALL_MESSAGE), 512) // 16 * 16  # bytes of a short message
         self._group, self._size = group, size
         self._number = 0
         self._unverified: deque[Call] = deque()
@@ -151,7 +151,7 @@ class Line:
         self._free.append(buffers)
 
     def _new(self) -> tuple[Tensor, ...]:
-        sent = torch.zeros((self._size, HEAD + self.room), dtype=torch.uint8)
+        sent = torch.zeros((self._size, HEAD + self.capacity), dtype=torch.uint8)
         return sent, torch.empty_like(sent)
 
     def _refuse(self) -> None:

@@ -131,9 +131,9 @@ class GlooBackend(GroupBackend):
         refuse_tracing()
         x, device, dtype = x.detach().cpu(), device or x.device, dtype or x.dtype
         nbytes = x.numel() * dtype.itemsize
-        mail = None if nbytes <= self._line.room else self._mail_for(nbytes)
+        mail = None if nbytes <= self._line.capacity else self._mail_for(nbytes)
         call = self._call(kind, x.numel(), named or dtype)
-        if nbytes <= self._line.room:
+        if nbytes <= self._line.capacity:
             call.post(_as_bytes(in_memory(x, dtype)))
             read = lambda: call.rows(nbytes, dtype).clone(memory_format=_DENSE).view(self.size, *x.shape)  # noqa: E731
         elif mail:
@@ -167,14 +167,14 @@ class GlooBackend(GroupBackend):
             call.mail = mail
             call.post(slot=mail.write([plain[: self.rank], plain[self.rank + 1 :]]))
             return _flight(call, lambda: mail.read_sum(call.slots(), plain[self.rank]).to(device))
-        sent = plain[0].nbytes > self._line.room  # then what is received is memory of its own
+        sent = plain[0].nbytes > self._line.capacity  # then what is received is memory of its own
         into = lambda rows: rows[0 if self.rank else 1] if sent else None  # noqa: E731
         return self._swap(kind, plain, lambda rows: in_rank_order(rows, into(rows)), device)
 
     def _swap(self, kind: str, parts: Tensor, then: Callable[[list[Tensor]], Tensor], device: torch.device) -> Flight:
         """``then`` of what the ranks have for this one; row r of ``parts`` is for rank r."""
         call, nbytes = self._call(kind, parts.numel(), parts.dtype), parts[0].nbytes
-        if nbytes <= self._line.room:
+        if nbytes <= self._line.capacity:
             call.post(_as_bytes(parts, self.size))
             rows = lambda: [row.view(parts.shape[1:]) for row in call.rows(nbytes, parts.dtype)]  # noqa: E731
             return _flight(call, lambda: then(rows()).to(device))

@@ -43,7 +43,7 @@ class Owed:
         left = self._left(backward_pass)
         if part not in left:
             return []
-        earlier = takewhile(lambda other: other is not part, left)
+        earlier = takewhile(lambda other: other != part, left)
         unused = [other for other in earlier if not self._is_to_come(other)]
         for other in (*unused, part):
             del left[other]
