@@ -109,7 +109,8 @@ def selected(params: fs.Sharded) -> Any:
 
 def stepped(params: fs.Sharded) -> Any:
     state = SGD.init(params)
-    return SGD.step(params, grads=fs.scatter_grads(full_grads(params), params.layout), state=state)[0]
+    grads = fs.scatter_grads(full_grads(params), params.layout)
+    return SGD.step(params, grads=grads, state=state)[0]
 
 
 # What one writes in a training step, and where its result is: where its shards are, or on the device.
