@@ -3,6 +3,7 @@
 layout = plan(model, mesh)        which element of which parameter lives where
 params = shard(model, layout)     this rank's part: a pytree of flat buffers
 full = gather(params)             the whole parameters: a dict for torch.func.functional_call; differentiable
+out = call(model, params, x)      the model run with them, also one that checkpoints itself
 grads = scatter_grads(full_grads) reduced and sharded again
 """
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import codecs, collectives, communication, testing
 from .applying import apply
+from .calling import call
 from .compression import scatter_encoded_grads
 from .estimating import Estimate, estimate
 from .finiteness import assert_finite
@@ -47,6 +49,7 @@ __all__ = [
     "across_replicas",
     "apply",
     "assert_finite",
+    "call",
     "checkpoint",
     "clip_by_global_norm",
     "codecs",

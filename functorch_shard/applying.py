@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from .errors import name_problems, reject
 from .gathering import gather
 from .planning import aliases_of, named_tensors
+from .recomputing import checkpoints_explained
 from .surroundings import marks_every_batch, without_batches
+from .swapping import Swap
 from .trees import Sharded
 
 
@@ -23,7 +23,9 @@ def apply(
     """``functional_call`` that also returns the new buffers: a model with state, as BatchNorm's, as a pure function.
 
     What the model writes to its buffers, in place or by assignment, is found in the result and nowhere else: neither
-    ``buffers`` nor the model are touched. ``model.train()`` and ``model.eval()`` mean what they always do.
+    ``buffers`` nor the model are touched. ``model.train()`` and ``model.eval()`` mean what they always do. A model that
+    checkpoints itself is recomputed with the parameters and buffers of its forward, as by :func:`call`; each batch
+    counts once.
 
     Args:
         model: called as ``model(*args, **kwargs)``; its own values are not looked at, it may be on the meta device.
@@ -42,9 +44,11 @@ def apply(
         ValueError: parameters or buffers that are missing, or that the model does not have; all of them at once. Or the
             model made or dropped a buffer while it ran. Or, on simulated ranks, ``num_batches_tracked`` of a BatchNorm
             with ``momentum=None``, whose average depends on it, differs between ranks.
+        RuntimeError, NotImplementedError: as :func:`call`.
 
     Cost:
-        A copy of the buffers. Of a ``Sharded``, the collectives of :func:`gather`.
+        A copy of the buffers, and one of those that checkpointed parts read. Of a ``Sharded``, the collectives of
+        :func:`gather`.
 
     Example:
         >>> mesh, model = fs.simulated_mesh(2), nn.BatchNorm1d(1, affine=False, momentum=0.5)
@@ -57,36 +61,11 @@ def apply(
     params = gather(params) if isinstance(params, Sharded) else params
     _check(model, params, buffers)
     given = {**params, **{name: _copy(model, name, x) for name, x in buffers.items()}}
-    with _buffers_left_alone(model):
-        output, after = functional_call(
-            _Observed(model), {f"model.{name}": x for name, x in given.items()}, args, kwargs
-        )
+    with checkpoints_explained("apply"), Swap("apply", model, given, keep=False).running():
+        output = model(*args, **kwargs)
+        after = dict(model.named_buffers(remove_duplicate=False))
     _check_after(model, after)
     return output, {name: after[name] for name in buffers}
-
-
-class _Observed(nn.Module):
-    """A model that also tells its buffers, before ``functional_call`` puts the old ones back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-        output = self.model(*args, **kwargs)
-        return output, dict(self.model.named_buffers(remove_duplicate=False))
-
-
-@contextmanager
-def _buffers_left_alone(model: nn.Module) -> Iterator[None]:
-    """``functional_call`` puts back what was there; this takes away what was not."""
-    before = [(module, dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
 
 
 def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ wraps the model; the order of use drives everything. Views stay lazy, any other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -22,6 +22,7 @@ from .boundary import anchors_here, here, takes_mean
 from .codecs import Codec
 from .homes import home_of, working_device
 from .layout import Buffer, Layout, Slot
+from .recomputing import refuse_swapped
 from .reduction import copies, reduced, scattered
 from .residency import Cell, Part, Session
 from .surroundings import backward_pass, differentiate_at_once, in_transform, refuse_pointers
@@ -95,9 +96,13 @@ class Lazy(Tensor):
 
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that nobody may write to, or in a copy of that."""
+        refuse_swapped(self._is_in)
         flat = self._session.data(self._cell, self._index)
         flat = flat.clone() if own else flat
         return flat.as_strided(self.shape, self.stride(), flat.storage_offset() + self.storage_offset())
+
+    def _is_in(self, values: Iterable[Any]) -> bool:
+        return any(isinstance(x, Lazy) and x._cell is self._cell for x in values)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.t.default and self.ndim == 2:  # every linear layer, twice

@@ -140,6 +140,7 @@ class Mesh(Static):
                 functions and optimizers are passed through.
             RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a
                 vmap (an ``if`` on values, buffers that are written to, a checkpoint): the message says what instead.
+            NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on simulated ranks.
 
         Cost:
             No collectives of its own. One process does the work of all ranks.

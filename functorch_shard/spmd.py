@@ -16,6 +16,7 @@ from .backend import StackedBackend
 from .containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from .errors import reject
 from .limits import explained
+from .recomputing import checkpoints_explained
 from .surroundings import without_batches
 from .writes import Gathered
 
@@ -54,7 +55,7 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        with _writes_refused(axes[0]):
+        with checkpoints_explained("spmd"), _writes_refused(axes[0]):
             stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
         return _rebuild(result[0], stacked, out_dims, len(axes))
 

@@ -13,8 +13,9 @@ from torch.autograd.forward_ad import unpack_dual
 
 from .boundary import Boundary, inside, new_boundary
 from .containers import opened, refuse_opaque
+from .recomputing import checkpoints_explained, only_what_forward_used
 from .reduction import at_boundary
-from .surroundings import in_transform, without_batches
+from .surroundings import gradients, in_transform, without_batches
 from .trees import Full, Sharded, take_tensors
 from .usage import refuse_unused
 
@@ -86,6 +87,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             aux, has tensors where no tree can reach them: in an object that is no container that is known.
         ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result depends on no leaf at
             all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten.
+        RuntimeError: ``torch.utils.checkpoint`` recomputes with other parameters than forward used (``call`` helps), or
+            runs with ``use_reentrant=True``.
+        NotImplementedError: ``torch.utils.checkpoint`` on simulated ranks or inside a transform of ``torch.func``.
 
     Cost:
         The collectives of ``fn`` and of their transposes, on real ranks those of what was gathered and not used too:
@@ -146,7 +150,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
         boundaries.append(boundary)
         return value, tensors
 
-    with torch.inference_mode(False):  # in it, torch.func of 2.11 gives silent zeros
+    with checkpoints_explained("grad"), torch.inference_mode(False):  # in it, torch.func of 2.11 gives silent zeros
         grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
     return grads, value, put_back[0](aux), boundaries[0]
 
@@ -160,8 +164,8 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool
             value, aux = scalar(inputs)
         outputs = [x for x in (value, *boundary.anchors) if x.requires_grad]
         if inputs and outputs:
-            seeds = [None if x is value else torch.empty_like(x) for x in outputs]  # of anchors, which are empty
-            grads = torch.autograd.grad(outputs, inputs, seeds, materialize_grads=True)
+            with checkpoints_explained("grad"), only_what_forward_used(value):
+                grads = gradients(outputs, [torch.ones_like(x) for x in outputs], inputs)
         else:
             grads = [torch.zeros_like(x) for x in inputs]
     tensors, put_back = take_tensors(aux)

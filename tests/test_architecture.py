@@ -22,6 +22,8 @@ ORDER = [
     "containers",
     "streams",
     "writes",
+    "swapping",
+    "recomputing",
     "homes",
     "precision",
     "codecs",
@@ -69,6 +71,7 @@ ORDER = [
     "offload",
     "usage",
     "transforms",
+    "calling",
     "applying",
     "norms",
     "finiteness",
@@ -103,7 +106,7 @@ PRIVATE = {
     "probing": {"torch.utils._python_dispatch"},
     "stock": {"torch.utils._python_dispatch"},
     "testing": {"torch._subclasses.fake_tensor", "torch.utils._python_dispatch"},
-    "surroundings": {"torch._C", "torch._C._functorch", "torch.utils._pytree"},
+    "surroundings": {"torch._C", "torch._C._autograd", "torch._C._functorch", "torch.utils._pytree"},
 }
 
 

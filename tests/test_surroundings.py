@@ -11,18 +11,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import functional_call, grad, jvp, vmap
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
+from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
 from functorch_shard.surroundings import (
     backward_comes_to,
     backward_pass,
+    checkpointed_regions,
     current_level,
     differentiate_at_once,
+    given_to_checkpoint,
+    gradients,
     hooks_of,
     in_transform,
     marks_every_batch,
     outside_transforms,
     own_weights_again,
+    recomputed_region,
+    reentrant_checkpoint,
+    refused_checkpoint,
+    refused_reentrant,
+    swapped_around_checkpoint,
     torch_node,
     without_batches,
 )
@@ -343,3 +353,124 @@ def test_backward_tells_to_which_nodes_it_comes_also_when_inputs_are_given() -> 
     assert seen == [[True, False]] * 2
     del unused
     assert [node() is None for node in nodes] == [False, True]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_regions_of_a_checkpoint_are_known_by_what_backward_will_call_for_them(debug: bool) -> None:
+    inside: list[list[Any]] = []
+    again: list[Any] = []
+
+    def inner(x: Tensor) -> Tensor:
+        inside.append(checkpointed_regions())
+        again.append(recomputed_region())
+        return x.sin().exp()
+
+    def outer(x: Tensor) -> Tensor:
+        return checkpoint(inner, x.cos(), use_reentrant=False).tanh()
+
+    x = torch.ones(2).requires_grad_()
+    with set_checkpoint_debug_enabled(debug), torch.autograd.graph.save_on_cpu():
+        assert (checkpointed_regions(), recomputed_region()) == ([], None)
+        y = checkpoint(outer, x, use_reentrant=False).sum()
+        assert (checkpointed_regions(), recomputed_region()) == ([], None)
+    first, second = inside[0]
+    called: list[str] = []
+    for name, region in (("outer", first), ("inner", second)):
+        region.recompute_fn = lambda *args, name=name, fn=region.recompute_fn: (called.append(name), fn(*args))[1]
+    assert again == [None]
+    expected = x.cos().sin().exp().tanh().sum()
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(expected, x)[0])
+    assert called[0] == "outer"
+    assert again[1] is first
+    assert (checkpointed_regions(), recomputed_region()) == ([], None)
+
+
+def test_a_reentrant_checkpoint_is_found_while_it_runs_forward_and_not_after() -> None:
+    seen: list[bool] = []
+
+    def look_for_it(x: Tensor) -> Tensor:
+        seen.append(reentrant_checkpoint() is not None)
+        return x.sin()
+
+    x = torch.ones(2).requires_grad_()
+    y = checkpoint(look_for_it, x, use_reentrant=True)
+    look_for_it(x)
+    with torch.no_grad():
+        look_for_it(x)
+        checkpoint(look_for_it, x, use_reentrant=False)
+    y.sum().backward()
+    assert seen == [True, False, False, False, False]
+
+
+def test_the_stack_tells_what_functional_call_has_swapped_around_a_checkpoint_and_what_that_was_given() -> None:
+    seen: list[Any] = []
+
+    class Inner(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((list(swapped_around_checkpoint()), given_to_checkpoint()))
+            return super().forward(x)
+
+    for reentrant in (False, True):
+        seen.clear()
+        model, x = Inner(2, 2), torch.ones(1, 2).requires_grad_()
+        given = {name: 2 * p.detach() for name, p in model.named_parameters()}
+        functional_call(model, given, (x,))
+
+        class Outer(nn.Module):
+            def __init__(self, model: nn.Module, reentrant: bool) -> None:
+                super().__init__()
+                self.inner, self.reentrant = model, reentrant
+
+            def forward(self, x: Tensor) -> Tensor:
+                return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+        outer = {f"inner.{name}": value for name, value in given.items()}
+        functional_call(Outer(model, reentrant), outer, (x,))
+        checkpoint(lambda x, model=model, given=given: functional_call(model, given, (x,)), x, use_reentrant=reentrant)
+        (nothing, _), (around, (function, args, kwargs)), (inside, _) = seen
+        assert nothing == inside == []
+        assert [swapped.keys() for swapped in around] == [outer.keys()]
+        assert all(around[0][name] is value for name, value in outer.items())
+        assert function is model
+        assert args[0] is x
+        assert kwargs == {}
+
+
+def test_torchs_refusals_of_a_checkpoint_are_told_from_other_errors() -> None:
+    x = torch.ones(2)
+
+    def fail(x: Tensor) -> Tensor:
+        raise RuntimeError("on purpose, use_reentrant=True")
+
+    def told(fn: Any, *args: Any) -> tuple[bool, bool]:
+        try:
+            fn(*args)
+        except RuntimeError as error:  # kept no longer: before 2.13 the hooks of a checkpoint that failed stay as long
+            return refused_checkpoint(error), refused_reentrant(error)
+        raise AssertionError("nothing was raised")
+
+    for reentrant in (False, True):
+        run = lambda fn, x, reentrant=reentrant: checkpoint(fn, x, use_reentrant=reentrant)  # noqa: E731
+        assert told(grad(lambda x, run=run: run(torch.sin, x).sum()), x) == (True, False)
+        assert told(run, fail, x.clone().requires_grad_()) == (False, False)
+    leaf = x.clone().requires_grad_()
+    assert told(torch.autograd.grad, checkpoint(torch.sin, leaf, use_reentrant=True).sum(), leaf) == (False, True)
+
+
+def test_gradients_are_those_of_autograd_and_modes_see_what_is_computed_for_them() -> None:
+    class Seeing(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    x, unused = torch.ones(2).requires_grad_(), torch.ones(3).requires_grad_()
+    y = checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False).sum()
+    with Seeing() as mode:
+        actual = gradients([y], [torch.ones_like(y)], [x, unused])
+    assert {"sin", "exp"} <= set(mode.seen)
+    expected = torch.autograd.grad(x.sin().exp().sum(), [x, unused], materialize_grads=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
