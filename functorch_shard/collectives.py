@@ -34,8 +34,8 @@ Over = Axis | Mesh
 def psum(x: Tree, axis: Over, /) -> Tree:
     """Sum over the ranks of ``axis``.
 
-    Linear; its own transpose. ``all_gather(psum_scatter(x))`` is the same value. Added up in rank order and rounded after
-    each addend, bitwise alike on simulated ranks and over gloo: sums of low precision may lose bits or overflow.
+    Linear; its own transpose. ``all_gather(psum_scatter(x))`` is the same value. Added up in rank order and rounded
+    after each addend, bitwise alike on simulated ranks and over gloo: sums of low precision may lose bits or overflow.
 
     Args:
         x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted, in int64.

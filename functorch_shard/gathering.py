@@ -153,8 +153,8 @@ def gather(
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
         RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), used after its
-            shards were written to, or used by a model that checkpoints itself under ``functional_call``: see ``call``. On
-            every rank, over gloo: ranks used different units where they may not.
+            shards were written to, or used by a model that checkpoints itself under ``functional_call``: see ``call``.
+            On every rank, over gloo: ranks used different units where they may not.
         KeyError: the layout has DTensors, and its mesh is no slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
 
