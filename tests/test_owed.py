@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from unittest.mock import patch
 
-import functorch_shard.boundary
-from functorch_shard.owed import Owed, anchors_here, boundary
+import functorch_shard.owed
+from functorch_shard.boundary import anchors_here, new_boundary
+from functorch_shard.owed import Owed
 
 
 class Node:
@@ -21,7 +22,7 @@ def reduced(gathered: Sequence[str], used: Sequence[str], passes: int = 1) -> li
         owed.gather(part)
         owed.expect(part, nodes[part])
     to_come, seen = {id(nodes[part]) for part in used}, []
-    with patch.object(functorch_shard.boundary, "backward_comes_to", lambda node: id(node) in to_come):
+    with patch.object(functorch_shard.owed, "backward_comes_to", lambda node: id(node) in to_come):
         for number in range(passes):
             order = [each for part in used for each in (*map(str.upper, owed.before(part, number)), part)]
             seen.append([*order, *map(str.upper, owed.rest(number))])
@@ -67,8 +68,8 @@ def test_a_part_whose_node_is_gone_is_not_to_come() -> None:
 
 def test_anchors_are_put_where_the_nearest_boundary_is_and_nowhere_else() -> None:
     assert anchors_here() is None
-    with boundary() as outer:
-        with boundary() as inner:
-            assert anchors_here() is inner is not outer
-        assert anchors_here() is outer
+    with new_boundary() as outer:
+        with new_boundary() as inner:
+            assert anchors_here() is inner.anchors is not outer.anchors
+        assert anchors_here() is outer.anchors
     assert anchors_here() is None
