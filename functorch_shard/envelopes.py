@@ -52,18 +52,22 @@ class Call:
     """One collective under way: what a flight waits for."""
 
     def __init__(self, line: Line, number: int, text: str) -> None:
-        name = blake2b(f"{number} {text}".encode(), digest_size=4).digest()
         self.text, self.number, self.works, self.verified = text, number, list[Any](), False
-        self.tag = 1 << 30 | int.from_bytes(name, "big") >> 2
+        self.digest = line.digest(text)
         self.mail: Mail | None = None
         self._line = line
         self._work: Any = None
         self._buffers: tuple[Tensor, ...] = ()
 
+    @property
+    def tag(self) -> int:
+        """What no other collective that is under way has."""
+        return 1 << 30 | (self.digest ^ self.number) & 0x3FFFFFFF
+
     def post(self, message: Tensor | None = None, slot: int = -1) -> None:
         """Send the envelopes: with ``message``, one row of bytes for every rank or one for all, or with a place."""
         self._buffers = sent, got = self._line.take()
-        sent[:, :HEAD].view(torch.int64).copy_(torch.tensor([_digest(self.text), slot]))
+        sent[:, :HEAD].view(torch.int64).copy_(torch.tensor([self.digest, slot]))
         if message is not None:
             sent[:, HEAD : HEAD + message.shape[-1]] = message
         self._work = self._line.send(self, sent, got)
@@ -112,8 +116,14 @@ class Line:
         self._unverified: deque[Call] = deque()
         self._history: deque[str] = deque(maxlen=HISTORY)
         self._error = ""
+        self._digests: dict[str, int] = {}  # of all that was sent so far: the same few again and again
         with torch.inference_mode(False):
             self._free = [self._new() for _ in range(4)]
+
+    def digest(self, text: str) -> int:
+        if text not in self._digests:
+            self._digests[text] = _digest(text)
+        return self._digests[text]
 
     def open(self, text: str) -> Call:
         """The next collective; ``text`` is the same on all ranks, or this or a later call raises."""
@@ -144,8 +154,10 @@ class Line:
 
     def take(self) -> tuple[Tensor, ...]:
         """Envelopes to send and to receive; the same ones again and again."""
+        if self._free:
+            return self._free.pop()
         with torch.inference_mode(False):
-            return self._free.pop() if self._free else self._new()
+            return self._new()
 
     def give_back(self, buffers: tuple[Tensor, ...]) -> None:
         self._free.append(buffers)
@@ -161,7 +173,7 @@ class Line:
     def _explained(self, call: Call, digests: Sequence[int]) -> str:
         ranks = dist.get_process_group_ranks(self._group)
         texts = _texts_of_all(self._group, call.number, call.text)
-        same = [rank for rank, digest in zip(ranks, digests, strict=True) if digest == _digest(call.text)]
+        same = [rank for rank, digest in zip(ranks, digests, strict=True) if digest == call.digest]
         lines = [f"  rank {rank}: {call.text if rank in same else texts.get(rank, 'another one')}" for rank in ranks]
         past = ["Before that, the same on all ranks:", *(f"  {text}" for text in self._history)]
         title = f"ranks {', '.join(map(str, ranks))} issue different collectives, each as its number {call.number}:"

@@ -199,7 +199,9 @@ def lazily(
     session, tensors = Session(layout, {key: home_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
-    joined = _joined(session, shards, layout) if anchors_here() is not None else {}
+    anchors = anchors_here()
+    together = anchors is not None and not any(_has_tangent(x) for x in shards.values())
+    joined = _joined(session, shards, layout, anchors) if together else {}
     for part in _parts(shards, layout, dtype, codec):
         whole = _gather(session, part, shards, joined)
         differentiate_at_once(whole)
@@ -211,17 +213,20 @@ def _gather(
     session: Session, part: Part, shards: Mapping[str, Tensor], joined: Mapping[str, Tensor]
 ) -> tuple[Tensor, ...]:
     own = {buffer.key: shards[buffer.key] for buffer in part.buffers}
-    joined = {key: x for key, x in joined.items() if key in own} or _joined(session, own, part.layout)
+    together = {key: x for key, x in joined.items() if key in own}
+    joined = together or _joined(session, own, part.layout)
     if not joined:
         return _Gather.apply(session, part, *own.values())
     part = replace(part, joined=True)
     whole = _Gather.apply(session, part, *(own | joined).values())
-    if anchors_here() is not None and own.keys() == joined.keys():
+    if own.keys() == together.keys():
         session.owed.expect(part, whole[0].grad_fn)
     return whole
 
 
-def _joined(session: Session, shards: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def _joined(
+    session: Session, shards: Mapping[str, Tensor], layout: Layout, anchors: list[Tensor] | None = None
+) -> dict[str, Tensor]:
     """Those that gradients are wanted of, behind one node at which what is under way lands.
 
     Only plain autograd lets reductions be under way: a transform wants to see every gradient when it is made.
@@ -231,7 +236,6 @@ def _joined(session: Session, shards: Mapping[str, Tensor], layout: Layout) -> d
         return {}
     device = working_device(shards[needy[0]], layout.mesh.device)
     anchor, *joined = _Join.apply(session, needy, device, *(shards[key] for key in needy))
-    anchors = anchors_here()
     if anchors is not None:
         anchors.append(anchor)
     return dict(zip(needy, joined, strict=True))
@@ -310,8 +314,11 @@ def _has_mean(part: Part) -> bool:
 
 def _is_differentiated(grads: Sequence[Tensor]) -> bool:
     """Whether somebody wants a derivative (or a batch) of what is done with ``grads``."""
-    dual = any(unpack_dual(grad).tangent is not None for grad in grads)
-    return dual or in_transform() or torch.is_grad_enabled()
+    return any(map(_has_tangent, grads)) or in_transform() or torch.is_grad_enabled()
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return unpack_dual(x).tangent is not None
 
 
 def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:

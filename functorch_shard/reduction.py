@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
 
 from .backend import Flight
 from .boundary import Boundary, anchors_here
@@ -156,13 +157,15 @@ def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tens
     keys = [key for key, x in flats.items() if x.requires_grad]
     if anchors is None or not keys or in_transform() or layout.mesh.size == 1:
         return flats
+    if any(unpack_dual(x).tangent is not None for x in flats.values()):
+        return flats
     anchor, *joined = _Together.apply(*(flats[key] for key in keys))
     anchors.append(anchor)
     return flats | dict(zip(keys, joined, strict=True))
 
 
 class _Together(Function):
-    """An anchor, and the operands themselves."""
+    """An anchor, and the operands themselves, which have no tangents."""
 
     @staticmethod
     def forward(*flats: Tensor) -> tuple[Tensor, ...]:
@@ -176,10 +179,6 @@ class _Together(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
         return tuple(_zeros(*like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        return None, *(None if x is None else x.view_as(x) for x in tangents)
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
