@@ -39,8 +39,13 @@ class Boundary:
         return x
 
     def has_made(self, x: Tensor) -> bool:
-        """Whether the gradient ``x`` may be written to. A sum of several gradients is another tensor."""
-        return self._made.get(id(x)) is x
+        """Whether the gradient ``x`` may be written to, asked once. A sum of several gradients is another tensor."""
+        return self._made.pop(id(x), None) is x
+
+    def take_anchors(self) -> list[Tensor]:
+        """The anchors, which are let go here: their nodes know this boundary."""
+        anchors, self.anchors = self.anchors, []
+        return anchors
 
 
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039

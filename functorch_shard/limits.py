@@ -30,8 +30,7 @@ _REASONS = (
     ),
     (
         r"don't yet support saved tensor hooks|vmap over _NoopSaveInputs",
-        "torch.utils.checkpoint, or other hooks on saved tensors, inside of a torch.func transform. The numbers are "
-        "the same without them.",
+        "hooks on saved tensors inside of a torch.func transform. The numbers are the same without them.",
     ),
     (
         r"it must override the setup_context staticmethod|but it does not have vmap support",

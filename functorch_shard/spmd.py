@@ -55,7 +55,7 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        with checkpoints_explained("spmd"), _writes_refused(axes[0]):
+        with _writes_refused(axes[0]):
             stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
         return _rebuild(result[0], stacked, out_dims, len(axes))
 
@@ -120,7 +120,7 @@ def _over_axis(
     def all_ranks(*tensors: Tensor) -> Any:
         where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
         batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
-        with explained(axis.size):
+        with explained(axis.size), checkpoints_explained("spmd"):
             return batched(torch.arange(axis.size, device=where), *tensors)
 
     return all_ranks

@@ -121,6 +121,11 @@ def backward_pass() -> int | None:
     return None if task == -1 else task
 
 
+def takes_own_weights(rnn: nn.RNNBase) -> None:
+    """Have ``rnn`` keep its own weights, and no more those that it was last called with."""
+    rnn._update_flat_weights()
+
+
 def own_weights_again(tensors: Mapping[str, object]) -> None:
     """Called by ``functional_call`` at its end: have RNNs of its module, known by ``tensors``, keep no others' weights.
 
@@ -136,7 +141,7 @@ def own_weights_again(tensors: Mapping[str, object]) -> None:
         with suppress(AttributeError):  # of another model: functional_call has more to say about that
             rnn = module.get_submodule(path) if isinstance(module, nn.Module) else None
             if isinstance(rnn, nn.RNNBase):
-                rnn._update_flat_weights()
+                takes_own_weights(rnn)
 
 
 def backward_comes_to(node: Any) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import hint, reject
-from .surroundings import checkpointed_regions, in_transform, reentrant_checkpoint
+from .surroundings import checkpointed_regions, in_transform, reentrant_checkpoint, takes_own_weights
 
 NEEDS_REAL_RANKS = (
     "torch.utils.checkpoint cannot be used on simulated ranks or inside a transform of torch.func: it recomputes in "
@@ -47,6 +47,7 @@ class Swap:
         places = (_Place(m, kind, chosen) for m in model.modules() for kind in ("_parameters", "_buffers"))
         # where nothing is, the model may make something: with keep that may as well go to its own at once
         self._places = [place for place in places if place.module.__dict__[place.kind] or not keep]
+        self._rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
         self._compiled = [compiled for m in model.modules() if (compiled := _compiled_call(m, self._places))]
 
     @contextmanager
@@ -63,6 +64,8 @@ class Swap:
             finally:
                 for place, own in before:
                     place.put_back(own, self._keep and again is None)
+                for rnn in self._rnns:
+                    takes_own_weights(rnn)
 
     def _refuse_threads(self) -> None:
         held = (place.module.__dict__[place.kind] for place in self._places)

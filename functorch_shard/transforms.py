@@ -162,7 +162,7 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool
         _allow_wider_gradients(inputs, wide)
         with new_boundary() as boundary:
             value, aux = scalar(inputs)
-        outputs = [x for x in (value, *boundary.anchors) if x.requires_grad]
+        outputs = [x for x in (value, *boundary.take_anchors()) if x.requires_grad]
         if inputs and outputs:
             with checkpoints_explained("grad"), only_what_forward_used(value):
                 grads = gradients(outputs, [torch.ones_like(x) for x in outputs], inputs)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from tests.refusals import refused
@@ -113,11 +112,6 @@ class Autocast(nn.Module):
             return self.layers(x).float()
 
 
-class Checkpointed(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
 class Branching(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.mean() < 9 else x
@@ -136,7 +130,6 @@ class Weighted(nn.Linear):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "autocast": (Autocast, "If torch.autocast is on"),
-    "checkpoint": (lambda: Checkpointed(6, 6), "torch.utils.checkpoint, or other hooks on saved tensors"),
     "branch": (lambda: Branching(6, 6), VALUE),
     "hook": (Hooked, FUNCTION),
     "function": (lambda: Weighted(6, 6, bias=False), FUNCTION),
