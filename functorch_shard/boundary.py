@@ -60,6 +60,9 @@ def new_boundary() -> Iterator[Boundary]:
     token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
     try:
         yield boundary
+    except BaseException:
+        boundary.take_anchors()
+        raise
     finally:
         _OPEN.reset(token)
         boundary.reached = True

@@ -210,7 +210,10 @@ def _flight(call: Call, finish: Callable[[], Tensor]) -> Flight:
 
 def _as_bytes(x: Tensor, num_rows: int = 1) -> Tensor:
     """The memory of ``x``, which is contiguous, as rows of bytes."""
-    return x.reshape(num_rows, -1).view(torch.uint8)
+    rows = x.reshape(num_rows, -1)
+    if rows.stride(-1) != 1:  # a single number may have any stride
+        rows = rows.as_strided(rows.shape, (rows.shape[-1], 1))
+    return rows.view(torch.uint8)
 
 
 def group_backend(group: Any, rank: int, size: int, device: torch.device) -> GroupBackend:

@@ -368,13 +368,13 @@ class _Join(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
         session, now = ctx.session, backward_pass()
-        if now is None:
-            return None, None, None, *grads
-        at_boundary = ctx.boundary is not None and ctx.boundary.reached
-        _reduce_zeros(session, session.owed.rest(now), now, averages=not at_boundary)
+        if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
+            return None, None, None, *grads  # nothing is under way
+        boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
+        _reduce_zeros(session, session.owed.rest(now), now, averages=boundary is None)
         landed = [session.reductions.land(key, now) for key in ctx.keys]
-        if at_boundary:
-            landed = [None if x is None else ctx.boundary.made(x) for x in landed]
+        if boundary is not None:
+            landed = [None if x is None else boundary.made(x) for x in landed]
         return None, None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
 
     @staticmethod

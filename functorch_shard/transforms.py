@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from .boundary import Boundary, inside, new_boundary
+from .boundary import Boundary, anchors_here, inside, new_boundary
 from .containers import opened, refuse_opaque
 from .recomputing import checkpoints_explained, only_what_forward_used
 from .reduction import at_boundary
 from .surroundings import gradients, in_transform, without_batches
 from .trees import Full, Sharded, take_tensors
-from .usage import refuse_unused
+from .usage import is_zero, refuse_unused, unused_arguments
 
 Argnums = int | Sequence[int]
 
@@ -113,13 +113,17 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
         picked = [x for i, xs in zip(chosen, leaves, strict=True) for x in _picked(xs, wanted[i])]
 
+        unused: dict[int, str] = {}
+
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             call, rest = list(args), iter(tensors)
             for i in chosen:
                 call[i] = _replace(args[i], wanted[i], rest)
             value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            refuse_unused(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors)
+            unused.update(unused_arguments(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors))
+            if not anchors_here():  # where ranks gathered, one may use nothing: what others made of it tells
+                refuse_unused(unused.values())
             return value, aux
 
         wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
@@ -127,6 +131,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         grads, value, aux, boundary = differentiate(scalar, picked, wide)
         rest = iter(grads)
         trees = [_averaged(_fill(args[i], wanted[i], rest), boundary) for i in chosen]
+        refuse_unused(unused[i] for i, tree in zip(chosen, trees, strict=True) if i in unused and is_zero(tree))
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
     return gradient_and_value

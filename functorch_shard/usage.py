@@ -20,10 +20,10 @@ _ADVICE = (
 )
 
 
-def refuse_unused(
+def unused_arguments(
     fn: Callable[..., Any], value: Tensor, chosen: Mapping[int, tuple[Any, Sequence[bool]]], inputs: Sequence[Tensor]
-) -> None:
-    """Raise where ``value`` depends on no leaf at all of an argument that has parameters in it.
+) -> dict[int, str]:
+    """The arguments with parameters in them of which ``value`` depends on no leaf at all, by position, and in words.
 
     Args:
         fn: what was differentiated, for the message.
@@ -32,14 +32,24 @@ def refuse_unused(
         inputs: these leaves, as the function was called with them, one argument after the other.
     """
     if torch.compiler.is_compiling():
-        return
+        return {}
     rest = iter(inputs)
-    problems = []
+    problems = {}
     for i, (arg, wanted) in chosen.items():
         tensors = list(islice(rest, sum(wanted)))
         if tensors and (kind := _parameters_in(arg)) and not depends_on(value, tensors):
-            problems.append(f"args[{i}]: the result of {_name(fn)} depends on nothing in this {kind}")
-    reject("grad", problems, _ADVICE)
+            problems[i] = f"args[{i}]: the result of {_name(fn)} depends on nothing in this {kind}"
+    return problems
+
+
+def refuse_unused(problems: Iterable[str]) -> None:
+    """Raise if there are any of :func:`unused_arguments`."""
+    reject("grad", list(problems), _ADVICE)
+
+
+def is_zero(tree: Any) -> bool:
+    """Whether no gradient in ``tree`` has anything but zeros."""
+    return not any(bool(x.any()) for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
