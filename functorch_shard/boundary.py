@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
+from .graphs import nodes, nodes_behind
 from .surroundings import backward_comes_to, current_level
 
 
@@ -50,8 +51,6 @@ class Boundary:
 
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
 
-MaybeBoundary: TypeAlias = Boundary | None
-
 
 @contextmanager
 def new_boundary() -> Iterator[Boundary]:
@@ -73,7 +72,7 @@ def inside() -> bool:
     return bool(_OPEN.get())
 
 
-def here() -> MaybeBoundary:
+def here() -> Boundary | None:
     """The boundary of the level that a ``setup_context`` is called for."""
     return _OPEN.get().get(current_level())
 
@@ -84,7 +83,7 @@ def anchors_here() -> list[Tensor] | None:
     return None if boundary is None else boundary.anchors
 
 
-def takes_mean(ctx: Any, boundary: MaybeBoundary) -> bool:
+def takes_mean(ctx: Any, boundary: Boundary | None) -> bool:
     """Whether the node ``ctx`` takes the mean itself, in the backward that is running.
 
     Raises:
@@ -92,22 +91,9 @@ def takes_mean(ctx: Any, boundary: MaybeBoundary) -> bool:
     """
     if boundary is not None and boundary.reached:
         return False
-    if any(_nodes_behind(ctx)):
+    if any(backward_comes_to(node) for node in nodes(*nodes_behind(ctx)) if getattr(node, "averages", False)):
         raise RuntimeError(_TWICE)
     return True
-
-
-def _nodes_behind(node: Any) -> Iterator[bool]:
-    """For each node behind ``node`` that takes the mean: whether this backward comes there."""
-    seen, waiting = set(), [behind for behind, _ in node.next_functions]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if getattr(node, "averages", False):
-            yield backward_comes_to(node)
-        waiting += [behind for behind, _ in node.next_functions]
 
 
 _TWICE = (

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
+from .graphs import nodes
 from .surroundings import (
     checkpointed_regions,
     given_to_checkpoint,
@@ -71,7 +72,7 @@ def only_what_forward_used(value: Tensor) -> AbstractContextManager[object]:
     """
     if not has_compiled():
         return _OnlyWhatForwardUsed(value)
-    compiled = any(node.name() == "CompiledFunctionBackward" for node in _nodes(value))
+    compiled = any(node.name() == "CompiledFunctionBackward" for node in nodes(value.grad_fn))
     return nullcontext() if compiled else _uncompiled()(value)
 
 
@@ -94,7 +95,7 @@ class _OnlyWhatForwardUsed(TorchFunctionMode):
         if region is None or around(region) is not None:
             return
         if self._leaves is None:
-            self._leaves = {id(node.variable) for node in _nodes(self._value) if hasattr(node, "variable")}
+            self._leaves = {id(node.variable) for node in nodes(self._value.grad_fn) if hasattr(node, "variable")}
         if id(parameter) not in self._leaves:
             raise RuntimeError(
                 f"grad: torch.utils.checkpoint recomputes with a module's own parameter of shape "
@@ -114,14 +115,3 @@ def _flat(x: Any) -> list[Any]:
     if isinstance(x, dict):
         x = list(x.values())
     return [z for y in x for z in _flat(y)] if isinstance(x, (list, tuple)) else [x]
-
-
-def _nodes(value: Tensor) -> Iterator[Any]:
-    """The graph of ``value``."""
-    nodes, seen = [value.grad_fn], set()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            nodes += [following for following, _ in node.next_functions]

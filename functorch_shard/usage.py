@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import reject
+from .graphs import nodes
 from .trees import Full, Sharded
 
 _ADVICE = (
@@ -54,19 +55,11 @@ def is_zero(tree: Any) -> bool:
 
 def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
     """Whether a backward from ``value`` would reach one of ``inputs``: a walk through the graph, up to the first."""
-    wanted = list(inputs)
-    nodes = {x.grad_fn for x in wanted} - {None}
-    seen: set[Any] = set()
-    ahead: list[Any] = [value.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        if node in nodes or any(getattr(node, "variable", None) is x for x in wanted):
-            return True
-        seen.add(node)
-        ahead += [parent for parent, _ in node.next_functions]
-    return any(value is x for x in wanted)
+    wanted = {id(x): x for x in inputs}
+    makers = {x.grad_fn for x in wanted.values()}
+    if id(value) in wanted:
+        return True
+    return any(node in makers or id(getattr(node, "variable", None)) in wanted for node in nodes(value.grad_fn))
 
 
 def _parameters_in(arg: Any) -> str:

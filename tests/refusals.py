@@ -12,3 +12,12 @@ def refused(fn: Any, *args: Any, **kwargs: Any) -> str:
     with pytest.raises((ValueError, TypeError, RuntimeError, KeyError, OSError, FloatingPointError)) as caught:
         fn(*args, **kwargs)
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def text_of(fn: Any, *args: Any, **kwargs: Any) -> str:
+    """The type and the text of the error that ``fn`` raises on this rank, of whatever type; nothing if it does not."""
+    try:
+        fn(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

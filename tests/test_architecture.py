@@ -17,6 +17,7 @@ ORDER = [
     "fingerprints",
     "boxes",
     "surroundings",
+    "graphs",
     "boundary",
     "owed",
     "containers",

@@ -23,6 +23,7 @@ from tests.convention import (
     sharded_side,
     whole_parameters,
 )
+from tests.refusals import text_of
 
 LAZY = {"lazy": None, "at once": False}
 MESHES = [{"shard": 2}, {"replicate": 2, "shard": 1}, {"shard": 4}, {"replicate": 2, "shard": 2}]
@@ -47,19 +48,11 @@ def test_the_gradient_is_exact_through_gradients_steps_and_penalties(axes: dict[
             assert_trees_close({side: result[side]}, {side: want}, rtol=1e-10, atol=1e-13)
 
 
-def words(fn: Any, *args: Any) -> str:
-    try:
-        fn(*args)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
 def refusals_on_this_rank(axes: dict[str, int]) -> list[str]:
     """Through one step: by torch.func.grad, lazily and at once, and by backward()."""
     mesh = fs.init_mesh(axes)
     task = ["through one step"]
-    told = [words(on_mesh, mesh, sharded_side(i, z, torch.func.grad), task) for i in INNER for z in LAZY.values()]
+    told = [text_of(on_mesh, mesh, sharded_side(i, z, torch.func.grad), task) for i in INNER for z in LAZY.values()]
     for lazy in LAZY.values():
         layout = fs.plan(whole_parameters(), mesh)
         params = fs.shard(whole_parameters(), layout)
@@ -67,7 +60,7 @@ def refusals_on_this_rank(axes: dict[str, int]) -> list[str]:
         rows = Samples(*mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors())))
         side = sharded_side("fs.grad", lazy)
         loss = side.loss(side.step(params, rows), rows.next_x, rows.next_y)
-        told.append(words(loss.backward))
+        told.append(text_of(loss.backward))
     return told
 
 

@@ -13,6 +13,7 @@ import functorch_shard as fs
 from functorch_shard.testing import count_collectives, run_ranks
 from tests.live_bytes import LiveBytes, settle_scatters
 from tests.models import awkward, two_layers
+from tests.refusals import text_of
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -73,14 +74,6 @@ def expected_counts(axes: dict[str, int], rank: int, source: int, num_buffers: i
         return {"scatter" if "shard" in axes else "broadcast": num_buffers}
     beside = rank // 2 == source // 2 if list(axes) == ["replicate", "shard"] else rank % 2 == source % 2
     return {**({"scatter": num_buffers} if beside else {}), "broadcast": num_buffers}
-
-
-def text_of(fn: Any) -> str:
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def errors_on_this_rank() -> list[str]:

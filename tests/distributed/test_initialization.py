@@ -12,15 +12,8 @@ from torch import Tensor, nn
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, run_ranks
 from tests.live_bytes import LiveBytes
+from tests.refusals import text_of
 from tests.test_initialization import UNIT, UNITS, WIDTH, Model, on_meta
-
-
-def text_of(fn: Any) -> str:
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def initialised_on_this_rank(axes: dict[str, int]) -> tuple[fs.Sharded, dict[str, Tensor], list[str]]:

@@ -19,6 +19,7 @@ from functorch_shard import safetensors_files, safetensors_writer
 from functorch_shard.safetensors_files import export_safetensors, import_safetensors
 from functorch_shard.testing import run_ranks
 from tests.models import awkward
+from tests.refusals import text_of
 from tests.test_safetensors import assert_same_bits, of_every_dtype
 
 WIDTH, UNITS = 128, 6
@@ -28,14 +29,6 @@ UNIT = 4 * WIDTH * (WIDTH + 1)
 def linears() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
-
-
-def text_of(fn: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        fn(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def bytes_read() -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import functorch_shard as fs
 from functorch_shard.testing import count_collectives, run_ranks
 from tests.models import awkward
+from tests.refusals import text_of
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PROGRAM = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0]
@@ -50,14 +51,6 @@ DIFFERENT: dict[str, Any] = {
     "one sign": (lambda: seeded(0).half(), lambda: one_sign_less(seeded(0).half()), "1.bias"),
     "many dtypes": (awkward, lambda: awkward(1), "frozen"),
 }
-
-
-def text_of(fn: Any) -> str:
-    try:
-        fn()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def told_on_this_rank(axes: dict[str, int]) -> dict[str, str]:
