@@ -11,26 +11,31 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import codecs, collectives, communication, testing
-from .applying import apply
-from .calling import call
-from .compression import scatter_encoded_grads
-from .estimating import Estimate, estimate
-from .finiteness import assert_finite
-from .gathering import accumulate, gather, materialize, partition, scatter_grads, shard
-from .initialization import init_buffers, init_params
-from .layout import Layout
-from .mesh import Axis, Mesh, init_mesh, simulated_mesh
-from .norms import clip_by_global_norm, global_norm, param_norms
-from .offload import offload, reopen
-from .one_rank import gather_to
-from .optim import Optimizer, optimizer
-from .planning import plan
-from .precision import MixedPrecision
-from .replicas import across_replicas, within_replicas
-from .resharding import reshard
-from .scaling import LossScale
-from .transforms import grad, grad_and_value
-from .trees import Full, Sharded
+from .communication.axis import Axis
+from .layout.layout import Layout
+from .layout.planning import plan
+from .layout.precision import MixedPrecision
+from .layout.trees import Full, Sharded
+from .mesh.init import init_mesh
+from .mesh.mesh import Mesh, simulated_mesh
+from .sharding.compression import scatter_encoded_grads
+from .sharding.gather import gather, materialize
+from .sharding.initialize import init_buffers, init_params
+from .sharding.one_rank import gather_to
+from .sharding.partition import partition
+from .sharding.replicas import across_replicas, within_replicas
+from .sharding.reshard import reshard
+from .sharding.scatter import accumulate, scatter_grads
+from .sharding.shard import shard
+from .storage.offloading import offload, reopen
+from .training.apply import apply
+from .training.call import call
+from .training.estimate import Estimate, estimate
+from .training.finite import assert_finite
+from .training.grad import grad, grad_and_value
+from .training.loss_scale import LossScale
+from .training.norms import clip_by_global_norm, global_norm, param_norms
+from .training.optimizer import Optimizer, optimizer
 
 if TYPE_CHECKING:
     from . import checkpoint

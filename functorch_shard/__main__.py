@@ -15,12 +15,12 @@ from reprlib import Repr
 import torch
 from torch import Tensor
 
+from .checkpoint.dcp.metadata import Entry
+from .checkpoint.dcp.stored import Stored
+from .checkpoint.dcp.unpickler import NotPlainError
+from .checkpoint.safetensors.writer import MAX_SHARD_SIZE, write_files
+from .checkpoint.safetensors.writer import Entry as FileEntry
 from .errors import reject, shown, table
-from .metadata import Entry
-from .pickles import NotPlainError
-from .safetensors_writer import MAX_SHARD_SIZE, write_files
-from .safetensors_writer import Entry as FileEntry
-from .stored import Stored
 
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80

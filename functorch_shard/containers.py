@@ -16,11 +16,10 @@ from typing import Any
 
 import optree
 import torch
-from optree.registry import __GLOBAL_NAMESPACE as _GLOBAL_NAMESPACE
 from torch import Tensor
 
 from .errors import reject
-from .surroundings import torch_node
+from .torch_internals.pytree import GLOBAL_NAMESPACE, torch_node
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _DEPTH = 3  # of attributes in attributes that are looked through for a tensor
@@ -72,7 +71,7 @@ _register(
     Opened,
     lambda node: (node.children, node.form, node.form.entries),
     lambda form, children: form.rebuild(list(children)),
-    namespace=_GLOBAL_NAMESPACE,
+    namespace=GLOBAL_NAMESPACE,
 )
 
 

@@ -29,7 +29,7 @@ from functorch_shard.checkpoint import load, save
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.resident import status
 from tests.benchmarks.workloads import WORKLOADS, Workload
-from tests.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes
 
 BATCH, LR = 4, 1e-3
 Times = dict[str, list[float]]

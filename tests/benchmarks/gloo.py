@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functorch_shard import gloo
-from functorch_shard.backend import GroupBackend
-from functorch_shard.gloo import GlooBackend
+from functorch_shard.communication import gloo
+from functorch_shard.communication.backend import GroupBackend
+from functorch_shard.communication.gloo import GlooBackend
 from functorch_shard.testing import run_ranks
 
 SIZES = {  # of the whole buffer, in float32

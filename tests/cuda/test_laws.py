@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.device_laws import LAWS
+from tests.support.device_laws import LAWS
 
 
 @pytest.mark.parametrize("law", LAWS)

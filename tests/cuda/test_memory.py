@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.device_laws import gradients_and_loss, one_rank
+from tests.support.device_laws import gradients_and_loss, one_rank
 
 UNITS, WIDTH, BATCH = 16, 1024, 16
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of a layer

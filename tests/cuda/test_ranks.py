@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rank_laws import TASKS, run
+from tests.support.rank_laws import TASKS, run
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
-from tests.refusals import refused
+from tests.support.refusals import refused
 
 STEPS = 10
 Case = tuple[nn.Module, Mapping[str, Tensor], Callable[[Any], Tensor], Callable[[], object]]

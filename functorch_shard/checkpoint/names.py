@@ -1,0 +1,126 @@
+"""Trees as named leaves, with the names that torch's own state dicts have.
+
+Note [Names]: the entries of a tree, joined by dots, as ``torch.distributed.checkpoint`` joins those of a state dict:
+``{"model": params}`` is ``model.<parameter>``. Two things are said otherwise than they lie in memory. The state of an
+optimizer, a dict of ``Sharded`` below the top, goes name by name, ``optim.state.<parameter>.exp_avg``, as in
+``get_optimizer_state_dict``. And the parts of a tuple, ``(trainable, frozen)`` or ``(params, buffers)``, are one
+dict, as ``gather`` takes them: ``{"model": (params, buffers)}`` is all of the module's state dict. Any other tuple with
+tensors in it is a list; torch, which writes tuples as one value, does not find those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+from torch import Tensor
+
+from ..layout.trees import Sharded
+
+Path = tuple[str | int, ...]
+_LONGEST_INT = 2039  # bits; with the sign, what a pickle has one byte for the length of
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value that each rank has for itself, as the state of its random generator: one tensor, of one shape everywhere.
+
+    A checkpoint keeps it as one tensor of shape ``(ranks, *shape)``, and as many ranks can load it. On a simulated
+    mesh the tensor carries its rank dims.
+    """
+
+    tensor: Tensor
+
+
+class Leaf(NamedTuple):
+    """A value and where it is; what a ``Sharded`` has for a parameter is named between ``before`` and ``after``."""
+
+    value: Any
+    before: Path
+    after: Path = ()
+
+    def path(self, *parameter: str) -> Path:
+        return (*self.before, *parameter, *self.after)
+
+
+def dotted(path: Path) -> str:
+    """The name of a place, ``"the tree"`` for the whole."""
+    return ".".join(map(str, path)) or "the tree"
+
+
+def leaves_of(tree: Any) -> list[Leaf]:
+    """All leaves of a tree: ``Sharded``, :class:`PerRank`, tensors, and plain values."""
+    found: list[Leaf] = []
+    _visit(tree, (), found.append)
+    return found
+
+
+def with_values(tree: Any, values: Iterator[Any]) -> Any:
+    """``tree`` with other values, in the order of :func:`leaves_of`."""
+    return _visit(tree, (), lambda _: next(values))
+
+
+def plain_problem(value: Any) -> str:
+    """Why ``value`` cannot be read back without executing code, if so.
+
+    What torch writes of two more is not among what it reads with ``weights_only=True``.
+    """
+    if type(value) is bytes and not value:
+        return "got b'', which torch cannot read back; use None"
+    if type(value) is int and value.bit_length() > _LONGEST_INT:
+        return f"got an int of {value.bit_length():,} bits, torch reads back {_LONGEST_INT:,}; use its text"
+    if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
+        return next(filter(None, map(plain_problem, value)), "")
+    if isinstance(value, dict) and type(value) is dict:
+        return next(filter(None, (plain_problem(x) for pair in value.items() for x in pair)), "")
+    return "" if type(value) in _PLAIN else f"got a {type(value).__name__}"
+
+
+def twice(names: Iterator[str]) -> list[str]:
+    """Names that two leaves claim."""
+    return [f"{name!r}: {count} leaves have this name" for name, count in Counter(names).items() if count > 1]
+
+
+def _visit(x: Any, path: Path, make: Callable[[Leaf], Any]) -> Any:
+    if _is_optimizer_state(x, path):
+        base = path if path[-1] == "state" else (*path, "state")
+        return {name: make(Leaf(tree, base, (name,))) for name, tree in x.items()}
+    if _is_leaf(x):
+        return make(Leaf(x, path))
+    children, metadata, entries, rebuild = optree.tree_flatten_one_level(x, none_is_leaf=True)
+    inside = path if _is_union(x) else None
+    made = [
+        _visit(child, (*path, _entry(entry, x)) if inside is None else inside, make)
+        for entry, child in zip(entries, children, strict=True)
+    ]
+    return rebuild(metadata, made)
+
+
+def _entry(entry: Any, container: Any) -> str | int:
+    """As torch.distributed.checkpoint: ints are places in a list, and keys of dicts are texts."""
+    return entry if isinstance(entry, int) and not isinstance(container, Mapping) else str(entry)
+
+
+def _is_optimizer_state(x: Any, path: Path) -> bool:
+    return bool(path) and type(x) is dict and bool(x) and all(isinstance(tree, Sharded) for tree in x.values())
+
+
+def _is_union(x: Any) -> bool:
+    return type(x) is tuple and bool(x) and all(isinstance(part, (Sharded, Mapping)) or _is_union(part) for part in x)
+
+
+def _is_leaf(x: Any) -> bool:
+    """As torch.distributed.checkpoint: dicts are always entered, lists and the like for tensors or dicts in them."""
+    if isinstance(x, (Sharded, PerRank, Tensor)) or optree.tree_is_leaf(x, none_is_leaf=True):
+        return True
+    return not isinstance(x, Mapping) and not any(
+        map(_is_worth_a_name, optree.tree_flatten_one_level(x, none_is_leaf=True)[0])
+    )
+
+
+def _is_worth_a_name(x: Any) -> bool:
+    return isinstance(x, (Tensor, Sharded, PerRank, Mapping)) or not _is_leaf(x)

@@ -1,0 +1,12 @@
+"""Collectives that are linear maps with exact derivatives, under every transform and at every order.
+
+``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules`` and ``encoded``: their derivatives. ``data_parallel``: the
+parts of ``gather`` that move nothing, where gradients are averaged and cast; ``boundary``: where ``fs.grad`` takes its
+mean instead. ``operands``: what the autograd Functions here share.
+
+Imports ``layout``, ``mesh``, ``communication`` and below; imported by ``sharding`` and ``training``.
+"""
+
+from .primitives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
+
+__all__ = ["all_gather", "axis_index", "pmax", "pmean", "psum", "psum_scatter"]

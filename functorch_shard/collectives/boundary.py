@@ -1,0 +1,103 @@
+"""Where the mean over ranks is taken.
+
+Note [Boundary]: each rank's program returns a value of its own, and what is differentiated is the mean of them (or the
+sum). ``fs.grad`` takes that mean once, at its boundary: inside, every gather is an exact all-gather whose transpose is
+an exact ``psum_scatter``, so a derivative that goes through several gathers, a training step say, is exact as well. At
+the end, gradients by ``Sharded`` arguments are summed over copies and divided by the number of ranks.
+
+A derivative by anybody else (``torch.func.grad``, ``backward()``) has no such end. There the backward of each gather
+takes the mean, which is the same where a path of the derivative goes through one gather, and is refused where it goes
+through two.
+
+Which of the two it is depends on the level of autograd that is differentiated: 0 is plain autograd, and each transform
+of torch.func has a number above the one around it. ``fs.grad`` opens a boundary for its level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from ..torch_internals.autograd import backward_comes_to, nodes, nodes_behind
+from ..torch_internals.transforms import current_level
+
+
+class Boundary:
+    """One call of ``fs.grad``, at its level. While its function runs, derivatives there are somebody else's."""
+
+    def __init__(self) -> None:
+        self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
+        self.anchors: list[Tensor] = []  # outputs to differentiate along with the result, see Note [Unused units]
+        self._made: dict[int, Tensor] = {}
+
+    def made(self, x: Tensor) -> Tensor:
+        """``x``, which this derivative made and returns: nobody else has its memory."""
+        self._made[id(x)] = x
+        return x
+
+    def has_made(self, x: Tensor) -> bool:
+        """Whether the gradient ``x`` may be written to, asked once. A sum of several gradients is another tensor."""
+        return self._made.pop(id(x), None) is x
+
+    def take_anchors(self) -> list[Tensor]:
+        """The anchors, which are let go here: their nodes know this boundary."""
+        anchors, self.anchors = self.anchors, []
+        return anchors
+
+
+_OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
+
+
+@contextmanager
+def new_boundary() -> Iterator[Boundary]:
+    """A boundary at the current level, around the function that is differentiated."""
+    boundary = Boundary()
+    token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
+    try:
+        yield boundary
+    except BaseException:
+        boundary.take_anchors()
+        raise
+    finally:
+        _OPEN.reset(token)
+        boundary.reached = True
+
+
+def inside() -> bool:
+    """Whether a function that ``fs.grad`` differentiates is running."""
+    return bool(_OPEN.get())
+
+
+def here() -> Boundary | None:
+    """The boundary of the level that a ``setup_context`` is called for."""
+    return _OPEN.get().get(current_level())
+
+
+def anchors_here() -> list[Tensor] | None:
+    """Where an anchor is to be put; ``None`` where nobody differentiates it, which an outermost ``fs.grad`` does."""
+    boundary = _OPEN.get().get(0)
+    return None if boundary is None else boundary.anchors
+
+
+def takes_mean(ctx: Any, boundary: Boundary | None) -> bool:
+    """Whether the node ``ctx`` takes the mean itself, in the backward that is running.
+
+    Raises:
+        RuntimeError: it does, and so would another one that this derivative is about to go through.
+    """
+    if boundary is not None and boundary.reached:
+        return False
+    if any(backward_comes_to(node) for node in nodes(*nodes_behind(ctx)) if getattr(node, "averages", False)):
+        raise RuntimeError(_TWICE)
+    return True
+
+
+_TWICE = (
+    "gather: this derivative goes through a gather of values that were computed from another gather, as in a gradient "
+    "through a training step. torch.func.grad and backward() would take the mean over ranks at each of them. Let the "
+    "outermost reverse-mode derivative be fs.grad (or fs.grad_and_value), which takes it once; inside, either will do."
+)

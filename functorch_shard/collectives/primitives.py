@@ -1,0 +1,259 @@
+"""The public collectives: tensors or pytrees of tensors, one collective per leaf. An axis of size 1 costs nothing.
+
+Seen as a map from the values of all ranks to the results of all ranks, each has its true transpose: ``all_gather`` and
+``psum_scatter`` are each other's, ``psum`` is its own. So the gradient of what a rank returns counts every rank's use
+of it, at every order, when a scalar that combines ranks is written with ``psum`` or ``pmean``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from ..communication.axis import Axis
+from ..errors import reject
+from ..mesh.mesh import Mesh
+from .operands import place_of
+from .rules import AllGather, Pmax, Psum, PsumScatter
+
+Tree = TypeVar("Tree")
+Over = Axis | Mesh
+
+
+def psum(x: Tree, axis: Over, /) -> Tree:
+    """Sum over the ranks of ``axis``.
+
+    Linear; its own transpose. ``all_gather(psum_scatter(x))`` is the same value. Added up in rank order and rounded
+    after each addend, bitwise alike on simulated ranks and over gloo: sums of low precision may lose bits or overflow.
+
+    Args:
+        x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted, in int64.
+        axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor; the message names it.
+
+    Cost:
+        One all-reduce per leaf and axis: each rank sends ``2 (N - 1) / N`` of ``x``.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> rows = torch.tensor([[1, 2], [10, 20]])   # row r = rank r
+        >>> mesh.spmd(lambda x: psum(x, mesh))(rows)
+        tensor([[11, 22],
+                [11, 22]])
+    """
+    return _over("psum", x, axis, lambda x, axis: Psum.apply(x, *place_of(axis), axis), prepare=_countable)
+
+
+def pmean(x: Tree, axis: Over, /) -> Tree:
+    """Mean over the ranks of ``axis``: ``psum`` divided by their number. Linear; its own transpose.
+
+    Args:
+        x: this rank's value, a tensor or a pytree of them; integers give the default float dtype.
+        axis: the ranks to average over; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+
+    Cost:
+        As :func:`psum`.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1.0, 4.0]))
+        tensor([2.5000, 2.5000])
+    """
+    values: Any = x
+    total = psum(optree.tree_map(_averageable, values), axis)
+    return optree.tree_map(lambda leaf: leaf / axis.size, total)  # pyright: ignore[reportReturnType]
+
+
+def pmax(x: Tree, axis: Over, /) -> Tree:
+    """Largest value over the ranks of ``axis``, elementwise.
+
+    Its derivative is that of ``amax``: the ranks that hold the largest value share it equally.
+
+    Args:
+        x: this rank's value, a tensor or a pytree of them, the same shapes on every rank.
+        axis: the ranks to compare; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+
+    Cost:
+        One all-reduce per leaf and axis; differentiated, two psums more.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> mesh.spmd(lambda x: pmax(x, mesh))(torch.tensor([[1, 20], [10, 2]]))
+        tensor([[10, 20],
+                [10, 20]])
+    """
+    return _over("pmax", x, axis, lambda x, axis: Pmax.apply(x, *place_of(axis), axis))
+
+
+def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
+    """The values of all ranks of ``axis``, laid side by side along ``dim`` in rank order.
+
+    The second half of ``psum``: ``all_gather(psum_scatter(x))`` equals ``psum(x)``. Linear; its transpose is
+    :func:`psum_scatter`.
+
+    Args:
+        x: this rank's part, a tensor or a pytree of them, the same shapes on every rank, of one dim at least.
+        axis: the ranks to gather from; a mesh means all of its axes, in row-major rank order.
+        dim: the dimension along which the parts are laid.
+
+    Returns:
+        Shape of ``x`` with ``dim`` multiplied by ``axis.size``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: a leaf has no dimension ``dim``.
+
+    Cost:
+        One all-gather per leaf and axis: each rank receives ``(N - 1)`` times ``x``.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> rows = torch.tensor([[1, 2], [10, 20]])   # row r = rank r
+        >>> mesh.spmd(lambda x: all_gather(x, mesh["shard"]))(rows)
+        tensor([[ 1,  2, 10, 20],
+                [ 1,  2, 10, 20]])
+    """
+    _check_dim("all_gather", x, dim)
+    inner_first = lambda x, axis: AllGather.apply(x, *place_of(axis), axis, dim % x.ndim, None)  # noqa: E731
+    return _over("all_gather", x, axis, inner_first, inner_axis_first=True)
+
+
+def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
+    """Sum over the ranks of ``axis``, each rank keeping its own part of ``dim``.
+
+    The first half of ``psum``: ``all_gather(psum_scatter(x))`` equals ``psum(x)``. Linear; its transpose is
+    :func:`all_gather`.
+
+    Args:
+        x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; ``x.shape[dim]`` divisible
+            by ``axis.size``; bools are counted, in int64.
+        axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes, in row-major rank order.
+        dim: the dimension that is split.
+
+    Returns:
+        Shape of ``x`` with ``dim`` divided by ``axis.size``; rank r holds part r.
+
+    Raises:
+        TypeError: a leaf is no tensor.
+        ValueError: ``x.shape[dim]`` is not divisible; the message gives both numbers.
+
+    Cost:
+        One reduce-scatter per leaf and axis: each rank sends ``(N - 1) / N`` of ``x``.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> rows = torch.tensor([[1, 2, 3, 4], [10, 20, 30, 40]])   # row r = rank r
+        >>> mesh.spmd(lambda x: psum_scatter(x, mesh["shard"]))(rows)
+        tensor([[11, 22],
+                [33, 44]])
+    """
+    _check_dim("psum_scatter", x, dim, axis.size)
+    scatter = lambda x, axis: PsumScatter.apply(x, *place_of(axis), axis, dim % x.ndim, None)  # noqa: E731
+    return _over("psum_scatter", x, axis, scatter, prepare=_countable)
+
+
+def axis_index(axis: Over, /) -> Tensor:
+    """This rank's position on ``axis``, from 0: an integer tensor without dims, differentiable by nobody.
+
+    Args:
+        axis: the ranks to count; a mesh means all of its axes, in row-major order.
+
+    Returns:
+        int64, shape ``()``; on real ranks on the CPU, whatever the default device is.
+
+    Raises:
+        RuntimeError: on simulated ranks outside ``spmd``, where no rank is this one.
+
+    Cost:
+        Nothing is communicated.
+
+    Example:
+        >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
+        >>> mesh.spmd(lambda: axis_index(mesh))()
+        tensor([[0, 1],
+                [2, 3]])
+    """
+    index = torch.zeros((), dtype=torch.int64, device="cpu")
+    for one in _axes(axis):
+        index = index * one.size + one.backend.index()
+    return index
+
+
+def _axes(axis: Over) -> Sequence[Axis]:
+    if not isinstance(axis, (Axis, Mesh)):
+        raise TypeError(f"axis: got {type(axis).__name__}, expected a mesh or one of its axes, as mesh['shard']")
+    return [axis] if isinstance(axis, Axis) else list(axis)
+
+
+def _over(
+    verb: str,
+    tree: Any,
+    axis: Over,
+    collective: Callable[[Tensor, Axis], Any],
+    inner_axis_first: bool = False,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+) -> Any:
+    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank has nothing to tell.
+
+    Each leaf is ``prepare``d first, on one rank too: a dtype does not depend on the number of ranks.
+    """
+    axes = [one for one in _axes(axis) if one.size > 1]
+    _check_tensors(verb, tree)
+
+    def on_leaf(x: Tensor) -> Tensor:
+        x = prepare(x) if prepare else x
+        for one in reversed(axes) if inner_axis_first else axes:
+            x = collective(x, one)
+        return x
+
+    return optree.tree_map(on_leaf, tree)
+
+
+def _check_tensors(verb: str, tree: Any) -> None:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    leaves_at = zip(paths, leaves, strict=True)
+    problems = [f"x{list(path) or ''}: got {type(x).__name__}" for path, x in leaves_at if not isinstance(x, Tensor)]
+    reject(verb, problems, "Collectives take tensors or pytrees of tensors.", TypeError)
+
+
+def _check_dim(verb: str, tree: Any, dim: int, parts: int = 1) -> None:
+    _check_tensors(verb, tree)
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    problems = []
+    for path, x in zip(paths, leaves, strict=True):
+        if not -x.ndim <= dim < x.ndim:
+            problems.append(f"x{list(path) or ''}: shape {tuple(x.shape)} has no dim {dim}")
+        elif x.shape[dim] % parts:
+            problems.append(f"x{list(path) or ''}: {parts} ranks do not divide dim {dim} of shape {tuple(x.shape)}")
+    reject(verb, problems, "Reshape, or pad to a multiple of the number of ranks.")
+
+
+def _countable(x: Tensor) -> Tensor:
+    return x.to(torch.int64) if x.dtype == torch.bool else x
+
+
+def _averageable(x: Any) -> Any:
+    """A small integer type would overflow before it is divided."""
+    integer = isinstance(x, Tensor) and not (x.is_floating_point() or x.is_complex())
+    return x.to(torch.get_default_dtype()) if integer else x

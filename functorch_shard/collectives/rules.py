@@ -1,0 +1,184 @@
+"""Derivative and batching rules of collectives: with ``encoded``, the only files that differentiate communication.
+
+Every collective is one Function in one order: forward, setup_context, backward, jvp, vmap. torch's own collectives
+cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage (vmap). See Note [Ranks
+as a batch axis] in mesh/mesh.py for the operands ``index`` and ``others``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from ..communication.axis import Axis
+from ..layout.precision import Travel
+from .operands import aside, fold, num_values_in, place_of, save_static, saved, stack
+
+
+class Psum(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
+        announce("psum", axis, x, axis.folded)
+        return axis.backend.psum(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        save_static(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return Psum.apply(grad, *saved(ctx)), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return Psum.apply(tangent, *saved(ctx))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return Psum.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
+        announce("psum", axis, x, num_values_in(x, in_dims[0], axis))
+        return axis.backend.psum(stack(x, in_dims[0], axis)), None
+
+
+def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
+    """``psum`` over ``axis`` by the operands of :func:`place_of` as they were when something else was computed."""
+    return Psum.apply(x, index, others, axis)
+
+
+class Pmax(Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
+        announce("pmax", axis, x, axis.folded)
+        return axis.backend.pmax(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, *place, ctx.axis = inputs
+        ctx.save_for_backward(x, output, *place)
+        ctx.save_for_forward(x, output, *place)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, largest, *place = ctx.saved_tensors
+        share = _winners_share(x, largest, *place, ctx.axis)
+        return Psum.apply(grad, *place, ctx.axis) * share, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        x, largest, *place = ctx.saved_tensors
+        return Psum.apply(tangent * _winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return Pmax.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
+        announce("pmax", axis, x, num_values_in(x, in_dims[0], axis))
+        return axis.backend.pmax(stack(x, in_dims[0], axis)), None
+
+
+def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
+    """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
+    wins = (x == largest).to(x.dtype)
+    return wins / Psum.apply(wins, *place)
+
+
+class AllGather(Function):
+    @staticmethod
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
+    ) -> Tensor:
+        x = x.to(dtypes.gathered) if dtypes else x
+        announce("all_gather", axis, x, axis.folded)
+        return axis.backend.all_gather(x, dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        save_static(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return PsumScatter.apply(grad, *saved(ctx)), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return AllGather.apply(tangent, *saved(ctx))
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis,
+        dim: int,
+        dtypes: Travel | None,
+    ) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim, shift = aside(x, in_dims[0])
+            return AllGather.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
+        x = x.to(dtypes.gathered) if dtypes else x
+        announce("all_gather", axis, x, num_values_in(x, in_dims[0], axis))
+        return axis.backend.all_gather(stack(x, in_dims[0], axis), dim), None
+
+
+class PsumScatter(Function):
+    @staticmethod
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
+    ) -> Tensor:
+        x = x.to(dtypes.reduced) if dtypes else x
+        announce("psum_scatter", axis, x, axis.folded)
+        total = axis.backend.psum_scatter(x, dim)
+        return total.to(dtypes.carried) if dtypes else total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        save_static(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return AllGather.apply(grad, *saved(ctx)), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return PsumScatter.apply(tangent, *saved(ctx))
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis,
+        dim: int,
+        dtypes: Travel | None,
+    ) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim, shift = aside(x, in_dims[0])
+            return PsumScatter.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
+        x = x.to(dtypes.reduced) if dtypes else x
+        announce("psum_scatter", axis, x, num_values_in(x, in_dims[0], axis))
+        total = axis.backend.psum_scatter(stack(x, in_dims[0], axis), dim)
+        return total.to(dtypes.carried) if dtypes else total, 0
+
+
+def gather_shards(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
+    """``all_gather`` of stored shards in the dtype to compute in; its transpose reduces in the dtype for that."""
+    return AllGather.apply(x, *place_of(axis), axis, 0, dtypes)
+
+
+def scatter_sums(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
+    """``psum_scatter`` of full gradients in the dtype to reduce in, a sum in the dtype that it is carried in."""
+    return PsumScatter.apply(x, *place_of(axis), axis, 0, dtypes)
+
+
+def announce(kind: str, axis: Axis, x: Tensor, num_values: int) -> None:
+    """``num_values`` ranks are stacked in ``x``."""
+    axis.announce(kind, x.numel() // max(num_values, 1), x.dtype)

@@ -1,0 +1,130 @@
+"""What is sent, over which axis, and how long the program waits for it: numbers in an object that the user holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from threading import Lock
+from typing import Any
+
+import torch
+
+from .axis import Axis
+from .backend import Backend
+from .wrapper import Run, Wrapper
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one axis, as one rank saw them; traffic adds up.
+
+    Args:
+        number: how many were issued.
+        nbytes: bytes of the operands that this rank passed.
+        sent: bytes that each rank has to send for them at least: ``N - 1`` times the operand of an ``all_gather`` or an
+            ``exchange``, ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a
+            ``psum``'s or ``pmax``'s, rounded up.
+        seconds: from start to landing.
+        blocked: of these, the seconds that the program spent in starting and landing; in the others it computed.
+    """
+
+    number: int = 0
+    nbytes: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+    blocked: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+class Counter:
+    """Counts what goes through it: ``mesh.through(counter)``, then ``counter["shard", "all_gather"]``.
+
+    It sees every collective of the handle that :meth:`Mesh.through` returns, in whatever thread it is issued, on real
+    and on simulated ranks, and on both counts what one rank does. What ``plan`` compares between ranks has the kind
+    ``"exchange"``. One counter may count several meshes. Times are those of the host: on CUDA, of issuing.
+
+    Example:
+        >>> counter = fs.communication.Counter()
+        >>> mesh = fs.simulated_mesh(2).through(counter)
+        >>> _ = mesh.spmd(lambda x: fs.collectives.psum_scatter(x, mesh))(torch.ones(2, 4))
+        >>> seen = counter["shard", "psum_scatter"]
+        >>> seen.number, seen.nbytes, seen.sent   # half of 4 float32
+        (1, 16, 8)
+    """
+
+    def __init__(self) -> None:
+        self._traffic: dict[tuple[str, str], Traffic] = {}
+        self._lock = Lock()
+
+    def __call__(self, axis: Axis) -> Backend:
+        """What :meth:`Mesh.through` asks for each axis."""
+        return _Counting(axis.backend, axis.name, axis.size, self)
+
+    def __getitem__(self, axis_and_kind: tuple[str, str]) -> Traffic:
+        return self.traffic.get(axis_and_kind, Traffic())
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """What was counted so far, by axis and kind, in order of first use."""
+        with self._lock:
+            return dict(self._traffic)
+
+    @property
+    def total(self) -> Traffic:
+        """Over all axes and kinds."""
+        return sum(self.traffic.values(), Traffic())
+
+    def add(self, axis: str, kind: str, traffic: Traffic) -> None:
+        """Count ``traffic``, as a backend of your own might."""
+        with self._lock:
+            self._traffic[axis, kind] = self._traffic.get((axis, kind), Traffic()) + traffic
+
+    def clear(self) -> None:
+        """Start again from nothing."""
+        with self._lock:
+            self._traffic.clear()
+
+    def __str__(self) -> str:
+        lines = ["axis       kind          number         bytes          sent   seconds   blocked"]
+        for (axis, kind), t in self.traffic.items():
+            sums = f"{t.number:8,d} {t.nbytes:13,d} {t.sent:13,d} {t.seconds:9.3f} {t.blocked:9.3f}"
+            lines.append(f"{axis:10s} {kind:12s} {sums}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Counting(Wrapper):
+    axis: str
+    size: int
+    counter: Counter = field(repr=False)
+
+    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
+        super().announce(kind, numel, dtype, key)  # where it may be refused
+        nbytes = numel * dtype.itemsize
+        self.counter.add(self.axis, kind, Traffic(1, nbytes, bytes_sent(kind, nbytes, self.size)))
+
+    def around(self, kind: str) -> Run:
+        end: float | None = None  # of the part before
+
+        def timed(part: Callable[[], Any]) -> Any:
+            nonlocal end
+            start = time.perf_counter()
+            since = start if end is None else end
+            result = part()
+            end = time.perf_counter()
+            self.counter.add(self.axis, kind, Traffic(seconds=end - since, blocked=end - start))
+            return result
+
+        return timed
+
+
+def bytes_sent(kind: str, nbytes: int, size: int) -> int:
+    """What each of ``size`` ranks has to send at least, for an operand of ``nbytes``; see :class:`Traffic`."""
+    if kind in ("all_gather", "exchange"):
+        return nbytes * (size - 1)
+    if kind in ("scatter", "broadcast"):
+        return nbytes  # to each other rank, by one of them
+    return -(-nbytes * (size - 1) * (1 if kind in ("psum_scatter", "all_to_all") else 2) // size)

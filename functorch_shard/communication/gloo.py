@@ -1,0 +1,224 @@
+"""Real ranks over gloo: each message says what it is, and what is added up is added up in rank order.
+
+A message goes one of three ways, by its size alone: in the envelope that every collective begins with (Note [Envelopes]
+in headers.py); from process to process over sockets; or, where all ranks are on one host, through shared memory. Sums
+are those of ``in_rank_order`` on each way, as on simulated ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..torch_internals.tensors import version_of
+from .backend import Flight, GroupBackend, as_bytes, in_memory, in_rank_order, refuse_tracing
+from .dtypes import as_ordered, from_ordered
+from .headers import Call, Line
+from .shared_memory import Mail, open_mail
+
+# Above so many bytes a rank, shared memory beats sockets. Two ranks on two busy cores (tests/benchmarks/gloo.py):
+# 512 KB a rank are gathered in 0.85 ms through shared memory and in 0.55 ms over sockets, 2 MB in 1.8 and 3.4 ms, 8 MB
+# in 6.3 and 9.7 ms.
+SMALL_LETTER = 1 << 19
+# Up to so many bytes, a psum is one round: all ranks send all of it. Two ranks have nothing to save by two rounds.
+SMALL_SUM = 1 << 16
+_DENSE = torch.contiguous_format
+
+
+@dataclass(frozen=True)
+class GlooBackend(GroupBackend):
+    """Gloo ranks: a collective is one round of messages, and every rank knows that it is the same one on all of them.
+
+    Operands on another device than the CPU go through it.
+    """
+
+    _keys: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # of what was announced, by kind
+
+    @cached_property
+    def _line(self) -> Line:
+        return Line(self.group, self.size)
+
+    @cached_property
+    def _mail(self) -> Mail | None:
+        """Opened by the first large message, which comes at the same place in the program on every rank."""
+        return open_mail(self.rank, self._exchange)
+
+    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
+        self._keys[kind] = key
+
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
+        return self._share("all_gather", x, lambda rows: rows.flatten(0, 1), dtype, device)
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        return self._share("exchange", rows, lambda rows: rows.flatten(0, 1)).land()
+
+    def start_psum_scatter(self, x: Tensor) -> Flight:
+        refuse_tracing()
+        return self._start_sum("psum_scatter", x.unflatten(0, (self.size, x.shape[0] // self.size)))
+
+    def psum(self, x: Tensor) -> Tensor:
+        refuse_tracing()
+        if self.size == 2 or x.nbytes <= SMALL_SUM:
+            return self._share("psum", x, lambda rows: in_rank_order(rows.unbind(0))).land()
+        flat = pad(x.detach().flatten(), (0, -x.numel() % self.size))
+        part = self._start_sum("psum", flat.unflatten(0, (self.size, -1))).land()
+        whole = self._share("psum, second half", part, lambda rows: rows.flatten()).land()
+        return whole[: x.numel()].view(x.shape)
+
+    def pmax(self, x: Tensor) -> Tensor:
+        ordered = as_ordered(x) if x.is_floating_point() else x
+        largest = self._share("pmax", ordered, lambda rows: rows.amax(0), named=x.dtype).land()
+        return from_ordered(largest, x.dtype) if x.is_floating_point() else largest
+
+    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
+        refuse_tracing()
+        parts = in_memory(x.movedim(dim, 0).cpu(), x.dtype)
+        return self._swap("all_to_all", parts, torch.stack, x.device).land().movedim(0, dim)
+
+    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
+        refuse_tracing()
+        call, here = self._call("scatter", out.numel(), out.dtype), in_memory(out.cpu(), out.dtype)
+        if rows is not None:
+            out.copy_(rows[self.rank])
+            call.works = self._send(call, {rank: rows[rank].cpu() for rank in self._peers})
+        else:
+            call.works = self._receive(call, {source: here})
+        call.post()
+        call.wait()
+        call.close()
+        if rows is None and here.data_ptr() != out.data_ptr():
+            out.copy_(here)
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        refuse_tracing()
+        call = self._call("broadcast", x.numel(), x.dtype)
+        call.post()
+        call.wait()
+        call.close()
+        super().broadcast(x, source)
+
+    @property
+    def _peers(self) -> list[int]:
+        """The other ranks, nearest first: nobody is everybody's first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def _call(self, kind: str, numel: int, dtype: torch.dtype) -> Call:
+        key = self._keys.pop(kind, "")
+        of_buffer = f" for {key!r}" if key else ""
+        return self._line.open(f"{kind} of {numel:,} {str(dtype).removeprefix('torch.')}{of_buffer}")
+
+    def _mail_for(self, nbytes: int) -> Mail | None:
+        return self._mail if nbytes > SMALL_LETTER else None
+
+    def _share(
+        self,
+        kind: str,
+        x: Tensor,
+        then: Callable[[Tensor], Tensor],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        named: torch.dtype | None = None,
+    ) -> Flight:
+        """``then`` of the ``x`` of all ranks, stacked; each cast to ``dtype`` on the way out."""
+        refuse_tracing()
+        x, device, dtype = x.detach().cpu(), device or x.device, dtype or x.dtype
+        nbytes = x.numel() * dtype.itemsize
+        mail = None if nbytes <= self._line.capacity else self._mail_for(nbytes)
+        call = self._call(kind, x.numel(), named or dtype)
+        if nbytes <= self._line.capacity:
+            call.post(_as_bytes(in_memory(x, dtype)))
+            read = lambda: call.rows(nbytes, dtype).clone(memory_format=_DENSE).view(self.size, *x.shape)  # noqa: E731
+        elif mail:
+            read = self._read_later(call, mail, x, dtype)
+        else:
+            rows = torch.empty((self.size, *x.shape), dtype=dtype)
+            rows[self.rank].copy_(x)
+            call.works = self._receive(call, {rank: rows[rank] for rank in self._peers})
+            call.works += self._send(call, dict.fromkeys(self._peers, rows[self.rank]))
+            call.post()
+            read = lambda: rows  # noqa: E731
+        return _flight(call, lambda: then(read()).to(device))
+
+    def _read_later(self, call: Call, mail: Mail, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Write ``x`` to shared memory; what reads it, and what the other ranks wrote there."""
+        writes = None if x.is_inference() or type(x) is not Tensor else version_of(x)  # what it has now, was sent
+        call.mail = mail
+        call.post(slot=mail.write([in_memory(x, dtype)]))
+
+        def read() -> Tensor:
+            own = x if writes is not None and writes == version_of(x) else None
+            return mail.read_rows(call.slots(), x.shape, dtype, own)
+
+        return read
+
+    def _start_sum(self, kind: str, parts: Tensor) -> Flight:
+        """The sum over ranks of this rank's part; ``parts`` has one for each rank."""
+        device, plain = parts.device, in_memory(parts.cpu(), parts.dtype)
+        if mail := self._mail_for(plain[0].nbytes):
+            call = self._call(kind, plain.numel(), plain.dtype)
+            call.mail = mail
+            call.post(slot=mail.write([plain[: self.rank], plain[self.rank + 1 :]]))
+            return _flight(call, lambda: mail.read_sum(call.slots(), plain[self.rank]).to(device))
+        sent = plain[0].nbytes > self._line.capacity  # then what is received is memory of its own
+        into = lambda rows: rows[0 if self.rank else 1] if sent else None  # noqa: E731
+        return self._swap(kind, plain, lambda rows: in_rank_order(rows, into(rows)), device)
+
+    def _swap(self, kind: str, parts: Tensor, then: Callable[[list[Tensor]], Tensor], device: torch.device) -> Flight:
+        """``then`` of what the ranks have for this one; row r of ``parts`` is for rank r."""
+        call, nbytes = self._call(kind, parts.numel(), parts.dtype), parts[0].nbytes
+        if nbytes <= self._line.capacity:
+            call.post(_as_bytes(parts, self.size))
+            rows = lambda: [row.view(parts.shape[1:]) for row in call.rows(nbytes, parts.dtype)]  # noqa: E731
+            return _flight(call, lambda: then(rows()).to(device))
+        got = [parts[rank] if rank == self.rank else torch.empty_like(parts[rank]) for rank in range(self.size)]
+        call.works = self._receive(call, {rank: got[rank] for rank in self._peers})
+        call.works += self._send(call, {rank: parts[rank] for rank in self._peers})
+        call.post()
+        return _flight(call, lambda: then(got).to(device))
+
+    def _send(self, call: Call, rows: dict[int, Tensor]) -> list[Any]:
+        to = {"group": self.group, "tag": call.tag}
+        return [dist.isend(_as_bytes(x), group_dst=rank, **to) for rank, x in rows.items() if x.numel()]
+
+    def _receive(self, call: Call, rows: dict[int, Tensor]) -> list[Any]:
+        to = {"group": self.group, "tag": call.tag}
+        return [dist.irecv(_as_bytes(x), group_src=rank, **to) for rank, x in rows.items() if x.numel()]
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        self.announce("exchange", len(message), torch.uint8, "shared memory")
+        rows = self.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8)[None])
+        return [as_bytes(row) for row in rows]
+
+
+def _flight(call: Call, finish: Callable[[], Tensor]) -> Flight:
+    def landed() -> Tensor:
+        try:
+            return finish()
+        finally:
+            call.close()
+
+    return Flight([call], landed, call.close)
+
+
+def _as_bytes(x: Tensor, num_rows: int = 1) -> Tensor:
+    """The memory of ``x``, which is contiguous, as rows of bytes."""
+    rows = x.reshape(num_rows, -1)
+    if rows.stride(-1) != 1:  # a single number may have any stride
+        rows = rows.as_strided(rows.shape, (rows.shape[-1], 1))
+    return rows.view(torch.uint8)
+
+
+def group_backend(group: Any, rank: int, size: int, device: torch.device) -> GroupBackend:
+    """The fastest way to move bytes in ``group`` between tensors on ``device``."""
+    config = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    kind = GlooBackend if config.get(device.type) == "gloo" else GroupBackend
+    return kind(group, rank, size)

@@ -1,0 +1,212 @@
+"""Every collective of gloo ranks says what it is, and ranks that issue different ones all get the same error.
+
+Note [Envelopes]: gloo pairs what ranks send by a counter, the k-th collective of one with the k-th of every other.
+Where these are different ones, numbers of one unit are taken for another's if the sizes agree; if they do not, gloo
+aborts the process, or ranks wait for each other until the timeout. So each collective here begins with one envelope
+from every rank to every other one, which have one size whatever is sent: k-th meets k-th, and no size can be wrong. An
+envelope holds
+
+1. a digest of what the collective is: its kind, elements, dtype, and the buffer it is for,
+2. where in shared memory the sender's message is, if it is there,
+3. the message itself, if it is short.
+
+A message that is neither short nor in shared memory is sent at the same time, under a tag that is drawn from the digest
+and the number of the collective, and is received under no other. Whoever waits for a collective looks at the digests of
+it, and of all before it, first. So nothing is sent or waited for that would not be without digests.
+
+Every rank has the digests of all ranks, and so all of them find the same first difference. Then each writes its own
+collective into the key/value store of the job, reads the others', and raises. After that the ranks are out of step, and
+what is issued over the same axis raises the same error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_internals.process_groups import job_store, timeout_of
+from .lost_ranks import POLL, window_of
+from .shared_memory import Mail
+
+SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for many ranks less
+ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
+HEAD = 16  # bytes before a short message: the digest, and a place in shared memory
+HISTORY = 5  # how many collectives before the one that differs an error shows
+ADVICE = (
+    "All ranks must use the same units in the same order: look for a branch, a loop or an early return that depends on "
+    "the rank or its data. What only some ranks use, gather with lazy=False inside of fs.grad: then what a rank does "
+    "not use counts as zeros there. The ranks are out of step now: start again with a new process group."
+)
+
+
+class Call:
+    """One collective under way: what a flight waits for."""
+
+    def __init__(self, line: Line, number: int, text: str) -> None:
+        self.text, self.number, self.works, self.verified = text, number, list[Any](), False
+        self.digest = line.digest(text)
+        self.mail: Mail | None = None
+        self._line = line
+        self._work: Any = None
+        self._buffers: tuple[Tensor, ...] = ()
+
+    @property
+    def tag(self) -> int:
+        """What no other collective that is under way has."""
+        return 1 << 30 | (self.digest ^ self.number) & 0x3FFFFFFF
+
+    def post(self, message: Tensor | None = None, slot: int = -1) -> None:
+        """Send the envelopes: with ``message``, one row of bytes for every rank or one for all, or with a place."""
+        self._buffers = sent, got = self._line.take()
+        sent[:, :HEAD].view(torch.int64).copy_(torch.tensor([self.digest, slot]))
+        if message is not None:
+            sent[:, HEAD : HEAD + message.shape[-1]] = message
+        self._work = self._line.send(self, sent, got)
+
+    def wait(self) -> None:
+        self._line.verify(self)
+        works, self.works = self.works, []
+        for work in works:
+            work.wait()
+
+    def arrive(self) -> Sequence[int]:
+        """The digests of all ranks."""
+        self._work.wait()
+        return self._heads()[0]
+
+    def has_arrived(self) -> bool:
+        return self._work.is_completed()
+
+    def slots(self) -> Sequence[int]:
+        """Where each rank's message is."""
+        return self._heads()[1]
+
+    def rows(self, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """The short messages of all ranks: one row each, to be read before the call is closed."""
+        return self._buffers[1][:, HEAD : HEAD + nbytes].view(dtype)
+
+    def close(self) -> None:
+        """Nobody reads what came, or where it says, any more."""
+        if self.verified and self._buffers:
+            if self.mail:
+                self.mail.done(self.slots())
+            self._line.give_back(self._buffers)
+            self._buffers = ()
+
+    def _heads(self) -> list[list[int]]:
+        return self._buffers[1][:, :HEAD].view(torch.int64).T.tolist()
+
+
+class Line:
+    """The collectives of one rank over one process group, in their order."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self.capacity = max(min(ALL_ENVELOPES // size, SMALL_MESSAGE), 512) // 16 * 16  # bytes of a short message
+        self._group, self._size = group, size
+        self._number = 0
+        self._unverified: deque[Call] = deque()
+        self._history: deque[str] = deque(maxlen=HISTORY)
+        self._error = ""
+        self._digests: dict[str, int] = {}  # of all that was sent so far: the same few again and again
+        with torch.inference_mode(False):
+            self._free = [self._new() for _ in range(4)]
+
+    def digest(self, text: str) -> int:
+        if text not in self._digests:
+            self._digests[text] = _digest(text)
+        return self._digests[text]
+
+    def open(self, text: str) -> Call:
+        """The next collective; ``text`` is the same on all ranks, or this or a later call raises."""
+        while self._unverified and self._unverified[0].has_arrived():
+            self.verify(self._unverified[0])
+        self._refuse()
+        self._number += 1
+        return Call(self, self._number, text)
+
+    def send(self, call: Call, sent: Tensor, got: Tensor) -> Any:
+        self._unverified.append(call)
+        return dist.all_to_all_single(got, sent, group=self._group, async_op=True)
+
+    def verify(self, call: Call) -> None:
+        """Raise unless this collective, and each one before it, is the same on all ranks."""
+        while not call.verified:
+            self._refuse()
+            first = self._unverified[0]
+            digests = first.arrive()
+            if first.verified:  # by another thread, meanwhile
+                continue
+            if len(set(digests)) > 1:
+                self._error = self._explained(first, digests)
+            else:
+                self._unverified.popleft()
+                self._history.append(first.text)
+                first.verified = True
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Envelopes to send and to receive; the same ones again and again."""
+        if self._free:
+            return self._free.pop()
+        with torch.inference_mode(False):
+            return self._new()
+
+    def give_back(self, buffers: tuple[Tensor, ...]) -> None:
+        self._free.append(buffers)
+
+    def _new(self) -> tuple[Tensor, ...]:
+        sent = torch.zeros((self._size, HEAD + self.capacity), dtype=torch.uint8)
+        return sent, torch.empty_like(sent)
+
+    def _refuse(self) -> None:
+        if self._error:
+            raise RuntimeError(self._error)
+
+    def _explained(self, call: Call, digests: Sequence[int]) -> str:
+        ranks = dist.get_process_group_ranks(self._group)
+        texts = _texts_of_all(self._group, call.number, call.text)
+        same = [rank for rank, digest in zip(ranks, digests, strict=True) if digest == call.digest]
+        lines = [f"  rank {rank}: {call.text if rank in same else texts.get(rank, 'another one')}" for rank in ranks]
+        past = ["Before that, the same on all ranks:", *(f"  {text}" for text in self._history)]
+        title = f"ranks {', '.join(map(str, ranks))} issue different collectives, each as its number {call.number}:"
+        return "\n".join([title, *lines, *(past if self._history else []), ADVICE])
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _texts_of_all(group: Any, number: int, text: str) -> dict[int, str]:
+    """``text`` of each rank of the group that writes it into the job's store within a while."""
+    texts: dict[int, str] = {}
+    window = window_of(timeout_of(group))
+    key = f"functorch_shard/different/{group.group_name}/{number}"
+
+    def exchange() -> None:
+        with suppress(RuntimeError, ValueError):  # of the store, which may be gone
+            store, end = job_store(), time.monotonic() + window
+            store.set(f"{key}/{dist.get_rank()}", text)
+            missing = set(dist.get_process_group_ranks(group))
+            while missing and time.monotonic() < end:
+                found = {rank for rank in missing if store.check([f"{key}/{rank}"])}
+                texts.update((rank, store.get(f"{key}/{rank}").decode()) for rank in found)
+                missing -= found
+                time.sleep(POLL / 10)
+            store.add(f"{key}/read", 1)
+            while dist.get_rank() == 0 and time.monotonic() < end:  # it may keep the store
+                if store.add(f"{key}/read", 0) == dist.get_process_group_ranks(group).__len__():
+                    break
+                time.sleep(POLL / 10)
+
+    thread = Thread(target=exchange, name="functorch_shard different collectives", daemon=True)
+    thread.start()
+    thread.join(2 * window)  # a store whose host is stopped does not answer in time, or ever
+    return dict(texts)

@@ -1,0 +1,229 @@
+"""A rank that raises, ends or stalls is named in the error of every other rank.
+
+Note [Roll call]: torch says that a connection closed, or that a wait timed out, and not whose fault it was; and a rank
+that ends because of it closes its own connections, which others then complain about. So a rank that meets such an error
+signs in, with what failed, in the key/value store that the process group was made with. When its window is over, it
+names those ranks of the failing collective that did not sign in. The first to conclude writes that down, and who looks
+later, as a rank of another row that lost one that had ended, repeats it instead of naming that one.
+
+The window is a tenth of the group's timeout, but at least 2 and at most 10 seconds. A rank that works for longer than
+that between two collectives, or came to the same collective so much later, is silent too and may be named beside the
+one that is gone; when it gets its own error, it judges for itself. What is written stays as long as the store, and a
+program that goes on after such an error needs a new process group with a new store, as init_mesh makes it under
+torchrun (Note [Fresh store] in rendezvous.py).
+
+Nothing is sent, asked or waited for before there is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist  # for the store of the job and for who is in a group; no collectives
+
+from ..torch_internals.process_groups import job_store, timeout_of
+from .backend import Backend, GroupBackend
+from .wrapper import Run, Wrapper
+
+T = TypeVar("T")
+POLL = 0.1  # seconds between two looks, after an error
+_LOST = ("gloo/transport/", "Operation timed out")  # what gloo's errors say; all are plain RuntimeErrors
+
+
+def naming_lost_ranks(backend: GroupBackend, axis: str) -> Backend:
+    """``backend``, whose errors for want of another rank name it. One rank alone loses nobody."""
+    return _Naming(backend, axis, backend.group) if backend.size > 1 else backend
+
+
+def run_on_job(what: str, part: Callable[[], T]) -> T:
+    """``part()``, which waits for ranks of the default group: an error for want of one names it."""
+    return _run(part, lambda: what, dist.group.WORLD)
+
+
+class _Announced(NamedTuple):
+    numel: int
+    dtype: torch.dtype
+    key: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Naming(Wrapper):
+    axis: str
+    group: Any
+    announced: dict[str, _Announced] = field(default_factory=dict)  # the last of each kind; its start comes next
+
+    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
+        self.announced[kind] = _Announced(numel, dtype, key)
+        super().announce(kind, numel, dtype, key)
+
+    def around(self, kind: str) -> Run:
+        announced = self.announced.get(kind)
+        return lambda part: _run(part, lambda: f"{kind}{_of(announced)} on axis {self.axis!r}", self.group)
+
+
+def _of(announced: _Announced | None) -> str:
+    if announced is None:
+        return ""
+    numel, dtype, key = announced
+    return f" of {key!r}" if key else f" of {numel:,} {str(dtype).removeprefix('torch.')}"
+
+
+def _run(part: Callable[[], T], what: Callable[[], str], group: Any) -> T:
+    try:
+        return part()
+    except RuntimeError as error:
+        if not _is_for_want_of_ranks(error):
+            raise
+        text = _explained(what(), group)
+        if text is None:
+            raise
+        raise RuntimeError(text) from error
+
+
+def _is_for_want_of_ranks(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
+
+
+def _explained(what: str, group: Any) -> str | None:
+    """Why ``what`` failed; None where nobody is missing, or no store is there to ask."""
+    try:
+        store = job_store()
+    except ValueError:  # the process group was destroyed meanwhile
+        return None
+    call = _RollCall(store, what, dist.get_process_group_ranks(group), window_of(timeout_of(group)))
+    call.hold()
+    return call.explanation()
+
+
+def window_of(timeout: timedelta) -> float:
+    """Seconds that a rank waits for others to sign in."""
+    return min(max(timeout.total_seconds() / 10, 2.0), 10.0)
+
+
+@dataclass(frozen=True)
+class _Conclusion:
+    """What rank ``by`` found after its window; ranks are numbered as in the default group."""
+
+    missing: Sequence[int]
+    here: Sequence[int]
+    by: int
+    what: str
+    window: float
+
+    def text(self, rank: int) -> str:
+        missing, here = list(self.missing), sorted({*self.here, rank} - {*self.missing})
+        it = "it" if len(missing) == 1 else "them"
+        whose = "no word" if self.by == rank else f"rank {self.by} had no word"
+        during = "" if self.by == rank else f", in its {self.what}"
+        found = f"{whose} from {it} within {self.window:g} s{during}"
+        return f"{_ranks(missing)} gone or stalled ({found}); {_ranks(here)} here"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks))
+    return f"rank {text} is" if len(ranks) == 1 else f"ranks {text} are"
+
+
+class _RollCall:
+    """One rank's part in Note [Roll call]."""
+
+    def __init__(self, store: Any, what: str, members: Sequence[int], window: float) -> None:
+        self._store, self._what, self._members, self._window = store, what, members, window
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._found: _Conclusion | None = None
+        self._verdict: _Conclusion | None = None  # of others, on this rank
+        self._waiting: dict[int, str] = {}  # what each member waits in, where nobody is missing
+        self._trouble = "no answer"
+
+    def hold(self) -> None:
+        """In a thread of its own: a store whose host is stopped does not answer in time, or ever."""
+        thread = Thread(target=self._hold, name="functorch_shard roll call", daemon=True)
+        thread.start()
+        thread.join(3 * self._window)
+
+    def explanation(self) -> str | None:
+        note = ""
+        if by := self._verdict:
+            note = f"rank {by.by} had no word from this rank, {self._rank}, within {by.window:g} s, and gave it up"
+        if self._found:
+            text = self._found.text(self._rank) + (f"; {note}" if note else "")
+        elif note:
+            text = note
+        elif self._trouble:
+            guess = "rank 0 is probably gone" if self._rank else "which rank is gone is not known"
+            text = (
+                f"{guess}: the key/value store, in which ranks tell each other who is here, does not answer. "
+                f"Unless torchrun keeps it, rank 0 does ({self._trouble})"
+            )
+        elif len({*self._waiting.values()}) > 1:
+            each = "; ".join(f"rank {rank}: {what}" for rank, what in self._waiting.items())
+            text = f"all of its ranks are here, and wait for each other in different collectives ({each})"
+        else:
+            return None
+        return f"{self._what} failed: {text}"
+
+    def _hold(self) -> None:
+        try:
+            self._sign_in()
+            self._found = self._listen() or self._conclude()
+            self._waiting = {} if self._found else self._waiting_in()
+            self._trouble = ""
+            self._store.set(_key("told", self._rank), "")
+            self._linger()
+        except RuntimeError as error:  # of the store; no harm once all is found
+            self._trouble = self._trouble and str(error).partition("\n")[0]
+
+    def _sign_in(self) -> None:
+        if not self._store.check([_key("here", self._rank)]):
+            self._store.set(_key("here", self._rank), self._what)
+            self._store.add(_key("number here"), 1)
+
+    def _listen(self) -> _Conclusion | None:
+        """What another rank concludes, until the window is over: twice as long where only others can know."""
+        end = time.monotonic() + self._window
+        while time.monotonic() < end or (time.monotonic() < end + self._window and not self._missing()):
+            if self._store.check([_key("conclusion")]):
+                found = _Conclusion(**json.loads(self._store.get(_key("conclusion"))))
+                if self._rank not in found.missing:
+                    return found
+                self._verdict = found
+            if self._store.add(_key("number here"), 0) == self._size:
+                return None
+            time.sleep(POLL)
+        return None
+
+    def _conclude(self) -> _Conclusion | None:
+        missing = self._missing()
+        if not missing:
+            return None
+        here = [rank for rank in self._members if rank not in missing]
+        mine = _Conclusion(missing, here, self._rank, self._what, self._window)
+        first = _Conclusion(**json.loads(self._store.compare_set(_key("conclusion"), "", json.dumps(asdict(mine)))))
+        return mine if self._rank in first.missing else first
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self._members if not self._store.check([_key("here", rank)])]
+
+    def _waiting_in(self) -> dict[int, str]:
+        if self._missing():
+            return {}
+        return {rank: self._store.get(_key("here", rank)).decode() for rank in self._members}
+
+    def _linger(self) -> None:
+        """Rank 0 may host the store: it stays until the others have read there, or for another window."""
+        end = time.monotonic() + self._window
+        others = set(range(1, self._size)) - {*(self._found.missing if self._found else ())}
+        while self._rank == 0 and others and time.monotonic() < end:
+            others = {rank for rank in others if not self._store.check([_key("told", rank)])}
+            time.sleep(POLL)
+
+
+def _key(*parts: object) -> str:
+    return "/".join(["functorch_shard", "roll call", *map(str, parts)])

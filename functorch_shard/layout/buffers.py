@@ -1,0 +1,114 @@
+"""Slots, buffers and units: where a parameter lies in a flat buffer, and what is gathered together."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import lcm
+from typing import NamedTuple
+
+import torch
+
+from .dtensor_spec import DTensorForm
+from .precision import MixedPrecision
+
+
+class Slice(NamedTuple):
+    """The part of one parameter that one shard holds: ``shard[offset:offset + numel]`` is ``p.flatten()[start:]``."""
+
+    name: str
+    offset: int
+    numel: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
+
+    Of a DTensor the slot holds this rank's local part; ``dtensor`` says what it is a part of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    numel: int
+    index: int
+    dtensor: DTensorForm | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One flat tensor of one dtype, label and trainability; ``numel`` counts its padding. Never empty of slots."""
+
+    key: str
+    label: str
+    trainable: bool
+    numel: int
+    num_shards: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.slots[0].dtype
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether its dtype has gradients, trainable or not."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.num_shards
+
+    @property
+    def parameter_numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def slices(self, rank: int) -> list[Slice]:
+        """The pieces of parameters inside shard ``rank``, in order; an empty parameter is in no shard."""
+        low = (rank if self.num_shards > 1 else 0) * self.shard_numel
+        high = low + self.shard_numel
+        first = bisect_right(self.slots, low, key=lambda slot: slot.end)
+        behind = bisect_left(self.slots, high, lo=first, key=lambda slot: slot.offset)
+        spans = ((s, max(s.offset, low), min(s.end, high)) for s in self.slots[first:behind])
+        return [Slice(s.name, a - low, b - a, a - s.offset) for s, a, b in spans if a < b]
+
+    def split_sizes(self) -> list[int]:
+        """Sizes that cut the buffer into slot, gap, slot, gap, ...: the gaps are padding and may be 0."""
+        bounds = [edge for slot in self.slots for edge in (slot.offset, slot.end)] + [self.numel]
+        return [b - a for a, b in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The buffers that are gathered together, as one transformer block's, and in which dtypes."""
+
+    name: str
+    buffers: tuple[Buffer, ...]
+    precision: MixedPrecision = field(default_factory=MixedPrecision)
+
+
+def padded(numel: int, step: int) -> int:
+    """The first multiple of ``step`` that is not below ``numel``."""
+    return -(-numel // step) * step
+
+
+def aligned(taken: int, dtype: torch.dtype, align_bytes: int) -> int:
+    """Where the next slot starts, in elements, after ``taken`` of them; ``align_bytes`` 0 packs."""
+    return padded(taken, lcm(align_bytes, dtype.itemsize) // dtype.itemsize or 1)
+
+
+def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    return tuple(sorted(buffers, key=lambda buffer: buffer.slots[0].index))

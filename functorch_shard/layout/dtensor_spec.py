@@ -1,0 +1,64 @@
+"""What a DTensor is, apart from its values: integers and names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from ..errors import axes_text
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorForm:
+    """What a DTensor is, apart from its values: its shape, and where it lies along the axes of its device mesh.
+
+    ``placements`` has one entry for each of ``axes``: ``"S(dim)"``, cut along ``dim``, or ``"R"``, the same everywhere.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different elements, to be summed over in a norm; the others hold copies."""
+        return tuple(name for name, text in zip(self.axis_names, self.placements, strict=True) if text != "R")
+
+    def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of rank ``place[i]`` of each axis: as ``torch.chunk`` cuts, axis after axis."""
+        shape = list(self.shape)
+        for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
+            if text != "R":
+                dim = int(text[2:-1])
+                chunk = -(-shape[dim] // size)
+                shape[dim] = min(chunk, max(shape[dim] - index * chunk, 0))
+        return tuple(shape)
+
+    def local_start(self, place: Sequence[int]) -> tuple[int, ...]:
+        """Where that part begins, in each dim of the whole."""
+        shape, start = list(self.shape), [0] * len(self.shape)
+        for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
+            if text != "R":
+                dim = int(text[2:-1])
+                chunk = -(-shape[dim] // size)
+                skipped = min(index * chunk, shape[dim])
+                start[dim] += skipped
+                shape[dim] = min(chunk, shape[dim] - skipped)
+        return tuple(start)
+
+    def problem(self, local_shape: tuple[int, ...]) -> str:
+        """Why no rank has a part of ``local_shape``."""
+        known = {"R", *(f"S({dim})" for dim in range(len(self.shape)))}
+        if len(self.placements) != len(self.axes) or not known.issuperset(self.placements):
+            return f"a {self}, expected one of {', '.join(sorted(known))} for each axis"
+        places = product(*(range(size) for _, size in self.axes))
+        fits = any(self.local_shape(place) == local_shape for place in places)
+        return "" if fits else f"shape {local_shape} is no local part of a {self}"
+
+    def __str__(self) -> str:
+        return f"DTensor of shape {self.shape}, {' '.join(self.placements)} over {axes_text(dict(self.axes))}"

@@ -1,0 +1,323 @@
+"""Where every element of every parameter lives: pure integers, no tensors and no process groups.
+
+Note [Layout]: a *unit* is what is gathered together. Inside a unit, parameters of one dtype, one label and one
+trainability are laid row-major, one after the other, into one flat *buffer*; each has its *slot* there. A buffer is
+padded to a multiple of its number of shards S, and rank r of the shard axis owns ``[r * n, (r + 1) * n)`` with
+``n = numel / S``: its *shard*. The intervals are those of FSDP1's ``FlatParamHandle``
+(torch/distributed/fsdp/_flat_param.py); unlike there, padding is always zero.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from ..containers import Static
+from ..errors import axes_text, reject, table
+from ..mesh.mesh import Mesh
+from .buffers import Buffer, Slice, Slot, Unit, aligned, in_source_order, padded
+from .precision import MixedPrecision, Travel, divide_factors, travel
+from .serialization import dtype_name, unit_of, without_none
+
+Reduction = Literal["mean", "sum"]
+_FORMAT = 3
+_OPTIONS = ("shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward")
+
+
+@dataclass(frozen=True, repr=False)
+class Layout(Static):
+    """All units of a model for given numbers of ranks: the static half of every ``Sharded`` and ``Full``.
+
+    Made by :func:`plan`. Frozen and hashable; two layouts are equal when every parameter lies in the same place, on
+    whatever mesh. ``print(layout)`` shows it as a table. ``axes`` are the mesh's names and sizes; an axis that the mesh
+    lacks (``replicate_axis``, say) has size 1. ``aliases`` maps the further names of tied parameters to the first.
+    """
+
+    units: tuple[Unit, ...]
+    axes: tuple[tuple[str, int], ...]
+    shard_axis: str
+    replicate_axis: str
+    reduction: Reduction
+    align_bytes: int
+    aliases: tuple[tuple[str, str], ...]
+    mesh: Mesh = field(compare=False)
+    reshard_after_forward: bool = True
+
+    @cached_property
+    def buffers(self) -> Mapping[str, Buffer]:
+        return {buffer.key: buffer for unit in self.units for buffer in unit.buffers}
+
+    @cached_property
+    def slots(self) -> Mapping[str, Slot]:
+        """Every parameter's slot, by name, in the source's order."""
+        slots = sorted((slot for buffer in self.buffers.values() for slot in buffer.slots), key=lambda slot: slot.index)
+        return {slot.name: slot for slot in slots}
+
+    @cached_property
+    def key_of(self) -> Mapping[str, str]:
+        """The key of the buffer that holds each parameter."""
+        return {slot.name: buffer.key for buffer in self.buffers.values() for slot in buffer.slots}
+
+    @cached_property
+    def aliases_of(self) -> Mapping[str, tuple[str, ...]]:
+        """The further names of each tied parameter, by its first name."""
+        tied: dict[str, list[str]] = {}
+        for alias, name in self.aliases:
+            tied.setdefault(name, []).append(alias)
+        return {name: tuple(further) for name, further in tied.items()}
+
+    @cached_property
+    def precision_of(self) -> Mapping[str, MixedPrecision]:
+        """The policy of each buffer's unit, by the buffer's key."""
+        return {buffer.key: unit.precision for unit in self.units for buffer in unit.buffers}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.units, self.axes, self.shard_axis, self.replicate_axis, self.reduction, self.aliases))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def axis_size(self, name: str) -> int:
+        return dict(self.axes).get(name, 1)
+
+    @cached_property
+    def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
+        """The ranks that the DTensors of this layout are distributed over, by names and sizes of their axes."""
+        every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
+        return {axes: self.mesh.beside(*dict(axes)) for axes in every}
+
+    @property
+    def num_shards(self) -> int:
+        return self.axis_size(self.shard_axis)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that a gradient is averaged over: shards times replicas."""
+        return self.num_shards * self.axis_size(self.replicate_axis)
+
+    def divisors(self, reduced: torch.dtype) -> tuple[float, float]:
+        """What gradients are divided by before and after they are summed over all ranks in ``reduced``."""
+        return divide_factors(self.num_ranks, reduced) if self.reduction == "mean" else (1, 1)
+
+    def travel(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Travel:
+        """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of its unit's policy."""
+        return travel(buffer.dtype, self.precision_of[buffer.key], dtype)
+
+    def as_stored(self) -> Layout:
+        """The same places, and no precision but the stored one."""
+        return replace(self, units=tuple(replace(unit, precision=MixedPrecision()) for unit in self.units))
+
+    def slices(self, rank: int) -> list[Slice]:
+        """What rank ``rank`` of the shard axis holds, buffer after buffer: pure arithmetic, no process group.
+
+        Args:
+            rank: position on the shard axis, ``0 <= rank < num_shards``.
+
+        Returns:
+            ``(name, offset in the shard, numel, start in the flattened parameter)``, in elements. Offsets count from
+            the start of the shard of the parameter's own buffer, ``layout.key_of[name]``.
+
+        Example:
+            >>> layout = fs.plan({"w": torch.zeros(3, 3), "b": torch.zeros(3)}, fs.simulated_mesh(2))
+            >>> layout.slices(0)
+            [Slice(name='w', offset=0, numel=8, start=0)]
+            >>> layout.slices(1)
+            [Slice(name='w', offset=0, numel=1, start=8), Slice(name='b', offset=4, numel=3, start=0)]
+        """
+        if not 0 <= rank < self.num_shards:
+            raise ValueError(f"slices: got rank {rank}, expected 0 <= rank < {self.num_shards} ({self.shard_axis!r})")
+        return [piece for buffer in self.buffers.values() for piece in buffer.slices(rank)]
+
+    def on(self, mesh: Mesh) -> Layout:
+        """The same layout on another mesh of the same sizes: for a tree that was unpickled, say."""
+        if tuple(mesh.axes.items()) != self.axes:
+            raise ValueError(
+                f"Layout.on: the layout is for {axes_text(dict(self.axes))}, the mesh has {axes_text(mesh.axes)}. "
+                "A layout fits one set of sizes: plan a new one on this mesh."
+            )
+        layout = replace(self, mesh=mesh)
+        reject("Layout.on", _misplaced(layout), "Each rank takes the layout that was planned at its place.")
+        return layout
+
+    def select(self, keep: Mapping[str, bool]) -> Layout:
+        """The layout of the buffers whose key ``keep`` maps to true, each where it was."""
+        units = [replace(unit, buffers=tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
+        aliases = tuple((alias, name) for alias, name in self.aliases if keep[self.key_of[name]])
+        return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
+
+    def by_unit(self) -> Iterator[Layout]:
+        """The layout of each unit alone."""
+        for unit in self.units:
+            names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
+            ties = sorted((alias, name) for name in names for alias in self.aliases_of.get(name, ()))
+            yield replace(self, units=(unit,), aliases=tuple(ties))
+
+    def merge(self, others: Sequence[Layout]) -> Layout:
+        """The layout of all parts that :meth:`select` took apart; the parts are disjoint.
+
+        Every gather of the same parts has the same one, and with it all that was made from it: names, slots, a hash.
+        """
+        parts = tuple(others)
+        if parts not in self._merged:
+            self._merged[parts] = self._merge(parts)
+        return self._merged[parts]
+
+    @cached_property
+    def _merged(self) -> dict[tuple[Layout, ...], Layout]:
+        return {}
+
+    def _merge(self, others: Sequence[Layout]) -> Layout:
+        self._check_parts(others)
+        parts: dict[str, Unit] = {}
+        for unit in (unit for layout in (self, *others) for unit in layout.units):
+            buffers = (*parts[unit.name].buffers, *unit.buffers) if unit.name in parts else unit.buffers
+            parts[unit.name] = replace(unit, buffers=in_source_order(buffers))
+        units = list(parts.values())
+        aliases = tuple(sorted({pair for layout in (self, *others) for pair in layout.aliases}))
+        in_order = sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)
+        return replace(self, units=tuple(in_order), aliases=aliases)
+
+    def _check_parts(self, others: Sequence[Layout]) -> None:
+        parts = [self, *others]
+        problems = [
+            f"{name}: {mine!r} in the first tree, {theirs!r} in another"
+            for name in ("axes", *_OPTIONS)
+            for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
+            if mine != theirs
+        ]
+        policies = {unit.name: unit.precision for unit in self.units}
+        problems += [
+            f"unit {unit.name!r}: {policies[unit.name]} in the first tree, {unit.precision} in another"
+            for other in others
+            for unit in other.units
+            if policies.get(unit.name, unit.precision) != unit.precision
+        ]
+        counts = Counter(name for part in parts for name in part.slots)
+        problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
+        reject("gather", problems, "Pass the parts that partition() made of one tree, each once.")
+
+    def lines(self) -> Iterator[str]:
+        """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""
+        over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
+        yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
+        yield f"reshard_after_forward={self.reshard_after_forward}"
+        yield from self.places()
+        for unit in self.units:
+            yield f"unit {unit.name!r}: {unit.precision}"
+        yield from self._ties()
+
+    def places(self) -> Iterator[str]:
+        """Which element lies where, in lines: what the numbers in a shard mean."""
+        for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
+            buffer = self.buffers[self.key_of[slot.name]]
+            kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
+            kind += f", local part of a {slot.dtensor}" if slot.dtensor else ""
+            yield f"{slot.name!r}: {kind}, at {slot.offset} of buffer {buffer.key!r}"
+        yield "no more parameters"
+        for buffer in self.buffers.values():
+            yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
+
+    def _ties(self) -> list[str]:
+        return [f"tied: {alias} = {name}" for alias, name in self.aliases]
+
+    def to_json(self, indent: int | None = None) -> str:
+        """As JSON text; :meth:`from_json` gives an equal layout back."""
+        plain = {name: getattr(self, name) for name in _OPTIONS}
+        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases)}
+        units = [asdict(unit, dict_factory=without_none) for unit in self.units]
+        return json.dumps({"format": _FORMAT, **plain, **maps, "units": units}, indent=indent, default=dtype_name)
+
+    @staticmethod
+    def from_json(text: str, mesh: Mesh) -> Layout:
+        """The layout that ``to_json`` wrote, on a ``mesh`` of the sizes it was planned for."""
+        try:
+            layout = _layout_of(json.loads(text), mesh)
+            problems = _arithmetic_problems(layout)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"Layout.from_json: not a layout in JSON ({type(error).__name__}: {error})") from error
+        reject("Layout.from_json", problems, "The text was altered after to_json wrote it.")
+        return layout.on(mesh)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what is cached: a hash of strings is another number in another process.
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self  # immutable, and its mesh is a handle
+
+    def __repr__(self) -> str:
+        numel = sum(slot.numel for slot in self.slots.values())
+        counts = f"{len(self.units)} units, {len(self.slots)} parameters, {numel:,} elements"
+        return f"Layout({counts}, {axes_text(dict(self.axes))})"
+
+    def __str__(self) -> str:
+        header = ("buffer", "dtype", "parameters", "elements", "padding", "shard", "shard bytes")
+        rows = [_row(buffer) for buffer in self.buffers.values()]
+        total = ["total", "", *(sum(cast(int, row[i]) for row in rows) for i in range(2, len(header)))]
+        spacing = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
+        note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {spacing}"
+        return "\n".join([table([*rows, total], header, left=2), note, *self._dtensors(), *self._ties()])
+
+    def _dtensors(self) -> list[str]:
+        parts = Counter(slot.dtensor.axes for slot in self.slots.values() if slot.dtensor)
+        return [f"DTensors: the local parts of {n} parameters over {axes_text(dict(a))}" for a, n in parts.items()]
+
+
+def _row(buffer: Buffer) -> list[object]:
+    dtype, elements, shard = dtype_name(buffer.dtype), buffer.parameter_numel, buffer.shard_numel
+    sizes = [len(buffer.slots), elements, buffer.numel - elements, shard, shard * buffer.dtype.itemsize]
+    return [buffer.key, dtype, *sizes]
+
+
+def _layout_of(data: Any, mesh: Mesh) -> Layout:
+    if data["format"] != _FORMAT:
+        raise ValueError(f"Layout.from_json: got format {data['format']}, this version reads format {_FORMAT}")
+    units = tuple(map(unit_of, data["units"]))
+    maps = {name: tuple(data[name].items()) for name in ("axes", "aliases")}
+    plain = {name: data[name] for name in _OPTIONS}
+    return Layout(units=units, mesh=mesh, **maps, **plain)
+
+
+def _misplaced(layout: Layout) -> list[str]:
+    """DTensors that have other ranks here, or another part on this one, than the layout says."""
+    if layout.mesh.device_mesh is None:  # simulated or unpickled: no ranks to ask
+        return []
+    problems = []
+    for slot, form in ((slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor):
+        beside = layout.tensor_meshes[form.axes]
+        if tuple(beside.axes.items()) != form.axes:
+            problems.append(f"{slot.name!r}: local part of a {form}, but here is {axes_text(beside.axes)}")
+        elif slot.shape != (here := form.local_shape(beside.coordinate)):
+            problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but here is {here}")
+    return problems
+
+
+def _arithmetic_problems(layout: Layout) -> list[str]:
+    problems: list[str] = []
+    if not isinstance(layout.reshard_after_forward, bool):
+        problems.append(f"reshard_after_forward: got {layout.reshard_after_forward!r}, expected True or False")
+    if layout.reduction not in get_args(Reduction):
+        problems.append(f"reduction: got {layout.reduction!r}, expected 'mean' or 'sum'")
+    for buffer in layout.buffers.values():
+        taken = 0
+        for slot in buffer.slots:
+            start = aligned(taken, buffer.dtype, layout.align_bytes)
+            if slot.numel != prod(slot.shape):
+                problems.append(f"{slot.name!r}: {slot.numel} elements, but shape {slot.shape} has {prod(slot.shape)}")
+            if slot.offset != start or slot.dtype != buffer.dtype:
+                problems.append(f"{slot.name!r}: {slot.dtype} at {slot.offset}, expected {buffer.dtype} at {start}")
+            if slot.dtensor and (problem := slot.dtensor.problem(slot.shape)):
+                problems.append(f"{slot.name!r}: {problem}")
+            taken = slot.end
+        num_shards = buffer.num_shards
+        if num_shards not in (1, layout.num_shards) or buffer.numel != padded(taken, num_shards):
+            problems.append(f"buffer {buffer.key!r}: {buffer.numel} elements in {num_shards} shards, {taken} used")
+    return problems

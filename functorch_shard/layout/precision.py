@@ -1,0 +1,131 @@
+"""In which dtypes parameters travel and are computed with, and gradients are reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from ..containers import opened
+
+Tree = TypeVar("Tree")
+_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
+
+
+@dataclass(frozen=True, repr=False)
+class MixedPrecision:
+    """Dtypes of a step, with FSDP's names and meanings: ``plan(model, mesh, precision=MixedPrecision(...))``.
+
+    Parameters and optimizer state are stored as they are. Shards are cast *before* they travel, so a half-precision
+    gather moves half the bytes. Integers and bools are never cast. ``gather`` and the reduction of gradients follow
+    the policy of each unit by themselves; inputs, outputs and buffers are yours, and cast where you say so.
+
+    Args:
+        param_dtype: what ``gather`` returns, and what the model computes in. ``None``: as stored.
+        reduce_dtype: what gradients are summed over ranks in. ``None``: what they come in, and that is ``param_dtype``.
+            Sums in float16 are divided in part before and in part after, as FSDP does it, against overflow.
+        output_dtype: what :meth:`cast_output` casts to. ``None``: it changes nothing.
+        buffer_dtype: what :meth:`cast_buffers` casts to. ``None``: it changes nothing.
+        cast_forward_inputs: whether :meth:`cast_inputs` casts to ``param_dtype``.
+        keep_low_precision_grads: whether gradients come back in the dtype they were reduced in, and not in the stored
+            one. ``opt.step`` takes both; autograd's own (``torch.func.grad``) are always in the stored dtype.
+
+    Raises:
+        TypeError: a dtype that is not a floating-point one.
+
+    Example:
+        >>> bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        >>> values = {"fc.w": torch.ones(2)}
+        >>> layout = fs.plan(values, fs.simulated_mesh(2), precision=bf16)
+        >>> params = fs.shard(values, layout)
+        >>> params["fc"].dtype, fs.gather(params)["fc.w"].dtype
+        (torch.float32, torch.bfloat16)
+        >>> x, labels = bf16.cast_inputs((torch.ones(2), torch.tensor([3])))
+        >>> x.dtype, labels.dtype
+        (torch.bfloat16, torch.int64)
+
+    Stands for ``MixedPrecision`` of FSDP1 and ``MixedPrecisionPolicy`` of FSDP2.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    keep_low_precision_grads: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _DTYPES:
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"MixedPrecision: {name}: got {dtype!r}, expected a floating-point dtype or None")
+        for name in ("cast_forward_inputs", "keep_low_precision_grads"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"MixedPrecision: {name}: got {getattr(self, name)!r}, expected True or False")
+
+    def __repr__(self) -> str:
+        chosen = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"MixedPrecision({', '.join(chosen)})"
+
+    def cast_inputs(self, tree: Tree) -> Tree:
+        """The floating-point tensors of any pytree in ``param_dtype``: what a model is called with."""
+        return cast_floats(tree, self.param_dtype if self.cast_forward_inputs else None)
+
+    def cast_output(self, tree: Tree) -> Tree:
+        """The floating-point tensors of any pytree in ``output_dtype``: what a model returned."""
+        return cast_floats(tree, self.output_dtype)
+
+    def cast_buffers(self, tree: Tree) -> Tree:
+        """The floating-point tensors of any pytree in ``buffer_dtype``: the model's buffers, once, before training."""
+        return cast_floats(tree, self.buffer_dtype)
+
+
+def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
+    """``tree`` with its real floating-point tensors in ``dtype``; ``None`` leaves all as they are."""
+    if dtype is None:
+        return tree
+    cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+    return optree.tree_map(cast, opened(tree), none_is_leaf=True)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """The dtypes of one buffer on its way: how it is stored and gathered, and its gradient reduced and returned."""
+
+    stored: torch.dtype
+    gathered: torch.dtype
+    reduced: torch.dtype
+    returned: torch.dtype
+
+    @property
+    def carried(self) -> torch.dtype:
+        """What a sum that was reduced is held in until it is divided: nothing of it is lost or overflows."""
+        if not self.stored.is_floating_point:
+            return self.stored
+        wide = torch.promote_types(self.stored, self.reduced)
+        return torch.promote_types(wide, torch.float32) if self.reduced == torch.float16 else wide
+
+
+def travel(stored: torch.dtype, precision: MixedPrecision, dtype: torch.dtype | None = None) -> Travel:
+    """How a buffer travels under ``precision``; ``dtype`` is what one call asks it to be gathered in."""
+    if not stored.is_floating_point:
+        return Travel(stored, stored, stored, stored)
+    gathered = dtype or precision.param_dtype or stored
+    reduced = precision.reduce_dtype or gathered
+    return Travel(stored, gathered, reduced, reduced if precision.keep_low_precision_grads else stored)
+
+
+def divide_factors(num_ranks: int, reduced: torch.dtype) -> tuple[float, float]:
+    """What a mean over ``num_ranks`` divides by before and after its sum in ``reduced``.
+
+    A sum of many float16 overflows and a quotient underflows: each takes about the root of the number of ranks, as in
+    ``_get_gradient_divide_factors`` of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    before = 1
+    if reduced == torch.float16:
+        while num_ranks % before == 0 and num_ranks / before > before:
+            before *= 2
+    return before, num_ranks / before

@@ -1,0 +1,147 @@
+"""``Sharded`` and ``Full``: parameters as pytrees, before and after the gather.
+
+Both are registered in optree's global namespace and in ``torch.utils._pytree``, with key paths, so that
+``optree.tree_map``, torchopt and every ``torch.func`` transform see tensors with a name and a static layout.
+Unflattening never validates (a transform may put batched tensors, wrappers or ``None`` in the leaves); the verbs of
+``gathering`` do.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import optree
+import torch
+from torch import Tensor
+
+from ..containers import opened
+from ..errors import table
+from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
+from ..torch_internals.rnn import own_weights_again
+from .layout import Layout
+
+Node = TypeVar("Node", "Sharded", "Full")
+_OF_TORCH_SAVE = 2
+
+
+class Sharded(Mapping[str, Any]):
+    """A tree of shards: buffer key -> this rank's 1-D part of that buffer, and the static ``layout``.
+
+    Parameters, gradients, optimizer state and moving averages all have this form, so one ``tree_map`` combines them
+    and nothing is communicated. On a simulated mesh, outside ``spmd``, each shard has one leading rank dim per axis.
+    """
+
+    __slots__ = ("_shards", "layout")
+
+    def __init__(self, shards: Mapping[str, Any] | Iterable[tuple[str, Any]], layout: Layout) -> None:
+        self._shards = dict(shards)
+        self.layout = layout
+
+    def __getitem__(self, key: str) -> Any:
+        return self._shards[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __repr__(self) -> str:
+        return _describe("Sharded", self._shards, "buffer", self.layout)
+
+
+class Full(dict[str, Any]):
+    """Whole parameters by name, in the source's order: a real ``dict``, so ``functional_call`` takes it.
+
+    Tied parameters are listed once, under their first name: ``functional_call`` ties the rest. Copies and pickles keep
+    the layout; what ``torch.save`` writes is a plain state dict, which ``torch.load`` reads with its defaults.
+    """
+
+    __slots__ = ("layout",)
+
+    def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], layout: Layout) -> None:
+        super().__init__(tensors)
+        self.layout = layout
+
+    def copy(self) -> Full:
+        return Full(self, self.layout)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            own_weights_again(self)
+
+    def __or__(self, other: Mapping[str, Any]) -> Full:
+        """With other values for some names, as ``shard(full | edited, layout)`` takes them."""
+        return Full({**self, **other}, self.layout)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # torch.save writes with protocol 2, which nobody else asks for: what torch.load reads back by default, and
+        # anybody without this package, is a state dict.
+        if int(protocol) == _OF_TORCH_SAVE:
+            return OrderedDict, (), None, None, iter(self.items())
+        return Full, (dict(self), self.layout)
+
+    def __repr__(self) -> str:
+        return _describe("Full", self, "parameter", self.layout)
+
+
+def map_items(fn: Callable[[str, Any], Any], tree: Node) -> Node:
+    """``fn(key, leaf)`` on every leaf, in a tree of the same kind and layout."""
+    return type(tree)({key: fn(key, leaf) for key, leaf in tree.items()}, tree.layout)
+
+
+def take_tensors(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Any]], Any]]:
+    """The tensors of any pytree, and the function that puts others in their places; the rest stays in the tree."""
+    leaves, treedef = optree.tree_flatten(opened(tree), none_is_leaf=True)
+
+    def put_back(tensors: Iterable[Any]) -> Any:
+        rest = iter(tensors)
+        return optree.tree_unflatten(treedef, [next(rest) if isinstance(x, Tensor) else x for x in leaves])
+
+    return [x for x in leaves if isinstance(x, Tensor)], put_back
+
+
+def _describe(kind: str, leaves: Mapping[str, Any], what: str, layout: Layout) -> str:
+    rows = [_leaf_row(key, leaf) for key, leaf in leaves.items()]
+    return f"{kind} of {layout!r}\n" + table(rows, (what, "shape", "dtype"), left=3)
+
+
+def _leaf_row(key: str, leaf: Any) -> tuple[str, str, str]:
+    if isinstance(leaf, Tensor):
+        return key, str(tuple(leaf.shape)), str(leaf.dtype).removeprefix("torch.")
+    return key, type(leaf).__name__, ""
+
+
+def _flatten(tree: Sharded | Full) -> tuple[list[Any], tuple[Layout, tuple[str, ...]]]:
+    return list(tree.values()), (tree.layout, tuple(tree))
+
+
+def _register(cls: type[Sharded] | type[Full]) -> None:
+    def unflatten(leaves: Iterable[Any], context: Any) -> Sharded | Full:
+        layout, keys = context
+        return cls(zip(keys, leaves, strict=True), layout)
+
+    def flatten_with_keys(tree: Any) -> tuple[list[Any], Any]:
+        leaves, context = _flatten(tree)
+        return [(MappingKey(key), leaf) for key, leaf in zip(context[1], leaves, strict=True)], context
+
+    def flatten_with_entries(tree: Any) -> tuple[list[Any], Any, Any]:
+        leaves, context = _flatten(tree)
+        return leaves, context, context[1]
+
+    name = f"functorch_shard.{cls.__name__}"
+    register_torch_node(cls, _flatten, unflatten, flatten_with_keys_fn=flatten_with_keys, serialized_type_name=name)
+    optree.register_pytree_node(
+        cls,
+        flatten_with_entries,
+        lambda context, leaves: unflatten(leaves, context),
+        path_entry_type=optree.MappingEntry,
+        namespace=GLOBAL_NAMESPACE,
+    )
+
+
+_register(Sharded)
+_register(Full)

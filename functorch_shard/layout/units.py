@@ -1,0 +1,139 @@
+"""Which parameters are gathered together: each rule maps parameter names to the name of their unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import reject
+
+Units = (
+    str
+    | int
+    | type[nn.Module]
+    | tuple[type[nn.Module], ...]
+    | Callable[[str, nn.Module], bool]
+    | Sequence[Sequence[str]]
+)
+
+
+ROOT = "(root)"  # the unit of what lies directly in the model
+
+
+def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units) -> dict[str, str]:
+    """The unit of every parameter name; :data:`ROOT` for what is in no module, or in no chosen one."""
+    if isinstance(units, str):
+        if units != "auto":
+            raise ValueError(f"plan: units: got {units!r}, the only word it knows is 'auto'")
+        return _by_stack(tensors, _stack_entries(tensors, module))
+    if isinstance(units, bool) or (isinstance(units, int) and units < 1):
+        raise ValueError(f"plan: units: got {units!r}, expected a positive number of bytes")
+    if isinstance(units, int):
+        return _by_bytes(tensors, units)
+    if isinstance(units, Sequence) and not _is_classes(units):
+        if any(isinstance(group, str) or not isinstance(group, Sequence) for group in units):
+            raise TypeError(
+                f"plan: units: got {units!r}, expected lists of names, as [['embed', 'head'], ['blocks.0']]"
+            )
+        return _by_names(tensors, units)
+    return _by_module(tensors, module, _predicate(units))
+
+
+def below(name: str, prefix: str) -> bool:
+    """Whether ``name`` is ``prefix`` or lies inside it; everything lies inside the root, ``""``."""
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def around(name: str) -> list[str]:
+    """Every prefix that ``name`` is :func:`below`: the root, the modules around it from the outside in, and itself."""
+    return ["", *accumulate(name.split("."), lambda prefix, part: f"{prefix}.{part}")]
+
+
+def _stack_entries(names: Iterable[str], module: nn.Module | None) -> set[str]:
+    """The entries of ModuleList and Sequential stacks, by name; the outermost around a parameter is its unit.
+
+    Without modules to look at (a mapping of tensors) a number in a name is taken for a stack's entry.
+    """
+    if module is None:
+        return {entry for entry in map(_numbered_prefix, names) if entry}
+    modules = module.named_modules(remove_duplicate=False)
+    stacks = {name: child for name, child in modules if isinstance(child, (nn.ModuleList, nn.Sequential))}
+    children = [(stack, entry) for stack, child in stacks.items() for entry, _ in child.named_children()]
+    return {f"{stack}.{entry}" if stack else entry for stack, entry in children}
+
+
+def _numbered_prefix(name: str) -> str:
+    modules = name.split(".")[:-1]
+    return next((".".join(modules[: i + 1]) for i, part in enumerate(modules) if part.isdigit()), "")
+
+
+def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
+    """Entries of stacks; the rest by the outermost module that has no stack inside."""
+    outside = {prefix for entry in entries for prefix in around(entry)[:-1]}
+    return {name: _outermost(name, entries, outside) for name in names}
+
+
+def _outermost(name: str, entries: set[str], outside: set[str]) -> str:
+    owners = around(name)[1:-1]
+    return next((owner for owner in owners if owner in entries or owner not in outside), owners[-1] if owners else ROOT)
+
+
+def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
+    units, unit, size = {}, "", 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        if not unit or size + nbytes > limit:
+            unit, size = name, 0
+        units[name], size = unit, size + nbytes
+    return units
+
+
+def _by_names(tensors: Iterable[str], groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """Lists of names, of parameters or of modules; what is in none of them makes one unit more, the root."""
+    names, problems = list(tensors), []
+    inside: dict[str, list[str]] = {prefix: [] for group in groups for prefix in group}
+    for name in names:
+        for prefix in {*around(name)} & inside.keys():
+            inside[prefix].append(name)
+    units: dict[str, str] = {}
+    for group in groups:
+        for prefix in group:
+            hits = inside[prefix]
+            problems += [] if hits else [f"{prefix!r}: no parameter or module of that name"]
+            problems += [
+                f"{name!r}: listed twice, in {units[name]!r} and {group[0]!r}" for name in hits if name in units
+            ]
+            units.update(dict.fromkeys(hits, group[0]))
+    reject("plan: units", problems, "List every name once, as named_parameters() spells it.")
+    return {name: units.get(name, ROOT) for name in names}
+
+
+def _is_classes(units: object) -> bool:
+    return isinstance(units, tuple) and bool(units) and all(isinstance(cls, type) for cls in units)
+
+
+def _predicate(units: Any) -> Callable[[str, nn.Module], bool]:
+    if isinstance(units, type) or _is_classes(units):
+        return lambda name, module: isinstance(module, units)
+    if not callable(units):
+        known = "'auto', bytes, module classes, a callable or lists of names"
+        raise TypeError(f"plan: units: got {type(units).__name__}, expected {known}")
+    return units  # pyright: ignore[reportReturnType]
+
+
+def _by_module(
+    tensors: Iterable[str], module: nn.Module | None, chosen: Callable[[str, nn.Module], bool]
+) -> dict[str, str]:
+    """The innermost chosen module around each parameter, as nested ``fully_shard`` calls; the rest in the root."""
+    if module is None:
+        raise TypeError("plan: units: classes and callables need an nn.Module as source; got a mapping of tensors")
+    names = {name for name, child in module.named_modules(remove_duplicate=False) if chosen(name, child)}
+    reject("plan: units", [] if names else ["no module was chosen"], "Name a class that the model has, or use 'auto'.")
+    return {name: _innermost(name, names) for name in tensors}
+
+
+def _innermost(name: str, chosen: set[str]) -> str:
+    return next((prefix for prefix in reversed(around(name)) if prefix in chosen), "") or ROOT

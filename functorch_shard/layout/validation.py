@@ -1,0 +1,149 @@
+"""Whether what a verb was given fits the layout: all offenders at once, before anything is computed or sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import name_problems, reject
+from .buffers import Buffer, Slot
+from .dtensor import form_of, local_part
+from .layout import Layout
+from .sources import source_problems
+
+
+def check_shards(
+    verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False, gradients: bool = False
+) -> None:
+    """Raise unless there is one shard of the right form for every buffer, with rank dims where there are any.
+
+    ``gradients`` may have another precision than what they are gradients of.
+    """
+    ranks = () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+    problems = name_problems(shards, layout.buffers)
+    for key, buffer in layout.buffers.items():
+        if key in shards and not (allow_none and shards[key] is None):
+            dtype = _grad_dtype(shards[key], buffer.dtype) if gradients else buffer.dtype
+            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), dtype, _arithmetic(buffer))
+    where = "with its rank dims, outside spmd" if ranks else "as one rank's"
+    advice = (
+        f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh; a tree that "
+        "was unpickled has a mesh of its own: put it on this one, Sharded(tree, tree.layout.on(mesh))."
+    )
+    reject(verb, problems, advice)
+
+
+def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
+    """Raise unless ``tensors`` are the parameters of ``layout``, with values."""
+    special, advice = source_problems({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
+    reject("shard", special, advice)
+    problems, fit = _form_problems(tensors, layout)
+    problems += [problem for name in fit for problem in _without_values(name, tensors[name])]
+    fit = {name for name in fit if not tensors[name].is_meta}
+    problems += [
+        f"{alias!r}: tied to {name!r} in the layout, but the values differ"
+        for alias, name in layout.aliases
+        if {alias, name} <= fit and not _same_values(local_part(tensors[alias]), local_part(tensors[name]))
+    ]
+    reject("shard", problems, "Shard the model that the layout was planned from, or plan a layout for this one.")
+
+
+def check_model(verb: str, tensors: Mapping[str, Any], aliases: Mapping[str, str], layout: Layout) -> None:
+    """Raise unless ``tensors``, of which ``aliases`` are ties, have the form of ``layout``, and its ties."""
+    problems, _ = _form_problems(tensors, layout)
+    planned = dict(layout.aliases)
+    problems += [
+        f"{name!r}: tied to {aliases.get(name)!r} in the model, to {planned.get(name)!r} in the layout"
+        for name in tensors
+        if aliases.get(name) != planned.get(name)
+    ]
+    reject(verb, problems, "Pass the model that the layout was planned from, or plan a layout for this one.")
+
+
+def _form_problems(tensors: Mapping[str, Any], layout: Layout) -> tuple[list[str], list[str]]:
+    """What is wrong with names, shapes and dtypes; and the names of which nothing is."""
+    problems = name_problems(tensors, layout.slots, allowed=dict(layout.aliases))
+    owner_of = {name: name for name in layout.slots} | {a: name for a, name in layout.aliases if name in layout.slots}
+    fit = []
+    for name, owner in owner_of.items():
+        if name in tensors:
+            slot, x = layout.slots[owner], tensors[name]
+            unfit = _misform(name, x, slot) or _misfit(name, local_part(x), slot.shape, slot.dtype)
+            problems += unfit
+            fit += [] if unfit else [name]
+    return problems, fit
+
+
+def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
+    """Raise unless there is a gradient, or None, for every trainable parameter of ``layout``."""
+    trainable = [name for name in layout.slots if layout.buffers[layout.key_of[name]].trainable]
+    problems = name_problems(grads, trainable, allowed=layout.slots)
+    for name in trainable:
+        if (grad := grads.get(name)) is not None:
+            slot, form = layout.slots[name], layout.slots[name].dtensor
+            shape = form.shape if form else slot.shape  # its placements may be others: they are changed to those
+            unfit = _misform(name, grad, slot, any_placements=True)
+            problems += unfit or _misfit(name, grad, shape, _grad_dtype(grad, slot.dtype))
+    reject("scatter_grads", problems, "Pass the gradient of every trainable parameter of the layout; None is zeros.")
+
+
+def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
+    """Raise unless the gradients of simulated ranks carry their rank dims, as they must outside ``spmd``."""
+    ranks = tuple(size for _, size in layout.axes)
+    shapes = {name: (*ranks, *slot.shape) for name, slot in layout.slots.items()}
+    problems = [
+        f"{name!r}: got shape {tuple(x.shape)}, expected {shapes[name]}"
+        for name, x in grads.items()
+        if isinstance(x, Tensor) and name in shapes and tuple(x.shape) != shapes[name]
+    ]
+    advice = "Outside spmd, gradients carry leading rank dims. To slice whole values without a reduction, use shard()."
+    reject("scatter_grads", problems, advice)
+
+
+def _misform(name: str, x: Any, slot: Slot, any_placements: bool = False) -> list[str]:
+    """A plain tensor for a DTensor or the other way round, or another DTensor."""
+    got, expected = form_of(x), slot.dtensor
+    if (got is None and expected is None) or not isinstance(x, Tensor):
+        return []
+    if got and expected and any_placements:
+        got = replace(got, placements=expected.placements)
+    if got == expected:
+        return []
+    what = f"a {got}" if got else f"a plain tensor of shape {tuple(x.shape)}"
+    wanted = f"a {expected}" if expected else f"a plain tensor of shape {slot.shape}"
+    return [f"{name!r}: got {what}, expected {wanted}"]
+
+
+def _misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:
+    if not isinstance(x, Tensor):
+        return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}{arithmetic}"]
+    if tuple(x.shape) == shape and x.dtype == dtype:
+        return []
+    return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}, expected {shape}, {dtype}{arithmetic}"]
+
+
+def _arithmetic(buffer: Buffer) -> str:
+    return f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
+
+
+def _without_values(name: str, x: Tensor) -> list[str]:
+    return [f"{name!r}: on the meta device, without values"] if x.is_meta else []
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    return a is b or a.data_ptr() == b.data_ptr() or torch.equal(a, b)
+
+
+def _grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
+    """The dtype to expect: a gradient may have another precision than its parameter, but be no other kind of number."""
+    if (
+        isinstance(grad, Tensor)
+        and grad.is_complex() == stored.is_complex
+        and grad.is_floating_point() == stored.is_floating_point
+    ):
+        return grad.dtype
+    return stored

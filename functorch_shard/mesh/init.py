@@ -1,0 +1,155 @@
+"""The mesh of a job: from a launcher, a process group, or neither."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..communication.axis import Axis
+from ..communication.backend import DetachedBackend
+from ..communication.gloo import group_backend
+from ..communication.lost_ranks import naming_lost_ranks
+from ..errors import axes_text
+from ..torch_internals.process_groups import set_timeout, timeout_of
+from .launchers import Job, job_of
+from .mesh import Mesh, check_axes, with_index
+from .rendezvous import join_job
+
+
+def init_mesh(
+    axes: int | Mapping[str, int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    timeout: timedelta | float | None = None,
+) -> Mesh:
+    """All ranks of this job: under torchrun, in an initialised process group, or one rank without any.
+
+    Processes that ``srun`` or ``mpirun`` started are the ranks of a job where ``MASTER_ADDR`` and ``MASTER_PORT`` say
+    how they find each other, and are refused otherwise: each would be a job of its own. ``init_mesh(1)`` asks for that.
+
+    Args:
+        axes: sizes by name, outermost first, or the size of one axis ``"shard"``; one may be ``-1``, what is left.
+            Default: ``-1``.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL), also with a number, ``"cuda:1"``, which becomes the current
+            device. Unless given: CUDA where there is one, and of a process group that exists, what it was made for.
+            Under torchrun the process group is made here; one that exists is used as it is.
+        timeout: how long a collective waits for other ranks, in seconds or as a ``timedelta``, on every axis; torch's
+            default (gloo 30 minutes, NCCL 10) unless given. Only for a process group that is made here: the axes have
+            that of one that exists.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
+            that is not above 0, or that comes with a process group that exists or without one. Or a ``device`` that the
+            process group has no backend for. Or a launcher started several processes, or set only one of ``RANK`` and
+            ``WORLD_SIZE``, and does not say how the ranks find each other; the message has the torchrun line.
+        RuntimeError: ranks of the job did not come within ``timeout``; every other one names them. Or later, from a
+            collective of gloo ranks: another rank has ended, or stalled for longer than the timeout. It names that
+            rank, by its number in the default group, with torch's error as its cause, up to a tenth of the timeout
+            later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog ends the process
+            instead, unless torch is told to raise.
+
+    Cost:
+        Makes a process group per axis, as torch's ``init_device_mesh``.
+
+    Example:
+        >>> fs.init_mesh()          # plain python: one rank, no process group
+        Mesh(shard=1, cpu)
+    """
+    job = None if _has_group() else job_of(os.environ, alone=_asks_for_one(axes))
+    several = job is not None or _has_group()
+    where = choose_device(device, dist.get_backend_config() if _has_group() else None, torch.cuda.is_available())
+    patience = _patience(timeout, several)
+    if not several:
+        sizes = _fill(axes, 1)
+        return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), with_index(where))
+    select_device(where, job)
+    if job is not None:
+        join_job(job, "nccl" if where.type == "cuda" else "gloo", patience)
+    sizes = _fill(axes, dist.get_world_size())
+    made = init_device_mesh(where.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for group in made.get_all_groups():  # torch made those of several axes with its default
+        set_timeout(group, timeout_of(dist.group.WORLD))
+    return replace(Mesh.from_device_mesh(made), device=with_index(where))
+
+
+def choose_device(given: torch.device | str | None, backends: str | None, has_cuda: bool) -> torch.device:
+    """Where the ranks of a job work: CUDA where there is one, unless the process group does not speak for it.
+
+    Args:
+        given: what the user asked for.
+        backends: of a process group that exists, as ``torch.distributed.get_backend_config()`` gives them.
+        has_cuda: whether this machine has CUDA.
+
+    Raises:
+        ValueError: ``given`` is a device for which the process group has no backend.
+    """
+    served = None if backends is None else dict(pair.split(":") for pair in backends.split(","))
+    if given is None:  # gloo knows CUDA tensors too, but who asked for gloo asked for the CPU
+        cuda = has_cuda and (served is None or served.get("cuda", "gloo") != "gloo")
+        return torch.device("cuda" if cuda else "cpu")
+    device = torch.device(given)
+    if served is not None and device.type not in served:
+        raise ValueError(
+            f"init_mesh: device: got {str(device)!r}, but the process group that exists has backends for "
+            f"{', '.join(served)} alone ({backends}). Name one in init_process_group, or omit the device."
+        )
+    return device
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _asks_for_one(axes: int | Mapping[str, int] | None) -> bool:
+    """Whether the sizes say that there is one rank, and leave nothing open."""
+    return axes == 1 or (isinstance(axes, Mapping) and set(axes.values()) == {1})
+
+
+def select_device(device: torch.device, job: Job | None) -> None:
+    """Make the CUDA device that was asked for, or the launcher's, the current one, as torch does under torchrun."""
+    if device.type != "cuda":
+        return
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    elif job is not None and job.local_rank is not None and not torch.cuda.is_initialized():
+        torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
+
+
+def job_mesh() -> Mesh:
+    """All ranks of the process group as one axis, in the group that is there; one rank where there is none."""
+    if not _has_group():
+        return Mesh((Axis("job", 1, DetachedBackend()),), torch.device("cpu"))
+    device = with_index(torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda"))  # of the group
+    group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
+    return Mesh((Axis("job", group.size, naming_lost_ranks(group, "job")),), device)
+
+
+def _patience(timeout: timedelta | float | None, several: bool) -> timedelta | None:
+    if timeout is None:
+        return None
+    patience = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if patience <= timedelta():
+        raise ValueError(f"init_mesh: timeout: got {timeout}, expected more than 0 seconds")
+    if not several or dist.is_initialized():
+        state = "exists already: pass its timeout to init_process_group" if several else "is made for one rank: omit it"
+        raise ValueError(f"init_mesh: timeout: got {timeout}, but the process group {state}.")
+    return patience
+
+
+def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, int]:
+    """The sizes with ``-1`` replaced, checked to multiply to ``num_ranks``."""
+    axes = {"shard": given} if isinstance(given, int) else given or {"shard": -1}
+    rest = [name for name, size in axes.items() if size == -1]
+    known = prod(size for size in axes.values() if size != -1)
+    sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}
+    check_axes("init_mesh", sizes)
+    if prod(sizes.values()) != num_ranks:
+        raise ValueError(f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}")
+    return sizes

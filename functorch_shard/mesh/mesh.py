@@ -1,0 +1,349 @@
+"""The ranks: real ones over a process group, or simulated ones as a batch dim of this process.
+
+Note [Ranks as a batch axis]: on a simulated mesh ``spmd`` is ``torch.func.vmap`` over the ranks, one level per axis,
+and the vmap rule of a collective *is* the communication. Each level carries the rank index as a tensor batched at that
+level alone; a collective takes it as an operand, and so tells the level of its axis from the user's own vmaps. JAX's
+``vmap(axis_name=...)`` is the same idea.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..communication.axis import Axis
+from ..communication.backend import Backend, StackedBackend
+from ..communication.gloo import group_backend
+from ..communication.lost_ranks import naming_lost_ranks
+from ..communication.writes import Gathered
+from ..containers import Static
+from ..errors import axes_text
+from ..torch_internals.process_groups import whole_mesh
+from .consensus import agree, gather_texts
+from .spmd import split_tensor, spmd
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Mesh(Static):
+    """The ranks of a program, in one or more named axes.
+
+    Made by :func:`init_mesh`, :func:`simulated_mesh` or :meth:`from_device_mesh`; an immutable handle. Ranks count in
+    row-major order of the axes. Copying keeps the handle; pickling keeps names and sizes, and real ranks stay behind.
+    """
+
+    _axes: tuple[Axis, ...]
+    device: torch.device
+    processes: tuple[int, ...] = ()  # numbers in the default group, in rank order; none: simulated or unpickled
+    device_mesh: DeviceMesh | None = None  # what it was made from
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis, by name, outermost first."""
+        return {axis.name: axis.size for axis in self._axes}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks: the product of the axes."""
+        return prod(self.axes.values())
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the ranks are a batch dim of this process."""
+        return any(axis.backend.simulated for axis in self._axes)
+
+    @property
+    def in_spmd(self) -> bool:
+        """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
+        return all(backend.ranks.get() is not None for backend in self._stacked())
+
+    def __getitem__(self, name: str) -> Axis:
+        for axis in self._axes:
+            if axis.name == name:
+                return axis
+        raise KeyError(f"{name!r}: the mesh has the axes {axes_text(self.axes)}")
+
+    def __iter__(self) -> Any:
+        return iter(self._axes)
+
+    def __len__(self) -> int:
+        return len(self._axes)
+
+    @overload
+    def spmd(self, fn: Fn, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different") -> Fn: ...
+    @overload
+    def spmd(
+        self, fn: None = None, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different"
+    ) -> Callable[[Fn], Fn]: ...
+    def spmd(self, fn: Any = None, /, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "different") -> Any:
+        """Run ``fn`` as a single program on every rank.
+
+        On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On simulated ranks it is
+        ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions.
+
+        Args:
+            fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
+            in_dims: where the rank dims of each positional argument start, as in ``torch.func.vmap``: an int, or a
+                tuple of trees. ``None``: the same on every rank, no rank dims. Keyword arguments are mapped at 0.
+            out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once.
+            randomness: as in vmap, for simulated ranks, which draw from one generator: ``"different"`` draws something
+                else on every rank, ``"same"`` alike. A real rank draws from its own generator, whatever this says: seed
+                them apart after :func:`shard`, ``torch.manual_seed(1 + mesh.rank)``, or leave them alike for the same.
+
+        Returns:
+            A function whose tensors carry one rank dim per axis, in the mesh's order.
+
+        Arguments and results may be any pytrees. Their containers are those that optree knows, and besides them
+        dataclasses, mappings (``UserDict``, ``OrderedDict`` and their subclasses), subclasses of list and tuple, and
+        what is registered in ``torch.utils._pytree``.
+
+        Differentiate inside: a transform around ``spmd`` sees all ranks at once. There ``fs.grad`` is the derivative of
+        what is returned, and under ``torch.func``'s own transforms the reduction of ``gather`` still applies, so the
+        gradient of a sum over ranks is the gradient of the mean.
+
+        Raises:
+            ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
+            TypeError: an argument, or the result, has tensors inside of an object that is no such container. Modules,
+                functions and optimizers are passed through.
+            RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a
+                vmap (an ``if`` on values, buffers that are written to, a checkpoint): the message says what instead.
+            NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on simulated ranks.
+
+        Cost:
+            No collectives of its own. One process does the work of all ranks.
+
+        Example:
+            >>> mesh = fs.simulated_mesh(2)
+            >>> rows = torch.tensor([[1, 2], [10, 20]])   # row r = rank r
+            >>> mesh.spmd(lambda x: x - fs.collectives.pmean(x, mesh))(rows)
+            tensor([[-4.5000, -9.0000],
+                    [ 4.5000,  9.0000]])
+        """
+        if fn is None:
+            return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
+        return spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device) if self.is_simulated else fn
+
+    def split(self, tree: Any, dim: int = 0) -> Any:
+        """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.
+
+        Args:
+            tree: a tensor or a pytree; its tensors are split, everything else is passed through. Containers may be
+                dataclasses, mappings such as ``UserDict``, and others: see ``spmd``.
+            dim: the dimension to split, divisible by ``mesh.size``.
+
+        Returns:
+            Real ranks: views with ``dim`` divided by ``mesh.size``. Simulated ranks: the parts of all ranks, with one
+            leading rank dim per axis, as ``spmd`` takes them; inside ``spmd`` a copy of this rank's part.
+
+        Raises:
+            ValueError: a tensor whose ``dim`` is not divisible; the message names all of them.
+            TypeError: no tensor in the tree, or tensors or arrays where no tree can reach them, named by type and path.
+
+        Example:
+            >>> fs.simulated_mesh(2).split(torch.arange(6))
+            tensor([[0, 1, 2],
+                    [3, 4, 5]])
+        """
+        return split_tensor(tree, self.size, dim, self._part)
+
+    def _part(self, rows: Tensor) -> Tensor:
+        """Of values of all ranks in dim 0: those that code here sees."""
+        if not self.is_simulated:
+            return rows[self.rank]
+        if not self.in_spmd:
+            return rows.unflatten(0, tuple(self.axes.values()))
+        index: Any = 0
+        for axis in self._axes:
+            index = index * axis.size + axis.backend.index()
+        return rows.index_select(0, index.reshape(1)).squeeze(0)  # a batched index is no number to subscript with
+
+    @property
+    def rank(self) -> int:
+        """This process's rank on a real mesh, in row-major order of the axes; 0 on a simulated one.
+
+        Raises:
+            RuntimeError: inside ``spmd`` on simulated ranks, as :attr:`coordinate`.
+        """
+        rank = 0
+        for axis, index in zip(self._axes, self.coordinate, strict=True):
+            rank = rank * axis.size + index
+        return rank
+
+    @property
+    def coordinate(self) -> tuple[int, ...]:
+        """This process's position on each axis of a real mesh; zeros on a simulated one.
+
+        Raises:
+            RuntimeError: inside ``spmd`` on simulated ranks, where one run is every rank, and none has a number that
+                Python could see. ``fs.collectives.axis_index(mesh)`` is the rank as a tensor, on real ranks too.
+        """
+        if any(backend.ranks.get() is not None for backend in self._stacked()):
+            raise RuntimeError(
+                "mesh.rank and mesh.coordinate: inside spmd on simulated ranks this line runs once for all of them, so "
+                "no number is right for each. fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks "
+                "too; what one rank alone does, as printing, do outside of spmd, where mesh.rank is 0."
+            )
+        return tuple(0 if axis.backend.simulated else int(axis.backend.index()) for axis in self._axes)
+
+    def through(self, wrap: Callable[[Axis], Backend]) -> Mesh:
+        """A handle of the same ranks whose collectives go through other backends: to count, check, replace or skip.
+
+        Everything that is planned on it, or put on it by ``layout.on``, communicates that way; this handle stays as it
+        is. Pickles keep neither ranks nor backends.
+
+        Args:
+            wrap: from an axis to the backend it is to have, as ``fs.communication.checked`` or a
+                ``fs.communication.Counter``: one that stands before ``axis.backend``, or that itself, to leave the axis
+                alone.
+
+        Returns:
+            A mesh of the same axes. Wrapped again, the last wrap is asked first.
+
+        Raises:
+            TypeError: ``wrap`` returned something else than a ``fs.communication.Backend``.
+
+        Cost:
+            That of ``wrap``. All ranks have to wrap alike.
+
+        Example:
+            >>> counter = fs.communication.Counter()
+            >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2}).through(counter)
+            >>> _ = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(torch.ones(2, 2, 3))
+            >>> [(axis, kind, seen.number, seen.nbytes) for (axis, kind), seen in counter.traffic.items()]
+            [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
+        """
+        return replace(self, _axes=tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes))
+
+    def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
+        """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
+        real = self._several()
+        return agree(verb, build, describe, real, self.device, *advice) if real else build()
+
+    def tell(self, text: str) -> list[str]:
+        """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""
+        real = self._several()
+        return gather_texts(text, real, self.device) if real else [text]
+
+    @staticmethod
+    def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+        """The ranks of a torch ``DeviceMesh``; its dims need names.
+
+        Of a device mesh with a tensor axis, take the slice of the data axes, ``device_mesh["shard"]``: parameters may
+        be DTensors over the other axes.
+
+        Raises:
+            ValueError: the device mesh has no ``mesh_dim_names``.
+        """
+        names, coordinate = device_mesh.mesh_dim_names, device_mesh.get_coordinate()
+        if names is None or coordinate is None:
+            raise ValueError(
+                "Mesh.from_device_mesh: expected a device mesh with mesh_dim_names that contains this rank, got "
+                f"{device_mesh}. Pass mesh_dim_names=('shard',) or ('replicate', 'shard') to init_device_mesh."
+            )
+        sizes, device = device_mesh.shape, with_index(torch.device(device_mesh.device_type))
+        places = zip(names, coordinate, sizes, strict=True)
+        groups = [group_backend(device_mesh.get_group(name), rank, size, device) for name, rank, size in places]
+        backends = [naming_lost_ranks(group, name) for group, name in zip(groups, names, strict=True)]
+        axes = tuple(Axis(name, size, backend) for name, size, backend in zip(names, sizes, backends, strict=True))
+        processes = tuple(device_mesh.mesh.flatten().tolist())
+        return Mesh(axes, device, processes, device_mesh)
+
+    def beside(self, *names: str) -> Mesh:
+        """The ranks along other axes of the device mesh that this one is a slice of, as ``mesh.beside("tensor")``.
+
+        Raises:
+            KeyError: the mesh is no slice of a device mesh with these axes.
+        """
+        whole = None if self.device_mesh is None else whole_mesh(self.device_mesh)
+        if whole is None or not set(names) <= set(whole.mesh_dim_names or ()):
+            raise KeyError(
+                f"{self} has no axes {', '.join(map(repr, names))} beside it. Make it from a slice of the device mesh "
+                "that has all axes, as Mesh.from_device_mesh(device_mesh['shard'])."
+            )
+        return Mesh.from_device_mesh(whole[names])
+
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        """Have writes into a whole buffer refused when ``spmd`` ends; real ranks refuse them at once."""
+        for backend in self._stacked()[:1]:
+            if gathered := backend.gathered.get():
+                gathered.add(key, whole, names)
+
+    def _several(self) -> list[Backend]:
+        return [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
+
+    def _stacked(self) -> list[StackedBackend]:
+        carriers = [axis.backend.carrier for axis in self._axes]
+        return [carrier for carrier in carriers if isinstance(carrier, StackedBackend)]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.is_simulated:
+            return partial(simulated_mesh, self.axes, device=self.device), ()
+        return Mesh, (self._axes, self.device)
+
+    def __repr__(self) -> str:
+        kind = "simulated, " if self.is_simulated else ""
+        return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
+
+
+def simulated_mesh(axes: int | Mapping[str, int], *, device: torch.device | str | None = None) -> Mesh:
+    """Ranks inside this process: the same program, no process group, true values, every transform.
+
+    Args:
+        axes: the number of ranks of one axis ``"shard"``, or sizes by name, outermost first.
+        device: where ``shard`` puts values; torch's default device unless given.
+
+    Raises:
+        ValueError: a size below 1, or no axis.
+
+    Example:
+        >>> fs.simulated_mesh({"replicate": 2, "shard": 4}).size
+        8
+    """
+    sizes = {"shard": axes} if isinstance(axes, int) else dict(axes)
+    check_axes("simulated_mesh", sizes)
+    where = torch.get_default_device() if device is None else torch.device(device)
+    return Mesh(_simulated_axes(sizes), where)
+
+
+def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
+    others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
+    gathered = ContextVar[Gathered | None]("gathered", default=None)
+    return tuple(
+        Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
+    )
+
+
+def _checked_backend(backend: Backend) -> Backend:
+    if not isinstance(backend, Backend):
+        raise TypeError(
+            f"Mesh.through: wrap returned {type(backend).__name__}, expected a backend: a class that inherits from "
+            "functorch_shard.communication.Wrapper or Backend."
+        )
+    return backend
+
+
+def with_index(device: torch.device) -> torch.device:
+    """CUDA without a number is the current device, as tensors have it."""
+    unnumbered = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
+
+
+def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
+    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()):
+        raise ValueError(
+            f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
+        )

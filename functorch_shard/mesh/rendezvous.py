@@ -1,0 +1,115 @@
+"""The ranks of a job meet, and make the process group they talk through.
+
+Note [Fresh store]: torchrun keeps one key/value store for a job and all its restarts, and torch's gloo and NCCL leave
+under the same keys how to reach a rank. Whoever starts again may read the address of a process that is gone, and then
+waits for ever, or until torchrun has no restart left (https://github.com/pytorch/pytorch/issues/135712, mended for a
+time by a new store per restart; torch 2.13 shares it again). Nothing that torchrun tells a rank says which life of the
+job it is: agents count restarts on their own. So each process picks a name that nobody has had, rank 0 answers to names
+with its own, and that one is the prefix of all that follows. A name of an earlier life is answered too, and read by
+nobody; rank 0 goes on until the newest name of every rank has signed under the new prefix.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import reject
+from .launchers import Job
+
+POLL = 0.01  # seconds between two looks of rank 0
+MARGIN = timedelta(seconds=10)  # for rank 0 to say who is missing
+LINGER = 5.0  # seconds, where somebody is missing
+DEFAULT = timedelta(minutes=30)  # torch's, for a store
+
+
+def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
+    """Make the default process group of a job that torchrun started, or anything else that says where rank 0 is."""
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    advice = "RANK and WORLD_SIZE are set: so is to be where rank 0 is found. torchrun sets all four."
+    reject("init_mesh: the environment", [f"{name}: not set" for name in unset], advice)
+    patience = timeout or DEFAULT
+    store = _store(job.rank, patience)
+    prefix = meet(dist.PrefixStore("functorch_shard/start", store), job.rank, job.size, patience)
+    fresh = dist.PrefixStore(prefix, store)
+    dist.init_process_group(backend, store=fresh, rank=job.rank, world_size=job.size, timeout=timeout)
+
+
+def _store(rank: int, timeout: timedelta) -> Any:
+    """torchrun's own, or one that rank 0 keeps: torch's ``env://``, which waits there for all and names nobody."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+        return dist.TCPStore(host, port, None, keeps, **options)
+    except RuntimeError as error:
+        raise RuntimeError(f"rank {rank} found no store at {host}:{port}, where rank 0 or torchrun keeps it") from error
+
+
+def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
+    """A text that is the same on all ranks of this life of the job, and was never used before.
+
+    Raises:
+        RuntimeError: ranks did not come within ``timeout``; every rank that did names them.
+    """
+    name = uuid.uuid4().hex
+    if rank == 0:
+        missing = _await_others(store, name, range(1, size), timeout)
+        store.set(f"{name}/missing", " ".join(map(str, missing)))
+        if missing:
+            _linger(store, name, set(range(1, size)) - {*missing})
+        return _all_here(name, missing, size, timeout)
+    store.set(f"hello/{rank}", name)
+    try:
+        first = store.get(f"answer/{name}").decode()
+        store.set(f"{first}/{rank}", name)
+        store.wait([f"{first}/missing"], timeout + MARGIN)
+        missing = store.get(f"{first}/missing").decode().split()
+        store.set(f"{first}/told/{rank}", "")
+    except RuntimeError as error:  # torch's store errors are
+        why = "did not start, or ended, or began without this rank, which came again"
+        raise RuntimeError(f"rank 0 {why}, while rank {rank} waited for it: {error}") from error
+    return _all_here(first, missing, size, timeout)
+
+
+def _await_others(store: Any, name: str, others: Sequence[int], timeout: timedelta) -> Sequence[int]:
+    """Answer everybody, also who comes again; those whose newest name has not signed when the time is over."""
+    end, pause = time.monotonic() + timeout.total_seconds(), POLL * (1 + len(others) / 100)
+    answered: set[str] = set()
+    missing = others
+    while missing and time.monotonic() < end:
+        newest = {rank: _read(store, f"hello/{rank}") for rank in others}
+        for other in {*newest.values()} - answered - {""}:
+            store.set(f"answer/{other}", name)
+            answered.add(other)
+        time.sleep(pause)
+        missing = [rank for rank in others if not newest[rank] or _read(store, f"{name}/{rank}") != newest[rank]]
+    return missing
+
+
+def _read(store: Any, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _linger(store: Any, name: str, others: set[int]) -> None:
+    """Rank 0 may keep the store: it stays until the others have read there what is missing, or for a moment."""
+    end = time.monotonic() + LINGER
+    while others and time.monotonic() < end:
+        others = {rank for rank in others if not store.check([f"{name}/told/{rank}"])}
+        time.sleep(POLL)
+
+
+def _all_here(name: str, missing: Sequence[Any], size: int, timeout: timedelta) -> str:
+    if missing:
+        who, were = ", ".join(map(str, missing)), "was" if len(missing) == 1 else "were"
+        raise RuntimeError(
+            f"rank{'s' if len(missing) > 1 else ''} {who} of {size} {were} not there within "
+            f"{timeout.total_seconds():g} s: the job needs all of them to start"
+        )
+    return name

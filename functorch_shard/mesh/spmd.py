@@ -1,0 +1,206 @@
+"""One function as every simulated rank: one vmap per axis. See Note [Ranks as a batch axis] in mesh.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from ..communication.backend import StackedBackend
+from ..communication.writes import Gathered
+from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
+from ..errors import reject
+from ..torch_internals.recomputation import checkpoints_explained
+from ..torch_internals.transforms import without_batches
+from .vmap_limits import explained
+
+Dim = Any  # an int, or None
+
+
+def spmd(
+    fn: Callable[..., Any],
+    axes: Sequence[StackedBackend],
+    in_dims: Any,
+    out_dims: Any,
+    randomness: str,
+    device: torch.device,
+) -> Callable[..., Any]:
+    """``fn`` under one vmap per axis, outermost first; only tensors are mapped. Ranks count on ``device``."""
+
+    @wraps(fn)
+    def every_rank(*args: Any, **kwargs: Any) -> Any:
+        _refuse_nesting(axes)
+        call: Any = opened((args, kwargs))
+        leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
+        dims = (
+            _broadcast(in_dims, call[0], "in_dims") + [0] * optree.tree_structure(call[1], none_is_leaf=True).num_leaves
+        )
+        mapped = [i for i, dim in enumerate(dims) if isinstance(leaves[i], Tensor) and dim is not None]
+        starts = [_first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
+        _check_leaves(treedef, leaves, dims)
+        _check_sizes(treedef, leaves, mapped, starts, axes)
+        result: list[Any] = []
+
+        def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
+            for i, tensor in zip(mapped, tensors, strict=True):
+                leaves[i] = tensor
+            rank_args, rank_kwargs = optree.tree_unflatten(treedef, leaves)
+            result[:] = [opened(fn(*rank_args, **rank_kwargs))]
+            refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
+            return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
+
+        with _writes_refused(axes[0]):
+            stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
+        return _rebuild(result[0], stacked, out_dims, len(axes))
+
+    return every_rank
+
+
+def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], Tensor]) -> Any:
+    """``part`` of every tensor that was cut into ``num_ranks`` equal parts of ``dim``, stacked in a new dim 0."""
+    tree = opened(tree)
+    refuse_opaque("split", tree, "the tree")
+    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    if not any(isinstance(x, Tensor) for x in leaves):
+        raise TypeError(f"split: no tensor in {_short(tree)}, and so nothing is split. {KNOWN}")
+    problems = [
+        f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
+        for path, x in zip(paths, leaves, strict=True)
+        if isinstance(x, Tensor) and (not -x.ndim <= dim < x.ndim or x.shape[dim] % num_ranks)
+    ]
+    reject("split", problems, f"Give every rank the same number of rows: a batch of a multiple of {num_ranks}.")
+    return optree.tree_map(lambda x: part(_cut(x, num_ranks, dim)) if isinstance(x, Tensor) else x, tree)
+
+
+def _short(tree: Any) -> str:
+    text = repr(tree)
+    return f"a {type(tree).__name__}, {text if len(text) < 80 else text[:80] + ' ...'}"
+
+
+def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
+    dim = dim % x.ndim
+    return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)  # (.., N * n, ..) -> (N, .., n, ..)
+
+
+@contextmanager
+def _writes_refused(axis: StackedBackend) -> Iterator[None]:
+    gathered = Gathered()
+    token = axis.gathered.set(gathered)
+    try:
+        yield
+    finally:
+        axis.gathered.reset(token)
+    gathered.check()
+
+
+def _over_ranks(
+    fn: Callable[..., Any], axes: Sequence[StackedBackend], starts: list[int], randomness: str, device: torch.device
+) -> Callable[..., Any]:
+    for axis in reversed(axes):
+        fn = _over_axis(fn, axis, starts, randomness, device)
+    return fn
+
+
+def _over_axis(
+    fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
+) -> Callable[..., Any]:
+    def one_rank(index: Tensor, *tensors: Tensor) -> Any:
+        token = axis.ranks.set(index)
+        try:
+            return fn(*tensors)
+        finally:
+            axis.ranks.reset(token)
+
+    def all_ranks(*tensors: Tensor) -> Any:
+        where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
+        batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
+        with explained(axis.size), checkpoints_explained("spmd"):
+            return batched(torch.arange(axis.size, device=where), *tensors)
+
+    return all_ranks
+
+
+def _rebuild(result: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: int) -> Any:
+    """The results of all ranks in the tree that one rank returned, each with its rank dims where ``out_dims`` says."""
+    leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
+    dims = _broadcast(out_dims, result, "out_dims")
+    values = iter(stacked)
+    moved = [
+        _place(next(values), dim, num_axes) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)
+    ]
+    return optree.tree_unflatten(treedef, moved)
+
+
+def _place(x: Tensor, dim: Dim, num_axes: int) -> Tensor:
+    if dim is None:
+        return _the_same_on_all_ranks(x, num_axes)
+    start = dim if dim >= 0 else x.ndim - num_axes + dim + 1
+    return x.movedim(tuple(range(num_axes)), tuple(range(start, start + num_axes)))
+
+
+def _the_same_on_all_ranks(x: Tensor, num_axes: int) -> Tensor:
+    # vmap returns a value without a batch dim as an expanded view: stride 0 over the ranks.
+    if any(x.shape[i] > 1 and x.stride(i) for i in range(num_axes)):
+        raise ValueError(
+            "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return them; "
+            f"a result of shape {tuple(x.shape[num_axes:])} differs. Combine it with a collective, or use out_dims=0."
+        )
+    return x[(0,) * num_axes]
+
+
+def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
+    return dim if dim >= 0 else x.ndim - num_axes + dim + 1
+
+
+def _broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
+    """One dim per leaf of ``tree``, from a tree that is a prefix of it."""
+    try:
+        return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
+
+
+def _refuse_nesting(axes: Sequence[StackedBackend]) -> None:
+    if any(axis.ranks.get() is not None for axis in axes):
+        raise RuntimeError("spmd: this code already runs as one rank of the same mesh; call the undecorated function.")
+
+
+def _check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
+    """Refuse what holds tensors that cannot be mapped, unless all ranks are to share it."""
+    paths = treedef.paths()
+    found = [(paths[i], opaque_problem(x)) for i, x in enumerate(leaves) if dims[i] is not None]
+    problems = [f"{_path(path)}: {problem}" for path, problem in found if problem]
+    reject("spmd", problems, f"{KNOWN} What all ranks share, pass by position, with in_dims=None.", TypeError)
+
+
+def _of_one_rank(x: Any) -> bool:
+    """Whether ``x`` belongs to the ranks, and means nothing outside."""
+    return isinstance(x, Tensor) and without_batches(x) is not x
+
+
+def _check_sizes(
+    treedef: Any, leaves: list[Any], mapped: list[int], starts: list[int], axes: Sequence[StackedBackend]
+) -> None:
+    sizes = tuple(axis.size for axis in axes)
+    shapes = [(i, start, tuple(leaves[i].shape)) for i, start in zip(mapped, starts, strict=True)]
+    wrong = [(i, start, shape) for i, start, shape in shapes if shape[start : start + len(sizes)] != sizes]
+    paths, problems = treedef.paths() if wrong else [], []
+    for i, start, shape in wrong:
+        where = f"from dim {start}" if start else "as leading dims"
+        problems.append(f"{_path(paths[i])}: shape {shape}, expected {sizes} {where}, one a rank")
+    reject(
+        "spmd",
+        problems,
+        "Split a global batch with mesh.split; pass what all ranks share by position, with in_dims=None.",
+    )
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    """The place of an argument as a reader would write it: ``args[0]['x']``."""
+    return ("kwargs" if path[0] else "args") + place(path[1:])

@@ -1,0 +1,217 @@
+"""The verbs of the library: ``shard``, ``gather``, ``scatter_grads``, ``partition``, ``materialize``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..codecs import Codec, as_codec, recode
+from ..collectives.boundary import here, takes_mean
+from ..collectives.data_parallel import averaged, carried, scaled_gradient
+from ..collectives.encoded import gather_encoded
+from ..collectives.primitives import all_gather
+from ..collectives.rules import gather_shards
+from ..containers import opened
+from ..layout.buffers import Buffer
+from ..layout.dtensor import with_dtensors
+from ..layout.layout import Layout
+from ..layout.packing import unpack
+from ..layout.trees import Full, Sharded
+from ..layout.validation import check_shards
+from ..storage.memory_kind import home_of, working_device
+from .lazy_tensor import lazily
+from .reduction import copies, copy_dims, reduced_together
+
+
+def gather(
+    params: Sharded,
+    *more: Sharded,
+    lazy: bool | None = None,
+    dtype: torch.dtype | None = None,
+    codec: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> Full:
+    """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
+
+    The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
+    with ``reduction="sum"``), reduced and sharded again. ``fs.grad`` takes that mean once, at its end; under a bare
+    ``torch.func.grad`` or ``backward()`` the backward of each gather takes it, and a derivative that goes through two
+    gathers, as through a training step, is refused. In forward mode the tangents are gathered.
+
+    On real ranks the parameters are lazy: a unit is fetched when an operation first needs its data, the next one ahead
+    of its use, and at most two are whole at a time; backward gathers again what it needs. So every rank has to use
+    them, in the same order: what one rank alone looks at, take with ``lazy=False``. Inside of ``fs.grad``, what all
+    ranks gathered and this one did not use counts as zeros in its gradient; so with ``lazy=False`` ranks may use
+    different units.
+
+    Args:
+        params: parameters, or any ``Sharded`` of their shape: gradients, moments, averages.
+        more: the other parts, when :func:`partition` took a tree apart.
+        lazy: ``False`` gathers everything now, into plain tensors. ``True`` makes even what one rank holds whole lazy,
+            ``None`` only what has to be fetched, from other ranks or from where :func:`offload` put it. Simulated ranks
+            share one memory: there all is plain.
+        dtype: what to gather floating-point shards in, cast before they travel; the layout's ``precision`` unless
+            given. Gradients come back in the stored dtype.
+        codec: ``(encode, decode)``, what floating-point shards travel as: ``fs.codecs.int8()``, say. Every rank gets
+            what ``decode`` makes of the message, its own part too. Derivatives pass straight through, uncoded: the
+            gradient is that of the plain gather at the decoded values. A buffer that does not travel stays exact.
+
+    Returns:
+        A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or views of the
+        gathered buffers. What was planned as a ``DTensor`` is one again, around this rank's part, and its gradient
+        comes back in its placements. Outside ``spmd`` a stacked tree of simulated ranks gives whole parameters without
+        rank dims; there its gradient is that of every rank returning the same value. A buffer that one rank holds
+        whole shares its memory with ``params``.
+
+    Raises:
+        TypeError: ``params`` is a ``Full`` or no tree at all, ``dtype`` is not a floating-point one, or ``codec`` is no
+            pair of functions.
+        ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
+            dtypes; all of them at once.
+        RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), used after its
+            shards were written to, or used by a model that checkpoints itself under ``functional_call``: see ``call``.
+            On every rank, over gloo: ranks used different units where they may not.
+        KeyError: the layout has DTensors, and its mesh is no slice of a device mesh with their axes.
+        NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
+
+    Cost:
+        One all-gather per buffer, each rank receiving ``(N - 1) / N`` of its bytes; lazy, one more in backward, but for
+        the last two units of forward (and none with ``reshard_after_forward=False``). Backward: one reduce-scatter per
+        buffer while it goes on, and one all-reduce of the shard where there are replicas.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
+        >>> params = shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)
+        >>> rows = torch.tensor([[1.0, 1.0, 1.0], [3.0, 3.0, 5.0]])   # row r = what rank r multiplies with
+        >>> loss = lambda params, x: (gather(params)["fc.w"] * x).sum()
+        >>> mesh.spmd(torch.func.grad(loss))(params, rows)["fc"]      # the mean of both rows, and zero padding
+        tensor([[2., 2.],
+                [3., 0.]])
+
+    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
+    """
+    trees = (params, *more)
+    for tree in trees:
+        if not isinstance(tree, Sharded):
+            already = "; it is whole already" if isinstance(tree, Full) else ""
+            raise TypeError(f"gather: got {type(tree).__name__}, expected a Sharded{already}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
+    codec = None if codec is None else as_codec("gather", codec)
+    layout = params.layout.merge([tree.layout for tree in more]) if more else params.layout
+    shards = {key: tree[key] for tree in trees for key in tree}
+    check_shards("gather", shards, layout)
+    stacked = not layout.mesh.in_spmd
+    later = {key: x for key, x in shards.items() if _is_lazy(x, layout.buffers[key], layout, lazy)}
+    whole = lazily(later, layout, dtype, codec) if later else {}
+    flat = _flat_of_stack if stacked else _flat
+    flats = {
+        key: flat(shards[key], buffer, layout, dtype, codec)
+        for key, buffer in layout.buffers.items()
+        if key not in later
+    }
+    for key, x in (flats if stacked else reduced_together(flats, layout)).items():
+        if lazy is not False:
+            layout.mesh.watch(key, x, [slot.name for slot in layout.buffers[key].slots])
+        whole.update(unpack(x, layout.buffers[key]))
+    whole = with_dtensors(whole, layout)
+    return Full({name: whole[name] for name in layout.slots}, layout)
+
+
+def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
+    """Simulated ranks share one memory, and a compiler schedules by itself."""
+    if layout.mesh.is_simulated or torch.compiler.is_compiling():
+        return False
+    return (buffer.num_shards > 1 or _is_elsewhere(x, layout)) if lazy is None else lazy
+
+
+def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
+    """Whether ``x`` was offloaded: to where there may be no room for all that is made from it at once."""
+    return x.device != working_device(x, layout.mesh.device) or home_of(x).directory is not None
+
+
+def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
+    """The whole buffer from this rank's shard."""
+    axis = layout.mesh[layout.shard_axis] if buffer.num_shards > 1 else None
+    x = x.to(working_device(x, layout.mesh.device), non_blocking=True)
+    if not buffer.differentiable:
+        return all_gather(x, axis) if axis else x
+    codec = codec if x.is_floating_point() else None
+    dtypes = layout.travel(buffer, dtype)
+    divisors = layout.divisors(dtypes.reduced)
+    x = averaged(carried(x, dtypes), copies(buffer, layout), divisors, dtypes.reduced)
+    if axis is None:
+        return x.to(dtypes.gathered)
+    x = scaled_gradient(x, divisors[0], dtypes.carried)  # backward meets the last of these lines first
+    gathered = gather_encoded(x, axis, dtypes, codec) if codec else gather_shards(x, axis, dtypes)
+    return scaled_gradient(gathered, 1 / divisors[0], dtypes.reduced)
+
+
+def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
+    """The whole buffer from the shards of all ranks; of copies, the first."""
+    x = recode(x, codec) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
+    x = x.to(working_device(x, layout.mesh.device), layout.travel(buffer, dtype).gathered)
+    for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
+        x = _FirstCopy.apply(x, dim, i == 0)
+    return x.flatten().clone()
+
+
+class _FirstCopy(Function):
+    """One of equal copies. Every copy gets the whole gradient, as if each rank had returned the same value.
+
+    Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, averages: bool) -> Tensor:
+        return x.select(dim, 0).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.dim, ctx.averages = inputs
+        ctx.size, ctx.boundary = x.shape[ctx.dim], here()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        first = grad.unsqueeze(ctx.dim)
+        if takes_mean(ctx, ctx.boundary):
+            return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
+        return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _FirstCopy.apply(tangent, ctx.dim, ctx.averages)
+
+
+def materialize(tree: Any) -> Any:
+    """``tree`` with plain tensors that own their memory, for code that wants a data pointer or to keep a few.
+
+    The tensors of a ``Full`` are views of one gathered buffer per unit: keeping one keeps the whole buffer.
+
+    Args:
+        tree: a ``Full``, a tensor, or any pytree; what is no tensor is passed through.
+
+    Returns:
+        The same tree with a contiguous copy of each tensor. Differentiable.
+
+    Cost:
+        No collectives; the memory of the copies.
+
+    Example:
+        >>> layout = fs.plan({"a": torch.zeros(2), "b": torch.zeros(2)}, fs.simulated_mesh(2), units=[["a", "b"]])
+        >>> full = fs.gather(fs.shard({"a": torch.zeros(2), "b": torch.ones(2)}, layout))
+        >>> full["b"].untyped_storage().nbytes(), materialize(full)["b"].untyped_storage().nbytes()
+        (24, 8)
+    """
+    return optree.tree_map(_own, opened(tree), none_is_leaf=True)
+
+
+def _own(x: Any) -> Any:
+    return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x

@@ -1,0 +1,390 @@
+"""The lazy tensor: a gathered parameter that fetches its unit when an operation needs data.
+
+Autograd saves the lazy tensor and not its data, so a unit that was let go is gathered again when backward asks. Nothing
+wraps the model; the order of use drives everything. Views stay lazy, any other operation sees plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.forward_ad import unpack_dual
+
+from ..codecs import Codec
+from ..collectives.boundary import anchors_here, here, takes_mean
+from ..layout.buffers import Buffer, Slot
+from ..layout.layout import Layout
+from ..storage.memory_kind import home_of, working_device
+from ..torch_internals.autograd import backward_pass, differentiate_at_once
+from ..torch_internals.pytree import tree_map_only
+from ..torch_internals.recomputation import refuse_swapped
+from ..torch_internals.tensors import (
+    HAS_SAME_STORAGE_NUMEL,
+    arguments_of,
+    is_written,
+    no_torch_function,
+    refuse_pointers,
+    without_memory,
+)
+from ..torch_internals.transforms import in_transform
+from .prefetch import Cell, Part, Session
+from .reduction import copies, reduced, scattered
+
+aten = torch.ops.aten
+_PLAIN_COPY = (
+    "Pass it through functorch_shard.materialize first, as in full | {name: materialize(full[name])}, or gather with "
+    "lazy=False."
+)
+# What asks for the form of a tensor and not for its values.
+_FORM_ONLY = {
+    aten.empty_like.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_empty.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty_strided.default,
+}
+
+
+class Lazy(Tensor):
+    """A view of one whole buffer of a cell, by its shape, strides and offset; it holds no data."""
+
+    _session: Session
+    _cell: Cell
+    _index: int
+
+    @staticmethod
+    def __new__(
+        cls,
+        session: Session,
+        cell: Cell,
+        index: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        offset: int,
+        dtype: torch.dtype,
+    ) -> Lazy:
+        self = without_memory(cls, shape, strides, offset, dtype, cell.device)
+        self._session, self._cell, self._index = session, cell, index
+        refuse_pointers(self)
+        return self
+
+    __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_view(func) and isinstance(args[0], Lazy):
+            # Reshape, contiguous and to are a view or a copy, as only their parts can tell. Autograd takes them apart;
+            # below it (in inference mode, inside of a DTensor) they come as they are.
+            from_parts = func.decompose(*args, **kwargs)
+            return args[0]._view(func, args, kwargs) if from_parts is NotImplemented else from_parts
+        if func in _FORM_ONLY and isinstance(args[0], Lazy):
+            return func(args[0]._form(), *args[1:], **kwargs)
+        if func in _COMPARES_FORM:
+            return _COMPARES_FORM[func](*args)
+        if func is aten.as_strided.default and isinstance(args[0], Lazy):
+            return func(args[0]._data(own=True), *args[1:], **kwargs)  # no view: it counts from the start of memory
+        _refuse_writes(func, args, kwargs)
+        plain_args = [x._data() if isinstance(x, Lazy) else _plain(x) for x in args]
+        return func(*plain_args, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
+
+    def _data(self, own: bool = False) -> Tensor:
+        """Its values, in memory that nobody may write to, or in a copy of that."""
+        refuse_swapped(self._is_in)
+        flat = self._session.data(self._cell, self._index)
+        flat = flat.clone() if own else flat
+        return flat.as_strided(self.shape, self.stride(), flat.storage_offset() + self.storage_offset())
+
+    def _is_in(self, values: Iterable[Any]) -> bool:
+        return any(isinstance(x, Lazy) and x._cell is self._cell for x in values)
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten.t.default and self.ndim == 2:  # every linear layer, twice
+            return self._at(self.shape[::-1], self.stride()[::-1], self.storage_offset())
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        views = func(like, *args[1:], **kwargs)
+        several = views if isinstance(views, (list, tuple)) else [views]
+        if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
+            return func(self._data(own=True), *args[1:], **kwargs)  # a view of other numbers
+        lazy = [self._at(view.shape, view.stride(), self.storage_offset() + view.storage_offset()) for view in several]
+        return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
+
+    def _at(self, shape: Sequence[int], strides: Sequence[int], offset: Any) -> Lazy:
+        return Lazy(self._session, self._cell, self._index, shape, strides, int(offset), self.dtype)
+
+    def _form(self) -> Tensor:
+        """Its shape, dtype and device, over one element of memory where strides say no more than the shape."""
+        if self.is_contiguous():
+            return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
+
+    def __repr__(self) -> str:
+        # values would have to be fetched, and on one rank alone that hangs
+        return f"lazy parameter of shape {tuple(self.shape)}, {self.dtype}, on {self.device}"
+
+    def _copy(self) -> Tensor:
+        return self.detach().clone()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self._copy()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copy().__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.ndim or not spec else format(self._copy(), spec)
+
+    def tolist(self) -> Any:
+        return self._copy().tolist()
+
+    def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"a lazy parameter has no memory of its own to point to: {self!r}. Kernels that take pointers (Triton's, "
+            f"those of nn.LSTM and other RNNs on CUDA) want plain tensors. {_PLAIN_COPY}"
+        )
+
+    data_ptr = untyped_storage = storage = numpy = share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
+    data = property(lambda self: self.detach(), _has_no_memory)
+
+
+def _memory_numel(x: Tensor) -> int:
+    """Elements of the memory that ``x`` is a view of."""
+    if isinstance(x, Lazy):
+        return x._cell.numel(x._index)
+    return x.untyped_storage().nbytes() // x.element_size()
+
+
+# What forward mode asks of a tangent and its primal.
+_COMPARES_FORM = {
+    aten.is_same_size.default: lambda a, b: a.shape == b.shape,
+    HAS_SAME_STORAGE_NUMEL: lambda a, b: _memory_numel(a) == _memory_numel(b),
+}
+
+
+def _plain(x: Any) -> Any:
+    return [_plain(y) if not isinstance(y, Lazy) else y._data() for y in x] if isinstance(x, (list, tuple)) else x
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    return func.is_view and func is not aten.as_strided.default
+
+
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple((i, arg.name) for i, arg in enumerate(arguments_of(func)) if is_written(arg))
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    for i, name in _written(func):
+        x = args[i] if i < len(args) else kwargs.get(name)
+        if any(isinstance(y, Lazy) for y in (x if isinstance(x, (list, tuple)) else [x])):
+            raise RuntimeError(
+                f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
+                "functorch_shard.materialize, and bring that back with shard()."
+            )
+
+
+def lazily(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None
+) -> dict[str, Tensor]:
+    """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
+    session, tensors = Session(layout, {key: home_of(x) for key, x in shards.items()}), {}
+    if any(layout.buffers[key].num_shards > 1 for key in shards):
+        layout.mesh[layout.shard_axis].backend.ready()
+    anchors = anchors_here()
+    together = anchors is not None and not any(_has_tangent(x) for x in shards.values())
+    joined = _joined(session, shards, layout, anchors) if together else {}
+    for part in _parts(shards, layout, dtype, codec):
+        whole = _gather(session, part, shards, joined)
+        differentiate_at_once(whole)
+        tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
+    return tensors
+
+
+def _gather(
+    session: Session, part: Part, shards: Mapping[str, Tensor], joined: Mapping[str, Tensor]
+) -> tuple[Tensor, ...]:
+    own = {buffer.key: shards[buffer.key] for buffer in part.buffers}
+    together = {key: x for key, x in joined.items() if key in own}
+    joined = together or _joined(session, own, part.layout)
+    if not joined:
+        return _Gather.apply(session, part, *own.values())
+    part = replace(part, joined=True)
+    whole = _Gather.apply(session, part, *(own | joined).values())
+    if own.keys() == together.keys():
+        session.owed.expect(part, whole[0].grad_fn)
+    return whole
+
+
+def _joined(
+    session: Session, shards: Mapping[str, Tensor], layout: Layout, anchors: list[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Those that gradients are wanted of, behind one node at which what is under way lands.
+
+    Only plain autograd lets reductions be under way: a transform wants to see every gradient when it is made.
+    """
+    needy = [key for key, x in shards.items() if x.requires_grad]
+    if not needy or in_transform() or not torch.is_grad_enabled():
+        return {}
+    device = working_device(shards[needy[0]], layout.mesh.device)
+    anchor, *joined = _Join.apply(session, needy, device, *(shards[key] for key in needy))
+    if anchors is not None:
+        anchors.append(anchor)
+    return dict(zip(needy, joined, strict=True))
+
+
+def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
+    """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
+    groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
+    for i, unit in enumerate(layout.units):
+        for buffer in unit.buffers:
+            if buffer.key in shards:
+                kind = i, buffer.trainable, buffer.differentiable
+                groups.setdefault(kind, []).append(buffer)
+    return [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
+
+
+def _slots(part: Part) -> list[Slot]:
+    return [slot for buffer in part.buffers for slot in buffer.slots]
+
+
+class _Gather(Function):
+    """The shards of a part to its parameters. Its transpose is ``scatter_grads``."""
+
+    @staticmethod
+    def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
+        cell = session.cell(part, shards)
+        return tuple(
+            Lazy(session, cell, i, *_place(slot, buffer, shard.shape[:-1]), part.gathered_dtype(buffer))
+            for i, (buffer, shard) in enumerate(zip(part.buffers, shards, strict=True))
+            for slot in buffer.slots
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.session, ctx.part, *_ = inputs
+        ctx.boundary, ctx.averages = here(), _has_mean(ctx.part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        session, part, now = ctx.session, ctx.part, backward_pass()
+        averages = takes_mean(ctx, ctx.boundary)
+        session.leave(part)
+        by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
+        wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
+        if part.joined and now is not None and not _is_differentiated(grads):
+            _reduce_zeros(session, session.owed.before(part, now), now, averages)
+            session.reductions.start(by_name, wanted, part.layout, now, averages)
+            shards = {buffer.key: _stand_in(buffer, session.homes[buffer.key].device) for buffer in wanted}
+        else:
+            total = reduced if averages else scattered
+            shards = {b.key: total(by_name, b, part.layout).to(session.homes[b.key].device) for b in wanted}
+        return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[2:], strict=True) if x is not None}
+        buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
+        part = replace(ctx.part, buffers=buffers, codec=None, joined=False)
+        whole = _Gather.apply(ctx.session, part, *given.values())
+        by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
+        return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, session: Session, part: Part, *shards: Tensor) -> Any:
+        dims = in_dims[2:]
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
+        out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
+        return _Gather.apply(session, part, *moved), tuple(out_dims)
+
+
+def _has_mean(part: Part) -> bool:
+    """Whether the mean over ranks differs from the transpose of an all-gather."""
+    layout = part.layout
+    return (layout.reduction == "mean" and layout.num_ranks > 1) or any(copies(b, layout) for b in part.buffers)
+
+
+def _is_differentiated(grads: Sequence[Tensor]) -> bool:
+    """Whether somebody wants a derivative (or a batch) of what is done with ``grads``."""
+    return any(map(_has_tangent, grads)) or in_transform() or torch.is_grad_enabled()
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return unpack_dual(x).tangent is not None
+
+
+def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of a parameter in the whole buffer, of which there is one for each of a batch."""
+    return (*batch, *slot.shape), (*_strides((*batch, buffer.numel))[:-1], *_strides(slot.shape)), slot.offset
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    behind = accumulate(reversed(shape[1:]), lambda product, size: product * max(size, 1), initial=1)
+    return tuple(reversed([*behind]))[: len(shape)]
+
+
+def _stand_in(buffer: Buffer, device: torch.device) -> Tensor:
+    """For a gradient that is under way: nobody reads it before ``_Join`` puts the landed one in its place."""
+    return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
+
+
+def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, averages: bool) -> None:
+    """What this rank has to add to the gradients of parts that its loss does not depend on."""
+    for part in parts:
+        dtypes = {slot: part.gathered_dtype(buffer) for buffer in part.buffers for slot in buffer.slots}
+        device = part.layout.mesh.device
+        zeros = {slot.name: torch.zeros(slot.shape, dtype=dtype, device=device) for slot, dtype in dtypes.items()}
+        session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)
+
+
+class _Join(Function):
+    """An anchor (Note [Unused units]) and the shards themselves. In backward: where what is under way lands.
+
+    Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
+    of the device that one of its outputs is on, and on the stream that this was made on. Of offloaded shards all are on
+    the CPU; with the empty one this is the thread of ``_Gather.backward``, and one follows the other.
+    """
+
+    @staticmethod
+    def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
+        return torch.empty(0, device=device), *(x.view_as(x) for x in shards)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.session, ctx.keys, ctx.device, *shards = inputs
+        ctx.boundary = here()
+        ctx.save_for_forward(*shards)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
+        session, now = ctx.session, backward_pass()
+        if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
+            return None, None, None, *grads  # nothing is under way
+        boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
+        _reduce_zeros(session, session.owed.rest(now), now, averages=boundary is None)
+        landed = [session.reductions.land(key, now) for key in ctx.keys]
+        if boundary is not None:
+            landed = [None if x is None else boundary.made(x) for x in landed]
+        return None, None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        pairs = zip(ctx.saved_tensors, tangents[3:], strict=True)
+        views = (torch.zeros_like(x) if tangent is None else tangent.view_as(tangent) for x, tangent in pairs)
+        return torch.empty(0, device=ctx.device), *views

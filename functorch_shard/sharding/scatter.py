@@ -1,0 +1,123 @@
+"""``scatter_grads`` and ``accumulate``: full gradients to reduced shards, at once or microbatch by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout.dtensor import local_grads
+from ..layout.layout import Layout
+from ..layout.trees import Full, Sharded
+from ..layout.validation import check_grads, check_ranked
+from ..storage.memory_kind import near
+from .reduction import reduced_and_cast
+
+
+def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sharded:
+    """Full gradients to reduced, sharded ones: the mean over ranks (or the sum), each rank keeping its part.
+
+    What the gradient of :func:`gather` does, called by hand: ``scatter_grads(torch.func.grad(f)(gather(params)))``
+    equals ``torch.func.grad(lambda params: f(gather(params)))(params)``. To accumulate over microbatches without
+    communication (FSDP's ``no_sync``), add full gradients and scatter once. Linear, and differentiable.
+
+    Args:
+        grads: a ``Full``, or a mapping name -> tensor with ``layout``: this rank's gradients, in shapes of the
+            parameters and any floating-point dtype. ``None`` counts as zeros. Frozen parameters may be left out. Those
+            of DTensors are DTensors, in any placements.
+        layout: where the gradients are to lie; a ``Full`` brings its own.
+
+    Returns:
+        A ``Sharded`` of gradients in the stored dtypes (with ``keep_low_precision_grads`` in those of the reduction),
+        with exact zeros for padding, and ``None`` for buffers that are not trainable. Outside ``spmd``, ``grads`` of
+        simulated ranks carry their rank dims, and so does the result.
+
+    Raises:
+        TypeError: ``grads`` is already sharded, or a plain mapping comes without a layout.
+        ValueError: names, shapes or dtypes that do not fit; all of them at once.
+
+    Cost:
+        One reduce-scatter per trainable buffer, and one all-reduce of the shard where there are replicas. A gradient in
+        other placements than its DTensor's is redistributed first.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
+        >>> rows = torch.tensor([[1.0, 1.0, 1.0], [3.0, 3.0, 5.0]])   # row r = rank r's gradient
+        >>> mesh.spmd(lambda g: scatter_grads({"fc.w": g}, layout))(rows)["fc"]
+        tensor([[2., 2.],
+                [3., 0.]])
+    """
+    layout = layout_of_grads("scatter_grads", grads, layout)
+    if not layout.mesh.in_spmd:
+        check_ranked(grads, layout)
+        return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
+    check_grads(grads, layout)
+    parts = near_grads(grads, layout)
+    return Sharded(
+        {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
+    )
+
+
+def near_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """The local parts of full gradients, where they can be reduced."""
+    parts, device = local_grads(grads, layout), layout.mesh.device
+    return {name: near(x, device) if isinstance(x, Tensor) else x for name, x in parts.items()}
+
+
+def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
+    """The layout that full gradients are to be scattered by."""
+    if isinstance(grads, Sharded):
+        raise TypeError(f"{verb}: got a Sharded, expected full gradients; these are sharded already.")
+    layout = layout or (grads.layout if isinstance(grads, Full) else None)
+    if layout is None or not isinstance(grads, Mapping):
+        raise TypeError(f"{verb}: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
+    return layout
+
+
+def accumulate(total: Full | None, grads: Full) -> Full:
+    """``total + grads``: full gradients of microbatches, added up in the dtype that they are reduced in.
+
+    ``scatter_grads`` of the sum reduces once, and communicates nothing before that: FSDP's ``no_sync``.
+
+    Args:
+        total: the sum so far; ``None`` before the first microbatch.
+        grads: full gradients, as ``fs.grad`` of a function of a ``Full`` returns them.
+
+    Returns:
+        A new ``Full`` in each unit's ``reduce_dtype``, or as ``grads`` come. ``None`` counts as zeros.
+
+    Raises:
+        TypeError: ``grads`` or ``total`` is no ``Full``.
+
+    Cost:
+        No collectives; the memory of one set of full gradients in that dtype.
+
+    Example:
+        >>> bf16 = fs.MixedPrecision(torch.bfloat16, torch.float32)
+        >>> layout = fs.plan({"w": torch.zeros(1)}, fs.simulated_mesh(2), precision=bf16)
+        >>> small, large = (fs.Full({"w": torch.full((1,), x, dtype=torch.bfloat16)}, layout) for x in (1.0, 256.0))
+        >>> accumulate(accumulate(None, large), small)["w"]    # 256 in bfloat16
+        tensor([257.])
+    """
+    for name, tree in (("total", total), ("grads", grads)):
+        if not isinstance(tree, Full) and not (tree is None and name == "total"):
+            raise TypeError(f"accumulate: {name}: got {type(tree).__name__}, expected a Full of gradients.")
+    total = Full(dict.fromkeys(grads), grads.layout) if total is None else total
+    return Full(
+        {name: _add(total[name], x, _reduce_dtype(name, x, grads.layout)) for name, x in grads.items()}, grads.layout
+    )
+
+
+def _add(total: Tensor | None, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    if x is None:
+        return total
+    return x.to(dtype, copy=True) if total is None else total + x.to(total.device, dtype)
+
+
+def _reduce_dtype(name: str, grad: Tensor | None, layout: Layout) -> torch.dtype | None:
+    if grad is None or not grad.is_floating_point():
+        return None if grad is None else grad.dtype
+    return layout.precision_of[layout.key_of[name]].reduce_dtype or grad.dtype

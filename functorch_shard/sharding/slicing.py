@@ -1,0 +1,112 @@
+"""Whole buffers to shards: each rank cuts its own, or one rank sends everybody theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..collectives.from_rank import of_rank
+from ..communication.axis import Axis
+from ..layout.buffers import Buffer
+from ..layout.layout import Layout
+from ..layout.packing import fill_shard, pack, pack_shard
+from ..mesh.mesh import Mesh
+from ..storage.memory_kind import near
+
+
+def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
+    """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
+    mesh = layout.mesh
+    if mesh.in_spmd and mesh.is_simulated:  # values may differ between ranks: nothing is written in place
+        return _own_row(near(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
+    if mesh.in_spmd:
+        return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
+    return stacked(_rows(tensors, buffer, layout), layout)
+
+
+def shards_here(buffer: Buffer, layout: Layout) -> Sequence[int]:
+    """The shards of ``buffer`` that this process has: its own, or those of all simulated ranks."""
+    return [int(_index(layout))] if layout.mesh.in_spmd else range(buffer.num_shards)
+
+
+def stacked(rows: Tensor, layout: Layout) -> Tensor:
+    """The shards of all simulated ranks, from a row for each shard; the one row of what is whole is everybody's."""
+    rows = rows.expand(layout.num_shards, -1)
+    ones = [size if name == layout.shard_axis else 1 for name, size in layout.axes]
+    return rows.view(*ones, -1).expand(*layout.mesh.axes.values(), -1).contiguous()
+
+
+def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
+    """This rank's shard of the ``tensors`` of rank ``source``; other real ranks need to have none."""
+    mesh = layout.mesh
+    if not mesh.in_spmd or mesh.size == 1:
+        return cut_buffer(tensors, buffer, layout)  # one process has the values of all
+    return (_select if mesh.is_simulated else _send)(tensors, buffer, layout, source)
+
+
+def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
+    """From the source to the shards beside it, and from each to its copies: nobody receives more than it keeps."""
+    mesh, axes, at = layout.mesh, _axes(layout), _coordinates(source, layout.mesh)
+    shard = torch.empty(buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)
+    rows = _rows(tensors, buffer, layout) if mesh.rank == source else None
+    if rows is not None and buffer.num_shards == 1:
+        shard.copy_(rows[0])
+    for i, axis in enumerate(axes):
+        backend = axis.backend
+        if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
+            continue  # these ranks get theirs from the next axis
+        kind = _kind(axis, buffer, layout)
+        axis.announce(kind, shard.numel(), shard.dtype, buffer.key)
+        if kind == "scatter":
+            backend.scatter(shard, rows, at[axis.name])
+            rows = None
+        else:
+            backend.broadcast(shard, at[axis.name])
+    return shard
+
+
+def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
+    """The same on simulated ranks, which find the values of all ranks in memory."""
+    at = _coordinates(source, layout.mesh)
+    flat = near(pack(tensors, buffer).detach(), layout.mesh.device)
+    for axis in _axes(layout):
+        flat = of_rank(flat, axis, at[axis.name], _kind(axis, buffer, layout), buffer.shard_numel)
+    return _own_row(flat, buffer, layout)
+
+
+def _kind(axis: Axis, buffer: Buffer, layout: Layout) -> str:
+    return "scatter" if axis.name == layout.shard_axis and buffer.num_shards > 1 else "broadcast"
+
+
+def _axes(layout: Layout) -> list[Axis]:
+    """Those with more than one rank, the shards first."""
+    return sorted((a for a in layout.mesh if a.size > 1), key=lambda axis: axis.name != layout.shard_axis)
+
+
+def _coordinates(rank: int, mesh: Mesh) -> dict[str, int]:
+    """Where ``rank`` is on each axis, of ranks in row-major order."""
+    at = {}
+    for name, size in reversed(mesh.axes.items()):
+        rank, at[name] = divmod(rank, size)
+    return at
+
+
+def _index(layout: Layout) -> Tensor | int:
+    return layout.mesh[layout.shard_axis].backend.index() if layout.num_shards > 1 else 0
+
+
+def _rows(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
+    """The shards of all ranks of the shard axis, as rows; copies of the whole have one memory."""
+    rows = torch.zeros(buffer.num_shards, buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
+    for rank, row in enumerate(rows):
+        fill_shard(row, tensors, buffer, rank)
+    return rows if buffer.num_shards == layout.num_shards else rows.expand(layout.num_shards, -1)
+
+
+def _own_row(flat: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    index = _index(layout)
+    if not isinstance(index, Tensor) or buffer.num_shards == 1:
+        return flat
+    return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1).to(flat.device)).squeeze(0)

@@ -1,0 +1,130 @@
+"""What ``torch.utils.checkpoint`` is doing around a call, and which errors are its refusals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+
+from .autograd import backward_pass
+
+_CHECKPOINT = "torch.utils.checkpoint", "checkpoint"
+
+_REENTRANT = "torch.utils.checkpoint", "forward"
+
+_FUNCTIONAL_CALL = "torch.nn.utils.stateless", "_functional_call"
+
+
+def has_compiled() -> bool:
+    """Whether ``torch.compile`` may have compiled anything that has a gradient, in this process."""
+    return "torch._functorch.aot_autograd" in sys.modules
+
+
+def checkpointed_regions() -> list[Any]:
+    """The regions of ``torch.utils.checkpoint`` whose forward runs in this thread, outermost first.
+
+    A region's ``recompute_fn`` is what backward will call. Those with ``use_reentrant=True`` are not among them.
+    """
+    return [held["frame"] for held in _hooks_of_checkpoint("_checkpoint_hook")]
+
+
+def recomputed_region() -> Any | None:
+    """The innermost region of ``torch.utils.checkpoint`` that backward is recomputing in this thread."""
+    regions = [held["target_frame_ref"]() for held in _hooks_of_checkpoint("_recomputation_hook")]
+    return regions[-1] if regions else None
+
+
+def _hooks_of_checkpoint(name: str) -> list[dict[str, Any]]:
+    """What the hooks of class ``name`` close over, outermost first; torch tells no more than the innermost hook."""
+    if _top_saved_tensors_default_hooks(False) is None:
+        return []
+    hooks: list[Any] = []
+    while (top := _top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        _pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(hooks):
+        _push_saved_tensors_default_hooks(pack, unpack)
+    packs = [pack for pack, _ in reversed(hooks)]
+    return [_closed_over(pack) for pack in packs if _is_of(pack, name)]
+
+
+def _is_of(pack: Any, name: str) -> bool:
+    pack = getattr(pack, "__wrapped__", pack)  # torch hides some from its compiler
+    where = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
+    return where == ("torch.utils.checkpoint", f"{name}.__init__.<locals>.pack_hook")
+
+
+def _closed_over(pack: Any) -> dict[str, Any]:
+    pack = getattr(pack, "__wrapped__", pack)
+    cells = zip(pack.__code__.co_freevars, pack.__closure__, strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
+def reentrant_checkpoint() -> FrameType | None:
+    """Where the innermost ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs its forward, without gradients.
+
+    Torch keeps no record of it but the stack.
+    """
+    if torch.is_grad_enabled() or backward_pass() is not None:
+        return None
+    return next((frame for frame in _callers() if _is_at(frame, _REENTRANT)), None)
+
+
+def swapped_around_checkpoint() -> Iterator[Mapping[str, Any]]:
+    """What each ``functional_call`` around the innermost checkpoint has put into its module; and what that was given.
+
+    The stack is torch's only record of it.
+    """
+    inside = True
+    for frame in _callers():
+        inside = inside and not _is_at(frame, _CHECKPOINT)
+        if not inside and _is_at(frame, _FUNCTIONAL_CALL):
+            yield frame.f_locals["parameters_and_buffers"]
+
+
+def given_to_checkpoint() -> Any:
+    """The function that the innermost checkpoint runs, and its arguments."""
+    held = next((f.f_locals for f in _callers() if _is_at(f, _CHECKPOINT)), {})
+    return held.get("function"), held.get("args", ()), held.get("kwargs", {})
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_at(frame: FrameType, place: tuple[str, str]) -> bool:
+    return frame.f_code.co_name == place[1] and frame.f_globals.get("__name__") == place[0]
+
+
+def refused_checkpoint(error: BaseException) -> bool:
+    """Whether ``error`` is torch's word that a transform of ``torch.func`` cannot run ``torch.utils.checkpoint``."""
+    modules = [str(name) for name, _ in _raised_at(error)]
+    inside = "torch.utils.checkpoint" in modules
+    below = modules[len(modules) - modules[::-1].index("torch.utils.checkpoint") :] if inside else []
+    return below[:1] in (["torch.autograd.graph"], ["torch.autograd.function"]) and all(
+        name.startswith("torch.") for name in below
+    )
+
+
+def refused_reentrant(error: BaseException) -> bool:
+    """Whether ``error`` is torch's word that ``use_reentrant=True`` knows no backward but ``backward()``."""
+    return _raised_at(error)[-1] == ("torch.utils.checkpoint", "backward") and "use_reentrant=True" in str(error)
+
+
+def _raised_at(error: BaseException) -> list[tuple[Any, str]]:
+    places, trace = [], error.__traceback__
+    while trace is not None:
+        places.append((trace.tb_frame.f_globals.get("__name__"), trace.tb_frame.f_code.co_name))
+        trace = trace.tb_next
+    return places

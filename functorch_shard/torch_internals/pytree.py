@@ -1,0 +1,15 @@
+"""The registries of pytrees: torch's, which ``torch.func`` flattens with and which has no public name, and optree's."""
+
+from __future__ import annotations
+
+from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE
+from torch.utils import _pytree as torch_pytree
+from torch.utils._pytree import MappingKey, tree_map_only
+from torch.utils._pytree import register_pytree_node as register_torch_node
+
+__all__ = ["GLOBAL_NAMESPACE", "MappingKey", "register_torch_node", "torch_node", "tree_map_only"]
+
+
+def torch_node(cls: type) -> torch_pytree.NodeDef | None:
+    """How ``torch.func`` takes a container of type ``cls`` apart, where somebody told it; torch has no public way."""
+    return torch_pytree.SUPPORTED_NODES.get(cls)

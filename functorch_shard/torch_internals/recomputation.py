@@ -1,0 +1,117 @@
+"""What ``torch.utils.checkpoint`` may not do in silence: recompute with other tensors than forward used.
+
+See Note [Recomputation] in parameter_swap.py. Under plain ``functional_call`` nothing puts the tensors back for the
+recomputation: it is refused, in forward where lazy tensors can tell, and else when backward meets what forward did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
+
+from .autograd import nodes
+from .checkpointing import (
+    checkpointed_regions,
+    given_to_checkpoint,
+    has_compiled,
+    recomputed_region,
+    reentrant_checkpoint,
+    refused_checkpoint,
+    refused_reentrant,
+    swapped_around_checkpoint,
+)
+from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, around
+
+_USE_CALL = (
+    "functional_call puts the module's own parameters back when it returns, so what a module that checkpoints itself "
+    "recomputes in backward would use those. Write functorch_shard.call(model, params, ...) in place of "
+    "functional_call(model, gather(params), (...)): its parameters stay valid until backward is done."
+)
+
+
+@contextmanager
+def checkpoints_explained(verb: str) -> Iterator[None]:
+    """Torch's refusals of ``torch.utils.checkpoint`` in words that help."""
+    try:
+        yield
+    except RuntimeError as error:
+        if refused_checkpoint(error):
+            raise NotImplementedError(f"{verb}: {NEEDS_REAL_RANKS}") from error
+        if refused_reentrant(error):
+            raise RuntimeError(f"{verb}: {NOT_REENTRANT}") from error
+        raise
+
+
+def refuse_swapped(is_in: Callable[[Iterable[Any]], bool]) -> None:
+    """Refuse what a checkpoint uses, if it is ``is_in`` what a ``functional_call`` around that will take away again."""
+    if not checkpointed_regions() and reentrant_checkpoint() is None:
+        return
+    if any(is_in(swapped.values()) for swapped in swapped_around_checkpoint()) and not is_in(_passed()):
+        raise RuntimeError(f"gather: a gathered parameter is used inside torch.utils.checkpoint. {_USE_CALL}")
+
+
+def _passed() -> list[Any]:
+    """What the innermost checkpointed function was given or closes over, and will have again."""
+    function, args, kwargs = given_to_checkpoint()
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    bound = getattr(function, "args", ()), getattr(function, "keywords", {})  # of a functools.partial
+    return _flat([args, kwargs, cells, bound])
+
+
+def only_what_forward_used(value: Tensor) -> AbstractContextManager[object]:
+    """While backward of ``value`` runs: refuse recomputations that use a parameter which forward did not use.
+
+    Not where forward was compiled: below a mode torch.compile would make something else of it, and save other tensors.
+    """
+    if not has_compiled():
+        return _OnlyWhatForwardUsed(value)
+    compiled = any(node.name() == "CompiledFunctionBackward" for node in nodes(value.grad_fn))
+    return nullcontext() if compiled else _uncompiled()(value)
+
+
+class _OnlyWhatForwardUsed(TorchFunctionMode):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self._value = value
+        self._leaves: set[int] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in (*args, *kwargs.values()):
+            for parameter in _flat(x):
+                if isinstance(parameter, Parameter):
+                    self._check(parameter)
+        return func(*args, **kwargs)
+
+    def _check(self, parameter: Parameter) -> None:
+        region = recomputed_region()
+        if region is None or around(region) is not None:
+            return
+        if self._leaves is None:
+            self._leaves = {id(node.variable) for node in nodes(self._value.grad_fn) if hasattr(node, "variable")}
+        if id(parameter) not in self._leaves:
+            raise RuntimeError(
+                f"grad: torch.utils.checkpoint recomputes with a module's own parameter of shape "
+                f"{tuple(parameter.shape)}, {parameter.dtype}, and forward did not use that, or it is frozen and may "
+                f"have other values. {_USE_CALL} A module that is meant to run with its own: "
+                "functorch_shard.call(module, dict(module.named_parameters()), ...)."
+            )
+
+
+@cache
+def _uncompiled() -> type[_OnlyWhatForwardUsed]:
+    see: Any = torch.compiler.disable(_OnlyWhatForwardUsed.__torch_function__)
+    return type("_Uncompiled", (_OnlyWhatForwardUsed,), {"__torch_function__": see})
+
+
+def _flat(x: Any) -> list[Any]:
+    if isinstance(x, dict):
+        x = list(x.values())
+    return [z for y in x for z in _flat(y)] if isinstance(x, (list, tuple)) else [x]

@@ -1,0 +1,74 @@
+"""What tensors and operators keep to themselves: hooks, versions, schemas; and tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _disabled_torch_function_impl as no_torch_function
+from torch._C import _set_throw_on_mutable_data_ptr
+from torch._subclasses.fake_tensor import FakeTensor  # DTensors ask them for shapes
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "HAS_SAME_STORAGE_NUMEL",
+    "FakeTensor",
+    "TorchDispatchMode",
+    "arguments_of",
+    "hooks_of",
+    "identity_of_storage",
+    "is_written",
+    "no_torch_function",
+    "refuse_pointers",
+    "returns_anything",
+    "version_of",
+    "without_memory",
+]
+T = TypeVar("T", bound=Tensor)
+
+HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default  # forward mode asks it of a tangent
+
+
+def without_memory(
+    cls: type[T], shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
+) -> T:
+    """A tensor of class ``cls`` without data: torch's own documentation of ``__torch_dispatch__`` makes it so."""
+    return Tensor._make_wrapper_subclass(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
+
+
+def version_of(x: Tensor) -> int:
+    """How often ``x`` was written to; -1 where nobody counts, in inference mode."""
+    return -1 if x.is_inference() else x._version
+
+
+def identity_of_storage(x: Tensor) -> int:
+    """Equal for tensors over one memory; ``data_ptr()`` is 0 for every meta and fake tensor."""
+    return x.untyped_storage()._cdata
+
+
+def arguments_of(operator: Any) -> Sequence[Any]:
+    """The declared arguments of an operator of torch."""
+    return operator._schema.arguments
+
+
+def is_written(argument: Any) -> bool:
+    """Whether the operator writes to this declared argument."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def returns_anything(operator: Any) -> bool:
+    """Whether the operator declares a result."""
+    return bool(operator._schema.returns)
+
+
+def refuse_pointers(tensor: Tensor) -> None:
+    """Have code below Python that asks ``tensor`` for its memory raise, and not read from address 0."""
+    _set_throw_on_mutable_data_ptr(tensor)
+
+
+def hooks_of(tensor: Tensor) -> list[str]:
+    """How the hooks on ``tensor`` were registered, which autograd runs and nobody can ask for in public."""
+    hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+    return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]

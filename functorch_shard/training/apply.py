@@ -1,0 +1,123 @@
+"""``apply``: a model with buffers as a pure function, which returns what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import name_problems, reject
+from ..layout.planning import aliases_of, named_tensors
+from ..layout.trees import Sharded
+from ..sharding.gather import gather
+from ..torch_internals.parameter_swap import Swap
+from ..torch_internals.recomputation import checkpoints_explained
+from ..torch_internals.transforms import marks_every_batch, without_batches
+
+
+def apply(
+    model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """``functional_call`` that also returns the new buffers: a model with state, as BatchNorm's, as a pure function.
+
+    What the model writes to its buffers, in place or by assignment, is found in the result and nowhere else: neither
+    ``buffers`` nor the model are touched. ``model.train()`` and ``model.eval()`` mean what they always do. A model that
+    checkpoints itself is recomputed with the parameters and buffers of its forward, as by :func:`call`; each batch
+    counts once.
+
+    Args:
+        model: called as ``model(*args, **kwargs)``; its own values are not looked at, it may be on the meta device.
+        params: every parameter by name: a ``Full``, a mapping, or a ``Sharded``, which is gathered. Tied ones under any
+            of their names.
+        buffers: every buffer by name, as ``dict(model.named_buffers())`` or :func:`init_buffers` have them.
+        args, kwargs: for the model.
+
+    Returns:
+        ``(output, new_buffers)``, a dict with the names of ``buffers``: this rank's statistics, of its own samples.
+        Average them where all ranks are to have the same: ``collectives.pmean``. Both are differentiable as far as the
+        model is. On simulated ranks, inside ``spmd``, every new buffer counts as different on each rank.
+
+    Raises:
+        TypeError: ``model`` is no module, or a buffer no tensor.
+        ValueError: parameters or buffers that are missing, or that the model does not have; all of them at once. Or the
+            model made or dropped a buffer while it ran. Or, on simulated ranks, ``num_batches_tracked`` of a BatchNorm
+            with ``momentum=None``, whose average depends on it, differs between ranks.
+        RuntimeError, NotImplementedError: as :func:`call`.
+
+    Cost:
+        A copy of the buffers, and one of those that checkpointed parts read. Of a ``Sharded``, the collectives of
+        :func:`gather`.
+
+    Example:
+        >>> mesh, model = fs.simulated_mesh(2), nn.BatchNorm1d(1, affine=False, momentum=0.5)
+        >>> rows = torch.tensor([[[1.0], [3.0]], [[5.0], [9.0]]])   # row r = rank r's samples
+        >>> mean = lambda x: apply(model, {}, dict(model.named_buffers()), x)[1]["running_mean"]
+        >>> mesh.spmd(mean)(rows), model.running_mean
+        (tensor([[1.0000],
+                [3.5000]]), tensor([0.]))
+    """
+    params = gather(params) if isinstance(params, Sharded) else params
+    _check(model, params, buffers)
+    given = {**params, **{name: _copy(model, name, x) for name, x in buffers.items()}}
+    with checkpoints_explained("apply"), Swap("apply", model, given, keep=False).running():
+        output = model(*args, **kwargs)
+        after = dict(model.named_buffers(remove_duplicate=False))
+    _check_after(model, after)
+    return output, {name: after[name] for name in buffers}
+
+
+def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:
+    """A copy that the model may write to, whatever is batched of what it writes."""
+    if _is_divisor(model, name):
+        return _the_same_in_every_batch(name, x).clone()
+    mark = marks_every_batch(x.device)
+    return x.clone() if mark is None else torch.where(mark, x, x)
+
+
+def _is_divisor(model: nn.Module, name: str) -> bool:
+    """Whether BatchNorm asks for this number in Python, which no batch of numbers can answer."""
+    owner, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    counts = leaf == "num_batches_tracked" and getattr(module, "momentum", 0.0) is None
+    return counts and module.training and module.track_running_stats
+
+
+def _the_same_in_every_batch(name: str, x: Tensor) -> Tensor:
+    counts = without_batches(x).flatten()
+    if bool((counts != counts[0]).any()):
+        raise ValueError(
+            f"apply: {name!r}: got {counts.tolist()} on simulated ranks or in a batch, expected one number: with "
+            "momentum=None it divides. Start from the same buffers everywhere, or give BatchNorm a momentum."
+        )
+    return counts[0]
+
+
+def _check(model: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply: model: got {type(model).__name__}, expected an nn.Module")
+    for what, tensors in (("params", params), ("buffers", buffers)):
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"apply: {what}: got {type(tensors).__name__}, expected a mapping name -> tensor")
+    every = named_tensors(model)
+    aliases = aliases_of(every)
+    first = [aliases.get(name, name) if name in every else name for name in params]
+    problems = name_problems(first, [name for name in every if name not in aliases], where="the model's parameters")
+    problems += name_problems(buffers, [name for name, _ in model.named_buffers()], where="the model's buffers")
+    advice = "Pass every parameter, and every buffer as dict(model.named_buffers()) lists them."
+    reject("apply", problems, advice)
+    wrong = [f"{name!r}: got {type(x).__name__}" for name, x in buffers.items() if not isinstance(x, Tensor)]
+    reject("apply", wrong, "Buffers are tensors.", TypeError)
+
+
+def _check_after(model: nn.Module, after: Mapping[str, Tensor]) -> None:
+    every = dict(model.named_buffers(remove_duplicate=False))
+    problems = [f"{name!r}: dropped" for name in every if name not in after]
+    problems += [f"{name!r}: made" for name in after if name not in every]
+    problems += [
+        f"{alias!r}: tied to {name!r}, and one of them was assigned to"
+        for alias, name in aliases_of(every).items()
+        if alias in after and name in after and after[alias] is not after[name]
+    ]
+    reject("apply", problems, "While a model runs it may change the values of its buffers, and not which there are.")

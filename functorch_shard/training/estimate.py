@@ -1,0 +1,216 @@
+"""What a step takes of each rank, before there is one: arithmetic on a layout, for a mesh of any size.
+
+Note [Estimate]: what is counted is what the library decides: shards, their gradients and states, the units that are
+whole at a moment, the gradients on their way, and every collective of a step. Activations are the model's own, and what
+a backend lays out to move a message is the backend's. ``tests/training/test_estimate_on_ranks.py`` holds it to what
+gloo ranks allocate and send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..communication.counter import Traffic, bytes_sent
+from ..errors import axes_text, table
+from ..layout.buffers import Buffer, Unit
+from ..layout.layout import Layout
+from ..layout.trees import Sharded
+from ..sharding.prefetch import small_units
+from ..sharding.reduction import copies
+from .optimizer import Optimizer
+
+AxisAndKind = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank of a training step; ``print`` shows them as a table.
+
+    Args:
+        axes: names and sizes of the mesh.
+        parameters: the shards.
+        gradients: the shards of the gradients, as a step returns them.
+        optimizer: the state after the first step; 0 without an optimizer.
+        gathered: the most whole parameters at any moment of forward or backward.
+        reducing: one unit's full gradient, and the memory that it is packed into to be reduced.
+        traffic: the collectives of a step by axis and kind, as ``fs.communication.Counter`` counts them, without times.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    reducing: int
+    traffic: Mapping[AxisAndKind, Traffic]
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes that stay: parameters and optimizer state."""
+        return self.parameters + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the most, without activations and without what a backend needs to move messages."""
+        return self.between_steps + self.gradients + self.gathered + self.reducing
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each rank has to send for a step at least."""
+        return sum(one.sent for one in self.traffic.values())
+
+    def __str__(self) -> str:
+        memory = table([(name.replace("_", " "), getattr(self, name)) for name in _ROWS], ("memory", "bytes a rank"))
+        sends = [(axis, kind, one.number, one.nbytes, one.sent) for (axis, kind), one in self.traffic.items()]
+        header = ("axis", "kind", "number", "bytes", "sent")
+        return "\n".join([memory, "", table(sends, header, left=2), f"{axes_text(dict(self.axes))}; one step"])
+
+
+_ROWS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "between_steps", "peak")
+
+
+def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
+    """Memory and traffic of one rank for a training step: pure arithmetic, whatever the number of ranks.
+
+    A step is ``opt.step(params, grads=fs.grad(loss)(params), state=state, donate=True)`` on real ranks, with a
+    ``gather`` in the loss, of a model that uses each unit once, in the layout's order. ``traffic`` is then what
+    ``fs.communication.Counter`` counts, but that a first unit whose gradient needs no weights (an embedding) is not
+    gathered again. Simulated ranks keep what they gather: theirs is that of ``reshard_after_forward=False``.
+
+    Args:
+        layout: from :func:`plan`; the model may be on the meta device, and the mesh simulated, of any size.
+        opt: whose state is to count.
+
+    Returns:
+        An :class:`Estimate` in bytes of one rank. All ranks have equal shards, padding included.
+
+    Raises:
+        TypeError: ``layout`` is no layout.
+        ValueError: ``opt`` has options for a label that no buffer has.
+
+    Cost:
+        No collectives, and no memory: the state is made on the meta device.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(48)))
+        >>> mesh = fs.simulated_mesh({"replicate": 16, "shard": 64})
+        >>> print(estimate(fs.plan(model, mesh), fs.optimizer(torch.optim.AdamW)))
+        memory          bytes a rank
+        ----------------------------
+        parameters       201,351,168
+        gradients        201,351,168
+        optimizer        402,702,528
+        gathered         536,936,448
+        reducing         536,936,448
+        between steps    604,053,696
+        peak           1,879,277,760
+        <BLANKLINE>
+        axis       kind          number           bytes            sent
+        ---------------------------------------------------------------
+        shard      all_gather        94     394,312,704  24,841,700,352
+        shard      psum_scatter      48  12,886,474,752  12,685,123,584
+        replicate  psum              48     201,351,168     377,533,440
+        replicate=16 x shard=64; one step
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"estimate: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    trainable = [buffer for buffer in layout.buffers.values() if buffer.trainable]
+    return Estimate(
+        axes=layout.axes,
+        parameters=sum(_shard_bytes(b, b.dtype) for b in layout.buffers.values()),
+        gradients=sum(_shard_bytes(b, layout.travel(b).returned) for b in trainable),
+        optimizer=_state_bytes(layout, opt) if opt else 0,
+        gathered=_gathered_bytes(layout),
+        reducing=max((_reducing_bytes(unit, layout) for unit in layout.units), default=0),
+        traffic=_traffic(layout),
+    )
+
+
+def _shard_bytes(buffer: Buffer, dtype: torch.dtype) -> int:
+    return buffer.shard_numel * dtype.itemsize
+
+
+def _whole_bytes(buffer: Buffer, layout: Layout) -> int:
+    """Of the gathered buffer; where every rank has it whole already, of its cast."""
+    gathered = layout.travel(buffer).gathered
+    return 0 if buffer.num_shards == 1 and gathered == buffer.dtype else buffer.numel * gathered.itemsize
+
+
+def _gathered_bytes(layout: Layout) -> int:
+    """Small units and buffers that are whole on every rank stay, and of the others a unit and the next one."""
+    always = sum(_whole_bytes(b, layout) for b in layout.buffers.values() if b.num_shards == 1)
+    sizes = [sum(_whole_bytes(b, layout) for b in unit.buffers if b.num_shards > 1) for unit in layout.units]
+    if not layout.reshard_after_forward:
+        return always + sum(sizes)
+    small = small_units(layout)
+    large = [size for i, size in enumerate(sizes) if i not in small]
+    two = max((a + b for a, b in pairwise(large)), default=sum(large))
+    return always + sum(sizes[i] for i in small) + two
+
+
+def _reducing_bytes(unit: Unit, layout: Layout) -> int:
+    trainable = [(b.numel, layout.travel(b)) for b in unit.buffers if b.trainable]
+    return sum(numel * (way.gathered.itemsize + way.reduced.itemsize) for numel, way in trainable)
+
+
+def _state_bytes(layout: Layout, opt: Optimizer) -> int:
+    """Of the shapes that ``init`` makes; what comes with the first gradient is as large as its parameter."""
+    ranks = () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+    buffers = layout.buffers.items()
+    params = {key: torch.empty((*ranks, b.shard_numel), dtype=b.dtype, device="meta") for key, b in buffers}
+    state = opt.init(Sharded(params, layout))
+    leaves = [(params[key], x) for tree in state.values() for key, x in tree.items()]
+    sizes = [_nbytes(param if x is None else x) for param, x in leaves if x is None or isinstance(x, Tensor)]
+    return sum(sizes) // prod(ranks)
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _traffic(layout: Layout) -> dict[AxisAndKind, Traffic]:
+    traffic: dict[AxisAndKind, Traffic] = {}
+    for axis, kind, nbytes in _collectives(layout):
+        one = Traffic(1, nbytes, bytes_sent(kind, nbytes, layout.axis_size(axis)))
+        traffic[axis, kind] = traffic.get((axis, kind), Traffic()) + one
+    return traffic
+
+
+def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
+    """Axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
+    for unit in (*layout.units, *(layout.units[i] for i in _gathered_again(layout))):
+        for buffer in unit.buffers:
+            if buffer.num_shards > 1:
+                yield layout.shard_axis, "all_gather", _shard_bytes(buffer, layout.travel(buffer).gathered)
+    for buffer in layout.buffers.values():
+        if buffer.trainable:
+            yield from _reductions(buffer, layout)
+
+
+def _gathered_again(layout: Layout) -> list[int]:
+    """In backward: down to the first unit with gradients, but for the last two, which forward has left there."""
+    if not layout.reshard_after_forward:
+        return []
+    small = small_units(layout)
+    large = [i for i in range(len(layout.units)) if i not in small]
+    learning = [any(b.trainable for b in unit.buffers) for unit in layout.units]
+    if True not in learning:
+        return []
+    start = learning.index(True)
+    first = sum(i < start for i in large)  # its place among the large ones
+    return large[:-2][first:]
+
+
+def _reductions(buffer: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:
+    reduced = layout.travel(buffer).reduced
+    if buffer.num_shards > 1:
+        yield layout.shard_axis, "psum_scatter", buffer.numel * reduced.itemsize
+    for axis in copies(buffer, layout):
+        yield axis.name, "psum", _shard_bytes(buffer, reduced)

@@ -1,0 +1,292 @@
+"""``grad`` and ``grad_and_value``: of the mean over ranks, with the memory of ``backward()`` where that is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
+from ..containers import opened, refuse_opaque
+from ..layout.trees import Full, Sharded, take_tensors
+from ..sharding.reduction import at_boundary
+from ..torch_internals.autograd import gradients
+from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
+from ..torch_internals.transforms import in_transform, without_batches
+from .usage import is_zero, refuse_unused, unused_arguments
+
+Argnums = int | Sequence[int]
+
+
+def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient of the mean over ranks of what ``fn`` returns on each, exact at every order and in any nesting.
+
+    As ``torch.func.grad``, but for the mean: see :func:`grad_and_value`.
+
+    Args:
+        fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
+        argnums: which positional arguments to differentiate by, as in ``torch.func.grad``.
+        has_aux: whether ``fn`` returns ``(scalar, aux)``.
+
+    Returns:
+        A function with the arguments of ``fn``. It returns gradients in the tree of the argument (a tuple of them for
+        several ``argnums``), or ``(gradients, aux)``. Leaves that are not trainable - integers, bools, and buffers or
+        parameters frozen in the layout - get ``None``; trainable ones that ``fn`` does not use get zeros, on any rank,
+        as in ``torch.func.grad`` and JAX. An optimizer decays those: see ``grads`` of :meth:`Optimizer.step`.
+
+    Raises:
+        TypeError, ValueError: as :func:`grad_and_value`.
+
+    Cost:
+        As :func:`grad_and_value`.
+
+    Example:
+        >>> grad(lambda x, y: (x * y).sum())(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+        tensor([3., 4.])
+    """
+    both = grad_and_value(fn, argnums, has_aux)
+
+    @wraps(fn)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
+
+
+def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """The gradient of the mean over ranks of what ``fn`` returns on each, and what it returned on this one.
+
+    By a ``Sharded`` argument, the gradient is that by the whole value of which each rank holds a part, copies counting
+    as one value (``reduction="sum"``: of the sum over ranks). ``fn`` is differentiated with exact maps, where the
+    transpose of ``gather`` is ``psum_scatter``; then gradients are summed over copies and divided by the number of
+    ranks, once. So derivatives through gradients, training steps and norms are exact: let the outermost reverse-mode
+    derivative be this one. By any other argument it is this rank's own, as ``torch.func.grad_and_value`` has it.
+
+    ``torch.func.grad_and_value`` runs its backward with ``create_graph=True`` and so keeps every activation to the end.
+    Here activations are freed as backward goes, unless someone differentiates the result: inside another ``fs.grad`` or
+    transform (a ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference mode, and when
+    an argument requires grad, this is ``torch.func.grad_and_value``. Otherwise nothing that is returned has a graph:
+    to differentiate by a tensor that ``fn`` closes over, pass it as an argument.
+
+    Args:
+        fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
+        argnums: which positional arguments to differentiate by.
+        has_aux: whether ``fn`` returns ``(scalar, aux)``.
+
+    Returns:
+        A function with the arguments of ``fn``. It returns ``(gradients, value)``, or ``(gradients, (value, aux))``.
+        Leaves that are not trainable - integers, bools, and buffers or parameters frozen in the layout - get ``None``.
+
+    Raises:
+        TypeError: ``fn`` does not return a floating-point scalar tensor (and aux). Or an argument of ``argnums``, or
+            aux, has tensors where no tree can reach them: in an object that is no container that is known.
+        ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result depends on no leaf at
+            all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten.
+        RuntimeError: ``torch.utils.checkpoint`` recomputes with other parameters than forward used (``call`` helps), or
+            runs with ``use_reentrant=True``.
+        NotImplementedError: ``torch.utils.checkpoint`` on simulated ranks or inside a transform of ``torch.func``.
+
+    Cost:
+        The collectives of ``fn`` and of their transposes, on real ranks those of what was gathered and not used too:
+        another rank may have used it. With replicas one all-reduce of the shard per trainable buffer, at the end.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> params = fs.shard({"fc.w": torch.ones(2)}, fs.plan({"fc.w": torch.ones(2)}, mesh))
+        >>> loss = lambda params, x: (fs.gather(params)["fc.w"] * x).sum()
+        >>> grads, value = mesh.spmd(grad_and_value(loss))(params, torch.tensor([[1.0, 2.0], [5.0, 6.0]]))
+        >>> grads["fc"], value      # the mean of both rows, sharded; each rank's own loss
+        (tensor([[3.],
+                [4.]]), tensor([ 3., 11.]))
+    """
+
+    @wraps(fn)
+    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
+        chosen = _positions(argnums, len(args))
+        args = _opened(args, chosen)
+        wanted = {i: _wanted(args[i]) for i in chosen}
+        leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
+        picked = [x for i, xs in zip(chosen, leaves, strict=True) for x in _picked(xs, wanted[i])]
+
+        unused: dict[int, str] = {}
+
+        def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            call, rest = list(args), iter(tensors)
+            for i in chosen:
+                call[i] = _replace(args[i], wanted[i], rest)
+            value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
+            refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
+            unused.update(unused_arguments(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors))
+            if not anchors_here():  # where ranks gathered, one may use nothing: what others made of it tells
+                refuse_unused(unused.values())
+            return value, aux
+
+        wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
+        differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else _without_graph
+        grads, value, aux, boundary = differentiate(scalar, picked, wide)
+        rest = iter(grads)
+        trees = [_averaged(_fill(args[i], wanted[i], rest), boundary) for i in chosen]
+        refuse_unused(unused[i] for i, tree in zip(chosen, trees, strict=True) if i in unused and is_zero(tree))
+        return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
+
+    return gradient_and_value
+
+
+Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
+Derivative = tuple[Sequence[Tensor], Tensor, Any, Boundary]  # gradients, the value, aux, and the end that was reached
+
+
+def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
+    """By torch.func, whose aux may hold tensors and nothing else."""
+    put_back: list[Callable[..., Any]] = []
+    boundaries: list[Boundary] = []
+
+    def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        _allow_wider_gradients(inputs, wide)
+        with new_boundary() as boundary:
+            value, aux = scalar(inputs)
+        tensors, rebuild = take_tensors(aux)
+        put_back.append(rebuild)
+        boundaries.append(boundary)
+        return value, tensors
+
+    with checkpoints_explained("grad"), torch.inference_mode(False):  # in it, torch.func of 2.11 gives silent zeros
+        grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
+    return grads, value, put_back[0](aux), boundaries[0]
+
+
+def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
+    """By one backward that frees activations as it goes."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        _allow_wider_gradients(inputs, wide)
+        with new_boundary() as boundary:
+            value, aux = scalar(inputs)
+        outputs = [x for x in (value, *boundary.take_anchors()) if x.requires_grad]
+        if inputs and outputs:
+            with checkpoints_explained("grad"), only_what_forward_used(value):
+                grads = gradients(outputs, [torch.ones_like(x) for x in outputs], inputs)
+        else:
+            grads = [torch.zeros_like(x) for x in inputs]
+    tensors, put_back = take_tensors(aux)
+    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary
+
+
+def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
+    """Keep autograd from casting gradients that are still to be divided, Note [Boundary], to the stored dtype."""
+    for x, flag in zip(inputs, wide, strict=True):
+        if flag:
+            x.grad_dtype = None
+
+
+def _needs_graph(call: Any) -> bool:
+    """Whether someone outside differentiates (or batches, or traces) what is computed here."""
+    if in_transform():
+        return True
+    tensors, _ = take_tensors(call)
+    # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
+    if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
+        return True
+    outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return outer or any(unpack_dual(x).tangent is not None for x in tensors)
+
+
+def _opened(args: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
+    """The arguments, those to differentiate by as trees in which every tensor is a leaf."""
+    trees = tuple(opened(x) if i in chosen else x for i, x in enumerate(args))
+    for i in chosen:
+        refuse_opaque("grad", trees[i], f"args[{i}]")
+    return trees
+
+
+def _has_graph(x: Any) -> bool:
+    """Whether ``x`` belongs to what is differentiated, and means nothing outside."""
+    return isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)
+
+
+def _wanted(tree: Any) -> list[bool]:
+    """Which leaves have a gradient: floating-point tensors, but nothing that a layout calls frozen."""
+    nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (Sharded, Full)), none_is_leaf=True)
+    return [flag for node in nodes for flag in _wanted_of(node)]
+
+
+def _wanted_of(node: Any) -> list[bool]:
+    if isinstance(node, Sharded):
+        return [node.layout.buffers[key].trainable and _differentiable(x) for key, x in node.items()]
+    if isinstance(node, Full):
+        buffer_of = {name: node.layout.buffers[key] for name, key in node.layout.key_of.items()}
+        return [buffer_of[name].trainable and _differentiable(x) for name, x in node.items()]
+    return [_differentiable(node)]
+
+
+def _is_carried_wider(tree: Any) -> list[bool]:
+    """Which leaves have a gradient that is wider than they are until the mean over ranks is taken."""
+    nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
+    return [flag for node in nodes for flag in (_wider_than_stored(node) if isinstance(node, Sharded) else [False])]
+
+
+def _wider_than_stored(node: Sharded) -> list[bool]:
+    ways = {key: node.layout.travel(node.layout.buffers[key]) for key in node}
+    return [way.carried != way.stored for way in ways.values()]
+
+
+def _picked(xs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [x for x, use in zip(xs, wanted, strict=True) if use]
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _replace(tree: Any, wanted: Sequence[bool], tensors: Any) -> Any:
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    return optree.tree_unflatten(treedef, [next(tensors) if use else x for x, use in zip(leaves, wanted, strict=True)])
+
+
+def _fill(tree: Any, wanted: Sequence[bool], grads: Any) -> Any:
+    treedef = optree.tree_structure(tree, none_is_leaf=True)
+    return optree.tree_unflatten(treedef, [next(grads) if use else None for use in wanted])
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, Sharded)
+
+
+def _averaged(tree: Any, boundary: Boundary) -> Any:
+    """With the mean over ranks of what is the gradient by a ``Sharded``."""
+
+    def at_end(x: Any) -> Any:
+        return Sharded(at_boundary(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x
+
+    return optree.tree_map(at_end, tree, is_leaf=_is_sharded, none_is_leaf=True)
+
+
+def _positions(argnums: Argnums, num_args: int) -> list[int]:
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) for i in chosen):
+        raise TypeError(f"grad: argnums: got {argnums!r}, expected an int or a sequence of ints")
+    positions = [i % num_args for i in chosen if -num_args <= i < num_args]
+    if not chosen or len(set(positions)) < len(chosen):
+        raise ValueError(
+            f"grad: argnums: got {argnums}, expected one or more different positions, but the function was called with "
+            f"{num_args} positional arguments"
+        )
+    return positions
+
+
+def _check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"grad: has_aux=True: expected the function to return (scalar, aux), got {type(result).__name__}"
+        )
+    value, aux = result if has_aux else (result, None)
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"grad: expected the function to return a floating-point scalar tensor, got {got}")
+    return value, aux

@@ -1,0 +1,279 @@
+"""Any elementwise ``torch.optim`` class as two pure functions on sharded trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..containers import Static
+from ..errors import first_difference, reject
+from ..layout.buffers import Buffer
+from ..layout.layout import Layout
+from ..layout.trees import Sharded
+from ..layout.validation import check_shards
+from ..storage.memory_kind import settle
+from .optimizer_probe import Traits, probe, switched
+from .optimizer_step import CARRIED, PARAM, InitCall, StepCall, count_writes, run_below_transforms, state_names
+from .torch_optim import check_options, group_options
+
+OptState = dict[str, Sharded]
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def optimizer(
+    cls: type[torch.optim.Optimizer], *, labels: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+) -> Optimizer:
+    """A ``torch.optim`` class as a pure ``init`` and ``step``.
+
+    The stock class does the arithmetic, fused or foreach where it can, on whole flat buffers. Elementwise means that a
+    shard is updated as it would be inside the whole. That is tried here, with the given options, on large and small
+    tensors and on uneven parts of them: a class that is not elementwise (LBFGS, Adafactor, Muon) is refused, with the
+    reason, and so are options that make one of it (timm's ``caution=True``), also those of a single step.
+
+    Args:
+        cls: the class, as ``torch.optim.AdamW``.
+        labels: options for buffers of a label, as ``{"no_decay": {"weight_decay": 0.0}}``; they win over ``defaults``.
+        defaults: options of the class, as ``lr=3e-4``.
+
+    Returns:
+        An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads=grads, state=state)``.
+
+    Raises:
+        TypeError: the class is not elementwise, or has no such option.
+
+    Cost:
+        A few dozen steps on 30,000 numbers, well below a tenth of a second, once for each class and options.
+
+    Example:
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
+        >>> params = fs.shard({"fc.w": torch.ones(3)}, layout)
+        >>> opt = optimizer(torch.optim.SGD, lr=0.5)
+        >>> params, state = opt.step(params, grads=fs.shard({"fc.w": torch.ones(3)}, layout), state=opt.init(params))
+        >>> params["fc"]
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.0000]])
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class of torch.optim, as torch.optim.AdamW")
+    labels = {label: dict(options) for label, options in (labels or {}).items()}
+    variants = [defaults, *({**defaults, **options} for options in labels.values())]
+    for options in variants:
+        check_options(cls, options)
+    traits = {label: probe(cls, options) for label, options in zip([None, *labels], variants, strict=True)}
+    return Optimizer(cls, defaults, labels, traits)
+
+
+def _named(step: Step) -> Step:
+    """Gradients and parameters are trees of one form: only their names tell them apart."""
+
+    @wraps(step)
+    def checked(self: Any, params: Any, *others: Any, **named: Any) -> Any:
+        if others:
+            raise TypeError(
+                f"step: got {len(others)} trees without a name behind the parameters. Gradients have the form of "
+                "parameters, and swapped they compute nonsense. Call opt.step(params, grads=grads, state=state)."
+            )
+        return step(self, params, **named)
+
+    return cast(Step, checked)
+
+
+@dataclass(frozen=True)
+class Optimizer(Static):
+    """The two functions that :func:`optimizer` makes. It holds options and no state."""
+
+    cls: type[torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    labels: Mapping[str, Mapping[str, Any]]
+    _traits: Mapping[str | None, Traits] = field(repr=False)
+
+    def init(self, params: Sharded) -> OptState:
+        """The state before the first step: what the class itself starts from.
+
+        Args:
+            params: the parameters, this rank's or stacked; only trainable buffers get state.
+
+        Returns:
+            ``{name: Sharded}``, as ``{"step": ..., "exp_avg": ...}``: a shard per buffer, which lives where that of the
+            parameters does (:func:`offload`), or a scalar, as the numbers that a class keeps for all parameters
+            (``"group.step"``). ``None`` stands for what the class makes of the first gradient (SGD's momentum).
+
+        Raises:
+            ValueError: ``params`` do not fit their layout, or it has no buffer of a label that has options.
+
+        Cost:
+            No collectives; the memory of the state.
+        """
+        _check_params("init", params)
+        self._check_labels(params.layout)
+        buffers = _trainable(params.layout)
+        options = {key: self._options(buffer, {}, {}) for key, buffer in buffers.items()}
+        call = InitCall(self.cls, options, {key: self._found(buffer) for key, buffer in buffers.items()})
+        state = run_below_transforms(call, {key: [params[key]] for key in options}, _rank_dims(params.layout))
+        return _by_name(state, params.layout)
+
+    @_named
+    def step(
+        self,
+        params: Sharded,
+        *,
+        grads: Sharded,
+        state: OptState,
+        donate: bool = False,
+        labels: Mapping[str, Mapping[str, Any]] | None = None,
+        **overrides: Any,
+    ) -> tuple[Sharded, OptState]:
+        """One update: new parameters and new state; inputs are left as they are.
+
+        Args:
+            params: the parameters, inside ``spmd`` or, with their rank dims, outside.
+            grads: their gradients, by name, as ``fs.grad`` or ``scatter_grads`` return them, cast to the dtypes of
+                ``params``. ``None`` leaves a buffer and its state alone, and is yours to say, alike on all ranks: what
+                a loss does not use has zeros for gradients, and weight decay and momentum move it.
+            state: by name, from :meth:`init` or the last step.
+            donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
+            labels: options of labels for this step.
+            overrides: options for this step, as ``lr=schedule(i)``; a label's own options win.
+
+        Returns:
+            ``(params, state)`` in the same trees. Buffers that are not trainable are passed through.
+
+        Raises:
+            TypeError: trees without a name; an option that the class does not have, or with which it is not
+                elementwise.
+            ValueError: trees that do not fit; all offenders at once.
+            NotImplementedError: someone differentiates through the step.
+
+        Cost:
+            No collectives; a copy of parameters and state, or none with ``donate=True``.
+        """
+        _check_params("step", params)
+        _check_gradients(grads, params)
+        for options in (overrides, *(labels or {}).values()):
+            check_options(self.cls, options)
+        buffers = _trainable(params.layout)
+        one_of = {buffer.label: buffer for buffer in buffers.values()}
+        chosen = {label: self._options(buffer, overrides, labels or {}) for label, buffer in one_of.items()}
+        found = {label: self._found(buffer, overrides, labels or {}) for label, buffer in one_of.items()}
+        options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
+        traits = {key: found[buffer.label] for key, buffer in buffers.items()}
+        self._check_state(state, params, buffers)
+        states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
+        call = StepCall(self.cls, options, traits, {key: list(s) for key, s in states.items()}, donate)
+        tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
+        donated = [params[key] for key in buffers] + [x for s in states.values() for x in s.values()] if donate else []
+        settle(donated)
+        updated = run_below_transforms(call, tensors, _rank_dims(params.layout))
+        count_writes(donated)
+        new = {key: updated[key].pop(PARAM) if key in updated else leaf for key, leaf in params.items()}
+        return Sharded(new, params.layout), _by_name(updated, params.layout)
+
+    def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
+        """The state beside its options, as torch's ``get_optimizer_state_dict`` has them: what a checkpoint holds.
+
+        Args:
+            state: as :meth:`init` or :meth:`step` returned it.
+            params: the parameters that it is the state of; only their layout is looked at.
+            overrides: options as the last step had them, as ``lr=schedule(i)``.
+
+        Returns:
+            ``{"state": state, "param_groups": [{"params": names, "lr": ..., ...}]}``, one group for each label. The
+            groups are for other programs: here, options are the optimizer's and the step's own, so load into
+            ``{"state": state}``, which any labels can.
+
+        Raises:
+            TypeError: an option that the class does not have.
+
+        Cost:
+            No collectives, no copies.
+
+        Example:
+            >>> params = fs.shard({"w": torch.zeros(3)}, fs.plan({"w": torch.zeros(3)}, fs.simulated_mesh(2)))
+            >>> opt = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+            >>> group = opt.state_dict(opt.init(params), params)["param_groups"][0]
+            >>> group["params"], group["lr"], group["nesterov"]
+            (['w'], 0.1, False)
+        """
+        check_options(self.cls, overrides)
+        names: dict[str, list[str]] = {}
+        options: dict[str, dict[str, Any]] = {}
+        carried: dict[str, dict[str, Any]] = {}
+        for key, buffer in _trainable(params.layout).items():
+            options[buffer.label] = self._options(buffer, overrides, {})
+            carried[buffer.label] = {name: state[CARRIED + name][key] for name in self._found(buffer).carried}
+            names.setdefault(buffer.label, []).extend(slot.name for slot in buffer.slots)
+        made = {label: group_options(self.cls, options[label]) for label in names}
+        for label, numbers in carried.items():
+            made[label].update({name: x.flatten()[0].item() for name, x in numbers.items() if x is not None})
+        groups = [{"params": names[label], **made[label]} for label in names]
+        return {"state": state, "param_groups": groups}
+
+    def _check_labels(self, layout: Layout) -> None:
+        present = {buffer.label for buffer in layout.buffers.values() if buffer.label}
+        problems = [f"{label!r}: no buffer has this label" for label in self.labels if label not in present]
+        have = f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) makes them."
+        reject("init: labels", problems, f"{have} Leave out options of labels that these parameters lack.")
+
+    def _found(
+        self, buffer: Buffer, overrides: Mapping[str, Any] | None = None, labels: Mapping[str, Any] | None = None
+    ) -> Traits:
+        """How the class behaves with the options of ``buffer``, also with those that are new in this step."""
+        usual = self._options(buffer, {}, {})
+        new = switched(self.cls, usual, self._options(buffer, overrides or {}, labels or {}))
+        return probe(self.cls, {**usual, **new}) if new else self._traits.get(buffer.label, self._traits[None])
+
+    def _options(self, buffer: Buffer, overrides: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
+        label = buffer.label
+        return {**self.defaults, **overrides, **self.labels.get(label, {}), **labels.get(label, {})}
+
+    def _check_state(self, state: OptState, params: Sharded, buffers: Mapping[str, Buffer]) -> None:
+        """Raise unless every state is there, a shard or a scalar: fused kernels write past the end of a short one."""
+        if not isinstance(state, Mapping):
+            raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
+        problems, scalar = [], _rank_dims(params.layout)
+        one_of = {buffer.label: buffer for buffer in buffers.values()}
+        names = {label: state_names(self._found(buffer)) for label, buffer in one_of.items()}
+        for key, buffer in buffers.items():
+            problems += [f"{key!r}: no {name!r}" for name in names[buffer.label] if key not in state.get(name, {})]
+            shapes = [tuple(params[key].shape), scalar]
+            problems += [
+                f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
+                for name, tree in state.items()
+                if isinstance(tree.get(key), Tensor) and tuple(tree[key].shape) not in shapes
+            ]
+        reject("step: state", problems, "Start from opt.init(params), with the params of this layout.")
+
+
+def _check_params(verb: str, params: Sharded) -> None:
+    if not isinstance(params, Sharded):
+        raise TypeError(f"{verb}: params: got {type(params).__name__}, expected a Sharded. shard() makes one.")
+    check_shards(f"{verb}: params", params, params.layout)
+
+
+def _check_gradients(grads: Sharded, params: Sharded) -> None:
+    if not isinstance(grads, Sharded):
+        known = "a Sharded: fs.grad and scatter_grads return one"
+        raise TypeError(f"step: grads: got {type(grads).__name__}, expected {known}.")
+    if grads.layout != params.layout:
+        mine, theirs = first_difference(params.layout.lines(), grads.layout.lines()) or ("", "")
+        where = f"{mine}, against {theirs}"
+        raise ValueError(f"step: grads: they lie as another layout says: {where}. Use one layout for both.")
+    check_shards("step: grads", grads, params.layout, allow_none=True, gradients=True)
+
+
+def _trainable(layout: Layout) -> dict[str, Buffer]:
+    return {key: buffer for key, buffer in layout.buffers.items() if buffer.trainable}
+
+
+def _rank_dims(layout: Layout) -> tuple[int, ...]:
+    return () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+
+
+def _by_name(states: Mapping[str, Mapping[str, Any]], layout: Layout) -> OptState:
+    names = dict.fromkeys(name for state in states.values() for name in state)
+    return {name: Sharded({key: s[name] for key, s in states.items() if name in s}, layout) for name in names}

@@ -1,0 +1,331 @@
+"""Whether a class of optimizers does to shards what it does to whole tensors: both are tried.
+
+Note [Probing]: a class is run as everyone runs it, on tensors of several shapes and sizes, and as it is run here, on
+uneven flat parts of the same elements, by ranks that know nothing of each other, with nothing but parameter, gradient
+and state from one step to the next. Both have to arrive at the same place. Sizes are above the thresholds of classes
+that quantize or factor large tensors only, matrices are wide enough to be treated as such, and steps are more than
+warm-ups and lookaheads take. What shows for some values alone, as the projection of a gradient that is orthogonal to
+its parameter, shows in the operators: one that makes fewer elements out of those of a tensor combines them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch_internals.tensors import TorchDispatchMode
+from ..torch_internals.transforms import outside_transforms
+from .torch_optim import Group, initial_state, plain_options, update, without_compiling
+
+Class = type[torch.optim.Optimizer]
+
+_SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
+_NUMEL = sum(map(prod, _SHAPES))
+# What two ranks have of it, in two buffers each: odd sizes, cut within a row.
+_CUTS = ((0, 4097, 8290), (8290, 25377, _NUMEL))
+_NUM_STEPS = 12
+_SMALL_SHAPES = ((6, 4), (7,))  # a first look, which costs nothing: some classes would invert a matrix of 8192 columns
+_NUMBERS = (bool, int, float)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What was found out about a class and its options.
+
+    Args:
+        state: what it keeps for a parameter, by name.
+        carried: the numbers in its parameter groups that it changes from step to step.
+        writes_grads: whether a step writes into its gradients.
+    """
+
+    state: tuple[str, ...]
+    carried: tuple[str, ...]
+    writes_grads: bool
+
+
+def probe(cls: Class, options: Mapping[str, Any]) -> Traits:
+    """What ``cls`` keeps, or a ``TypeError`` that says why a shard is not enough for it."""
+    options = _that_move(plain_options(options))
+    key = tuple((name, type(value), value) for name, value in sorted(options.items()))
+    try:
+        return _remembered(cls, key) if _is_hashable(key) else _probe(cls, options)
+    except _Refusal as refusal:
+        raise TypeError(str(refusal)) from refusal.__cause__
+
+
+def switched(cls: Class, options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``changes`` that may make another algorithm of ``cls``: what is no number, and a number instead of 0."""
+    known = inspect.signature(cls).parameters
+    before = {name: options.get(name, known[name].default if name in known else None) for name in changes}
+    return {name: x for name, x in changes.items() if name != "lr" and _switches(before[name], x)}
+
+
+def _switches(before: Any, after: Any) -> bool:
+    if before is after:
+        return False
+    numbers = all(isinstance(x, (int, float, Tensor)) and not isinstance(x, bool) for x in (before, after))
+    return bool(after) and not before if numbers else type(before) is not type(after) or before != after
+
+
+def _that_move(options: dict[str, Any]) -> dict[str, Any]:
+    """With a learning rate that moves something, where a schedule begins with none."""
+    rate = options.get("lr")
+    return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:  # a list of betas, say
+        return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> Traits:
+    return _probe(cls, {name: value for name, _, value in options})
+
+
+def _probe(cls: Class, options: Mapping[str, Any]) -> Traits:
+    with outside_transforms(), torch.inference_mode(False), torch.no_grad(), _on_cpu(), without_compiling():
+        _check_interface(cls, options)
+        _tried(cls, lambda: _whole(cls, options, _SMALL_SHAPES, 2))
+        whole = _tried(cls, lambda: _whole(cls, options, _SHAPES, _NUM_STEPS))
+        changed = _changed(cls, whole)
+        parts = _tried(cls, lambda: [_parts(cls, options, changed, *cuts) for cuts in _CUTS])
+        _check_equal(cls, options, whole, parts)
+    names = dict.fromkeys(name for part in parts for state in part.states for name in state)
+    return Traits(tuple(names), changed, whole.writes_grads)
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Nothing where it is so already: a device context costs time in every operation."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The class as everyone uses it: where it arrives, and what its groups hold before and after."""
+
+    end: Tensor
+    before: Mapping[str, Any]
+    after: Mapping[str, Any]
+    writes_grads: bool
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The class as it is used here, on one rank: where it arrives, and with what."""
+
+    end: Tensor
+    states: Sequence[Mapping[str, Any]]
+    carried: Mapping[str, Any]
+
+
+def _whole(cls: Class, options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], num_steps: int) -> _Whole:
+    params = [torch.nn.Parameter(x) for x in _shaped(_start(), shapes)]
+    optimizer, watch, writes_grads = cls(params, **options), _Combinations(), False
+    before = _entries(optimizer)
+    for step in range(num_steps):
+        grads = _shaped(_gradient(step), shapes)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        given = [param.grad for param in params]
+        try:
+            with watch:
+                optimizer.step()
+        finally:  # what it keeps is a better reason than where it stumbles
+            _check_kept(cls, optimizer, params)
+        writes_grads |= any(not torch.equal(x, grad) for x, grad in zip(given, grads, strict=True) if x is not None)
+        _check_combinations(cls, watch)
+    return _Whole(torch.cat([x.detach().flatten() for x in params]), before, _entries(optimizer), writes_grads)
+
+
+def _parts(cls: Class, options: Mapping[str, Any], carried: Sequence[str], *cuts: int) -> _Parts:
+    params = _cut(_start(), cuts)
+    begun = [initial_state(cls, param, options, carried) for param in params]
+    states = [{name: x for name, x in state.items() if x is not None} for state, _ in begun]
+    numbers = [dict(start) for _, start in begun]
+    for step in range(_NUM_STEPS):
+        every = zip(params, _cut(_gradient(step), cuts), states, numbers, strict=True)
+        update(cls, [Group(param, grad, state, options, own) for param, grad, state, own in every])
+    return _Parts(torch.cat(params), states, numbers[0])
+
+
+def _start() -> Tensor:
+    return _scattered(0.0) + 1.5 * _scattered(1.0).sign()
+
+
+def _gradient(step: int) -> Tensor:
+    """Other sizes in every step and along the way, some of them zero."""
+    x = _scattered(2.0).roll(977 * step)
+    return (x * torch.linspace(0.5, 2.0, _NUMEL, dtype=x.dtype) * (0.1 + step * 7 % 5)).where(x.abs() > 0.05, 0.0)
+
+
+@lru_cache(maxsize=4)
+def _scattered(seed: float) -> Tensor:
+    """Numbers between -1 and 1, without a random generator to draw them from."""
+    i = torch.arange(_NUMEL, dtype=torch.float64)
+    return 2 * ((i * 12.9898 + seed * 78.233).sin() * 43758.5453).frac().abs() - 1
+
+
+def _shaped(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    sizes = [prod(shape) for shape in shapes]
+    return [x.reshape(shape).clone() for x, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+
+
+def _cut(flat: Tensor, cuts: Sequence[int]) -> list[Tensor]:
+    return [flat[a:b].clone() for a, b in pairwise(cuts)]
+
+
+def _entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: deepcopy(x) for name, x in optimizer.param_groups[0].items() if name != "params"}
+
+
+def _changed(cls: Class, whole: _Whole) -> tuple[str, ...]:
+    """The numbers that steps have changed in a group. What is no number there does no harm if it does not matter."""
+    changed = [name for name, x in whole.after.items() if not _same(whole.before.get(name), x)]
+    options = [name for name in changed if name in inspect.signature(cls).parameters]
+    if options:
+        raise _refusal(cls, f"it changes its own options, {', '.join(options)}, and those here are yours")
+    return tuple(name for name in changed if isinstance(whole.after[name], _NUMBERS))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def _check_interface(cls: Class, options: Mapping[str, Any]) -> None:
+    try:
+        cls([torch.ones(2, 2)], **options)
+    except (TypeError, ValueError, NotImplementedError):  # what is wrong with the options is the class's to say
+        raise
+    except Exception as error:
+        raise _refusal(cls, f"it is not made from a list of parameters ({type(error).__name__}: {error})") from error
+    if all(callable(getattr(cls, mode, None)) for mode in ("train", "eval")):
+        reason = "it has a train mode and an eval mode, with other parameters in each, and a step here has none"
+        raise _refusal(cls, reason)
+    _, *parameters = inspect.signature(cls.step).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed:
+        raise _refusal(cls, f"its step needs {', '.join(needed)}, and a step here has gradients and no loss to compute")
+
+
+def _tried(cls: Class, run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except _Refusal:
+        raise
+    except Exception as error:
+        reason = f"it does not step on dense tensors of any shape, 1-D ones too ({type(error).__name__}: {error})"
+        raise _refusal(cls, reason) from error
+
+
+def _check_kept(cls: Class, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    for param in params:
+        for name, x in optimizer.state[param].items():
+            fits = type(x) in (Tensor, torch.nn.Parameter) and tuple(x.shape) in (tuple(param.shape), ())
+            if not (fits or x is None or isinstance(x, (*_NUMBERS, str))):
+                shape = f" of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
+                kept = f"{name!r} is a {type(x).__name__}{shape} for a parameter of shape {tuple(param.shape)}"
+                raise _refusal(cls, f"its state cannot be cut as its parameter is: {kept}")
+
+
+def _check_combinations(cls: Class, watch: _Combinations) -> None:
+    if watch.found:
+        raise _refusal(cls, f"its update of one element depends on others (it calls {', '.join(watch.found)})")
+
+
+def _check_equal(cls: Class, options: Mapping[str, Any], whole: _Whole, parts: Sequence[_Parts]) -> None:
+    for name in parts[0].carried:
+        values = [whole.after[name], *(part.carried[name] for part in parts)]
+        if any(abs(x - values[0]) > 1e-9 * abs(values[0]) for x in values):
+            raise _refusal(
+                cls, f"it keeps {name!r} in its parameter groups, where shards come to another value than whole tensors"
+            )
+    if not _close(whole.end, torch.cat([part.end for part in parts])):
+        held = torch.cat([_held(cls, options, *cuts) for cuts in _CUTS])
+        if _close(whole.end, held):
+            raise _refusal(cls, _IMPURE)
+        raise _refusal(cls, "its update of one element depends on others, or on the shape or size of the tensor")
+
+
+_IMPURE = (
+    "it is no pure function of parameter, gradient and state: it keeps something from step to step outside "
+    "self.state[parameter] and the numbers in its groups, or makes its state from the first gradient"
+)
+
+
+def _held(cls: Class, options: Mapping[str, Any], *cuts: int) -> Tensor:
+    """Parts again, but by one optimizer that lives from step to step."""
+    params = _cut(_start(), cuts)
+    optimizer = cls(params, **options)
+    for step in range(_NUM_STEPS):
+        for param, grad in zip(params, _cut(_gradient(step), cuts), strict=True):
+            param.grad = grad
+        optimizer.step()
+    return torch.cat(params)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """As close as float64 is, and much closer than the way from the start: a step may be small."""
+    moved, size = (float(x.abs().nan_to_num(0.0, 0.0).max()) for x in (a - _start(), a))
+    return torch.allclose(a, b, rtol=0, atol=1e-7 * moved + 1e-13 * size, equal_nan=True)
+
+
+class _Refusal(Exception):  # noqa: N818
+    """Raised from within a trial, and not to be taken for an error of the class's."""
+
+
+def _refusal(cls: Class, reason: str) -> _Refusal:
+    advice = "Gather what it needs, update whole tensors, and shard() the result."
+    return _Refusal(f"optimizer: {cls.__name__} cannot update shards: {reason}. {advice}")
+
+
+class _Combinations(TorchDispatchMode):
+    """The operators that make fewer elements out of those of a whole tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if not name.startswith("new_") and name not in self.found and _combines(args, result):
+            self.found.append(name)
+        return result
+
+
+_WHOLE = {prod(shape) for shape in (*_SHAPES, *_SMALL_SHAPES) if prod(shape) > 5}
+
+
+def _combines(args: Sequence[Any], result: Any) -> bool:
+    if isinstance(result, (list, tuple)) and args and isinstance(args[0], (list, tuple)):  # one result for each operand
+        return any(_is_less(r, [x]) for r, x in zip(result, args[0], strict=False))
+    return any(_is_less(r, list(_tensors(args))) for r in _tensors([result]))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
+
+
+def _is_less(result: Any, operands: Sequence[Any]) -> bool:
+    sizes = [x.numel() for x in operands if isinstance(x, Tensor) and x.numel() in _WHOLE]
+    return isinstance(result, Tensor) and bool(sizes) and result.numel() < max(sizes)

@@ -1,0 +1,236 @@
+"""One call of a stock optimizer on plain tensors, below every transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import increment_version
+
+from ..storage.memory_kind import home_of
+from ..torch_internals.transforms import in_transform
+from .optimizer_probe import Traits
+from .torch_optim import Group, initial_state, update
+
+PARAM = "(param)"
+
+CARRIED = "group."  # before the names of numbers that a class keeps in its parameter groups
+
+
+def state_names(traits: Traits) -> list[str]:
+    """What there is for a buffer in the state of an optimizer."""
+    return [*traits.state, *(CARRIED + name for name in traits.carried)]
+
+
+@dataclass(frozen=True)
+class InitCall:
+    """What ``init`` does with bare tensors: each buffer's parameter to its state."""
+
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Mapping[str, Any]]
+    traits: Mapping[str, Traits]
+
+    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        return {key: self._state(key, x.detach(), rows) for key, (x,) in tensors.items()}
+
+    def _state(self, key: str, param: Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
+        traits = self.traits[key]
+        state, carried = initial_state(self.cls, param, self.options[key], traits.carried)
+        state = {**dict.fromkeys(traits.state), **state, **_as_state(carried)}
+        return {name: _beside(_expand(state[name], rows), param) for name in state_names(traits)}
+
+
+def count_writes(donated: Sequence[Any]) -> None:
+    """So that whoever still holds them for a backward, autograd or a lazy gather, is told that they have changed."""
+    if not in_transform():
+        increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """What ``step`` does with bare tensors: parameter, gradient and state to parameter and state."""
+
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Mapping[str, Any]]
+    traits: Mapping[str, Traits]
+    names: Mapping[str, Sequence[str]]
+    donate: bool
+
+    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        if rows and not all(_alike(x, rows) for parts in tensors.values() for x in parts[2:]):
+            return self._row_by_row(tensors, rows)
+        groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
+        update(self.cls, list(groups.values()))
+        return {key: self._results(group, key, tensors[key], rows) for key, group in groups.items()}
+
+    def _group(self, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> Group:
+        param, grad, *state = parts
+        own = _in_place if self.donate else _copy
+        given = {name: _first(x, rows) for name, x in zip(self.names[key], state, strict=True) if x is not None}
+        states = {name: own(x) for name, x in given.items() if not name.startswith(CARRIED)}
+        carried = {name: _number(given.get(CARRIED + name)) for name in self.traits[key].carried}
+        return Group(own(param), self._gradient(key, grad, param), states, self.options[key], carried)
+
+    def _gradient(self, key: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
+        """Its own for a class that writes into it."""
+        if grad is None:
+            return None
+        grad = grad.to(param.device, param.dtype)
+        return _copy(grad) if self.traits[key].writes_grads else _in_place(grad)
+
+    def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
+        """By name; what no gradient has made yet stays None, and what one made now lives beside its parameter."""
+        given = self._given(key, parts)
+        states = {name: _expand(x, rows) for name, x in {**group.state, **_as_state(group.carried)}.items()}
+        made = {name: _beside(x, group.param) for name, x in states.items() if given.get(name) is None}
+        return self._lay({**dict.fromkeys(self.names[key]), **states, **made, PARAM: group.param}, given)
+
+    def _given(self, key: str, parts: Sequence[Any]) -> dict[str, Any]:
+        param, _, *state = parts
+        return dict(zip([PARAM, *self.names[key]], [param, *state], strict=True))
+
+    def _lay(self, results: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """``results`` in the memory that was donated, also where a counter of all ranks was updated once, say."""
+        return {name: _in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
+
+    def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        """Where the rows of a batch are at different steps: one update each."""
+        own = {k: [_in_place(x) for x in parts] for k, parts in tensors.items()}
+        row = lambda i: {k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}  # noqa: E731
+        results = [self(row(i), rows[1:]) for i in range(rows[0])]
+        stacked = {key: {name: _stack([r[key][name] for r in results]) for name in results[0][key]} for key in tensors}
+        return {key: self._lay(stacked[key], self._given(key, parts)) for key, parts in tensors.items()}
+
+
+def run_below_transforms(
+    call: Callable[..., dict[str, dict[str, Any]]], tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]
+) -> dict[str, dict[str, Any]]:
+    """``call`` on plain tensors below every transform: batch dims in front, their sizes added to ``rows``."""
+    flat = [x for parts in tensors.values() for x in parts]
+    sent = [x for x in flat if isinstance(x, Tensor)]
+    shape: list[Any] = []
+
+    def on_plain(rows: tuple[int, ...], *plain: Tensor) -> tuple[Tensor, ...]:
+        values = iter(plain)
+        parts = {k: [next(values) if isinstance(x, Tensor) else x for x in xs] for k, xs in tensors.items()}
+        result = call(parts, rows)
+        shape[:] = [
+            (key, name, None if isinstance(x, Tensor) else (x,)) for key, s in result.items() for name, x in s.items()
+        ]
+        return tuple(x for s in result.values() for x in s.values() if isinstance(x, Tensor))
+
+    returned = iter(_Below.apply(_Plain(on_plain, rows), *sent)) if sent else iter(())
+    result: dict[str, dict[str, Any]] = {}
+    for key, name, constant in shape:
+        result.setdefault(key, {})[name] = constant[0] if constant else next(returned)
+    return result
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A function of plain tensors and the sizes of their leading batch dims; opaque to pytrees."""
+
+    fn: Callable[..., tuple[Tensor, ...]]
+    rows: tuple[int, ...]
+
+
+class _Below(Function):
+    """Runs below vmap, where tensors are plain and fused kernels work. Its derivative is refused, not lost."""
+
+    @staticmethod
+    def forward(call: _Plain, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return call.fn(call.rows, *tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: _Plain, *tensors: Tensor) -> Any:
+        size = info.batch_size
+        # A tensor without this batch dim would be written by every row: each row gets its own.
+        moved = [
+            x.expand(size, *x.shape).clone() if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        results = _Below.apply(_Plain(call.fn, (size, *call.rows)), *moved)
+        return results, (0,) * len(results)
+
+
+_NO_DERIVATIVE = (
+    "opt.step: torch.optim's updates have no derivative. To differentiate through training, use a differentiable "
+    "optimizer on the Sharded trees (torchopt), or write the update with tree_map; or detach the step's inputs."
+)
+
+
+def _alike(x: Any, rows: tuple[int, ...]) -> bool:
+    """Whether a scalar per row is the same in all rows, as a step count is on all ranks; tensors may differ."""
+    return not _counts(x, rows) or bool((x == x.flatten()[0]).all())
+
+
+def _first(x: Any, rows: tuple[int, ...]) -> Any:
+    return x.flatten()[0] if rows and _counts(x, rows) and prod(rows) else x
+
+
+def _expand(x: Any, rows: tuple[int, ...]) -> Any:
+    return x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
+
+
+def _counts(x: Any, rows: tuple[int, ...]) -> bool:
+    """Whether ``x`` has a scalar per row."""
+    return isinstance(x, Tensor) and tuple(x.shape) == rows
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    return torch.stack(list(values)) if isinstance(values[0], Tensor) else values[0]
+
+
+def _as_state(carried: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers as tensors, so that they are leaves like all others."""
+    tensors = {name: torch.tensor(x, dtype=_DTYPES[type(x)]) for name, x in carried.items() if x is not None}
+    return {CARRIED + name: tensors.get(name) for name in carried}
+
+
+def _number(x: Tensor | None) -> Any:
+    return None if x is None else x.item()
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def _beside(x: Any, param: Tensor) -> Any:
+    """A state as large as its parameter lives where that does; counters stay in memory."""
+    return home_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
+
+
+def _in_memory_of(given: Any, result: Any) -> Any:
+    """``result`` itself, or ``given`` with its values if that has a place for each of them: copies may share one."""
+    if not isinstance(given, Tensor) or given.data_ptr() == result.data_ptr() or _shares_places(given):
+        return result
+    return given.detach().copy_(result)
+
+
+def _shares_places(x: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _copy(x: Any) -> Any:
+    return home_of(x).copy(x) if isinstance(x, Tensor) else x
+
+
+def _in_place(x: Any) -> Any:
+    """Itself where it can be: fused kernels take all tensors for contiguous ones, and read and write past others."""
+    return x.detach().contiguous() if isinstance(x, Tensor) else x

@@ -1,0 +1,76 @@
+"""Whether a loss depends on the parameters that it is differentiated by: the check behind ``grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..errors import reject
+from ..layout.trees import Full, Sharded
+from ..torch_internals.autograd import nodes
+
+_ADVICE = (
+    "A model that is called itself, model(x), uses its own values, which nobody trains. Gather the parameters and call "
+    "it with them: functional_call(model, fs.gather(params), (x,)), or fs.apply. What a loss is not meant to depend "
+    "on, leave out of argnums."
+)
+
+
+def unused_arguments(
+    fn: Callable[..., Any], value: Tensor, chosen: Mapping[int, tuple[Any, Sequence[bool]]], inputs: Sequence[Tensor]
+) -> dict[int, str]:
+    """The arguments with parameters in them of which ``value`` depends on no leaf at all, by position, and in words.
+
+    Args:
+        fn: what was differentiated, for the message.
+        value: what it returned, seen from inside of the transform that differentiates it.
+        chosen: the arguments to differentiate by, by position, and which of their leaves have a gradient.
+        inputs: these leaves, as the function was called with them, one argument after the other.
+    """
+    if torch.compiler.is_compiling():
+        return {}
+    rest = iter(inputs)
+    problems = {}
+    for i, (arg, wanted) in chosen.items():
+        tensors = list(islice(rest, sum(wanted)))
+        if tensors and (kind := _parameters_in(arg)) and not depends_on(value, tensors):
+            problems[i] = f"args[{i}]: the result of {_name(fn)} depends on nothing in this {kind}"
+    return problems
+
+
+def refuse_unused(problems: Iterable[str]) -> None:
+    """Raise if there are any of :func:`unused_arguments`."""
+    reject("grad", list(problems), _ADVICE)
+
+
+def is_zero(tree: Any) -> bool:
+    """Whether no gradient in ``tree`` has anything but zeros."""
+    return not any(bool(x.any()) for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
+    """Whether a backward from ``value`` would reach one of ``inputs``: a walk through the graph, up to the first."""
+    wanted = {id(x): x for x in inputs}
+    makers = {x.grad_fn for x in wanted.values()}
+    if id(value) in wanted:
+        return True
+    return any(node in makers or id(getattr(node, "variable", None)) in wanted for node in nodes(value.grad_fn))
+
+
+def _parameters_in(arg: Any) -> str:
+    """What kind of tree ``arg`` is or holds, if any."""
+    nodes = optree.tree_leaves(arg, is_leaf=_is_node, none_is_leaf=True)
+    return next((type(node).__name__ for node in nodes if _is_node(node)), "")
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, (Sharded, Full))
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

@@ -1,0 +1,850 @@
+"""Checkpoints: the same values for any ranks, units and strategies; other programs' too; whole, or not there at all."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import functorch_shard as fs
+from functorch_shard.__main__ import main as command
+from functorch_shard.checkpoint import PerRank, damage, latest, load, save, saving
+from functorch_shard.checkpoint.dcp import stored
+from functorch_shard.checkpoint.dcp.metadata import entries_of
+from tests.storage.test_offloading import can_mount
+from tests.support import faults
+from tests.support.models import awkward, loss_of, two_layers
+from tests.support.refusals import refused
+
+# Without a process group torch says that it saves in a single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+AXES: list[dict[str, int]] = [*({"shard": n} for n in (1, 2, 3, 8)), {"replicate": 2, "shard": 3}, {"replicate": 3}]
+PLANS: list[dict[str, Any]] = [
+    {},
+    {"units": 40, "labels": lambda name, p: "bias" if p.ndim < 2 else None},
+    {"units": (nn.Linear,), "ignored": ["inp.weight"], "align_bytes": 64},
+]
+IDS = ["auto", "units-of-40-bytes-and-labels", "linear-units-and-ignored"]
+DATA = torch.rand(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+OPT = fs.optimizer(torch.optim.AdamW, lr=0.01, amsgrad=True)
+
+
+def planned(axes: dict[str, int], model: nn.Module | None = None, **options: Any) -> fs.Layout:
+    return fs.plan(model or awkward(), fs.simulated_mesh(axes), **options)
+
+
+def trained(layout: fs.Layout, steps: int = 2, opt: fs.Optimizer = OPT) -> tuple[fs.Sharded, Any]:
+    """Parameters and state after a few steps whose gradients are those of whole tensors: alike in every layout."""
+    params = fs.shard(awkward(), layout)
+    state = opt.init(params)
+    generator = torch.Generator().manual_seed(0)
+    trainable = {name: slot for name, slot in layout.slots.items() if layout.buffers[layout.key_of[name]].trainable}
+    for _ in range(steps):
+        drawn = {name: torch.randn(s.shape, dtype=s.dtype, generator=generator) for name, s in trainable.items()}
+        whole = fs.gather(params, lazy=False) | drawn
+        grads = fs.shard(whole, layout)
+        params, state = opt.step(params, grads=grads, state=state)
+    return params, state
+
+
+def assert_equal(got: fs.Sharded, expected: fs.Sharded) -> None:
+    a, b = fs.gather(got, lazy=False), fs.gather(expected, lazy=False)
+    assert list(a) == list(b)
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert torch.equal(a[name], b[name]), name
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name in got:
+        if name == "step":
+            assert {float(x.flatten()[0]) for x in got[name].values()} == {2.0}
+        else:
+            whole = (
+                [{n: x for tree in fs.partition(t) for n, x in _by_name(tree).items()} for t in (got, expected)]
+                if 0
+                else None
+            )
+            assert whole is None
+            mine, theirs = _by_name(got[name]), _by_name(expected[name])
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+
+
+def _by_name(tree: fs.Sharded) -> dict[str, Tensor]:
+    """Whole tensors of a tree that has leaves for some buffers only."""
+    layout = tree.layout.select({key: key in tree for key in tree.layout.buffers})
+    return dict(fs.gather(fs.Sharded(tree, layout), lazy=False))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, fs.Sharded, Any]:
+    """Saved by four ranks."""
+    params, state = trained(planned({"shard": 4}))
+    path = tmp_path_factory.mktemp("runs") / "step-2"
+    save(path, {"model": params, "optim": OPT.state_dict(state, params), "step": 2})
+    return path, params, state
+
+
+# any layout
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("options", PLANS, ids=IDS)
+def test_what_four_ranks_saved_is_loaded_by_any_others(four: Any, axes: dict[str, int], options: Any) -> None:
+    path, params, state = four
+    layout = planned(axes, **options)
+    like = fs.shard({name: torch.zeros_like(p) for name, p in awkward().named_parameters()}, layout)
+    loaded = load(path, {"model": like, "optim": {"state": OPT.init(like)}, "step": 0})
+    assert loaded["step"] == 2
+    assert loaded["model"].layout is layout
+    assert_equal(loaded["model"], params)
+    assert_same_state(loaded["optim"]["state"], state)
+    expected = fs.shard(fs.gather(params, lazy=False), layout)
+    assert all(torch.equal(loaded["model"][key], expected[key]) for key in layout.buffers)  # padding as well
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_what_any_ranks_saved_is_loaded_by_four(four: Any, tmp_path: Path, axes: dict[str, int]) -> None:
+    path, params, state = four
+    like = fs.shard(awkward(seed=1), planned(axes, units=1))
+    mine = load(path, {"model": like, "optim": OPT.init(like)})
+    save(tmp_path / "x", mine)  # a bare state has the same names
+    loaded = load(tmp_path / "x", {"model": params, "optim": OPT.init(params)})
+    assert_equal(loaded["model"], params)
+    assert_same_state(loaded["optim"], state)
+
+
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    model = two_layers()
+    params = fs.shard(model, planned({"shard": 3}, model))
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def losses(params: fs.Sharded, state: Any, steps: range) -> list[Tensor]:
+        mesh = params.layout.mesh
+
+        @mesh.spmd
+        def step(params: fs.Sharded, state: Any, x: Tensor) -> Any:
+            def loss(p: fs.Sharded) -> Tensor:
+                return loss_of(model, fs.gather(p), x, x[:, :3])
+
+            grads, value = fs.grad_and_value(loss)(params)
+            return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(value, mesh)
+
+        seen = []
+        for i in steps:
+            params, state, value = step(params, state, mesh.split(DATA[:6].float() + i))
+            seen.append(value.flatten()[0])
+            if i == 2:
+                save(tmp_path / "x", {"model": params, "optim": opt.state_dict(state, params), "i": i})
+        return seen
+
+    uninterrupted = losses(params, opt.init(params), range(6))
+    like = {"model": params, "optim": {"state": opt.init(params)}}
+    assert next(iter(like["optim"]["state"]["momentum_buffer"].values())) is None  # made by the first gradient
+    loaded = load(tmp_path / "x", like)
+    shutil.rmtree(tmp_path / "x")
+    resumed = losses(loaded["model"], loaded["optim"]["state"], range(3, 6))
+    assert torch.equal(torch.stack(resumed), torch.stack(uninterrupted[3:]))
+
+
+def test_momentum_that_is_not_there_yet_stays_none(tmp_path: Path) -> None:
+    params = fs.shard(two_layers(), planned({"shard": 3}, two_layers()))
+    state = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9).init(params)
+    save(tmp_path / "x", {"model": params, "optim": state})
+    assert load(tmp_path / "x", {"optim": state})["optim"] == state
+
+
+def test_plain_values_tensors_and_what_each_rank_has_for_itself_come_back(tmp_path: Path) -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    params = fs.shard(two_layers(), fs.plan(two_layers(), mesh))
+    tree = {
+        "model": params,
+        "rng": {"torch": torch.get_rng_state(), "python": random.getstate(), "own": PerRank(torch.rand(2, 3, 5))},
+        "numbers": [1, 2.5, None, "text", (True, b"bytes")],
+        "tensors": [torch.tensor(3), {"deep": torch.rand(2, 2)}, torch.rand(0, 4), torch.rand(3).to(torch.complex64)],
+        "scale": fs.LossScale.dynamic().init(params),
+    }
+    save(tmp_path / "x", tree)
+    like = {
+        **tree,
+        "rng": {"torch": torch.zeros_like(tree["rng"]["torch"]), "python": 0, "own": PerRank(torch.zeros(2, 3, 5))},
+    }
+    loaded = load(tmp_path / "x", like)
+    assert random.getstate() == loaded["rng"]["python"]
+    assert torch.equal(loaded["rng"]["torch"], tree["rng"]["torch"])
+    assert torch.equal(loaded["rng"]["own"].tensor, tree["rng"]["own"].tensor)
+    assert loaded["numbers"] == tree["numbers"]
+    assert loaded["tensors"][0] == 3
+    assert torch.equal(loaded["tensors"][1]["deep"], tree["tensors"][1]["deep"])
+    assert torch.equal(loaded["tensors"][3], tree["tensors"][3])
+    assert torch.equal(loaded["scale"]["scale"], tree["scale"]["scale"])
+    two = fs.shard(two_layers(), planned({"shard": 2}, two_layers()))
+    text = refused(load, tmp_path / "x", {"model": two, "rng": {"own": PerRank(torch.zeros(2, 5))}})
+    assert "'rng.own': got shape (2, 5), torch.float32, the checkpoint has shape (6, 5), torch.float32" in text
+
+
+def test_halves_and_buffers_of_a_model_lie_under_one_name(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
+    model[0].weight.requires_grad_(False)
+    params = fs.shard(model, planned({"shard": 3}, model))
+    halves = fs.partition(params)
+    assert all(halves)
+    buffers = dict(model.named_buffers())
+    save(tmp_path / "x", {"model": (*halves, buffers)})
+    state = {name: torch.zeros_like(x) for name, x in model.state_dict().items()}
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in state.items())
+    loaded = load(tmp_path / "x", {"model": params})
+    assert_equal(loaded["model"], params)
+
+
+def test_the_memory_of_like_is_used_only_when_it_is_donated(four: Any) -> None:
+    path, params, _ = four
+    like = fs.shard(awkward(seed=1), params.layout)
+    before = {key: x.clone() for key, x in like.items()}
+    assert_equal(load(path, {"model": like})["model"], params)
+    assert all(torch.equal(like[key], before[key]) for key in like)
+    loaded = load(path, {"model": like}, donate=True)["model"]
+    assert all(loaded[key].data_ptr() == like[key].data_ptr() for key in like if like[key].numel())
+    assert_equal(like, params)
+
+
+def test_a_tree_without_values_is_enough_to_load_into(four: Any) -> None:
+    path, params, _ = four
+    like = fs.Sharded({key: x.to("meta") for key, x in params.items()}, params.layout)
+    assert_equal(load(path, {"model": like})["model"], params)
+    assert "no memory to load into" in refused(load, path, {"model": like}, donate=True)
+
+
+def test_parameters_of_different_step_counts_do_not_share_a_buffer(tmp_path: Path) -> None:
+    label = lambda name, p: "late" if name.startswith("2.") else None  # noqa: E731
+    params = fs.shard(two_layers(), planned({"shard": 2}, two_layers(), units="auto", labels=label))
+    state = fs.optimizer(torch.optim.AdamW, lr=0.1).init(params)
+    late = next(key for key, buffer in params.layout.buffers.items() if buffer.label == "late")
+    state["step"] = fs.Sharded({**state["step"], late: state["step"][late] + 3}, params.layout)
+    save(tmp_path / "x", {"optim": state})
+    one = fs.shard(two_layers(), planned({"shard": 2}, two_layers(), units=10**6))
+    text = refused(load, tmp_path / "x", {"optim": fs.optimizer(torch.optim.AdamW, lr=0.1).init(one)})
+    assert "plan(labels=...)" in text
+    assert "'2.bias': 3.0" in text
+
+
+# other programs
+
+
+def in_torch(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.2)
+    for i in range(steps):
+        optimizer.zero_grad()
+        (model(DATA.float() + i) ** 2).mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_names_are_those_of_torchs_own_state_dicts(tmp_path: Path) -> None:
+    model, optimizer = in_torch(1)
+    dcp.save(
+        {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)},
+        checkpoint_id=tmp_path / "theirs",
+        no_dist=True,
+    )
+    params = fs.shard(model, planned({"shard": 3}, model))
+    opt = fs.optimizer(torch.optim.AdamW, lr=0.03, weight_decay=0.2)
+    save(tmp_path / "ours", {"model": params, "optim": opt.state_dict(opt.init(params), params)})
+    ours, theirs = (entries_of((tmp_path / name / ".metadata").read_bytes()) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    assert {n: str(e) for n, e in ours.items()} == {n: str(e) for n, e in theirs.items()}
+    assert {n: e.path for n, e in ours.items()} == {n: e.path for n, e in theirs.items()}
+
+
+def test_a_plain_program_goes_on_from_ours_and_we_from_its(tmp_path: Path) -> None:
+    model, optimizer = in_torch(2)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    params = fs.shard(two_layers(seed=3), planned({"shard": 3}, two_layers()))
+    opt = fs.optimizer(torch.optim.AdamW, lr=0.03, weight_decay=0.2)
+    loaded = load(tmp_path / "theirs", {"model": params, "optim": opt.init(params)})
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in fs.gather(loaded["model"], lazy=False).items())
+    save(tmp_path / "ours", {"model": loaded["model"], "optim": opt.state_dict(loaded["optim"], params)})
+    other = two_layers(seed=4)
+    again = torch.optim.AdamW(other.parameters(), lr=1.0)
+    state = {"model": get_model_state_dict(other), "optim": get_optimizer_state_dict(other, again)}
+    dcp.load(state, checkpoint_id=tmp_path / "ours", no_dist=True)
+    set_model_state_dict(other, state["model"])
+    set_optimizer_state_dict(other, again, state["optim"])
+    for program in ((model, optimizer), (other, again)):
+        program[1].zero_grad()
+        (program[0](DATA.float()) ** 2).mean().backward()
+        program[1].step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_tied_parameters_have_both_names_and_are_written_once(tmp_path: Path) -> None:
+    layout = planned({"shard": 2})
+    assert layout.aliases
+    params = fs.shard(awkward(), layout)
+    save(tmp_path / "x", {"model": params})
+    entries = entries_of((tmp_path / "x" / ".metadata").read_bytes())
+    for alias, name in layout.aliases:
+        assert entries[f"model.{alias}"].values == entries[f"model.{name}"].values
+    state = {name: torch.zeros_like(x) for name, x in awkward(seed=1).state_dict().items()}
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert all(torch.equal(x, awkward().state_dict()[name]) for name, x in state.items())
+
+
+def test_copies_are_written_once_by_one_rank_or_another(tmp_path: Path) -> None:
+    values = {}
+    for name, axes in {"one": {"shard": 1}, "many": {"replicate": 3, "shard": 2}}.items():
+        params = fs.shard(awkward(), planned(axes))
+        save(tmp_path / name, {"model": params})
+        entries = entries_of((tmp_path / name / ".metadata").read_bytes())
+        values[name] = sum(value.box.numel for entry in entries.values() for value in entry.values)
+    assert values["one"] == values["many"]
+    assert len(list((tmp_path / "many").glob("*.distcp"))) == 6
+
+
+# whole, or not there
+
+
+def files_of(path: Path) -> list[str]:
+    return sorted(x.name for x in path.iterdir())
+
+
+def tiny(step: int = 0) -> dict[str, Any]:
+    params = fs.shard({"w": torch.arange(7.0) + step}, fs.plan({"w": torch.zeros(7)}, fs.simulated_mesh(2)))
+    return {"model": params, "step": step}
+
+
+def test_the_latest_is_the_last_one_saved_whatever_its_name(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nothing") is None
+    for name in ("step-9", "step-10", "a"):
+        save(tmp_path / name, tiny())
+        assert latest(tmp_path) == tmp_path / name
+
+
+def test_keep_removes_the_oldest_and_nothing_of_others(tmp_path: Path) -> None:
+    dcp.save({"x": torch.zeros(2)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    (tmp_path / "notes").mkdir()
+    for step in range(5):
+        save(tmp_path / f"step-{step}", tiny(step), keep=2)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["notes", "step-3", "step-4", "theirs"]
+    assert "keep: got 0" in refused(save, tmp_path / "x", tiny(), keep=0)
+
+
+def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:
+    save(tmp_path / "x", tiny(1))
+    with pytest.raises(FileExistsError, match="was not overwritten"):
+        save(tmp_path / "x", tiny(2))
+    assert load(tmp_path / "x", tiny())["step"] == 1
+    assert [x.name for x in tmp_path.iterdir()] == ["x"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import functorch_shard as fs
+from functorch_shard import folders, saving, stored
+from tests.checkpoint.test_checkpoint import tiny
+moment, directory = sys.argv[1:]
+where = {"complete": saving, "publish": folders.Draft, "close": stored.Writer, "rmtree": folders.shutil,
+         "write_durably": stored, "tensor": stored.Writer, "plain": stored.Writer, "remove": saving}[moment]
+fs.checkpoint.save(f"{directory}/first", tiny(1))
+setattr(where, moment, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
+fs.checkpoint.save(f"{directory}/second", tiny(2), keep=1)
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["tensor", "plain", "close", "write_durably", "complete", "publish", "remove", "rmtree"]
+)
+def test_a_save_that_is_killed_leaves_what_was_there(tmp_path: Path, moment: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, moment, str(tmp_path)], timeout=120)
+    assert done.returncode == -9
+    newest = latest(tmp_path, verify=True)
+    assert newest is not None
+    assert newest == latest(tmp_path)
+    after = {"remove": "second", "rmtree": "second"}.get(moment, "first")
+    assert newest.name == after
+    assert load(newest, tiny())["step"] == (2 if after == "second" else 1)
+    save(tmp_path / "third", tiny(3), keep=1)  # what was left half done goes with the next
+    assert [x.name for x in tmp_path.iterdir()] == ["third"]
+
+
+def test_two_writers_of_one_checkpoint_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    real = stored.Writer.plain
+
+    def slow(*args: Any) -> None:
+        inside.set()
+        assert go_on.wait(60)
+        real(*args)
+
+    monkeypatch.setattr(stored.Writer, "plain", slow)
+    first = save(tmp_path / "x", tiny(1), async_save=True)
+    assert inside.wait(60)
+    with pytest.raises(FileExistsError, match="is being written by another process"):
+        save(tmp_path / "x", tiny(2))
+    go_on.set()
+    assert load(first.result(), tiny())["step"] == 1
+
+
+def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path: Path) -> None:
+    params, state = trained(planned({"shard": 3}))
+    saving_ = save(tmp_path / "x", {"model": params, "optim": state}, async_save=True)
+    new, _ = OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state)
+    assert saving_.result() == tmp_path / "x" == latest(tmp_path)
+    assert saving_.result() == tmp_path / "x"
+    assert_equal(load(tmp_path / "x", {"model": new})["model"], params)
+
+
+def test_an_asynchronous_save_becomes_visible_by_itself(tmp_path: Path) -> None:
+    saving_ = save(tmp_path / "x", tiny(1), async_save=True)
+    assert saving_._thread is not None
+    saving_._thread.join(60)
+    assert latest(tmp_path, verify=True) == tmp_path / "x"
+    assert saving_.done()
+
+
+def test_tensors_that_are_written_to_while_they_are_saved_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    real = saving.Saving._own
+
+    def slow(self: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        return real(self)
+
+    monkeypatch.setattr(saving.Saving, "_own", slow)
+    params, state = trained(planned({"shard": 2}))
+    save_ = save(tmp_path / "x", {"model": params}, async_save=True)
+    assert inside.wait(60)
+    OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state, donate=True)
+    go_on.set()
+    text = refused(save_.result)
+    assert "save: written to while they were saved: 1 problem\n  model" in text
+    assert "donate=False" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch, only: str = "") -> Iterator[Callable[[], None]]:
+    """Writers stop before the tensor called ``only``, or any, until what is yielded is called."""
+    go, real = threading.Event(), stored.Writer.tensor
+
+    def tensor(self: Any, path: Any, *args: Any) -> None:
+        assert (only and path[0] != only) or go.wait(60)
+        real(self, path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.Writer, "tensor", tensor)
+        yield go.set
+
+
+def test_a_save_that_was_begun_later_and_is_faster_stays_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(monkeypatch, only="slow") as go:
+        first = save(tmp_path / "step-1", {"slow": torch.ones(2)}, keep=1, async_save=True)
+        save(tmp_path / "step-2", {"fast": torch.ones(2)}, keep=1, async_save=True).result()
+        go()
+        assert first.result() == tmp_path / "step-1"
+    assert latest(tmp_path) == tmp_path / "step-2"
+    save(tmp_path / "step-3", tiny(), keep=1)
+    assert files_of(tmp_path) == ["step-3"]
+
+
+def test_lists_that_grow_while_they_are_saved_are_those_of_the_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, seen = [1.0], {"names": {"a"}}
+    with held_back(monkeypatch) as go:
+        saving_ = save(tmp_path / "x", {"t": torch.ones(3), "losses": losses, "seen": [seen]}, async_save=True)
+        losses.append(2.0)
+        seen["names"].add("b")
+        go()
+        saving_.result()
+    loaded = load(tmp_path / "x", {"losses": [], "seen": [{"names": set()}]})
+    assert loaded == {"losses": [1.0], "seen": [{"names": {"a"}}]}
+
+
+def test_done_is_about_this_ranks_tensors_and_comes_after_a_failure_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(monkeypatch) as go:
+        saving_ = save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)
+        assert not saving_.done()
+        go()
+        saving_.result()
+        assert saving_.done()
+    monkeypatch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
+    saving_ = save(tmp_path / "y", {"t": torch.ones(3)}, async_save=True)
+    assert saving_._thread is not None
+    saving_._thread.join(60)
+    assert saving_.done()
+    with pytest.raises(ZeroDivisionError):
+        saving_.result()
+
+
+def drop(held: list[Any]) -> None:
+    held[0]._thread.join(60)
+    held.clear()
+    gc.collect()  # an error refers to where it was raised
+
+
+def test_a_failure_that_nobody_asked_for_is_told_and_leaves_the_path_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
+        with pytest.warns(UserWarning, match="ZeroDivisionError.*nobody asked for result"):
+            drop([save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)])
+    assert files_of(tmp_path) == []
+    save(tmp_path / "x", {"t": torch.ones(3)})
+
+
+def test_links_are_not_counted_as_checkpoints_and_not_touched(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / f"step-{step}", tiny(step), keep=2)
+        for link in ("newest", "zz"):  # before and behind what they point to
+            (tmp_path / link).unlink(missing_ok=True)
+            (tmp_path / link).symlink_to(f"step-{step}")
+    assert files_of(tmp_path) == ["newest", "step-2", "step-3", "zz"]
+    assert latest(tmp_path) == tmp_path / "step-3"
+
+
+def test_what_only_looks_like_a_draft_stays(tmp_path: Path) -> None:
+    (tmp_path / ".novel.draft").mkdir()
+    (tmp_path / ".old.removed").mkdir()
+    os.mkfifo(tmp_path / ".pipe.functorch_shard.draft")
+    (tmp_path / ".link.functorch_shard.draft").symlink_to(tmp_path / ".novel.draft")
+    there = files_of(tmp_path)
+    save(tmp_path / "x", tiny(), keep=1)
+    fs.checkpoint.export_safetensors(tiny()["model"], tmp_path / "y")
+    assert files_of(tmp_path) == sorted([*there, "x", "y"])
+
+
+SAVE_MANY = """
+import sys
+import torch
+import functorch_shard as fs
+for i in range(60):
+    fs.checkpoint.save(f"{sys.argv[2]}/{sys.argv[1]}-{i}", {"x": torch.ones(2)}, keep=3)
+"""
+
+
+def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
+    programs = [subprocess.Popen([sys.executable, "-c", SAVE_MANY, name, str(tmp_path)]) for name in "ab"]
+    assert [program.wait(120) for program in programs] == [0, 0]
+    names = files_of(tmp_path)
+    assert 3 <= len(names) <= 4, "two that end together may each leave what the other has begun"
+    assert not any(damage(tmp_path / name) for name in names)
+
+
+# faults
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    """A good checkpoint, and a newer one to be damaged."""
+    params, state = trained(planned({"shard": 2}))
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", {"model": params, "optim": state, "step": step})
+    return tmp_path
+
+
+def assert_damaged(runs: Path, name: str) -> None:
+    """A load names the file, and the latest good one is the one before."""
+    params, state = trained(planned({"shard": 3}), steps=0)
+    text = refused(load, runs / "step-2", {"model": params, "optim": state, "step": 0})
+    assert text.startswith("RuntimeError")
+    assert name in text
+    assert "step-2" in text
+    assert any(name in problem for problem in damage(runs / "step-2"))
+    assert latest(runs, verify=True) == runs / "step-1"
+    assert load(runs / "step-1", {"step": 0}) == {"step": 1}
+
+
+@pytest.mark.parametrize("name", faults.FILES)
+@pytest.mark.parametrize("length", faults.LENGTHS)
+def test_a_truncated_file_is_named(pair: Path, name: str, length: float) -> None:
+    faults.truncate(pair / "step-2" / name, length)
+    assert_damaged(pair, name)
+
+
+@pytest.mark.parametrize("name", faults.FILES)
+@pytest.mark.parametrize("seed", range(4))
+def test_one_flipped_bit_is_found_and_named(pair: Path, name: str, seed: int) -> None:
+    faults.flip_a_bit(pair / "step-2" / name, seed)
+    assert_damaged(pair, name)
+
+
+@pytest.mark.parametrize("name", faults.FILES[:3])
+def test_a_missing_file_is_named(pair: Path, name: str) -> None:
+    (pair / "step-2" / name).unlink()
+    assert_damaged(pair, name)
+
+
+def test_without_its_manifest_a_checkpoint_is_like_that_of_another_program(pair: Path) -> None:
+    (pair / "step-2" / "functorch_shard.json").unlink()
+    assert load(pair / "step-2", {"step": 0}) == {"step": 2}
+    assert latest(pair) == pair / "step-1"
+
+
+@pytest.mark.parametrize("name", faults.FILES)
+def test_a_link_out_of_the_directory_is_refused(
+    pair: Path, name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    faults.link_out(pair / "step-2" / name, tmp_path_factory.mktemp("outside") / "file")
+    assert_damaged(pair, name)
+
+
+def test_metadata_that_points_out_of_the_directory_is_refused(pair: Path) -> None:
+    folder = pair / "step-2"
+    shutil.copy(folder / "__0_0.distcp", pair / "stolen.distcp")
+    (folder / "functorch_shard.json").unlink()
+    raw = (folder / ".metadata").read_bytes()
+    old, new = b"__0_0.distcp", b"../stolen.distcp"
+    length = lambda text: b"\x8c" + bytes([len(text)]) + text  # noqa: E731
+    assert length(old) in raw
+    frameless = pickle.dumps(stored_metadata(raw, old.decode(), new.decode()))
+    (folder / ".metadata").write_bytes(frameless)
+    text = refused(load, folder, {"step": 0})
+    assert "../stolen.distcp: missing, or not in this folder" in text
+
+
+def stored_metadata(raw: bytes, old: str, new: str) -> Any:
+    read = pickle.loads(raw)
+    for info in read.storage_data.values():
+        info.relative_path = info.relative_path.replace(old, new)
+    return read
+
+
+@pytest.mark.parametrize("place", faults.PLACES)
+@pytest.mark.parametrize("i", faults.HOSTILE)
+def test_a_hostile_pickle_is_refused_and_not_executed(pair: Path, i: int, place: str, tmp_path: Path) -> None:
+    marker, folder = tmp_path / "executed", pair / "step-2"
+    faults.poison(folder, place, faults.hostile(marker)[i])
+    text = refused(load, folder, {"step": 0})
+    assert ("'step'" if place == "as a value" else "nothing in it was executed") in text
+    assert not marker.exists()
+
+
+def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) -> None:
+    path, _, _ = four
+    model = awkward().float()
+    model.blocks[0].gate = nn.Parameter(torch.zeros(2))
+    model.register_parameter("more", nn.Parameter(torch.zeros(2)))
+    text = refused(load, path, {"model": fs.shard(model, planned({"shard": 2}, model)), "stepp": 0})
+    assert "'model.more': not in the checkpoint" in text
+    assert "'model.blocks.0.gate': got shape (2,), torch.float32, the checkpoint has shape (), torch.float64" in text
+    assert "'model.out.weight': got shape (3, 7), torch.float32, the checkpoint has shape (3, 7), torch.float64" in text
+    assert "'stepp': not in the checkpoint (did you mean 'step'?)" in text
+    assert "'optim.state" not in text
+    assert "the checkpoint has a plain value" in refused(load, path, {"step": torch.zeros(())})
+    assert "the checkpoint has a tensor" in refused(load, path, {"model": {"scale": 1.0}})
+
+
+def test_there_is_nothing_to_load(tmp_path: Path) -> None:
+    nothing: Any = latest(tmp_path)
+    assert "as latest() returns where there is no checkpoint" in refused(load, nothing, tiny())
+    assert "no checkpoint: there is no such directory" in refused(load, tmp_path / "missing", tiny())
+    assert "no checkpoint: there is no .metadata" in refused(load, tmp_path, tiny())
+    save(tmp_path / "step-7", tiny())
+    assert "but in it are step-7: pass one of them" in refused(load, tmp_path, tiny())
+    assert "leave out of it what is not in the checkpoint" in refused(load, tmp_path / "step-7", {"epoch": 0})
+
+
+def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    tree = {"opt": torch.optim.SGD([torch.zeros(1)]), "layers": {"fn": len}, "deep": [1, [object()]], "ok": 1}
+    text = refused(save, tmp_path / "x", tree)
+    assert text.startswith("TypeError")
+    assert "opt: got a SGD" in text
+    assert "layers.fn: got a builtin_function_or_method" in text
+    assert "deep: got a object" in text
+    assert "3 problems" in text
+    assert "on the meta device" in refused(save, tmp_path / "x", {"x": torch.zeros(2, device="meta")})
+    assert "'a.b': 2 leaves have this name" in refused(save, tmp_path / "x", {"a": {"b": 1}, "a.b": 2})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torch_writes_and_does_not_read_back_is_refused(tmp_path: Path) -> None:
+    for value in (b"", [b""], {"a": (b"",)}, 2**2039, [-(10**700)]):
+        assert "torch" in refused(save, tmp_path / "x", {"step": 1, "value": value})
+    fits = [b"x", 2**2039 - 1, -(2**2038), {1, "a"}, (None, 1.5j), float("inf"), set(), ""]
+    save(tmp_path / "x", {f"v{i}": value for i, value in enumerate(fits)})
+    assert list(load(tmp_path / "x", {f"v{i}": None for i in range(len(fits))}).values()) == fits
+
+
+def test_trees_of_different_ranks_and_hidden_names_are_refused(tmp_path: Path) -> None:
+    two, three = (fs.shard({"w": torch.ones(7)}, fs.plan({"w": torch.ones(7)}, fs.simulated_mesh(n))) for n in (2, 3))
+    for tree in ({"a": two, "b": three}, {"b": three, "a": two}):
+        assert "expected one of the ranks of Mesh(shard=" in refused(save, tmp_path / "x", tree)
+    assert "names with a dot in front are hidden" in refused(save, tmp_path / ".x", {"a": two})
+    assert files_of(tmp_path) == []
+
+
+class Matrices(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(rows, 3))
+
+
+def test_state_of_another_model_is_not_cut_to_fit_where_there_was_none_yet(tmp_path: Path) -> None:
+    sgd, mesh = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), fs.simulated_mesh(2)
+    big, small = (fs.shard(Matrices(rows), fs.plan(Matrices(rows), mesh)) for rows in (6, 4))
+    _, state = sgd.step(big, grads=big, state=sgd.init(big))
+    save(tmp_path / "x", {"optim": sgd.state_dict(state, big)})
+    text = refused(load, tmp_path / "x", {"optim": {"state": sgd.init(small)}})
+    assert "'b': shape (6, 3), torch.float32; expected shapes" in text
+    assert "{'a': (2, 2), 'b': (4, 3)}" in text
+
+
+def test_numbers_come_back_where_there_was_none_and_differing_ones_are_refused(tmp_path: Path) -> None:
+    values = {"a": torch.ones(()), "b": torch.ones(4)}
+    mesh = fs.simulated_mesh(2)
+    apart, together = fs.plan(values, mesh, labels=lambda name, _: name), fs.plan(values, mesh)
+    five = 5
+    for numbers in (
+        {"a": 3, "b": five},
+        {"a": 3, "b": 3},
+        {"a": torch.tensor([3.0] * 2), "b": torch.tensor([3.0] * 2)},
+    ):
+        path = tmp_path / str(len(files_of(tmp_path)))
+        steps = fs.Sharded({key: numbers[buffer.slots[0].name] for key, buffer in apart.buffers.items()}, apart)
+        save(path, {"state": {"step": steps}})
+        likes = [0, None] if isinstance(numbers["a"], int) else [None]
+        for like in likes:
+            tree = {"state": {"step": fs.Sharded(dict.fromkeys(together.buffers, like), together)}}
+            if numbers["b"] is five:
+                assert "numbers that differ" in refused(load, path, tree)
+                continue
+            (found,) = load(path, tree)["state"]["step"].values()
+            assert (found == torch.tensor(3)).all() if isinstance(found, Tensor) else found == 3
+
+
+def test_keys_of_dicts_have_the_paths_that_torch_gives_them(tmp_path: Path) -> None:
+    tree = {"x": {3: torch.ones(2), -1: [torch.zeros(1), 5]}}
+    save(tmp_path / "ours", tree)
+    dcp.save(tree, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = (dcp.FileSystemReader(tmp_path / name).read_metadata().planner_data for name in ("ours", "theirs"))
+    assert ours == theirs
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt")["x"].keys() == {"3", "-1"}
+
+
+def test_inside_spmd_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
+    params = tiny()["model"]
+    for verb in (save, load):
+        text = refused(params.layout.mesh.spmd(lambda p, verb=verb: verb(tmp_path / "x", p)), params)
+        assert "Call it outside" in text
+
+
+FULL_DISK = """
+import errno, os, torch, functorch_shard as fs
+small, large = {"x": torch.arange(50_000.0)}, {"x": torch.zeros(100_000), "y": torch.zeros(200_000)}
+fs.checkpoint.save("/mnt/runs/small", small)
+for async_save in (False, True):
+    try:
+        fs.checkpoint.save("/mnt/runs/large", large, async_save=async_save).result()
+    except OSError as error:
+        assert error.errno == errno.ENOSPC, error
+    else:
+        raise AssertionError("1.2 MB fit where 0.8 MB are free")
+    assert os.listdir("/mnt/runs") == ["small"]
+loaded = fs.checkpoint.load(fs.checkpoint.latest("/mnt/runs", verify=True), {"x": torch.zeros(50_000)})
+assert torch.equal(loaded["x"], small["x"])
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason="no right to mount a small disk; a writer that fails stands for it below")
+def test_a_full_disk_is_an_error_and_what_was_there_stays() -> None:
+    script = f"mount -t tmpfs -o size=1000k none /mnt && exec {sys.executable} -"
+    command = ["unshare", "--mount", "--map-root-user", "sh", "-c", script]
+    subprocess.run(command, input=FULL_DISK, text=True, check=True, timeout=120)
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "first", tiny(1))
+
+    def fail(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stored, "write_durably", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path / "second", tiny(2))
+    assert [x.name for x in tmp_path.iterdir()] == ["first"]
+
+
+def test_the_manifest_lists_every_file_and_every_byte(four: Any) -> None:
+    path, _, _ = four
+    manifest = json.loads((path / "functorch_shard.json").read_text().split("\n", 1)[1])
+    assert {name: (path / name).stat().st_size for name in manifest["files"]} == manifest["files"]
+    assert sorted([*manifest["files"], "functorch_shard.json"]) == files_of(path)
+    for name, rows in manifest["checks"].items():
+        ends = [start + nbytes for start, nbytes, _ in rows]
+        assert [start for start, _, _ in rows] == [0, *ends[:-1]]
+        assert ends[-1] == manifest["files"][name]
+
+
+# the command line
+
+
+def test_inspect_lists_what_a_checkpoint_holds(four: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, params, _ = four
+    assert command(["inspect", str(path)]) == 0
+    told = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in told.splitlines() if line}
+    assert lines["model.out.weight"][1:4] == ["(3,", "7)", "float64"]
+    assert lines["model.out.weight"][-1] == str(21 * 8)
+    assert lines["step"] == ["step", "2"]
+    names = [*params.layout.slots, *dict(params.layout.aliases)]
+    assert {f"model.{name}" for name in names} <= lines.keys()
+
+
+def test_consolidate_writes_the_model_for_others(four: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _, _ = four
+    assert command(["consolidate", str(path), str(tmp_path / "out"), "--max-shard-size", "400"]) == 0
+    layout = planned({"shard": 3}, units=1)
+    assert_equal(fs.checkpoint.import_safetensors(tmp_path / "out", layout), load(path, {"model": four[1]})["model"])
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert command(["consolidate", str(path), str(tmp_path / "out")]) == 1
+    assert command(["consolidate", str(path), str(tmp_path / "new"), "--prefix", "ema."]) == 1
+    told = capsys.readouterr().err
+    assert "names begin with model, optim, step" in told
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_line_refuses_what_is_damaged(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(pair / "step-2" / "__0_0.distcp", 100)
+    for arguments in (["inspect"], ["consolidate"]):
+        out = [str(pair / "out")] if arguments == ["consolidate"] else []
+        assert command([*arguments, str(pair / "step-2"), *out]) == 1
+        assert "__0_0.distcp: 100 bytes, expected" in capsys.readouterr().err

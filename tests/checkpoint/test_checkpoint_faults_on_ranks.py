@@ -1,0 +1,113 @@
+"""What is wrong with a checkpoint is told on every real rank, whichever of them meets it, and nothing is changed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import functorch_shard as fs
+from functorch_shard.checkpoint import latest, load, save
+from functorch_shard.testing import run_ranks
+from tests.support import faults
+from tests.support.refusals import refused
+
+RANKS = [2, 3]  # as many as have saved, and more
+OPT = fs.optimizer(torch.optim.AdamW, lr=0.01)
+
+
+def tree_of(mesh: fs.Mesh, model: nn.Module | None = None) -> dict[str, Any]:
+    params = fs.shard(made := model or plain(), fs.plan(made, mesh))
+    return {"model": params, "optim": {"state": OPT.init(params)}, "step": 2}
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+
+
+def other_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 4))
+
+
+def damage_all(runs: Path, outside: Path) -> dict[str, str]:
+    """A copy of the good checkpoint for every fault; the file that is to be named, or why it is refused."""
+    named: dict[str, str] = {}
+
+    def copy(fault: str, name: str) -> Path:
+        named[fault] = name
+        return Path(shutil.copytree(runs / "good", runs / fault))
+
+    for name in faults.FILES:
+        for length in faults.LENGTHS:
+            faults.truncate(copy(f"{name} of length {length}", name) / name, length)
+        for seed in range(3):
+            faults.flip_a_bit(copy(f"{name} with bit {seed} flipped", name) / name, seed)
+        faults.link_out(copy(f"{name} linked", name) / name, outside / name)
+        if name != "functorch_shard.json":  # without it, it is the checkpoint of another program
+            (copy(f"{name} missing", name) / name).unlink()
+    for place in faults.PLACES:
+        for i in faults.HOSTILE:
+            why = "'step'" if place == "as a value" else "nothing in it was executed"
+            faults.poison(copy(f"hostile {i} {place}", why), place, faults.hostile(outside / "executed")[i])
+    return named
+
+
+def try_all(runs: Path, damaged: list[str]) -> dict[str, Any]:
+    mesh = fs.init_mesh()
+    told: dict[str, Any] = {fault: refused(load, runs / fault, tree_of(mesh)) for fault in damaged}
+    told["other model"] = refused(load, runs / "good", tree_of(mesh, other_model()))
+    told["other dtype"] = refused(load, runs / "good", tree_of(mesh, plain().double()))
+    told["to overwrite"] = refused(save, runs / "good", tree_of(mesh))
+    told["step"] = load(runs / "good", tree_of(mesh))["step"]  # and all of them are still able to work together
+    return told
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By the number of ranks, what each of them was told; and the file to be named for each fault."""
+    runs, outside = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("outside")
+    save(runs / "good", tree_of(fs.simulated_mesh(2)))
+    named = damage_all(runs, outside)
+    before = files_of(runs)
+    told = {ranks: run_ranks(try_all, ranks, runs, list(named)) for ranks in RANKS}
+    assert files_of(runs) == before, "something was written"
+    assert not (outside / "executed").exists()
+    assert latest(runs, verify=True) == runs / "good"
+    return {"told": told, "named": named}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_damage_is_told_on_every_rank_with_the_file_and_executes_nothing(tried: Any, ranks: int) -> None:
+    for fault, name in tried["named"].items():
+        for rank, told in enumerate(tried["told"][ranks]):
+            assert told[fault].startswith("RuntimeError"), f"{fault}, rank {rank}"
+            assert name in told[fault], f"{fault}, rank {rank}"
+            assert fault in told[fault], f"the directory, rank {rank}"
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_another_model_or_dtype_is_told_on_every_rank_with_what_differs(tried: Any, ranks: int) -> None:
+    for told in tried["told"][ranks]:
+        assert (
+            "'model.1.weight': got shape (4, 7), torch.float32, the checkpoint has shape (5, 7)" in told["other model"]
+        )
+        assert (
+            "'model.0.bias': got shape (7,), torch.float64, the checkpoint has shape (7,), torch.float32"
+            in (told["other dtype"])
+        )
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_rank_refuses_to_overwrite_and_works_on_after_all_of_it(tried: Any, ranks: int) -> None:
+    for told in tried["told"][ranks]:
+        assert "is there already, and was not overwritten" in told["to overwrite"]
+        assert told["step"] == 2

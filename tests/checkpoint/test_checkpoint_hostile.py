@@ -1,0 +1,380 @@
+"""Checkpoints of somebody who means harm, or whose disk did: an error that names the file, and no harm done."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as described
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from functorch_shard.__main__ import main as command
+from functorch_shard.checkpoint import damage, latest, load, save
+from functorch_shard.checkpoint.dcp.metadata import entries_of
+from functorch_shard.checkpoint.regions import Box, boxes, first_overlap
+from tests.support.refusals import refused
+
+# Without a process group torch says that it saves in a single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...], bytes]  # offsets, sizes, and what the file has
+FILE = "__0_0.distcp"
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, **options)
+    return file.getvalue()
+
+
+def rewritten(raw: bytes, compression: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
+    """An archive with other records, by the last part of their names, in another form."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(file, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, records.get(name.split("/")[-1].split(".")[0], old.read(name)))
+    return file.getvalue()
+
+
+def foreign(folder: Path, tensors: dict[str, tuple[Any, Any, list[Chunk]]], plain: dict[str, bytes]) -> Path:
+    """The checkpoint of another program: of each tensor its shape, its dtype and its chunks."""
+    folder.mkdir()
+    entries: dict[str, Any] = {}
+    places: dict[described.MetadataIndex, _StorageInfo] = {}
+    data = b""
+    for name, (shape, dtype, chunks) in tensors.items():
+        properties = described.TensorProperties(dtype=dtype)
+        made = [described.ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes, _ in chunks]
+        entries[name] = described.TensorStorageMetadata(properties, torch.Size(shape), made)
+        for at, _, raw in chunks:
+            places[described.MetadataIndex(name, at)] = _StorageInfo(FILE, len(data), len(raw))
+            data += raw
+    for name, raw in plain.items():
+        entries[name] = described.BytesStorageMetadata()
+        places[described.MetadataIndex(name)] = _StorageInfo(FILE, len(data), len(raw))
+        data += raw
+    (folder / FILE).write_bytes(data)
+    paths: Any = {name: (name,) for name in entries}
+    (folder / ".metadata").write_bytes(pickle.dumps(described.Metadata(entries, paths, places)))
+    return folder
+
+
+def one(folder: Path, raw: bytes, shape: tuple[int, ...] = (4,)) -> Path:
+    """A checkpoint of one tensor, ``x``, whose value is ``raw``."""
+    return foreign(folder, {"x": (shape, torch.float32, [((0,) * len(shape), shape, raw)])}, {})
+
+
+def told(folder: Path, like: Any = None) -> str:
+    text = refused(load, folder, {"x": torch.zeros(4)} if like is None else like)
+    assert text.startswith("RuntimeError")
+    assert str(folder) in text
+    return text
+
+
+def resident() -> int:
+    """The most bytes that this process ever had in memory."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# metadata
+
+
+@pytest.mark.parametrize("cls", [described.MetadataIndex, described.Metadata, _StorageInfo], ids=str)
+def test_metadata_cannot_alter_the_classes_that_it_names(tmp_path: Path, cls: type) -> None:
+    save(tmp_path / "good", {"x": torch.ones(4)})
+    head = b"\x80\x02c" + cls.__module__.encode() + b"\n" + cls.__name__.encode() + b"\n"
+    for attribute in ("__init__", "__setstate__", "__hash__"):
+        raw = head + b"(N}U" + bytes([len(attribute)]) + attribute.encode() + b"ctorch\nfloat32\nstb."
+        before = dict(vars(cls))
+        assert "nothing in it was executed" in refused(entries_of, raw)
+        assert dict(vars(cls)) == before
+    assert load(tmp_path / "good", {"x": torch.zeros(4)})["x"].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x80\x04Nr\0\0\0\x10.",  # a place in the memo
+        b"\x80\x02Np268435456\n.",
+        b"\x80\x05\x96\0\0\0\0\x02\0\0\0.",  # lengths of 8 GiB
+        b"\x80\x04\x8e\0\0\0\0\x02\0\0\0.",
+        b"\x80\x04\x95\0\0\0\0\x02\0\0\0N.",
+        b"\x80\x02\x8b\0\0\0\x70.",
+    ],
+    ids=["memo", "memo in text", "bytearray", "bytes", "frame", "long"],
+)
+def test_metadata_of_a_few_bytes_does_not_make_room_for_gigabytes(raw: bytes) -> None:
+    before = resident()
+    assert "nothing in it was executed" in refused(entries_of, raw)
+    assert resident() - before < 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (((4,), "float32", [((0,), (4,), b"")]), "a tensor whose dtype is none"),
+        (((-4,), torch.float32, []), "no numbers of elements"),
+        (((4,), torch.float32, [((-1,), (4,), b"")]), "no numbers of elements"),
+        (((4,), torch.float32, [((0, 0), (4,), b"")]), "is no box of shape (4,)"),
+        (((4, 4), torch.float32, [((0,), (4, 4), b"")]), "is no box of shape (4, 4)"),
+        (((4,), torch.float32, [((1,), (4,), b"")]), "is outside of shape (4,)"),
+        (((2**61,), torch.float32, [((0,), (2**61,), b"")]), "takes 9,223,372,036,854,775,808 bytes"),
+    ],
+    ids=["dtype", "shape", "offset", "long offsets", "short offsets", "outside", "huge"],
+)
+def test_what_cannot_be_in_metadata_is_told_with_the_file(
+    tmp_path: Path, tensor: Any, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = foreign(tmp_path / "x", {"x": tensor}, {})
+    assert text in told(folder)
+    assert command(["inspect", str(folder)]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_boxes_that_overlap_are_refused_since_they_hide_holes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = saved(torch.ones(2))
+    folder = foreign(tmp_path / "x", {"x": ((4,), torch.float32, [((0,), (2,), raw), ((1,), (2,), raw)])}, {})
+    assert "have elements in common" in told(folder)
+    assert command(["consolidate", str(folder), str(tmp_path / "out"), "--prefix", ""]) == 1
+    assert "have elements in common" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_overlap_is_found_among_any_boxes() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        some = [Box((draw.randrange(6), draw.randrange(6)), (draw.randrange(4), draw.randrange(4))) for _ in range(5)]
+        pairs = [(a, b) for i, a in enumerate(some) for b in some[:i] if a.overlap(b)]
+        found = first_overlap(some)
+        assert (found is None) == (not pairs)
+        assert found is None or found[0].overlap(found[1])
+    assert first_overlap([]) is None
+    assert first_overlap([Box((), ())]) is None
+
+
+def test_many_boxes_are_looked_at_in_little_time() -> None:
+    begun = time.perf_counter()
+    assert first_overlap([Box((0, i), (5, 1)) for i in range(20_000)]) is None
+    assert first_overlap([Box((i, j), (1, 1)) for i in range(100) for j in range(100)]) is None
+    assert first_overlap([box for i in range(5000) for box in boxes((7000, 11), 13 * i, 13)]) is None
+    assert time.perf_counter() - begun < 20  # a second or so; by pairs, minutes
+
+
+# values
+
+
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "compressed": lambda: rewritten(saved(torch.ones(4)), zipfile.ZIP_DEFLATED, **{"0": bytes(1 << 29)}),
+    "bytearray": lambda: rewritten(saved(1), data=b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\0\0\0\0\x01\x85R."),
+    "codec": lambda: rewritten(saved(1), data=b"\x80\x02c_codecs\nencode\nX\1\0\0\0aX\3\0\0\0hex\x86R."),
+    "storage": lambda: rewritten(saved(1), data=b"\x80\x02ctorch.storage\nUntypedStorage\nJ\0\0\0\x70\x85R."),
+    "memo": lambda: rewritten(saved(1), data=b"\x80\x02Nr\0\0\0\x10."),
+    "of the old form": lambda: saved(torch.ones(4), _use_new_zipfile_serialization=False),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_value_takes_no_more_memory_than_its_bytes(tmp_path: Path, bomb: str) -> None:
+    raw = BOMBS[bomb]()
+    folder = foreign(tmp_path / "x", {"x": ((4,), torch.float32, [((0,), (4,), raw)])}, {"p": raw})
+    before = resident()
+    assert "'x'" in told(folder)
+    assert "'p'" in told(folder, {"p": 0})
+    assert resident() - before < 1 << 28
+
+
+def test_an_archive_that_programs_read_in_two_ways_is_refused(tmp_path: Path) -> None:
+    raw = saved(torch.ones(4))
+    at = len(raw) - 98
+    elsewhere = raw[: len(raw) - 42] + struct.pack("<4sIQI", b"PK\6\7", 0, at - 1, 1) + raw[-22:]
+    assert len(elsewhere) == len(raw)
+    for i, other in enumerate((elsewhere, b"more" + raw, raw + b"more", raw[:-2] + b"\1\0c")):
+        assert "archive" in told(one(tmp_path / f"{i}", other))
+
+
+def test_a_tensor_that_has_one_number_in_every_place_is_refused(tmp_path: Path) -> None:
+    raw = saved(torch.ones(1).expand(100))
+    assert "a tensor of 400 bytes in memory of 4" in told(one(tmp_path / "x", raw, (100,)), {"x": torch.zeros(100)})
+    larger = saved(torch.ones(1000)[:4])  # all of it is in the file, so this is only wasteful
+    assert load(one(tmp_path / "y", larger), {"x": torch.zeros(4)})["x"].tolist() == [1, 1, 1, 1]
+
+
+def test_a_storage_that_claims_more_than_its_record_is_refused(tmp_path: Path) -> None:
+    claims = zipfile.ZipFile(io.BytesIO(saved(torch.ones(4)))).read("archive/data.pkl").replace(b"K\4tq", b"K\xc8tq")
+    assert "which its record has not" in told(one(tmp_path / "x", rewritten(saved(torch.ones(4)), data=claims)))
+
+
+def test_random_bytes_as_a_value_or_a_few_changed_are_one_kind_of_error(tmp_path: Path) -> None:
+    folder = foreign(
+        tmp_path / "x",
+        {"x": ((4,), torch.float32, [((0,), (4,), saved(torch.ones(4)))])},
+        {"p": saved([1, "a", {"b": 2.5}, b"c"])},
+    )
+    good = (folder / FILE).read_bytes()
+    draw = random.Random(0)
+    outcomes = []
+    for i in range(300):
+        raw = bytearray(good if i else draw.randbytes(len(good)))
+        for _ in range(draw.choice([1, 2, 8])):
+            raw[draw.randrange(len(raw))] = draw.randrange(256)
+        (folder / FILE).write_bytes(raw)
+        try:
+            load(folder, {"x": torch.zeros(4), "p": 0})
+            outcomes.append("other values, for there are no checksums")
+        except RuntimeError as error:
+            outcomes.append("refused" if FILE in str(error) else str(error))
+    assert outcomes[0] == "refused"
+    assert outcomes.count("refused") > 100
+    assert len({*outcomes}) <= 2
+
+
+def test_everything_that_programs_save_is_read(tmp_path: Path) -> None:
+    numbers = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
+    whole = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool]
+    small = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+    tensors = {str(dtype): torch.tensor([[0, 1, 1]]).to(dtype) for dtype in numbers + whole + small}
+    tensors |= {"scalar": torch.tensor(2.0), "empty": torch.zeros(0, 3), "p": torch.nn.Parameter(torch.ones(2))}
+    plain = {
+        "many": [1, 2.5, None, "text", (True, b"bytes"), {3, 4}, 2j, 2**80, -5, bytearray(b"x"), bytearray()],
+        "torch": (torch.float32, torch.Size([2, 3]), torch.device("cpu"), torch.strided),
+    }
+    dcp.save({**tensors, **plain}, checkpoint_id=tmp_path / "x", no_dist=True)
+    loaded = load(tmp_path / "x", {name: torch.zeros_like(x) for name, x in tensors.items()} | dict.fromkeys(plain, 0))
+    for name, x in tensors.items():
+        assert torch.equal(loaded[name].view(-1).view(torch.uint8), x.detach().view(-1).view(torch.uint8)), name
+    assert {name: loaded[name] for name in plain} == plain
+    assert damage(tmp_path / "x") == []
+
+
+# manifests
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda x: [1],
+    "no JSON": lambda x: "{",
+    "deep": lambda x: "[" * 100_000,
+    "no keys": lambda x: {"format": 1},
+    "order is a text": lambda x: {**x, "order": "abc"},
+    "order is infinite": lambda x: {**x, "order": float("inf")},
+    "order is negative": lambda x: {**x, "order": -1},
+    "files are texts": lambda x: {**x, "files": {FILE: "a"}},
+    "checks are short": lambda x: {**x, "checks": {FILE: [[1]]}},
+    "metadata is a number": lambda x: {**x, "metadata": 1},
+}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_that_is_none_is_damage_though_its_digest_fits(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(tmp_path / "bad", {"x": torch.ones(4)}).path
+    file = folder / "functorch_shard.json"
+    changed = MANIFESTS[kind](json.loads(file.read_text().split("\n", 1)[1]))
+    body = (changed if isinstance(changed, str) else json.dumps(changed)).encode()
+    file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    assert "functorch_shard.json" in told(folder)
+    assert any("functorch_shard.json" in problem for problem in damage(folder))
+    assert latest(tmp_path) is None
+    assert command(["inspect", str(folder)]) == 1
+    assert "functorch_shard.json" in capsys.readouterr().err
+    save(tmp_path / "next", {"x": torch.ones(4)}, keep=1)
+    assert latest(tmp_path, verify=True) == tmp_path / "next"
+
+
+def test_a_manifest_of_a_later_version_is_named_as_such(tmp_path: Path) -> None:
+    folder = save(tmp_path / "x", {"x": torch.ones(4)}).path
+    body = b'{"format": 2}'
+    (folder / "functorch_shard.json").write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    assert "format 2, this version reads format 1" in told(folder)
+
+
+# without a manifest
+
+
+def test_damage_loads_the_values_of_a_checkpoint_that_has_no_checksums(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(100), "step": 3}, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert damage(tmp_path / "x") == []
+    file = tmp_path / "x" / FILE
+    file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
+    problems = damage(tmp_path / "x")
+    assert len(problems) == 2
+    assert all(FILE in problem for problem in problems)
+    assert any("'x'" in problem for problem in problems)
+
+
+def test_a_value_that_is_not_plain_is_shown_as_such_beside_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"x": torch.ones(4), "args": argparse.Namespace(a=1), "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
+    assert command(["inspect", str(tmp_path / "x")]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert lines["args"].endswith("not plain, and not loaded: it names argparse.Namespace")
+    assert lines["step"].split() == ["step", "3"]
+    assert load(tmp_path / "x", {"x": torch.zeros(4), "step": 0})["step"] == 3
+    text = told(tmp_path / "x", {"args": 0})
+    assert "it names argparse.Namespace" in text
+    assert "altered" not in text
+    assert "weights_only" not in text
+    assert damage(tmp_path / "x") == []  # its program wanted it so
+
+
+def test_inspect_shows_the_beginning_of_values_whose_text_would_never_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value: list[Any] = ["ha"]
+    for _ in range(30):
+        value = [value] * 10
+    folder = foreign(tmp_path / "x", {}, {"y": saved(value)})
+    begun = time.perf_counter()
+    assert command(["inspect", str(folder)]) == 0
+    assert time.perf_counter() - begun < 10
+    assert "y      [[[[...]" in capsys.readouterr().out
+
+
+def test_inspect_prints_no_escape_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b[31mred\nline"
+    save(tmp_path / "x", {name: torch.ones(1), "\ud800": "\x1b[2J"})
+    assert command(["inspect", str(tmp_path / "x")]) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    assert repr(name) in out
+    assert command(["consolidate", str(tmp_path / "x"), str(tmp_path / "out")]) == 1
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_an_error_of_the_command_line_is_text_alone(tmp_path: Path) -> None:
+    folder = one(tmp_path / "x", saved(torch.ones(4)))
+    raw = (folder / ".metadata").read_bytes()
+    assert FILE.encode() in raw
+    (folder / ".metadata").write_bytes(raw.replace(FILE.encode(), b"\x1b[2Jx.distcp"[: len(FILE)]))
+    ran = subprocess.run(
+        [sys.executable, "-m", "functorch_shard", "inspect", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        cwd=os.getcwd(),
+    )
+    assert ran.returncode == 1
+    assert "missing, or not in this folder" in ran.stderr
+    assert "\x1b" not in ran.stderr

@@ -1,0 +1,615 @@
+"""Checkpoints of real gloo ranks: any ranks, FSDP2 programs and tensor parallelism read what any of them wrote."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.checkpoint import latest, load, loading, save, saving
+from functorch_shard.layout.trees import Sharded
+from functorch_shard.testing import assert_trees_close, run_ranks
+from tests.support.models import Awkward, two_layers
+from tests.support.tensor_parallel import Transformer, parallelize, tie, transformer
+
+exactly = partial(assert_trees_close, rtol=0, atol=0)
+ADAMW = fs.optimizer(torch.optim.AdamW, lr=0.01)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as planned": {},
+    "other units and labels": {
+        "units": 64,
+        "align_bytes": 0,
+        "labels": lambda name, p: "vector" if p.ndim == 1 else None,
+    },
+    "some whole": {"ignored": ["blocks", "mask", "matrix"]},
+}
+
+
+class Odd(Awkward):
+    """More of it: 3 x 3 elements, a prime number of them, other dtypes, and a module's buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(3, 3))
+        self.prime = nn.Parameter(torch.randn(13).bfloat16())
+        self.cube = nn.Parameter(torch.randn(2, 3, 5))
+        self.register_buffer("average", torch.randn(5))
+        self.register_buffer("seen", torch.tensor(41))
+
+
+def odd(seed: int = 0) -> Odd:
+    torch.manual_seed(seed)
+    return Odd()
+
+
+def tree_of(model: nn.Module, mesh: fs.Mesh, **options: Any) -> dict[str, Any]:
+    """A tree that a program has before its first step."""
+    layout = fs.plan(model, mesh, **options)
+    params = fs.shard(model, layout)
+    buffers = {name: x.clone() for name, x in model.named_buffers()}
+    return {"model": (params, buffers), "optim": ADAMW.state_dict(ADAMW.init(params), params), "step": 0, "list": [0]}
+
+
+def stepped(tree: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """After a step whose gradients are the parameters themselves."""
+    params, buffers = tree["model"]
+    params, state = ADAMW.step(params, grads=params, state=tree["optim"]["state"], **options)
+    count = tree["step"] + 1
+    return {"model": (params, buffers), "optim": ADAMW.state_dict(state, params), "step": count, "list": [1, "two"]}
+
+
+def whole(x: Any) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def by_name(tree: Any) -> Any:
+    """Every tree of shards as whole tensors by name, on any mesh; what is a number of its buffer, for each name."""
+    return optree.tree_map(
+        lambda x: _whole_by_name(x) if isinstance(x, Sharded) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Sharded),
+    )
+
+
+def _whole_by_name(tree: Sharded) -> dict[str, Tensor]:
+    layout = tree.layout
+    rank_dims = len(layout.mesh.axes) if layout.mesh.is_simulated else 0
+    numbers = {key: x for key, x in tree.items() if x.ndim == rank_dims}
+    found = {slot.name: x.flatten()[0] for key, x in numbers.items() for slot in layout.buffers[key].slots}
+    shards = {key: x for key, x in tree.items() if key not in numbers}
+    if shards:
+        part = layout.select({key: key in shards for key in layout.buffers})
+        found.update({name: whole(x) for name, x in fs.gather(Sharded(shards, part), lazy=False).items()})
+    return found
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+
+def started(mesh: fs.Mesh, options: str = "as planned") -> dict[str, Any]:
+    return stepped(tree_of(odd(), mesh, **OPTIONS[options]))
+
+
+def fresh(mesh: fs.Mesh, options: str = "as planned") -> dict[str, Any]:
+    """Other values than were saved. Groups of options follow the labels, which differ: state alone is loaded."""
+    tree = tree_of(odd(seed=1), mesh, **OPTIONS[options])
+    return {**tree, "optim": {"state": tree["optim"]["state"]}}
+
+
+def move(source: Path, target: Path, axes: dict[str, int] | None, options: str, donate: bool = False) -> Any:
+    """Load what others have saved and save it again; what was loaded, by name."""
+    loaded = load(source, fresh(fs.init_mesh(axes), options), donate=donate)
+    save(target, loaded)
+    return by_name(loaded)
+
+
+def per_rank(mesh: fs.Mesh) -> fs.checkpoint.PerRank:
+    """Other values on every rank."""
+    return fs.checkpoint.PerRank(torch.arange(3) + 10 * mesh.rank)
+
+
+# --- training that goes on in another program -------------------------------------------------------------------------
+
+LR, STEPS, SAMPLES = 0.05, 3, 6  # steps of each program in turn; samples of all ranks together
+
+
+def batches(phase: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(phase)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(draw(SAMPLES, 5), draw(SAMPLES, 3)) for _ in range(STEPS)]
+
+
+def mine(x: Tensor) -> Tensor:
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def mean_of_ranks(loss: Tensor) -> float:
+    losses = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss.detach())
+    return torch.stack(losses).mean().item()
+
+
+def mse(out: Tensor, y: Tensor) -> Tensor:
+    return (out - y).square().mean()
+
+
+def train_alone(phases: int) -> list[list[float]]:
+    """Plain torch in one process, never interrupted: the losses of each phase."""
+    model = two_layers().double()
+    opt = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses: list[list[float]] = []
+    for phase in range(phases):
+        losses.append([])
+        for x, y in batches(phase):
+            opt.zero_grad()
+            loss = mse(model(x), y)
+            loss.backward()
+            opt.step()
+            losses[-1].append(loss.item())
+    return losses
+
+
+@dataclass
+class Ours:
+    """This library's program; what it loads from has other values, and another learning rate."""
+
+    params: fs.Sharded
+    state: Any
+    model: nn.Module
+    opt: fs.Optimizer
+
+    @staticmethod
+    def new(seed: int, lr: float) -> Ours:
+        model = two_layers(seed=seed).double()
+        params, opt = fs.shard(model, fs.plan(model, fs.init_mesh())), fs.optimizer(torch.optim.AdamW, lr=lr)
+        return Ours(params, opt.init(params), model, opt)
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": self.params, "optim": self.opt.state_dict(self.state, self.params)}
+
+    def load(self, path: Path) -> None:
+        loaded = load(path, self.tree())
+        (group,) = loaded["optim"]["param_groups"]
+        self.params, self.state = loaded["model"], loaded["optim"]["state"]
+        self.opt = fs.optimizer(torch.optim.AdamW, lr=group["lr"])
+
+    def save(self, path: Path) -> None:
+        save(path, self.tree())
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = lambda p: mse(functional_call(self.model, fs.gather(p), (x,)), y)  # noqa: E731
+        grads, value = fs.grad_and_value(loss)(self.params)
+        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
+        return value
+
+    def values(self) -> dict[str, Any]:
+        state = {f"{name}.{key}": x for key, tree in self.state.items() for name, x in by_name(tree).items()}
+        return {**by_name(self.params), **state}
+
+
+@dataclass
+class FSDP2:
+    """A program with ``fully_shard`` and ``torch.distributed.checkpoint``, as its documentation writes one."""
+
+    model: Any
+    optim: torch.optim.Optimizer
+
+    @staticmethod
+    def new(seed: int, lr: float) -> FSDP2:
+        model: Any = two_layers(seed=seed).double()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        return FSDP2(model, torch.optim.AdamW(model.parameters(), lr=lr))
+
+    def tree(self) -> dict[str, Any]:
+        return {"model": get_model_state_dict(self.model), "optim": get_optimizer_state_dict(self.model, self.optim)}
+
+    def load(self, path: Path) -> None:
+        tree = self.tree()
+        dcp.load(tree, checkpoint_id=path)
+        set_model_state_dict(self.model, tree["model"])
+        set_optimizer_state_dict(self.model, self.optim, tree["optim"])
+
+    def save(self, path: Path) -> None:
+        dcp.save(self.tree(), checkpoint_id=path)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = mse(self.model(x), y)
+        loss.backward()
+        self.optim.step()
+        self.optim.zero_grad()
+        return loss
+
+    def values(self) -> dict[str, Any]:
+        tree = self.tree()
+        state = {f"{name}.{key}": whole(x) for name, of in tree["optim"]["state"].items() for key, x in of.items()}
+        return {**{name: whole(x) for name, x in tree["model"].items()}, **state}
+
+
+PROGRAMS: dict[str, Any] = {"ours": Ours, "FSDP2": FSDP2}
+OTHER = {"ours": "FSDP2", "FSDP2": "ours"}
+
+
+def go_on(folder: Path, phase: int) -> dict[str, Any]:
+    """Each program loads what the other one has saved on other ranks, trains, and saves."""
+    told = {}
+    for name, program in PROGRAMS.items():
+        run = program.new(seed=phase, lr=LR if phase == 0 else 7.0)
+        if phase:
+            run.load(folder / f"{OTHER[name]}-{phase - 1}")
+        loaded = run.values() if phase else {}  # asking torch for the state of a new optimizer counts as a step
+        losses = [mean_of_ranks(run.step(mine(x), mine(y))) for x, y in batches(phase)]
+        run.save(folder / f"{name}-{phase}")
+        told[name] = {"loaded": loaded, "losses": losses, "values": run.values()}
+    return told
+
+
+# --- saving while the program goes on ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def writers(**methods: Any) -> Iterator[None]:
+    """Files are written by a class with other methods."""
+    before = saving.Writer
+    saving.Writer = type("Patched", (before,), methods)
+    try:
+        yield
+    finally:
+        saving.Writer = before
+
+
+@contextmanager
+def held_back() -> Iterator[Callable[[], None]]:
+    """Nothing is written until the target of ``with`` is called."""
+    go, write = threading.Event(), saving.Writer.tensor
+
+    def tensor(self: Any, *args: Any) -> None:
+        go.wait(60)
+        write(self, *args)
+
+    with writers(tensor=tensor):
+        yield go.set
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below, hidden ones too."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def train_while_saving(folder: Path) -> dict[str, Any]:
+    """Steps while nothing has been written yet; afterwards the values at the time of the call are there."""
+    mesh = fs.init_mesh()
+    tree = started(mesh)
+    before = by_name(tree)
+    with held_back() as go:
+        in_flight = save(folder / "in-flight", tree, async_save=True)
+        later = stepped(stepped(tree))
+        done_before = in_flight.done()
+        go()
+        path = in_flight.result()
+    exactly(by_name(load(path, fresh(mesh)))["model"], before["model"])
+    exactly(by_name(load(path, fresh(mesh)))["optim"]["state"], before["optim"]["state"])
+    assert told(lambda: exactly(by_name(later)["model"], before["model"])).startswith("AssertionError")
+    return {"done before": done_before, "done": in_flight.done(), "path": path, "again": in_flight.result()}
+
+
+def donate_while_saving(folder: Path, ranks: set[int]) -> str:
+    """Steps that write into what is being saved, on some of the ranks."""
+    mesh = fs.init_mesh()
+    tree = started(mesh)
+    with held_back() as go:
+        in_flight = save(folder / "donated", tree, async_save=True)
+        stepped(tree, donate=mesh.rank in ranks)
+        go()
+        return told(in_flight.result)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail(folder: Path) -> dict[str, str]:
+    """What this rank is told when the disk is full for rank 1, when its files are, or when rank 0 completes."""
+    tree, last = started(fs.init_mesh()), dist.get_rank() == 1
+    answers = {}
+    for when, method in {"opened": "__init__", "written": "tensor", "closed": "close"}.items():
+        for how in (False, True):
+            with writers(**({method: full_disk} if last else {})):
+                call = lambda how=how: save(folder / "failed", tree, async_save=how).result()  # noqa: E731
+                answers[f"{when}, {'in background' if how else 'at once'}"] = told(call)
+    complete = saving.complete
+    saving.complete = full_disk
+    answers["completed, at once"] = told(lambda: save(folder / "failed", tree))
+    answers["completed, in background"] = told(lambda: save(folder / "failed", tree, async_save=True).result())
+    saving.complete = complete
+    return answers
+
+
+def disagree(folder: Path) -> dict[str, str]:
+    mesh = fs.init_mesh()
+    tree, last = started(mesh), mesh.rank == 1
+    other = {**tree, "more": 1}
+    wrong = {**tree, "more": object()}
+    answers = {
+        "another tree": told(lambda: save(folder / "failed", other if last else tree)),
+        "another path": told(lambda: save(folder / ("other" if last else "failed"), tree)),
+        "another keep": told(lambda: save(folder / "failed", tree, keep=2 if last else 3)),
+        "another way": told(lambda: save(folder / "failed", tree, async_save=last).result()),
+        "no plain value": told(lambda: save(folder / "failed", wrong if last else tree)),
+        "there already": told(lambda: save(folder / "good", tree)),
+    }
+    like = fresh(mesh)
+    save(folder / "good too", stepped(tree))  # of the same shapes: only its values differ
+    answers |= {
+        "another tree to load": told(lambda: load(folder / "good", {"step": 0} if last else like)),
+        "another checkpoint": told(lambda: load(folder / ("good too" if last else "good"), like)),
+        "no checkpoint": told(lambda: load(folder / ("none" if last else "good"), like)),
+    }
+    read: Any = loading.Stored.tensor
+    unreadable: Any = full_disk if last else read
+    loading.Stored.tensor = unreadable
+    answers["unreadable"] = told(lambda: load(folder / "good", like))
+    loading.Stored.tensor = read
+    return answers
+
+
+# --- tensor parallelism -----------------------------------------------------------------------------------------------
+
+
+def parallel_tree(seed: int = 0) -> dict[str, Any]:
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model = tie(parallelize(moved(transformer(), seed), axes["tensor"]))
+    return plain_tree(model, fs.Mesh.from_device_mesh(axes["shard"]))
+
+
+def plain_tree(model: nn.Module, mesh: fs.Mesh, **options: Any) -> dict[str, Any]:
+    params = fs.shard(model, fs.plan(model, mesh, **options))
+    return {"model": params, "optim": {"state": ADAMW.init(params)}}
+
+
+def moved(model: Transformer, seed: int) -> Transformer:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed)
+    return model
+
+
+def stepped_parallel(tree: dict[str, Any]) -> dict[str, Any]:
+    params, state = ADAMW.step(tree["model"], grads=tree["model"], state=tree["optim"]["state"])
+    return {"model": params, "optim": {"state": state}}
+
+
+def tensor_parallel(folder: Path) -> dict[str, Any]:
+    tree = stepped_parallel(parallel_tree())
+    save(folder / "parallel", tree)
+    return {
+        "saved": by_name(tree),
+        "same": by_name(load(folder / "parallel", parallel_tree(1))),
+        "from plain": by_name(load(folder / "plain", parallel_tree(2))),
+    }
+
+
+# --- all that ranks are asked, in few starts of processes -------------------------------------------------------------
+
+
+def first_of_two(folder: Path) -> dict[str, Any]:
+    mesh = fs.init_mesh()
+    tree = started(mesh)
+    save(folder / "two", tree)
+    save(folder / "random", {"rng": per_rank(mesh)})
+    runs, faults = folder / "runs", folder / "faults"
+    save(faults / "good", tree)
+    dist.barrier()
+    good = files_of(faults)
+    answers: dict[str, Any] = {"fail": fail(faults)}
+    dist.barrier()
+    answers["left"] = sorted(set(files_of(faults)) ^ set(good))
+    answers["disagree"] = disagree(faults)
+    answers["background"] = train_while_saving(runs)
+    dist.barrier()
+    before = files_of(runs)
+    answers["donated"] = [donate_while_saving(runs, ranks) for ranks in ({0, 1}, {1}, {0})]
+    dist.barrier()
+    answers["untouched"] = files_of(runs) == before and files_of(faults).items() >= good.items()
+    dist.barrier()
+    return {**answers, "saved": by_name(tree), "go on": go_on(folder, 0)}
+
+
+def then_three(folder: Path) -> dict[str, Any]:
+    moved_on = move(folder / "two", folder / "three", None, "other units and labels", donate=True)
+    like = {"rng": per_rank(fs.init_mesh())}
+    return {"loaded": moved_on, "go on": go_on(folder, 1), "random": told(lambda: load(folder / "random", like))}
+
+
+def then_four(folder: Path) -> dict[str, Any]:
+    moved_on = move(folder / "three", folder / "four", {"replicate": 2, "shard": 2}, "some whole")
+    return {"loaded": moved_on, "parallel": tensor_parallel(folder)}
+
+
+def then_two(folder: Path) -> dict[str, Any]:
+    moved_on = move(folder / "four", folder / "two again", None, "as planned")
+    mesh = fs.init_mesh()
+    simulated = by_name(load(folder / "simulated", fresh(mesh)))
+    loaded = load(folder / "random", {"rng": fs.checkpoint.PerRank(torch.zeros(3, dtype=torch.int64))})
+    return {"loaded": moved_on, "go on": go_on(folder, 2), "simulated": simulated, "random": loaded["rng"].tensor}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(first_of_two, 2, folder)
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: Any) -> list[dict[str, Any]]:
+    return run_ranks(then_three, 3, folder)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, three: Any) -> list[dict[str, Any]]:
+    save(folder / "plain", stepped_parallel(plain_tree(tie(moved(transformer(), 3)), fs.simulated_mesh(3))))
+    return run_ranks(then_four, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def two_again(folder: Path, four: Any) -> list[dict[str, Any]]:
+    save(folder / "simulated", started(fs.simulated_mesh(2)))
+    return run_ranks(then_two, 2, folder)
+
+
+def same_values(loaded: Any, saved: Any) -> None:
+    exactly(loaded["model"], saved["model"])
+    exactly(loaded["optim"]["state"], saved["optim"]["state"])
+    assert (loaded["step"], loaded["list"]) == (saved["step"], saved["list"]) == (1, [1, "two"])
+
+
+def test_every_bit_goes_from_2_ranks_to_3_to_a_grid_of_4_to_2_to_1(
+    folder: Path, two: Any, three: Any, four: Any, two_again: Any
+) -> None:
+    saved = two[0]["saved"]
+    assert len(saved["model"][0]) == 21
+    for answer in (*two[1:], *three, *four, *two_again):
+        same_values(answer.get("loaded", answer.get("saved")), saved)
+    for name in ("two", "three", "four", "two again"):
+        for mesh in (fs.init_mesh(), fs.simulated_mesh(5)):
+            same_values(by_name(load(folder / name, fresh(mesh, "other units and labels"))), saved)
+
+
+def test_real_and_simulated_ranks_write_the_same_files(folder: Path, two: Any, two_again: Any) -> None:
+    real, simulated = files_of(folder / "two"), files_of(folder / "simulated")
+    assert {name for name in real if name.endswith(".distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert real.keys() == simulated.keys()
+    assert [name for name in real if name != "functorch_shard.json" and real[name] != simulated[name]] == []
+    for answer in two_again:
+        same_values(answer["simulated"], two[0]["saved"])
+
+
+def test_what_each_rank_has_for_itself_comes_back_to_it(three: Any, two_again: Any) -> None:
+    assert [answer["random"].tolist() for answer in two_again] == [[0, 1, 2], [10, 11, 12]]
+    for answer in three:
+        assert "'rng': got shape (3, 3), torch.int64, the checkpoint has shape (2, 3)" in answer["random"]
+
+
+@pytest.mark.parametrize("last", PROGRAMS)
+def test_training_goes_on_in_the_other_program_on_other_ranks(last: str, two: Any, three: Any, two_again: Any) -> None:
+    """2 ranks of one program, 3 of the other, 2 of the first: the losses of one process that nobody interrupted."""
+    expected = train_alone(3)
+    for ranks, name, phase in ((two, last, 0), (three, OTHER[last], 1), (two_again, last, 2)):
+        for answer in ranks:
+            assert answer["go on"][name]["losses"] == pytest.approx(expected[phase], rel=1e-10)
+
+
+@pytest.mark.parametrize("reader", PROGRAMS)
+def test_the_other_program_reads_every_bit_of_parameters_and_state(
+    reader: str, two: Any, three: Any, two_again: Any
+) -> None:
+    for before, after in ((two, three), (three, two_again)):
+        saved = before[0]["go on"][OTHER[reader]]["values"]
+        assert {"0.weight", "0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step"} < saved.keys()
+        for answer in after:
+            exactly(answer["go on"][reader]["loaded"], saved)
+
+
+def test_steps_while_a_save_is_in_flight_do_not_reach_it(folder: Path, two: Any) -> None:
+    for answer in two:
+        path = folder / "runs" / "in-flight"
+        assert answer["background"] == {"done before": False, "done": True, "path": path, "again": path}
+
+
+def test_a_donated_step_under_a_save_is_an_error_on_every_rank_and_leaves_nothing(folder: Path, two: Any) -> None:
+    own, other = "RuntimeError: save: written to while they were saved", "RuntimeError: save failed on rank {}, "
+    both, last, first = zip(*(answer["donated"] for answer in two), strict=True)
+    assert [text.startswith(own) for text in both] == [True, True]
+    assert (last[0].startswith(other.format(1)), last[1].startswith(own)) == (True, True)
+    assert (first[0].startswith(own), first[1].startswith(other.format(0))) == (True, True)
+    for text in (*both, *last, *first):
+        assert "written to while they were saved" in text
+        assert "model" in text
+        assert "use donate=False until done()" in text
+    assert [answer["untouched"] for answer in two] == [True, True]
+    assert sorted(x.name for x in (folder / "runs").iterdir()) == ["in-flight"]
+    assert latest(folder / "runs", verify=True) == folder / "runs" / "in-flight"
+
+
+def test_one_rank_that_fails_is_named_on_every_rank_and_leaves_nothing(folder: Path, two: Any) -> None:
+    first, last = (answer["fail"] for answer in two)
+    assert len(first) == 8
+    for what in first:
+        failing, told_it, rank = (first, last, 0) if what.startswith("completed") else (last, first, 1)
+        assert failing[what] == "OSError: [Errno 28] No space left on device", what
+        named = f"RuntimeError: save failed on rank {rank}, so no rank can go on. There:\nOSError: [Errno 28]"
+        assert told_it[what].startswith(named), what
+    assert [answer["left"] for answer in two] == [[], []]
+    assert sorted(x.name for x in (folder / "faults").iterdir()) == ["good", "good too"]
+
+
+def test_ranks_that_disagree_are_told_so_and_none_waits(two: Any) -> None:
+    first, last = (answer["disagree"] for answer in two)
+    for what in ("another tree", "another path", "another keep", "another way"):
+        assert first[what] == last[what]
+        assert first[what].startswith("RuntimeError: save: the ranks disagree. First difference:"), what
+    for what in ("another tree to load", "another checkpoint"):
+        assert first[what] == last[what]
+        assert first[what].startswith("RuntimeError: load: the ranks disagree. First difference:"), what
+    for what, own in {
+        "no plain value": "TypeError: save: 1 problem\n  more: got a object",
+        "no checkpoint": "FileNotFoundError: ",
+        "unreadable": "OSError: [Errno 28]",
+    }.items():
+        verb = "save" if what == "no plain value" else "load"
+        assert last[what].startswith(own), what
+        assert first[what].startswith(f"RuntimeError: {verb} failed on rank 1, so no rank can go on. There:\n{own}")
+    assert first["there already"].startswith("FileExistsError: ")
+    assert last["there already"].startswith("FileExistsError: ")
+
+
+def test_tensor_parallel_parameters_go_to_one_process_and_back(folder: Path, four: Any) -> None:
+    saved = four[0]["parallel"]["saved"]
+    for mesh in (fs.init_mesh(), fs.simulated_mesh(3)):
+        loaded = load(folder / "parallel", plain_tree(tie(transformer()), mesh))
+        exactly(by_name(loaded), saved)
+    plain = by_name(load(folder / "plain", plain_tree(tie(transformer()), fs.init_mesh())))
+    for answer in four:
+        exactly(answer["parallel"]["same"], saved)
+        exactly(answer["parallel"]["from plain"], plain)
+    assert told(lambda: exactly(plain, saved)).startswith("AssertionError")

@@ -1,0 +1,119 @@
+"""Boxes are the flat range, in order, and few; tried on every range of small shapes, and on random ones."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from functorch_shard.checkpoint.regions import Box, boxes
+from tests.support.refusals import refused
+
+SMALL_SHAPES = [shape for dims in range(4) for shape in product((0, 1, 2, 3), repeat=dims)] + [
+    (2, 1, 3, 2),
+    (2, 2, 2, 2),
+]
+SHAPES = st.lists(st.integers(1, 7), max_size=5).map(tuple)
+
+
+def numbered(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(prod(shape)).view(shape)
+
+
+def elements(found: list[Box], shape: tuple[int, ...]) -> list[int]:
+    whole = numbered(shape)
+    return [element for box in found for element in whole[box.index].flatten().tolist()]
+
+
+@pytest.mark.parametrize("shape", SMALL_SHAPES, ids=str)
+def test_the_boxes_of_every_range_are_the_range_in_order(shape: tuple[int, ...]) -> None:
+    numel = prod(shape)
+    for start in range(numel + 1):
+        for end in range(start, numel + 1):
+            found = boxes(shape, start, end - start)
+            assert elements(found, shape) == list(range(start, end))
+            assert len(found) <= max(2 * len(shape) - 1, 1)
+            assert all(box.numel == prod(box.sizes) > 0 for box in found)
+
+
+@given(SHAPES, st.data())
+def test_the_boxes_of_random_ranges_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, prod(shape)))
+    numel = data.draw(st.integers(0, prod(shape) - start))
+    found = boxes(shape, start, numel)
+    assert elements(found, shape) == list(range(start, start + numel))
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+
+
+def test_the_bound_is_reached() -> None:
+    for dims in range(1, 6):
+        shape = (3,) * dims
+        assert max(len(boxes(shape, 1, n)) for n in range(prod(shape))) == 2 * dims - 1
+
+
+def test_a_scalar_is_one_box_and_what_is_empty_none() -> None:
+    assert boxes((), 0, 1) == [Box((), ())]
+    assert boxes((), 0, 1)[0].numel == 1
+    assert boxes((), 0, 0) == boxes((), 1, 0) == boxes((0, 3), 0, 0) == boxes((4, 5), 20, 0) == []
+
+
+def test_the_whole_is_one_box() -> None:
+    for shape in SMALL_SHAPES:
+        expected = [Box((0,) * len(shape), shape)] if prod(shape) else []
+        assert boxes(shape, 0, prod(shape)) == expected
+
+
+def test_a_list_is_a_shape() -> None:
+    assert boxes([2, 3], 0, 6) == [Box((0, 0), (2, 3))]
+
+
+@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 7), (5, 2), (7, 0), (0, -1)])
+def test_a_range_outside_of_the_tensor_is_refused(start: int, numel: int) -> None:
+    text = f"ValueError: boxes: got elements {start} to {start + numel} of shape (2, 3), which has 6"
+    assert refused(boxes, (2, 3), start, numel) == text
+
+
+@st.composite
+def boxes_of_one_tensor(draw: st.DrawFn, number: int = 2) -> tuple[tuple[int, ...], list[Box]]:
+    shape = draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
+    found = []
+    for _ in range(number):
+        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        sizes = tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True))
+        found.append(Box(offsets, sizes))
+    return shape, found
+
+
+@given(boxes_of_one_tensor())
+def test_the_overlap_is_what_is_in_both(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (a, b) = case
+    both = set(elements([a], shape)) & set(elements([b], shape))
+    overlap = a.overlap(b)
+    assert (set(elements([overlap], shape)) if overlap else set()) == both
+    assert overlap == b.overlap(a)
+    assert overlap is None or overlap.numel == len(both)
+
+
+@given(boxes_of_one_tensor())
+def test_an_overlap_is_found_inside_of_both(case: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, (a, b) = case
+    whole, overlap = numbered(shape), a.overlap(b)
+    if overlap:
+        for box in (a, b):
+            assert torch.equal(whole[box.index][overlap.inside(box).index], whole[overlap.index])
+            assert overlap.inside(box).shifted(box.offsets) == overlap
+
+
+def test_scalars_overlap_and_empty_boxes_do_not() -> None:
+    assert Box((), ()).overlap(Box((), ())) == Box((), ())
+    assert Box((0,), (0,)).overlap(Box((0,), (3,))) is None
+    assert Box((0, 0), (2, 2)).overlap(Box((2, 0), (2, 2))) is None
+
+
+def test_boxes_of_other_tensors_do_not_compare() -> None:
+    assert refused(Box((0,), (1,)).overlap, Box((0, 0), (1, 1))).startswith("ValueError")

@@ -1,0 +1,323 @@
+"""Whole parameters in files: bitwise there and back, in any layout, and nothing taken from a file on trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.checkpoint.safetensors import writer as safetensors_writer
+from functorch_shard.checkpoint.safetensors.files import export_safetensors, import_safetensors
+from functorch_shard.checkpoint.safetensors.writer import Entry, write_files
+from tests.support.models import awkward
+from tests.support.refusals import refused
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
+]
+
+
+def of_every_dtype() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    tensors = {f"m{i}.w": (9 * torch.randn(3, 5)).to(dtype) for i, dtype in enumerate(DTYPES)}
+    return tensors | {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3), "nan": torch.tensor([0.0, float("nan")])}
+
+
+def bits(x: Tensor) -> list[int]:
+    return x.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def assert_same_bits(got: Any, expected: Any) -> None:
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (got[name].dtype, got[name].shape, bits(got[name])) == (x.dtype, x.shape, bits(x.detach())), name
+
+
+def values(**more: Tensor) -> dict[str, Tensor]:
+    return {"fc.weight": torch.arange(15.0).view(3, 5), "fc.bias": torch.tensor([7.0, 8.0, 9.0]), **more}
+
+
+def planned(tensors: Any, axes: Any = 2, **options: Any) -> fs.Layout:
+    return fs.plan(tensors, fs.simulated_mesh(axes), **options)
+
+
+@pytest.mark.parametrize("max_shard_size", [10**9, 100, 1])
+@pytest.mark.parametrize("axes", [1, 2, 3, 8, {"replicate": 2, "shard": 3}, {"shard": 2, "replicate": 2}], ids=str)
+def test_the_library_reads_what_was_exported(tmp_path: Path, axes: Any, max_shard_size: int) -> None:
+    tensors = of_every_dtype()
+    params = fs.shard(tensors, planned(tensors, axes, ignored=["m1.w", "m7.w"]))
+    export_safetensors(params, tmp_path / "new", max_shard_size=max_shard_size)
+    found: dict[str, Tensor] = {}
+    files = sorted((tmp_path / "new").glob("*.safetensors"))
+    for file in files:
+        found |= load_file(file)
+    assert_same_bits(found, tensors)
+    assert os.listdir(tmp_path) == ["new"]
+    if max_shard_size == 10**9:
+        assert os.listdir(tmp_path / "new") == ["model.safetensors"]
+        return
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.numel() * x.itemsize for x in tensors.values())
+    assert index["weight_map"].keys() == tensors.keys()
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    for file in files:
+        sizes = [x.numel() * x.itemsize for x in load_file(file).values()]
+        assert sum(sizes) <= max_shard_size or sum(size > 0 for size in sizes) == 1
+
+
+@pytest.mark.parametrize("axes", [1, 2, 5, {"replicate": 2, "shard": 3}, {"replicate": 3}], ids=str)
+def test_what_the_library_wrote_is_sharded_as_by_shard(tmp_path: Path, axes: Any) -> None:
+    tensors = of_every_dtype()
+    save_file(tensors, tmp_path / "one.safetensors")
+    layout = planned(tensors, axes, ignored=["m0.w", "m12.w"])
+    assert_same_bits(import_safetensors(tmp_path / "one.safetensors", layout), fs.shard(tensors, layout))
+
+
+def test_scales_of_eight_bits_go_there_and_back(tmp_path: Path) -> None:
+    tensors = {"scale": torch.tensor([0.25, 1.0, 2.0]).to(torch.float8_e8m0fnu)}
+    layout = planned(tensors)
+    params = fs.shard(tensors, layout)
+    export_safetensors(params, tmp_path / "new")
+    header = (tmp_path / "new" / "model.safetensors").read_bytes()
+    assert b'"F8_E8M0"' in header  # as the format's library spells it
+    assert_same_bits(import_safetensors(tmp_path / "new", layout), params)
+
+
+def test_keys_that_the_format_does_not_know_are_read_over(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], "more": {"any": 1}}
+    text = json.dumps({"a": entry}).encode()
+    file = tmp_path / "one.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text + struct.pack("<2f", 1, 2))
+    assert load_file(file)["a"].tolist() == [1, 2]  # as the library does
+    layout = planned({"a": torch.zeros(2)}, 1)
+    assert_same_bits(import_safetensors(file, layout), fs.shard({"a": torch.tensor([1.0, 2.0])}, layout))
+
+
+@pytest.mark.parametrize("given", ["directory", "index", "files", "text"])
+def test_exported_at_one_layout_it_comes_back_in_any_other(tmp_path: Path, given: str) -> None:
+    model = awkward()
+    export_safetensors(fs.shard(model, fs.plan(model, fs.simulated_mesh(3))), tmp_path / "new", max_shard_size=200)
+    folder = tmp_path / "new"
+    files: Any = {
+        "directory": folder,
+        "index": folder / "model.safetensors.index.json",
+        "files": sorted(folder.glob("*.safetensors")),
+        "text": str(folder),
+    }[given]
+    for axes in (1, 2, 8, {"replicate": 2, "shard": 2}):
+        label = lambda name, p: "vector" if p.ndim < 2 else None  # noqa: E731
+        layout = fs.plan(model, fs.simulated_mesh(axes), units=10**9, labels=label, align_bytes=0)
+        assert_same_bits(import_safetensors(files, layout), fs.shard(model, layout))
+
+
+def test_tied_parameters_are_written_under_each_name_and_found_under_any(tmp_path: Path) -> None:
+    weight = torch.arange(15.0).view(3, 5)
+    layout = planned({"embed": weight, "other": torch.ones(2), "head": weight})
+    expected = fs.shard({"embed": weight, "other": torch.ones(2)}, layout)
+    export_safetensors(expected, tmp_path / "new")
+    whole = {"embed": weight, "head": weight, "other": torch.ones(2)}
+    assert_same_bits(load_file(tmp_path / "new" / "model.safetensors"), whole)
+    assert_same_bits(import_safetensors(tmp_path / "new", layout), expected)
+    export_safetensors(expected, tmp_path / "once", names={"head": "embed"})
+    assert load_file(tmp_path / "once" / "model.safetensors").keys() == {"embed", "other"}
+    for name in ("embed", "head"):
+        save_file({name: weight, "other": torch.ones(2)}, tmp_path / "one.safetensors")
+        assert_same_bits(import_safetensors(tmp_path / "one.safetensors", layout), expected)
+    save_file({"embed": weight, "head": weight.clone(), "other": torch.ones(2)}, tmp_path / "both.safetensors")
+    assert_same_bits(import_safetensors(tmp_path / "both.safetensors", layout), expected)
+    save_file({"embed": weight, "head": weight + 1, "other": torch.ones(2)}, tmp_path / "both.safetensors")
+    assert "'embed': tied in the layout, but the values in" in refused(
+        import_safetensors, tmp_path / "both.safetensors", layout
+    )
+
+
+def test_names_are_mapped_in_both_directions(tmp_path: Path) -> None:
+    layout = planned(values())
+    params = fs.shard(values(), layout)
+    for i, names in enumerate([{"fc.bias": "b"}, lambda name: f"model.{name}"]):
+        export_safetensors(params, tmp_path / str(i), names=names)
+        assert_same_bits(import_safetensors(tmp_path / str(i), layout, names=names), params)
+    assert load_file(tmp_path / "0" / "model.safetensors").keys() == {"fc.weight", "b"}
+    assert "'fc.wieght': not in the layout (did you mean 'fc.weight'?)" in refused(
+        import_safetensors, tmp_path / "0", layout, names={"fc.wieght": "w"}
+    )
+    text = refused(export_safetensors, params, tmp_path / "2", names=lambda name: "w")
+    assert "'w': the name of two tensors" in text
+    assert not (tmp_path / "2").exists()
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e5m2], ids=str)
+def test_floating_point_is_cast_to_the_layout(tmp_path: Path, stored: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wide = {"w": torch.randn(7, 3).to(stored)}
+    save_file(wide, tmp_path / "one.safetensors")
+    layout = planned({"w": torch.zeros(7, 3)}, 3)
+    expected = fs.shard({"w": wide["w"].float()}, layout)
+    assert_same_bits(import_safetensors(tmp_path / "one.safetensors", layout), expected)
+
+
+def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+    whole = values(steps=torch.tensor(3), mask=torch.tensor(True))
+    layout = planned(whole)
+    save_file({"model.fc.weight": torch.zeros(3), "fc.bias": torch.zeros(4), "steps": torch.zeros(())}, tmp_path / "a")
+    text = refused(import_safetensors, [tmp_path / "a", tmp_path / "none"], layout)
+    assert text.startswith("ValueError: import_safetensors: 5 problems")
+    assert f"{tmp_path / 'none'}: no such file" in text
+    assert f"'fc.bias': got shape (4,), torch.float32 in {tmp_path / 'a'}, expected shape (3,), torch.float32" in text
+    assert "'steps': got shape (), torch.float32" in text
+    assert "'fc.weight': not in the files (did you mean 'model.fc.weight'?)" in text
+    assert "'mask': not in the files" in text
+
+
+def header(text: str | bytes | dict[str, Any], numbers: int = 0, length: int | None = None) -> bytes:
+    data = json.dumps(text).encode() if isinstance(text, dict) else text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(data) if length is None else length) + data + bytes(numbers)
+
+
+def entry(start: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "0 bytes, but a safetensors file starts with 8"),
+    "huge length": (header("{}", length=2**63), "a header of 9,223,372,036,854,775,808 bytes in a file of 10"),
+    "not JSON": (header("{'"), "not JSON"),
+    "not text": (header(b"\xff\xfe"), "not JSON"),
+    "no object": (header("[1]"), "JSON of a list"),
+    "nested": (header("[" * 200_000), "its JSON is nested too deep"),
+    "twice": (header('{"w": 1, "w": 2}'), "'w' comes twice"),
+    "no entry": (header({"w": 3}), "'w': its entry is none"),
+    "outside": (header({"w": entry(0, 8)}, 4), "truncated"),
+    "backwards": (header({"w": entry(8, 0)}, 8), "it ends before it starts"),
+    "negative": (header({"w": entry(-8, 0)}, 8), "non-negative integers"),
+    "bool": (header({"w": entry(False, True, [1], "U8")}, 1), "non-negative integers"),
+    "huge shape": (header({"w": entry(0, 8, [2**70])}, 8), "non-negative integers"),
+    "other size": (header({"w": entry(0, 8, [3])}, 8), "8 bytes, but shape (3,) of F32 takes 12"),
+    "overlap": (header({"w": entry(0, 8), "v": entry(4, 12)}, 12), "'v': overlaps 'w'"),
+    "gap": (header({"w": entry(0, 8), "v": entry(12, 20)}, 20), "'v': leaves a gap behind 'w'"),
+    "left over": (header({"w": entry(0, 8)}, 9), "1 bytes behind 'w' that belong to no tensor"),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path: Path, fault: str) -> None:
+    data, expected = HOSTILE[fault]
+    (tmp_path / "model.safetensors").write_bytes(data)
+    text = refused(import_safetensors, tmp_path, planned({"w": torch.zeros(2), "v": torch.zeros(2)}))
+    assert text.startswith("ValueError: import_safetensors")
+    assert expected in text
+
+
+def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in refused(import_safetensors, tmp_path / "pipe", planned(values()))
+
+
+@pytest.mark.parametrize("cut", [0, 7, 100, 200])
+def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
+    export_safetensors(fs.shard(values(), planned(values())), tmp_path / "new")
+    file = tmp_path / "new" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    assert refused(import_safetensors, tmp_path / "new", planned(values())).startswith("ValueError")
+
+
+def indexed(folder: Path, file: str) -> Path:
+    folder.mkdir(parents=True)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(values(), file)}))
+    return index
+
+
+def test_an_index_leads_nowhere_outside_of_its_directory(tmp_path: Path) -> None:
+    save_file(values(), tmp_path / "secret.safetensors")
+    for i, name in enumerate(["../secret.safetensors", str(tmp_path / "secret.safetensors"), "link.safetensors", "\0"]):
+        index = indexed(tmp_path / str(i), name)
+        if name == "link.safetensors":
+            (index.parent / name).symlink_to(tmp_path / "secret.safetensors")
+        for given in (index, index.parent):
+            text = refused(import_safetensors, given, planned(values()))
+            assert f"leads to {name!r}, which is outside of its directory" in text
+
+
+def test_the_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "repo" / "blobs").mkdir(parents=True)
+    save_file(values(), tmp_path / "repo" / "blobs" / "abc")
+    index = indexed(tmp_path / "repo" / "snapshots" / "main", "model-1.safetensors")
+    (index.parent / "model-1.safetensors").symlink_to("../../blobs/abc")
+    layout = planned(values())
+    assert_same_bits(import_safetensors(index.parent, layout), fs.shard(values(), layout))
+
+
+def test_an_index_that_does_not_tell_the_truth_is_refused(tmp_path: Path) -> None:
+    index = indexed(tmp_path / "a", "x.safetensors")
+    save_file({"fc.bias": torch.zeros(3)}, index.parent / "x.safetensors")
+    text = refused(import_safetensors, index, planned(values()))
+    assert f"'fc.weight': {index} says it is in {index.parent / 'x.safetensors'}, which has no such tensor" in text
+    index.write_text("{}")
+    assert "has no 'weight_map'" in refused(import_safetensors, index, planned(values()))
+    save_file(values(), tmp_path / "p.safetensors")
+    save_file(values(), tmp_path / "q.safetensors")
+    assert "'fc.bias': in two files" in refused(import_safetensors, tmp_path, planned(values()))
+
+
+def test_what_exists_is_never_written_over(tmp_path: Path) -> None:
+    params = fs.shard(values(), planned(values()))
+    (tmp_path / "there").mkdir()
+    for path in (tmp_path / "there", tmp_path / "dangling"):
+        if path.name == "dangling":
+            path.symlink_to(tmp_path / "nothing")
+        with pytest.raises(FileExistsError, match="is there already, and was not overwritten"):
+            export_safetensors(params, path)
+    assert sorted(os.listdir(tmp_path)) == ["dangling", "there"]
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, x: Tensor) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors_writer, "write_numbers", full)
+    with pytest.raises(OSError, match=r"export_safetensors: 'fc.weight'.*No space left"):
+        export_safetensors(fs.shard(values(), planned(values())), tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_are_written_from_tensors_one_at_a_time(tmp_path: Path) -> None:
+    tensors, asked = of_every_dtype(), []
+
+    def later(name: str) -> Any:
+        return lambda: asked.append(name) or tensors[name]
+
+    write_files([(Entry(name, x.dtype, tuple(x.shape)), later(name)) for name, x in tensors.items()], tmp_path / "new")
+    assert asked == list(tensors)
+    assert_same_bits(load_file(tmp_path / "new" / "model.safetensors"), tensors)
+    wrong = [(Entry("w", torch.float32, (3,)), lambda: torch.zeros(4))]
+    assert "'w': got shape (4,)" in refused(write_files, wrong, tmp_path / "other")
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    layout = planned(values())
+    params = fs.shard(values(), layout)
+    wrong: Any = values()
+    assert refused(import_safetensors, tmp_path, wrong).startswith("TypeError: import_safetensors: layout: got dict")
+    assert refused(export_safetensors, wrong, tmp_path / "x").startswith("TypeError: export_safetensors: got dict")
+    assert "files: got 3" in refused(import_safetensors, 3, layout)
+    assert "names: got int" in refused(import_safetensors, tmp_path, layout, names=3)
+    assert "max_shard_size: got 0" in refused(export_safetensors, params, tmp_path / "x", max_shard_size=0)
+    complex128 = {"z": torch.zeros(2, dtype=torch.complex128)}
+    assert "'z': torch.complex128, which safetensors files cannot hold" in refused(
+        export_safetensors, fs.shard(complex128, planned(complex128)), tmp_path / "x"
+    )
+    inside = layout.mesh.spmd(lambda params: export_safetensors(params, tmp_path / "x"))
+    assert "called inside mesh.spmd" in refused(inside, params)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,218 @@
+"""Collectives are exact linear maps, on simulated ranks, under every transform and at every order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.func import vmap
+
+import functorch_shard as fs
+from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
+from tests.support import reference
+from tests.support.programs import PROGRAMS, Case, as_rank, cases
+from tests.support.ranking import dtypes_of
+from tests.support.refusals import refused
+
+RANKS = (1, 2, 3, 5, 8)
+CASES = [case for num_ranks in (1, 2, 3, 5) for case in cases(num_ranks)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_simulated_ranks_compute_what_a_loop_over_ranks_does(case: Case) -> None:
+    mesh = fs.simulated_mesh(case.num_ranks)
+    actual = mesh.spmd(case.on_rank(mesh["shard"]))(*case.rows())
+    torch.testing.assert_close(actual, case.expected(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_outer_vmap_is_a_loop_around_spmd(program: str, num_ranks: int) -> None:
+    mesh = fs.simulated_mesh(num_ranks)
+    rows = torch.randn(num_ranks, num_ranks, 2 * num_ranks, 4, dtype=torch.float64)  # (ranks, .., batch)
+    every_rank = mesh.spmd(as_rank(PROGRAMS[program], mesh))
+    actual = vmap(every_rank, in_dims=-1, out_dims=1)(rows)
+    expected = torch.stack([reference.run(PROGRAMS[program], rows[..., i]) for i in range(4)], 1)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_vmaps_on_both_sides_of_the_ranks_nest(program: str) -> None:
+    mesh = fs.simulated_mesh(3)
+    rows = torch.randn(3, 2, 3, 4, 6, dtype=torch.float64)  # (ranks, outer batch, dim, inner batch, dim)
+    inner = mesh.spmd(lambda x: vmap(as_rank(PROGRAMS[program], mesh), in_dims=1)(x))
+    actual = vmap(inner, in_dims=1, out_dims=1)(rows)
+    one = lambda i, j: reference.run(PROGRAMS[program], rows[:, i, :, j])  # noqa: E731
+    expected = torch.stack([torch.stack([one(i, j) for j in range(4)], 1) for i in range(2)], 1)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 3), (3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("verb", ["psum", "pmean", "pmax", "all_gather", "psum_scatter", "axis_index"])
+def test_a_mesh_of_several_axes_is_one_axis_in_row_major_order(verb: str, sizes: tuple[int, ...]) -> None:
+    mesh = fs.simulated_mesh(dict(zip("abc", sizes, strict=False)))
+    rows = torch.randn(*sizes, 2 * mesh.size, 3, dtype=torch.float64)
+    collective: Any = getattr(fs.collectives, verb)
+    actual = mesh.spmd(lambda x: axis_index(mesh) if verb == "axis_index" else collective(x, mesh))(rows)
+    expected = torch.stack(list(reference.COLLECTIVES[verb](list(rows.flatten(0, len(sizes) - 1)), 0)))
+    torch.testing.assert_close(actual.flatten(0, len(sizes) - 1), expected)
+
+
+@pytest.mark.parametrize("axis", ["a", "b"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_one_axis_of_two_leaves_the_other_alone(program: str, axis: str) -> None:
+    mesh = fs.simulated_mesh({"a": 2, "b": 3})
+    rows = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    actual = mesh.spmd(as_rank(PROGRAMS[program], mesh[axis]))(rows)
+    dim = 1 - "ab".index(axis)  # the ranks of the other axis are independent
+    expected = torch.stack([reference.run(PROGRAMS[program], x) for x in rows.unbind(dim)], dim)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    verb=st.sampled_from(["psum", "pmean", "all_gather", "psum_scatter"]),
+    num_ranks=st.sampled_from(RANKS),
+    shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    seed=st.integers(0, 2**16),
+    data=st.data(),
+)
+def test_backward_is_the_transpose_of_forward(
+    verb: str, num_ranks: int, shape: list[int], seed: int, data: st.DataObject
+) -> None:
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    if verb == "psum_scatter":
+        shape[dim] *= num_ranks
+    mesh = fs.simulated_mesh(num_ranks)
+    options = {"dim": dim} if verb in ("all_gather", "psum_scatter") else {}
+    every_rank = mesh.spmd(lambda x: getattr(fs.collectives, verb)(x, mesh, **options))
+    pull = mesh.spmd(
+        lambda x, y: torch.func.vjp(lambda x: getattr(fs.collectives, verb)(x, mesh, **options), x)[1](y)[0]
+    )
+    torch.manual_seed(seed)
+    x = torch.randn(num_ranks, *shape, dtype=torch.float64)
+    ax = every_rank(x)
+    y = torch.randn_like(ax)
+    torch.testing.assert_close((ax * y).sum(), (x * pull(x, y)).sum(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_all_gather_of_psum_scatter_is_psum(num_ranks: int) -> None:
+    mesh = fs.simulated_mesh(num_ranks)
+    rows = torch.randint(-99, 99, (num_ranks, 3, 2 * num_ranks))
+    halves = mesh.spmd(lambda x: all_gather(psum_scatter(x, mesh, dim=1), mesh, dim=1))(rows)
+    torch.testing.assert_close(halves, mesh.spmd(lambda x: psum(x, mesh))(rows), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.bfloat16, torch.complex128])
+def test_every_dtype_travels(dtype: torch.dtype) -> None:
+    mesh = fs.simulated_mesh(3)
+    rows = torch.arange(18).view(3, 6).remainder(5).to(dtype)
+    assert torch.equal(mesh.spmd(lambda x: all_gather(x, mesh))(rows), rows.view(1, -1).expand(3, -1))
+    total = rows.sum(0) if dtype == torch.bool else rows.sum(0, dtype=dtype)
+    assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(rows)[1], total)
+    assert mesh.spmd(lambda x: psum_scatter(x, mesh))(rows).dtype == total.dtype
+
+
+def test_booleans_are_counted_and_integers_averaged_in_floating_point() -> None:
+    mesh = fs.simulated_mesh(3)
+    flags = torch.tensor([True, False, True])
+    assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(flags), torch.tensor([2, 2, 2]))
+    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1, 2, 4])), torch.full((3,), 7 / 3))
+    large = torch.full((3,), 200, dtype=torch.uint8)
+    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(large), torch.full((3,), 200.0))
+
+
+@pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(1), fs.simulated_mesh({"a": 1, "b": 2})], ids=str)
+def test_dtypes_of_results_do_not_depend_on_the_number_of_ranks(mesh: fs.Mesh) -> None:
+    results = dtypes_of(mesh)
+    assert results == dtypes_of(fs.simulated_mesh(2))
+    assert {results[verb, torch.bool] for verb in ("psum", "psum_scatter")} == {torch.int64}
+    assert results["psum", torch.int8] == torch.int8
+
+
+def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:
+    mesh = fs.simulated_mesh(4)
+    rows = torch.tensor([1.0, 5.0, 5.0, 2.0])
+    assert torch.equal(mesh.spmd(torch.func.grad(lambda x: pmax(x, mesh)))(rows), torch.tensor([0.0, 2.0, 2.0, 0.0]))
+
+
+def test_trees_go_leaf_by_leaf_with_none_left_out() -> None:
+    mesh = fs.simulated_mesh(2)
+    tree = {"a": torch.tensor([1.0, 2.0]), "b": [torch.tensor([3, 5]), None]}
+    with fs.testing.count_collectives() as seen:
+        total: Any = mesh.spmd(lambda tree: psum(tree, mesh))(tree)
+    assert seen.by_kind == {"psum": 2}
+    assert torch.equal(total["a"], torch.tensor([3.0, 3.0]))
+    assert torch.equal(total["b"][0], torch.tensor([8, 8]))
+    assert total["b"][1] is None
+
+
+def test_an_axis_of_one_rank_is_the_identity_and_costs_nothing() -> None:
+    x = torch.randn(3, 2)
+    for mesh in (fs.init_mesh(), fs.simulated_mesh(1)):
+        with fs.testing.count_collectives() as seen:
+            for verb in (psum, pmean, pmax, all_gather, psum_scatter):
+                assert torch.equal(verb(x, mesh), x)
+        assert seen.total == 0
+    assert axis_index(fs.init_mesh()).item() == 0
+    with torch.device("meta"):  # what is made without a device has no values
+        assert axis_index(fs.init_mesh()).item() == 0
+
+
+def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
+    mesh = fs.simulated_mesh(3)
+    same = torch.tensor([1.0, 2.0])
+    assert torch.equal(mesh.spmd(lambda: all_gather(same, mesh), out_dims=None)(), same.repeat(3))
+    assert torch.equal(mesh.spmd(lambda: psum(same, mesh), out_dims=None)(), 3 * same)
+
+
+def test_inputs_are_never_written_to() -> None:
+    mesh = fs.simulated_mesh(2)
+    rows = torch.randn(2, 4)
+    version = rows._version
+    for verb in (psum, pmean, pmax, all_gather, psum_scatter):
+        mesh.spmd(lambda x, verb=verb: verb(x, mesh))(rows)
+        mesh.spmd(torch.func.grad(lambda x, verb=verb: verb(x, mesh).square().sum()))(rows)
+    assert rows._version == version
+
+
+def test_errors_name_every_leaf_and_the_arithmetic() -> None:
+    mesh = fs.simulated_mesh(3)
+    tree: Any = {"a": torch.zeros(3, 4), "b": torch.zeros(3, 5), "c": torch.zeros(3)}
+    text = refused(mesh.spmd(lambda tree: psum_scatter(tree, mesh)), tree)
+    assert text.startswith("ValueError: psum_scatter: 3 problems")
+    assert "x['a']: 3 ranks do not divide dim 0 of shape (4,)" in text
+    assert "x['c']: shape () has no dim 0" in text
+    text = refused(mesh.spmd(lambda x: all_gather(x, mesh, dim=2)), torch.zeros(3, 4))
+    assert "x: shape (4,) has no dim 2" in text
+    text = refused(lambda: psum({"a": 1.0, "b": torch.zeros(3)}, mesh))
+    assert text.startswith("TypeError: psum: 1 problem\n  x['a']: got float")
+
+
+def test_simulated_ranks_do_not_exist_outside_spmd() -> None:
+    mesh = fs.simulated_mesh(2)
+    assert "only exist inside mesh.spmd" in refused(lambda: psum(torch.zeros(2), mesh))
+    assert "only exist inside mesh.spmd" in refused(lambda: axis_index(mesh))
+
+
+def test_an_axis_has_to_be_one() -> None:
+    mesh = fs.simulated_mesh(2)
+    wrong: Any = "shard"
+    assert "expected a mesh or one of its axes" in refused(lambda: psum(torch.zeros(2), wrong))
+    assert "the mesh has the axes shard=2" in refused(lambda: mesh["data"])
+
+
+def test_a_naive_reference_is_a_reference() -> None:
+    # the reference itself, against arithmetic by hand
+    rows = torch.tensor([[1.0, 2.0], [10.0, 20.0]])
+    expected: dict[str, Tensor] = {
+        "psum": torch.tensor([[11.0, 22.0], [11.0, 22.0]]),
+        "gather_first": torch.tensor([[1.0, 4.0, 100.0, 400.0]] * 2),
+    }
+    for name, value in expected.items():
+        assert torch.equal(reference.run(PROGRAMS[name], rows), value)

@@ -1,0 +1,332 @@
+"""Backends before backends, on simulated ranks and on ranks that are threads: they count, skip, and replace."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.communication import (
+    Backend,
+    Counter,
+    Flight,
+    Traffic,
+    Wrapper,
+    checked,
+    without_all_gather,
+    without_reduction,
+)
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.models import awkward, loss_of
+from tests.support.refusals import refused
+
+MODEL = awkward()
+AXES = [{"shard": 2}, {"shard": 5}, {"replicate": 2, "shard": 3}]
+x_of, y_of = torch.randn(6, 3, 5, dtype=torch.float64), torch.randn(6, 3, 3, dtype=torch.float64)
+
+
+def trained(mesh: fs.Mesh, num_steps: int = 3, **options: Any) -> tuple[fs.Sharded, Tensor]:
+    """A few steps of SGD on a model of awkward parameters."""
+    model = copy.deepcopy(MODEL)  # functional_call swaps parameters in it: threads need one each
+    params = fs.shard(model, fs.plan(model, mesh, **options))
+    opt = fs.optimizer(torch.optim.SGD, lr=0.02, momentum=0.9)
+    state = opt.init(params)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(lambda p: loss_of(model, fs.gather(p), x, y))(params)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
+
+    loss = torch.zeros(())
+    ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()
+    x, y = (z[: mesh.size].unflatten(0, ranks) if ranks else z[mesh.rank] for z in (x_of, y_of))
+    for _ in range(num_steps):
+        params, state, loss = step(params, state, x, y)
+    return params, loss
+
+
+def same_shapes(actual: fs.Sharded, expected: fs.Sharded) -> None:
+    form = lambda tree: {key: (x.shape, x.dtype, x.device) for key, x in tree.items()}  # noqa: E731
+    assert form(actual) == form(expected)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_a_counter_counts_per_axis_and_kind_what_one_rank_does(axes: dict[str, int]) -> None:
+    counter, mesh = Counter(), fs.simulated_mesh(axes)
+    with count_collectives() as seen:
+        actual = trained(mesh.through(counter))
+    assert_trees_close(actual, trained(mesh), rtol=0, atol=0)
+    issued = {(c.axis, c.kind) for c in seen.issued}
+    assert issued == set(counter.traffic)
+    for axis, kind in issued:
+        these = [c for c in seen.issued if (c.axis, c.kind) == (axis, kind)]
+        traffic, n = counter[axis, kind], axes[axis]
+        assert (traffic.number, traffic.nbytes) == (len(these), sum(c.nbytes for c in these))
+        factor = {"all_gather": n * (n - 1), "psum_scatter": n - 1, "psum": 2 * (n - 1)}[kind]
+        assert traffic.sent == sum(-(-c.nbytes * factor // n) for c in these)
+        assert 0 < traffic.blocked == traffic.seconds
+    assert counter.total.number == seen.total
+    assert len(str(counter).splitlines()) == 1 + len(issued)
+    counter.clear()
+    assert counter.traffic == {}
+    assert counter["shard", "all_gather"] == Traffic()
+
+
+def test_a_counter_sees_every_thread() -> None:
+    counter = Counter()
+    mesh = fs.simulated_mesh(2).through(counter)
+    psum = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))
+    with ThreadPoolExecutor(8) as pool, count_collectives() as seen:
+        list(pool.map(lambda _: psum(torch.ones(2, 3)), range(200)))
+    assert seen.total == 0  # torch shows the operations of its own thread alone
+    assert (counter["shard", "psum"].number, counter["shard", "psum"].nbytes) == (200, 200 * 12)
+
+
+@dataclass(frozen=True)
+class Slow(Wrapper):
+    """Takes a while to start and a while to land."""
+
+    starting: float = 0.01
+    landing: float = 0.02
+
+    def start_all_gather(
+        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> Flight:
+        time.sleep(self.starting)
+        return Flight([], lambda: (time.sleep(self.landing), x)[1])
+
+    def psum(self, x: Tensor) -> Tensor:
+        time.sleep(self.landing)
+        return x
+
+
+def test_time_that_is_computed_in_counts_as_under_way_but_not_as_waited_for() -> None:
+    counter = Counter()
+    backend = fs.init_mesh().through(lambda axis: Slow(axis.backend)).through(counter)["shard"].backend
+    for _ in range(2):
+        flight = backend.start_all_gather(torch.ones(2))
+        time.sleep(0.05)
+        flight.land()
+    backend.psum(torch.ones(2))
+    gathers, sums = counter["shard", "all_gather"], counter["shard", "psum"]
+    assert gathers.blocked >= 2 * 0.03
+    assert gathers.seconds - gathers.blocked >= 2 * 0.05
+    assert sums.seconds == sums.blocked >= 0.02
+    assert counter.total.seconds == pytest.approx(gathers.seconds + sums.seconds)
+
+
+def test_what_is_started_and_never_landed_is_no_trouble() -> None:
+    counter = Counter()
+    backend = fs.init_mesh().through(lambda axis: Slow(axis.backend, landing=9.0)).through(counter)["shard"].backend
+    backend.start_all_gather(torch.ones(2))
+    assert 0.01 <= counter["shard", "all_gather"].seconds < 9
+
+
+SKIPS = {
+    "all_gather": [without_all_gather],
+    "reduction": [without_reduction],
+    "both": [without_all_gather, without_reduction],
+}
+
+
+@pytest.mark.parametrize("skipped", SKIPS)
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_a_step_runs_without_what_is_skipped(axes: dict[str, int], skipped: str) -> None:
+    behind, before = Counter(), Counter()
+    mesh = fs.simulated_mesh(axes).through(behind)
+    for skip in SKIPS[skipped]:
+        mesh = mesh.through(skip)
+    actual, loss = trained(mesh.through(before))
+    expected, expected_loss = trained(fs.simulated_mesh(axes))
+    same_shapes(actual, expected)
+    assert loss.shape == expected_loss.shape
+    assert torch.isfinite(loss).all()
+    kinds = {"all_gather": {"all_gather"}, "reduction": {"psum_scatter", "psum"}}
+    gone = kinds.get(skipped, kinds["all_gather"] | kinds["reduction"])
+    asked, sent = before.traffic, behind.traffic
+    assert set(asked) - set(sent) == {(axis, kind) for axis, kind in asked if kind in gone}
+    assert all(sent[key].nbytes == asked[key].nbytes for key in sent)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
+    mesh = fs.simulated_mesh(2).through(without_all_gather).through(without_reduction)
+    rows = torch.randn(2, 4, 6)
+    gathered = mesh.spmd(lambda x: fs.collectives.all_gather(x, mesh, dim=dim))(rows)
+    assert torch.equal(gathered[0], torch.cat([rows[0], rows[0]], dim))
+    scattered = mesh.spmd(lambda x: fs.collectives.psum_scatter(x, mesh, dim=dim))(rows)
+    assert torch.equal(scattered, torch.stack([rows[r].chunk(2, dim)[r] for r in range(2)]))
+    for reduce in (fs.collectives.psum, fs.collectives.pmax):
+        assert torch.equal(mesh.spmd(lambda x, f=reduce: f(x, mesh))(rows)[0], rows[0])
+
+
+def test_an_axis_may_be_left_alone() -> None:
+    one = lambda axis: without_reduction(axis) if axis.name == "replicate" else axis.backend  # noqa: E731
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3}).through(one)
+    rows = torch.randn(2, 3, 4)
+    result = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
+    torch.testing.assert_close(result[1, 2], rows[0].sum(0))
+
+
+class HalfSums(Wrapper):
+    """Gradients travel in bfloat16. Only the plain form is written."""
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.inner.psum_scatter(x.bfloat16(), dim).to(x.dtype)
+
+
+def test_a_backend_of_ones_own_reduces_as_the_precision_that_does_the_same() -> None:
+    mesh = fs.simulated_mesh(3)
+    actual = trained(mesh.through(lambda axis: HalfSums(axis.backend)))
+    expected = trained(mesh, precision=fs.MixedPrecision(reduce_dtype=torch.bfloat16))
+    assert_trees_close(actual, expected, rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        assert_trees_close(actual, trained(mesh), rtol=0, atol=0)
+
+
+@dataclass(frozen=True)
+class Listening(Wrapper):
+    heard: list[tuple[str, int, torch.dtype, str]] = field(default_factory=list)
+
+    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
+        self.heard.append((kind, numel, dtype, key))
+        super().announce(kind, numel, dtype, key)
+
+
+def test_what_was_wrapped_last_is_asked_first() -> None:
+    heard: list[Any] = []
+    mesh = fs.simulated_mesh(2)
+    for name in "ab":
+        mesh = mesh.through(lambda axis, name=name: Named(axis.backend, name, heard))
+    mesh.spmd(lambda x: fs.collectives.pmax(x, mesh))(torch.ones(2))
+    assert heard == ["b is told", "a is told", "b", "a"]
+
+
+@dataclass(frozen=True)
+class Named(Wrapper):
+    name: str
+    heard: list[str]
+
+    def announce(self, *args: Any) -> None:
+        self.heard.append(f"{self.name} is told")
+        super().announce(*args)
+
+    def around(self, kind: str) -> Callable[[Callable[[], Any]], Any]:
+        self.heard.append(self.name)
+        return super().around(kind)
+
+
+@dataclass(frozen=True)
+class ThreadBackend(Backend):
+    """Ranks that are threads of this process: a backend from nothing, with only what it has to have."""
+
+    size: int
+    rank: Callable[[], int]
+    barrier: threading.Barrier
+    slots: list[Tensor]
+
+    def index(self) -> int:
+        return self.rank()
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._all(x), dim)
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.psum(x).chunk(self.size, dim)[self.rank()]
+
+    def psum(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).sum(0)
+
+    def pmax(self, x: Tensor) -> Tensor:
+        return torch.stack(self._all(x)).amax(0)
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        self.slots[self.rank()] = x
+        self.barrier.wait(30)
+        copies = [slot.clone() for slot in self.slots]
+        self.barrier.wait(30)  # from now on x may be written to
+        return copies
+
+
+def ranks_as_threads(size: int, fn: Callable[[fs.Mesh], Any]) -> list[Any]:
+    here = threading.local()
+    backend = ThreadBackend(size, lambda: here.rank, threading.Barrier(size), [torch.empty(0)] * size)
+    mesh = fs.simulated_mesh(size).through(lambda axis: backend)
+
+    def as_rank(rank: int) -> Any:
+        here.rank = rank
+        return fn(mesh)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(as_rank, range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backend_from_nothing_trains_as_simulated_ranks_do(size: int) -> None:
+    expected, expected_loss = trained(fs.simulated_mesh(size))
+    for rank, (params, loss) in enumerate(ranks_as_threads(size, trained)):
+        assert_trees_close(dict(params), {key: x[rank] for key, x in expected.items()}, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(loss, expected_loss[rank])
+    listening = Listening(fs.init_mesh()["shard"].backend)
+    ranks_as_threads(size, lambda mesh: trained(mesh.through(lambda axis: Listening(axis.backend, listening.heard)), 1))
+    names = {key for kind, _, _, key in listening.heard if kind in ("all_gather", "psum_scatter")}
+    assert names == {key for key, buffer in expected.layout.buffers.items()}
+    assert ("exchange", 32, torch.uint8, "") in listening.heard
+
+
+def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
+    class Half(Backend):
+        def index(self) -> int:
+            return 0
+
+    make: Any = Half
+    assert "all_gather" in refused(make)
+
+
+def test_only_backends_go_into_a_mesh() -> None:
+    wrong: Any = lambda axis: axis  # noqa: E731
+    assert "Mesh.through: wrap returned Axis, expected a backend" in refused(fs.simulated_mesh(2).through, wrong)
+
+
+def test_checking_needs_a_process_group_or_ranks_that_cannot_differ() -> None:
+    for mesh in (fs.simulated_mesh(3), fs.init_mesh()):
+        assert mesh.through(checked)["shard"].backend is mesh["shard"].backend
+    backend = ThreadBackend(2, lambda: 0, threading.Barrier(2), [])
+    mesh = fs.simulated_mesh(2).through(lambda axis: backend)
+    text = refused(mesh.through, checked)
+    assert "checked: axis 'shard': got a ThreadBackend, expected a process group" in text
+
+
+def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
+    plain = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    mesh = plain.through(Counter()).through(without_reduction)
+    assert (mesh.axes, mesh.size, mesh.rank, mesh.device, mesh.is_simulated) == (plain.axes, 6, 0, plain.device, True)
+    assert repr(mesh) == repr(plain)
+    assert copy.deepcopy(mesh) is mesh
+    assert (mesh.in_spmd, plain.in_spmd) == (False, False)
+    assert plain.spmd(lambda: (mesh.in_spmd, plain.in_spmd))() == (True, True)
+    assert "already runs as one rank" in refused(plain.spmd(lambda x: mesh.spmd(lambda y: y)(x)), torch.zeros(2, 3))
+    assert plain["shard"].backend is not mesh["shard"].backend
+    values = {"w": torch.arange(7.0)}
+    params = fs.shard(values, fs.plan(values, plain))
+    moved = fs.Sharded(params, params.layout.on(mesh))
+    assert torch.equal(fs.gather(moved)["w"], values["w"])
+
+
+def test_a_pickle_keeps_neither_ranks_nor_what_stands_before_them() -> None:
+    mesh = fs.simulated_mesh(2).through(Counter()).through(without_reduction)
+    thawed = pickle.loads(pickle.dumps(mesh))
+    rows = torch.tensor([1.0, 2.0])
+    assert torch.equal(thawed.spmd(lambda x: fs.collectives.psum(x, thawed))(rows), torch.tensor([3.0, 3.0]))
+    single = pickle.loads(pickle.dumps(fs.init_mesh().through(Counter())))
+    assert (single.axes, single.rank) == ({"shard": 1}, 0)

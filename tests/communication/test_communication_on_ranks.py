@@ -1,0 +1,238 @@
+"""Communication taken apart on real ranks: exact counts, nothing sent where it is skipped, and no hang under checks."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+from unittest.mock import patch
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functorch_shard as fs
+from functorch_shard.collectives import pmax, psum
+from functorch_shard.communication import Counter, Traffic, Wrapper, checked, without_all_gather, without_reduction
+from functorch_shard.communication.backend import RollCall
+from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from tests.support.models import awkward, loss_of
+
+NUM_UNITS, NUM_STEPS = 5, 3
+AGAIN = [1, 2]  # backward still has the last two units of forward, and the first one's gradient needs no weights
+tree_map: Any = optree.tree_map
+
+
+def units_of_different_sizes() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5 + i, 6 + i), nn.Tanh()) for i in range(NUM_UNITS))).double()
+
+
+def train(mesh: fs.Mesh, model: nn.Module, layout: fs.Layout | None = None, **options: Any) -> list[Any]:
+    """SGD by hand with different data on every rank: losses and gradients of each step, and the parameters."""
+    layout = layout or fs.plan(model, mesh, **options)
+    params, history = fs.shard(dict(model.named_parameters()), layout), []  # which compares nothing, and sends nothing
+    for i in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(10 * i + mesh.rank)
+        x, y = (torch.randn(3, n, generator=generator, dtype=torch.float64) for n in (5, 1))
+        grads, loss = fs.grad_and_value(lambda p, x=x, y=y: loss_of(model, fs.gather(p), x, y))(params)
+        params = tree_map(lambda p, g: p if g is None else p - 0.05 * g, params, grads, none_is_leaf=True)
+        history += [fs.collectives.pmean(loss, mesh), dict(grads)]
+    return [*history, dict(params)]
+
+
+def counted_on_this_rank(axes: dict[str, int]) -> tuple[Any, Any, dict[str, int]]:
+    plain, counter, model = fs.init_mesh(axes), Counter(), units_of_different_sizes()
+    mesh = plain.through(counter)
+    layout = fs.plan(model, mesh)
+    planned = counter.traffic
+    counter.clear()
+    with count_collectives() as seen:
+        actual = train(mesh, model, layout)
+    assert_trees_close(actual, train(plain, model), rtol=0, atol=0)
+    by_axis = {}
+    for c in seen.issued:
+        number, nbytes = by_axis.get((c.axis, c.kind), (0, 0))
+        by_axis[c.axis, c.kind] = number + 1, nbytes + c.nbytes
+    assert {key: (t.number, t.nbytes) for key, t in counter.traffic.items()} == by_axis
+    assert all(0 < t.blocked <= t.seconds for t in counter.traffic.values())
+    return planned, counter.traffic, {key: 8 * buffer.shard_numel for key, buffer in layout.buffers.items()}
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_a_counter_counts_a_training_step_to_the_byte(axes: dict[str, int]) -> None:
+    size = fs.simulated_mesh(axes).size
+    for planned, traffic, shards in run_ranks(counted_on_this_rank, size, axes):
+        assert {(axis, kind): t.number for (axis, kind), t in planned.items()} == {
+            (axis, "exchange"): 1 for axis in axes
+        }
+        n, all_units = axes["shard"], sum(shards.values())
+        twice = sum(shards[str(i)] for i in AGAIN)
+        numbers = {"all_gather": NUM_UNITS + len(AGAIN), "psum_scatter": NUM_UNITS, "psum": 1}
+        sent = {
+            "all_gather": (n - 1) * (all_units + twice),
+            "psum_scatter": (n - 1) * all_units,
+            "psum": -(-2 * 8 * (n - 1) // n),  # the loss
+        }
+        for kind in numbers:
+            seen = traffic["shard", kind]
+            assert (seen.number, seen.sent) == (NUM_STEPS * numbers[kind], NUM_STEPS * sent[kind])
+        if "replicate" in axes:
+            seen = traffic["replicate", "psum"]
+            assert (seen.number, seen.sent) == (NUM_STEPS * (NUM_UNITS + 1), NUM_STEPS * (all_units + 8))
+        assert len(traffic) == 3 + ("replicate" in axes)
+
+
+def counted_in_a_thread() -> tuple[Traffic, Traffic, int]:
+    counter, model = Counter(), units_of_different_sizes()
+    mesh = fs.init_mesh().through(counter)
+    layout = fs.plan(model, mesh)
+    counter.clear()
+    with count_collectives() as seen:
+        thread = threading.Thread(target=train, args=(mesh, model, layout))
+        thread.start()
+        thread.join()
+    return counter["shard", "all_gather"], counter["shard", "psum_scatter"], seen.total
+
+
+def test_a_counter_sees_a_step_in_another_thread() -> None:
+    for gathers, scatters, seen in run_ranks(counted_in_a_thread, 2):
+        assert (gathers.number, scatters.number) == (NUM_STEPS * (NUM_UNITS + len(AGAIN)), NUM_STEPS * NUM_UNITS)
+        assert seen == 0  # what torch shows to the thread that asked
+
+
+class CountMessages(TorchDispatchMode):
+    """Whatever is handed to a process group, by anybody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += [str(func)] if func.namespace == "c10d" else []
+        return (
+            NotImplemented if any(kind not in (Tensor, nn.Parameter) for kind in types) else func(*args, **kwargs or {})
+        )
+
+
+SKIPS = {
+    "nothing": [],
+    "all_gather": [without_all_gather],
+    "reduction": [without_reduction],
+    "both": [without_all_gather, without_reduction],
+}
+
+
+def skipped_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[int, set[str]]]:
+    results: dict[str, Any] = {}
+    expected: Any = None
+    for name, skips in SKIPS.items():
+        sent, model = Counter(), awkward()
+        mesh = fs.init_mesh(axes).through(sent)
+        for skip in skips:
+            mesh = mesh.through(skip)
+        layout = fs.plan(model, mesh)  # what it compares is compared whatever is skipped
+        sent.clear()
+        with CountMessages() as messages:
+            history = train_awkward(mesh, model, layout)
+        expected = expected or history
+        assert_trees_close(forms(history), forms(expected))
+        assert all(torch.isfinite(loss) for loss in history[::2])
+        results[name] = len(messages.ops), {kind for _, kind in sent.traffic}
+    return results
+
+
+def train_awkward(mesh: fs.Mesh, model: nn.Module, layout: fs.Layout) -> list[Any]:
+    params, history, loss = fs.shard(dict(model.named_parameters()), layout), [], torch.zeros(())
+    x, y = torch.randn(3, 5, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64)
+    for _ in range(2):
+        grads, loss = fs.grad_and_value(lambda p: loss_of(model, fs.gather(p), x, y))(params)
+        history += [fs.collectives.pmean(loss, mesh), dict(grads)]
+    return [*history, pmax(loss, mesh), dict(fs.gather(params, lazy=False))]
+
+
+def forms(tree: Any) -> Any:
+    return tree_map(lambda x: (tuple(x.shape), str(x.dtype), str(x.device)), tree)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_what_is_skipped_is_not_sent_and_the_step_has_the_same_shapes(axes: dict[str, int]) -> None:
+    for results in run_ranks(skipped_on_this_rank, fs.simulated_mesh(axes).size, axes):
+        (everything, kinds), gathers, sums = results["nothing"], {"all_gather"}, {"psum", "psum_scatter", "pmax"}
+        assert kinds == gathers | sums
+        assert [results[name][1] for name in ("all_gather", "reduction", "both")] == [sums, gathers, set()]
+        assert results["both"][0] == 0
+        assert 0 < results["all_gather"][0] < everything
+        assert 0 < results["reduction"][0] < everything
+
+
+def wrong_plan_on_this_rank() -> str:
+    mesh = fs.init_mesh().through(without_all_gather).through(without_reduction)
+    try:
+        fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh)
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_that_skip_everything_still_agree_on_a_plan() -> None:
+    for text in run_ranks(wrong_plan_on_this_rank, 2):
+        assert text.startswith("plan: the ranks disagree")
+
+
+class HalfSums(Wrapper):
+    """Gradients travel in bfloat16. Only the plain form is written."""
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return self.inner.psum_scatter(x.bfloat16(), dim).to(x.dtype)
+
+    def psum(self, x: Tensor) -> Tensor:
+        return self.inner.psum(x.bfloat16()).to(x.dtype) if x.ndim else self.inner.psum(x)  # not the loss
+
+
+def half_sums_on_this_rank(axes: dict[str, int]) -> tuple[Any, list[Any], Any]:
+    plain, model = fs.init_mesh(axes), units_of_different_sizes()
+    mesh = plain.through(lambda axis: HalfSums(axis.backend))
+    precision = fs.MixedPrecision(reduce_dtype=torch.bfloat16)
+    kept = train(mesh, model, reshard_after_forward=False)
+    return train(mesh, model), [kept, train(plain, model, precision=precision)], train(plain, model)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_a_backend_of_ones_own_trains_as_the_precision_that_does_the_same(axes: dict[str, int]) -> None:
+    for actual, same, exact in run_ranks(half_sums_on_this_rank, fs.simulated_mesh(axes).size, axes):
+        for expected in same:
+            assert_trees_close(actual, expected, rtol=0, atol=0)
+        assert all((actual[1][key] != exact[1][key]).any() for key in exact[1])
+
+
+def pickled_on_this_rank() -> tuple[fs.Mesh, int, bool]:
+    mesh = fs.init_mesh().through(Counter()).through(checked)
+    return pickle.loads(pickle.dumps(mesh)), mesh.rank, mesh.in_spmd
+
+
+def test_a_pickled_mesh_leaves_ranks_and_wraps_behind() -> None:
+    for rank, (mesh, rank_there, in_spmd) in enumerate(run_ranks(pickled_on_this_rank, 2)):
+        assert (mesh.axes, mesh.rank, rank_there, in_spmd) == ({"shard": 2}, rank, rank, True)
+        with pytest.raises(RuntimeError, match="its ranks are not here"):
+            psum(torch.ones(1), mesh)
+
+
+def checked_training_on_this_rank(axes: dict[str, int]) -> None:
+    plain, model = fs.init_mesh(axes), units_of_different_sizes()
+    counter = Counter()
+    mesh = plain.through(counter).through(checked)
+    expected = train(plain, model)
+    assert_trees_close(train(mesh, model), expected, rtol=0, atol=0)
+    assert_trees_close(train(mesh, model, reshard_after_forward=False), expected, rtol=0, atol=0)
+    assert counter.total.number > 0
+    skipping = mesh.through(without_all_gather).through(without_reduction)  # what is not sent is not checked
+    with patch.object(RollCall, "exchange", side_effect=AssertionError("checked what is not sent")):
+        train(skipping, model, fs.plan(model, plain).on(skipping))
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_training_under_checks_is_bitwise_the_same(axes: dict[str, int]) -> None:
+    run_ranks(checked_training_on_this_rank, fs.simulated_mesh(axes).size, axes)

@@ -1,0 +1,79 @@
+"""Ranks that issue different collectives all raise the same error at once, whatever they issue instead."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functorch_shard as fs
+from functorch_shard.collectives import psum
+from functorch_shard.testing import run_ranks
+from tests.communication.test_lost_ranks_on_ranks import free_port
+from tests.communication.test_order_check_on_ranks import DIFFERENT, error_of, short_mesh
+
+
+def different_on_this_rank() -> dict[str, tuple[str, str]]:
+    odd, told = dist.get_rank() == dist.get_world_size() - 1, {}
+    for name, case in DIFFERENT.items():
+        told[name] = error_of(case[1] if odd else case[0], short_mesh(60))
+    return told
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_rank_is_told_the_first_collective_that_differs_and_what_each_wanted(num_ranks: int) -> None:
+    """Whatever differs, kind, size, dtype or unit: none waits, none is taken for another, and no process is aborted."""
+    for name, (_, _, usual, odd) in DIFFERENT.items():
+        told = {answer[name] for answer in differences(num_ranks)}
+        assert len(told) == 1, told
+        kind, text = told.pop()
+        assert kind == "RuntimeError"
+        number, _, wanted = usual.partition(": ")
+        title, *lines = text.splitlines()
+        assert title.endswith(f" issue different collectives, each as its number {number}:")
+        for rank in range(num_ranks):
+            expected = odd.partition(": ")[2] if rank == num_ranks - 1 else wanted
+            assert re.fullmatch(f"  rank {rank}: {expected}", lines[rank])
+
+
+@cache
+def differences(num_ranks: int) -> list[dict[str, tuple[str, str]]]:
+    return run_ranks(different_on_this_rank, num_ranks)
+
+
+def again_on_this_rank() -> list[tuple[str, str]]:
+    mesh = fs.init_mesh()
+    own = torch.ones(3 + mesh.rank)
+    return [error_of(lambda mesh: psum(own, mesh), mesh), error_of(lambda mesh: psum(torch.ones(3), mesh), mesh)]
+
+
+def test_an_axis_whose_ranks_are_out_of_step_stays_refused() -> None:
+    for first, second in run_ranks(again_on_this_rank, 2):
+        assert first == second
+        assert first[0] == "RuntimeError"
+
+
+def other_axis_on_this_rank() -> tuple[str, str]:
+    mesh = two_short_axes(4)
+    return error_of(lambda mesh: psum(torch.ones(3), mesh["shard" if mesh.rank in (0, 3) else "replicate"]), mesh)
+
+
+def two_short_axes(seconds: float) -> fs.Mesh:
+    dist.barrier()  # all have connected
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+    return fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu", timeout=seconds)
+
+
+def test_ranks_that_wait_on_different_axes_are_told_who_waits_where() -> None:
+    with patch.dict(os.environ, TEST_PORT=str(free_port())):
+        answers = run_ranks(other_axis_on_this_rank, 4)
+    for _, text in answers:
+        assert "all of its ranks are here, and wait for each other in different collectives" in text
+        assert "psum of 3 float32 on axis 'shard'" in text
+        assert "psum of 3 float32 on axis 'replicate'" in text

@@ -1,0 +1,56 @@
+"""Process groups that were made otherwise than by init_mesh move bytes the same way."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import functorch_shard as fs
+from functorch_shard.communication.gloo import GlooBackend
+from functorch_shard.testing import run_ranks
+from functorch_shard.torch_internals.process_groups import timeout_of
+from tests.sharding.test_different_units_on_ranks import SMALL, alternately, assert_trained, train
+
+PROGRAM: tuple[Any, ...] = 2, SMALL, alternately, 2
+
+
+def without_a_name(**options: Any) -> None:
+    dist.init_process_group(**options)
+
+
+def named_for_each_device(**options: Any) -> None:
+    dist.init_process_group("cpu:gloo", **options)
+
+
+def wrapped_for_debugging(**options: Any) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # as TORCH_DISTRIBUTED_DEBUG=DETAIL
+    dist.init_process_group("gloo", **options)
+
+
+def on_this_rank(start: Callable[..., None], folder: str, axes: dict[str, int]) -> tuple[Any, ...]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # all have connected
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", size)
+    start(store=store, rank=rank, world_size=size, timeout=timedelta(seconds=77))
+    mesh = fs.init_mesh(axes, device="cpu")
+    carriers: list[Any] = [axis.backend.carrier for axis in mesh]
+    waits = {timeout_of(carrier.group).total_seconds() for carrier in carriers}
+    return {type(carrier) for carrier in carriers}, waits, train(mesh, *PROGRAM)
+
+
+@pytest.mark.parametrize("start", [without_a_name, named_for_each_device, wrapped_for_debugging])
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_any_way_to_make_a_gloo_group_takes_the_fast_backend_its_timeout_and_trains(
+    start: Callable[..., None], axes: dict[str, int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_ranks(partial(on_this_rank, start), fs.simulated_mesh(axes).size, folder, axes)
+    assert [result[:2] for result in results] == [({GlooBackend}, {77.0})] * len(results)
+    assert_trained([trained for *_, trained in results], *PROGRAM)

@@ -1,0 +1,241 @@
+"""Large messages between real ranks of one host: bitwise what sockets bring, whatever holds a rank up, or ends it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+import functorch_shard.communication.gloo
+from functorch_shard.communication.gloo import SMALL_LETTER, GlooBackend
+from functorch_shard.communication.headers import SMALL_MESSAGE
+from functorch_shard.testing import RankError, run_ranks
+from tests.sharding import test_lazy_on_ranks as test_lazy
+
+LARGE = SMALL_LETTER // 8 + 5  # elements of a part of 8 bytes each: large enough
+SUMMED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.int64, torch.int8]
+GATHERED = [*SUMMED, torch.float8_e4m3fn, torch.uint8, torch.bool]
+BY_SOCKETS = partial(patch.object, GlooBackend, "_mail", None)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    drawn = 10 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (drawn + 1j * drawn.flip(0) if dtype.is_complex else drawn).to(dtype)
+
+
+def numel_of(dtype: torch.dtype) -> int:
+    return LARGE * max(8 // dtype.itemsize, 1)
+
+
+def assert_same_bytes(a: Tensor, b: Tensor) -> None:
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def backend_of(axis: Any) -> Any:
+    return axis.backend.carrier
+
+
+def same_on_both_ways(axis: Any, call: Callable[[Any], Tensor]) -> None:
+    by_mail = call(axis.backend)
+    with BY_SOCKETS():
+        assert_same_bytes(by_mail, call(axis.backend))
+
+
+def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
+    mesh = fs.init_mesh(axes)
+    for axis in mesh:
+        size, backend = axis.size, backend_of(axis)
+        for dtype in GATHERED:
+            x = values((numel_of(dtype),), dtype, mesh.rank)
+            same_on_both_ways(axis, lambda b, x=x: b.all_gather(x, 0))
+            assert_same_bytes(backend.all_gather(x, 0).unflatten(0, (size, -1))[backend.rank], x)
+        for dtype in SUMMED:
+            x = values((numel_of(dtype) * size,), dtype, mesh.rank)
+            same_on_both_ways(axis, lambda b, x=x: b.psum_scatter(x, 0))
+        matrix = values((7 * size, SMALL_LETTER // 8 * size), torch.float64, mesh.rank).mT  # not contiguous
+        for dim in (0, 1):
+            same_on_both_ways(axis, lambda b, dim=dim, x=matrix: b.all_gather(x, dim))
+            same_on_both_ways(axis, lambda b, dim=dim, x=matrix: b.psum_scatter(x, dim))
+        conjugated = values((LARGE * size,), torch.complex128, mesh.rank).conj()
+        same_on_both_ways(axis, lambda b, x=conjugated: b.all_gather(x, 0))
+        assert_same_bytes(backend.psum_scatter(conjugated, 0), backend.psum_scatter(conjugated + 0, 0))
+        narrow = lambda b: b.start_all_gather(values((4 * LARGE,), torch.float32, mesh.rank), torch.bfloat16).land()  # noqa: E731
+        same_on_both_ways(axis, narrow)
+        assert backend._mail is not None
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_every_dtype_arrives_bitwise_as_by_sockets(axes: dict[str, int]) -> None:
+    run_ranks(compare_with_sockets_on_this_rank, fs.simulated_mesh(axes).size, axes)
+
+
+def stress_on_this_rank(num_messages: int, longest: float) -> None:
+    """Messages of all sizes under way together, landed in any order or never, each rank held up at other places."""
+    mesh = fs.init_mesh()
+    backend, rank, size = backend_of(mesh["shard"]), mesh.rank, mesh.size
+    shared, own, under_way = random.Random(0), random.Random(rank), []
+    for i in range(num_messages):
+        numel = shared.choice([1, 17, SMALL_MESSAGE // 8 + 1, LARGE, LARGE + shared.randint(1, LARGE)])
+        parts = [torch.arange(numel * size, dtype=torch.float64) * (r + 1) + i for r in range(size)]
+        if shared.random() < 0.5:
+            flight = backend.start_all_gather(parts[rank][:numel])
+            expected = torch.cat([part[:numel] for part in parts])
+        else:
+            flight = backend.start_psum_scatter(parts[rank])
+            expected = sum(parts[1:], parts[0]).view(size, numel)[rank]
+        under_way.append((flight, expected))
+        del flight
+        time.sleep(own.random() * longest)
+        while len(under_way) > shared.randint(0, 3):
+            flight, expected = under_way.pop(shared.randrange(len(under_way)))
+            if shared.random() < 0.2:
+                del flight  # nobody wants it
+            else:
+                assert torch.equal(flight.land(), expected), i
+    assert len(backend._mail._sizes) <= 8
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
+    run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
+
+
+def use_on_this_rank() -> None:
+    with patch.object(functorch_shard.communication.gloo, "SMALL_LETTER", 0):
+        for name in test_lazy.USES:
+            for reshard in (True, False):
+                test_lazy.use_on_this_rank(name, reshard)
+        test_lazy.same_jacobians_on_this_rank()
+        test_lazy.exceptions_on_this_rank()
+        test_lazy.delayed_training_on_this_rank()
+
+
+def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_are_letters() -> None:
+    run_ranks(use_on_this_rank, 2)
+
+
+def slots_of_training_on_this_rank() -> int:
+    mesh = fs.init_mesh()
+    with patch.object(functorch_shard.communication.gloo, "SMALL_LETTER", 0):
+        held_up = mesh.through(lambda axis: test_lazy._Delayed(axis.backend, random.Random(mesh.rank), 0.01))
+        test_lazy.delayed_training(held_up, num_steps=20)
+    return len(backend_of(mesh["shard"])._mail._sizes)
+
+
+def test_training_holds_no_more_letters_than_are_under_way_and_waited_for() -> None:
+    """Two gathers and a reduction, and of both the one before, which a rank behind may still have to read."""
+    assert all(1 < num_slots <= 5 for num_slots in run_ranks(slots_of_training_on_this_rank, 3))
+
+
+def rewrite_on_this_rank() -> Tensor:
+    mesh = fs.init_mesh()
+    backend, x = backend_of(mesh["shard"]), torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
+    flight = backend.start_all_gather(x)
+    x.zero_()
+    with torch.inference_mode():
+        made_there = torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
+        from_there = backend.start_all_gather(made_there)
+        made_there.zero_()
+    return torch.stack([flight.land(), from_there.land()]).view(2, 2, -1)[:, :, ::1000].clone()
+
+
+def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
+    for rows in run_ranks(rewrite_on_this_rank, 2):
+        assert torch.equal(rows, torch.tensor([1.0, 2.0])[:, None].expand_as(rows))
+
+
+def _fails(*_: Any) -> int:
+    raise OSError("no memory files here")
+
+
+def _another_host(*_: Any) -> str:
+    return "/memfd:another (deleted)"
+
+
+def without_mail_on_this_rank(name: str, fails: Any) -> bool:
+    mesh = fs.init_mesh()
+    x = values((3 * SMALL_LETTER,), torch.float32, mesh.rank)
+    backend = backend_of(mesh["shard"])
+    with patch.object(os, name, fails if mesh.rank == 1 else getattr(os, name)):
+        gathered = backend.all_gather(x, 0)
+    expected = [values((3 * SMALL_LETTER,), torch.float32, rank) for rank in range(mesh.size)]
+    assert torch.equal(gathered, torch.cat(expected))
+    assert torch.equal(backend.psum_scatter(x, 0), sum(expected[1:], expected[0]).view(3, -1)[mesh.rank])
+    return backend._mail is None
+
+
+@pytest.mark.parametrize(
+    ("name", "fails"), [("memfd_create", _fails), ("readlink", _another_host)], ids=["no files", "another host"]
+)
+def test_one_rank_that_cannot_read_the_memory_of_others_keeps_all_of_them_on_sockets(name: str, fails: Any) -> None:
+    assert run_ranks(without_mail_on_this_rank, 3, name, fails) == [True] * 3
+
+
+def different_on_this_rank() -> str:
+    mesh = fs.init_mesh()
+    with pytest.raises(RuntimeError) as error:
+        mesh["shard"].backend.all_gather(torch.ones(SMALL_LETTER + mesh.rank), 0)
+    return str(error.value)
+
+
+def test_operands_of_different_sizes_are_refused_on_every_rank() -> None:
+    sizes = [f"rank {rank}: all_gather of {SMALL_LETTER + rank:,} float32" for rank in range(2)]
+    for message in run_ranks(different_on_this_rank, 2):
+        assert all(size in message for size in sizes)
+
+
+def killed_on_this_rank(report: str) -> None:
+    mesh = fs.init_mesh()
+    backend, x = backend_of(mesh["shard"]), torch.ones(SMALL_LETTER)
+    for i in range(10):
+        flights = [backend.start_all_gather(x), backend.start_psum_scatter(x)]
+        if mesh.rank == 1 and i == 7:
+            backend.start_all_gather(x)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for flight in flights:
+                flight.land()
+        except RuntimeError as error:
+            Path(report).write_text(f"{i} {type(error).__name__}")
+            raise
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, start = set(os.listdir("/dev/shm")), time.monotonic()
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_ranks(killed_on_this_rank, 2, str(tmp_path / "report"), timeout=100)
+    assert time.monotonic() - start < 90
+    assert set(os.listdir("/dev/shm")) == before
+
+
+def outlives_on_this_rank(report: str) -> None:
+    mesh = fs.init_mesh()
+    backend, x = backend_of(mesh["shard"]), torch.ones(SMALL_LETTER)
+    backend.all_gather(x, 0)
+    if mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        backend.all_gather(x, 0)
+    except RuntimeError as error:
+        Path(report).write_text(str(error))
+        time.sleep(1)  # until the parent has seen who died
+        raise
+
+
+def test_who_waits_for_a_rank_that_was_killed_gets_an_error_at_once(tmp_path: Path) -> None:
+    report = tmp_path / "report"
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_ranks(outlives_on_this_rank, 2, str(report), timeout=100)
+    assert report.exists()

@@ -1,0 +1,125 @@
+"""Writes into gathered parameters are refused on simulated ranks, as real ranks refuse them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+import functorch_shard as fs
+from tests.support.refusals import refused
+
+MESHES = [fs.simulated_mesh(2), fs.simulated_mesh(3), fs.simulated_mesh({"replicate": 2, "shard": 3})]
+on_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
+
+
+class Clipped(nn.Module):
+    """As discriminators of Wasserstein GANs and spiking networks do it."""
+
+    def __init__(self, write: Callable[[nn.Linear], object]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.write(self.a)
+        return self.b(self.a(x)).square().mean()
+
+
+def under_no_grad(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.1, 0.1)
+
+
+WRITES: dict[str, Callable[[nn.Linear], object]] = {
+    "data": lambda layer: layer.weight.data.clamp_(-0.1, 0.1),
+    "bias": lambda layer: layer.bias.data.zero_(),
+    "no_grad": under_no_grad,
+    "detach": lambda layer: layer.weight.detach().mul_(0.5),
+}
+
+
+def problem(mesh: fs.Mesh, write: Callable[[nn.Linear], object]) -> tuple[Clipped, fs.Sharded, Tensor]:
+    torch.manual_seed(0)
+    model = Clipped(write)
+    return model, fs.shard(model, fs.plan(model, mesh)), mesh.split(torch.randn(6 * mesh.size, 3))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # what replicas batch goes one by one
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@on_meshes
+def test_a_write_that_would_be_forgotten_is_refused(mesh: fs.Mesh, write: Callable[[nn.Linear], object]) -> None:
+    model, params, x = problem(mesh, write)
+    before = [x.clone() for x in params.values()]
+    run = lambda p, x: functional_call(model, fs.gather(p), (x,))  # noqa: E731
+    for step in (mesh.spmd(fs.grad(run)), mesh.spmd(run)):
+        said = refused(step, params, x)
+        assert said.startswith("RuntimeError: spmd: ")
+        named = "buffer 'a' (a.weight, a.bias): written to inside of the function" in said
+        assert named or "torch says: " in said  # which finds some by itself, where it differentiates or batches
+    assert all(torch.equal(*pair) for pair in zip(params.values(), before, strict=True))
+
+
+def test_the_buffer_and_the_way_round_are_named() -> None:
+    model, params, x = problem(MESHES[0], WRITES["data"])
+    said = refused(MESHES[0].spmd(fs.grad(lambda p, x: functional_call(model, fs.gather(p), (x,)))), params, x)
+    assert said.startswith("RuntimeError: spmd: 1 problem\n  buffer 'a' (a.weight, a.bias): written to inside of the")
+    assert "Change the shards, p.clamp(...) in a tree_map over the Sharded after the step" in said
+
+
+@on_meshes
+def test_reading_is_not_writing(mesh: fs.Mesh) -> None:
+    model, params, x = problem(mesh, lambda layer: layer.weight.detach().clamp(-0.1, 0.1))
+    loss = lambda p, x: functional_call(model, fs.gather(p), (x,))  # noqa: E731
+    mesh.spmd(fs.grad(loss))(params, x)
+    by_full = lambda p, x: fs.grad(lambda full: functional_call(model, full, (x,)))(fs.gather(p))  # noqa: E731
+    mesh.spmd(lambda p, x: fs.scatter_grads(by_full(p, x)))(params, x)
+    mesh.spmd(lambda p, x: vmap(fs.grad(loss), (None, 0))(p, x[:, None]))(params, x)
+
+
+def test_every_gather_of_a_buffer_is_looked_at() -> None:
+    mesh = fs.simulated_mesh(2)
+    model, params, x = problem(mesh, lambda layer: None)
+
+    def twice(p: fs.Sharded, x: Tensor) -> Tensor:
+        fs.gather(p)["a.bias"].data.zero_()
+        return functional_call(model, fs.gather(p), (x,))
+
+    assert "buffer 'a' (a.weight, a.bias)" in refused(mesh.spmd(twice), params, x)
+    assert mesh.spmd(lambda p, x: functional_call(model, fs.gather(p), (x,)))(params, x).shape == (2,)
+
+
+def test_tensors_of_ones_own_may_be_written_to() -> None:
+    mesh = fs.simulated_mesh(2)
+    model, params, x = problem(mesh, WRITES["data"])
+    mesh.spmd(lambda p, x: functional_call(model, fs.gather(p, lazy=False), (x,)))(params, x)
+    full = fs.gather(params)
+    functional_call(model, full, (x[0],))
+    assert full["a.weight"].abs().max() <= 0.1
+
+
+def test_an_error_of_the_function_is_the_error() -> None:
+    mesh = fs.simulated_mesh(2)
+    model, params, x = problem(mesh, WRITES["data"])
+
+    def fails(p: fs.Sharded, x: Tensor) -> Tensor:
+        functional_call(model, fs.gather(p), (x,))
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        mesh.spmd(fails)(params, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+def test_writes_are_seen_in_every_dtype(dtype: torch.dtype) -> None:
+    mesh = fs.simulated_mesh(2)
+    values = {"w": torch.ones(5).to(dtype), "mask": torch.ones(3, dtype=torch.bool)}
+    params = fs.shard(values, fs.plan(values, mesh))
+    read = mesh.spmd(lambda p: fs.gather(p)["w"].to(torch.complex64).sum())
+    assert read(params).tolist() == [5, 5]
+    for name in values:
+        write = mesh.spmd(lambda p, name=name: fs.gather(p)[name].data.zero_().to(torch.complex64).sum())
+        assert f"(root)/{str(values[name].dtype)[6:]}" in refused(write, params)

@@ -1,0 +1,143 @@
+"""What a layout says about DTensors, without any rank: forms, parts, equality, JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functorch_shard as fs
+from functorch_shard.layout.buffers import Buffer, Unit
+from functorch_shard.layout.dtensor import form_of, is_dtensor, local_part
+from functorch_shard.layout.dtensor_spec import DTensorForm
+from functorch_shard.layout.layout import Layout
+from tests.support.refusals import refused
+
+MESH = fs.simulated_mesh(2)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=3), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data()
+)
+@settings(max_examples=100, deadline=None)
+def test_a_local_part_has_the_shape_that_chunks_have(shape: list[int], sizes: list[int], data: st.DataObject) -> None:
+    dims = [data.draw(st.none() | st.integers(0, len(shape) - 1)) for _ in sizes]
+    placements = tuple("R" if dim is None else f"S({dim})" for dim in dims)
+    form = DTensorForm(tuple(shape), placements, tuple((f"axis {i}", size) for i, size in enumerate(sizes)))
+    numel = 0
+    for place in product(*map(range, sizes)):
+        part = torch.zeros(shape)
+        for dim, size, index in zip(dims, sizes, place, strict=True):
+            if dim is not None:
+                chunks = part.chunk(size, dim)
+                part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
+        assert form.local_shape(place) == tuple(part.shape)
+        assert form.problem(tuple(part.shape)) == ""
+        numel += part.numel()
+    copies = prod(size for dim, size in zip(dims, sizes, strict=True) if dim is None)
+    assert numel == copies * prod(shape)  # the parts tile the whole
+    assert form.problem((*shape, 1)) == f"shape {(*shape, 1)} is no local part of a {form}"
+
+
+def test_a_norm_adds_up_the_axes_that_a_parameter_is_cut_over() -> None:
+    form = DTensorForm((4, 3), ("S(0)", "R", "S(1)"), (("a", 2), ("b", 3), ("c", 2)))
+    assert form.cut_over == ("a", "c")
+    assert form.axis_names == ("a", "b", "c")
+    assert replace(form, placements=("R", "R", "R")).cut_over == ()
+    assert str(form) == "DTensor of shape (4, 3), S(0) R S(1) over a=2 x b=3 x c=2"
+
+
+def layout_of_parts(**changes: Any) -> Layout:
+    """As ``plan`` would make it on the first of two ranks of a tensor axis: (2, 3) of (3, 3), and a copied bias."""
+    layout = fs.plan({"m.w": torch.zeros(2, 3), "m.b": torch.zeros(5), "m.p": torch.zeros(1)}, MESH)
+    form = DTensorForm((3, 3), ("S(0)",), (("tensor", 2),))
+    w, b, p = layout.units[0].buffers[0].slots
+    slots = replace(w, dtensor=replace(form, **changes)), replace(b, dtensor=DTensorForm((5,), ("R",), form.axes)), p
+    buffer: Buffer = replace(layout.units[0].buffers[0], slots=slots)
+    return replace(layout, units=(Unit("m", (buffer,)),))
+
+
+def test_layouts_differ_when_the_dtensors_do() -> None:
+    layout, plain = (
+        layout_of_parts(),
+        fs.plan({"m.w": torch.zeros(2, 3), "m.b": torch.zeros(5), "m.p": torch.zeros(1)}, MESH),
+    )
+    others = [
+        layout_of_parts(shape=(4, 3)),
+        layout_of_parts(axes=(("other", 2),)),
+        layout_of_parts(axes=(("tensor", 3),)),
+    ]
+    assert layout == layout_of_parts()
+    assert all(layout != other for other in [plain, *others])
+    assert len({layout, layout_of_parts(), plain, *others}) == 5
+    text = "'m.w': shape (2, 3), torch.float32, trainable, local part of a DTensor of shape (3, 3), S(0) over tensor=2"
+    assert text in "\n".join(layout.lines())
+    assert str(layout).endswith("16 bytes\nDTensors: the local parts of 2 parameters over tensor=2")
+    assert "DTensor" not in str(plain)
+
+
+def test_json_has_a_key_for_dtensors_and_for_nothing_else() -> None:
+    layout = layout_of_parts()
+    w, b, p = json.loads(layout.to_json())["units"][0]["buffers"][0]["slots"]
+    assert w["dtensor"] == {"shape": [3, 3], "placements": ["S(0)"], "axes": [["tensor", 2]]}
+    assert b["dtensor"] == {"shape": [5], "placements": ["R"], "axes": [["tensor", 2]]}
+    assert set(p) == {"name", "shape", "dtype", "offset", "numel", "index"}
+    back = Layout.from_json(layout.to_json(), MESH)
+    assert (back, hash(back), list(back.lines())) == (layout, hash(layout), list(layout.lines()))
+
+
+ALTERED: list[tuple[dict[str, Any], str]] = [
+    ({"shape": [4, 4]}, "'m.w': shape (2, 3) is no local part of a DTensor of shape (4, 4), S(0) over tensor=2"),
+    ({"placements": ["S(1)"]}, "'m.w': shape (2, 3) is no local part of a DTensor of shape (3, 3), S(1) over tensor=2"),
+    ({"placements": ["S(2)"]}, "S(2) over tensor=2, expected one of R, S(0), S(1) for each axis"),
+    ({"placements": ["P(sum)"]}, "P(sum) over tensor=2, expected one of R, S(0), S(1) for each axis"),
+    ({"placements": []}, "expected one of R, S(0), S(1) for each axis"),
+    (
+        {"axes": [["tensor", 3]]},
+        "'m.w': shape (2, 3) is no local part of a DTensor of shape (3, 3), S(0) over tensor=3",
+    ),
+    ({"axes": 3}, "Layout.from_json: not a layout in JSON (TypeError"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), ALTERED, ids=str)
+def test_altered_json_is_refused(changes: dict[str, Any], text: str) -> None:
+    data = json.loads(layout_of_parts().to_json())
+    data["units"][0]["buffers"][0]["slots"][0]["dtensor"].update(changes)
+    assert text in refused(Layout.from_json, json.dumps(data), MESH)
+
+
+def test_where_nobody_has_dtensors_a_plain_tensor_is_what_it_was() -> None:
+    x = torch.zeros(3)
+    assert not is_dtensor(x)
+    assert not is_dtensor(None)
+    assert form_of(x) is None
+    assert local_part(x) is x
+
+
+def test_nothing_loads_torch_distributed_tensor_before_there_is_a_dtensor() -> None:
+    code = (
+        "import sys, torch, functorch_shard as fs\n"
+        "layout = fs.plan({'w': torch.zeros(3)}, fs.init_mesh())\n"
+        "full = fs.gather(fs.shard({'w': torch.zeros(3)}, layout))\n"
+        "fs.scatter_grads(full)\n"
+        "assert 'torch.distributed.tensor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_layout_with_dtensors_needs_the_ranks_that_they_are_on() -> None:
+    layout = layout_of_parts()
+    shards = {key: torch.zeros(2, buffer.shard_numel) for key, buffer in layout.buffers.items()}
+    text = refused(fs.gather, fs.Sharded(shards, layout))
+    assert "Mesh(shard=2, simulated, cpu) has no axes 'tensor' beside it" in text
+    assert "Mesh.from_device_mesh(device_mesh['shard'])" in text

@@ -1,0 +1,305 @@
+"""Layouts: which element lives where, against brute force, and through JSON, pickle, print and select."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+from math import lcm, prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.layout.buffers import Slice
+from functorch_shard.layout.layout import Layout
+
+RANKS = (1, 2, 3, 5, 8)
+SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 3), (17, 257), (2, 3, 5), (31,), (101,)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
+PRECISIONS = [(torch.bfloat16, torch.float32), (torch.float16, None), (None, torch.float64)]
+ALIGNMENTS = [0, 1, 2, 10, 16, 64]
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+names = st.lists(st.sampled_from("ab01"), min_size=1, max_size=3).map(".".join)
+some_laws = settings(max_examples=50, deadline=None)
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> Layout:
+    """A layout of any small tree: shapes, dtypes, ties, frozen and ignored parameters, labels, units, axes."""
+    tensors: dict[str, Tensor] = {}
+    for name in draw(st.lists(names, min_size=1, max_size=6, unique=True)):
+        old = draw(st.sampled_from([None, *tensors]))
+        kind = (draw(shapes), draw(st.sampled_from(DTYPES)))
+        tensors[name] = (
+            torch.nn.Parameter(torch.zeros(*kind[:1], dtype=kind[1]), False) if old is None else tensors[old]
+        )
+        if old is None and kind[1].is_floating_point:
+            tensors[name].requires_grad_(draw(st.booleans()))
+    shards = draw(st.sampled_from(RANKS))
+    axes = draw(st.sampled_from([{"shard": shards}, {"replicate": 2, "shard": shards}, {"replicate": shards}]))
+    firsts = list(fs.plan(tensors, fs.simulated_mesh(axes)).slots)
+    policies = [fs.MixedPrecision(*dtypes, keep_low_precision_grads=draw(st.booleans())) for dtypes in PRECISIONS]
+    return fs.plan(
+        tensors,
+        fs.simulated_mesh(axes),
+        units=draw(st.sampled_from(["auto", 1, 100, 10_000])),
+        labels=draw(st.dictionaries(st.sampled_from(firsts), st.sampled_from(["x", "y"]), max_size=2)),
+        align_bytes=draw(st.sampled_from(ALIGNMENTS)),
+        ignored=draw(st.lists(st.sampled_from(firsts), max_size=2)),
+        reduction=draw(st.sampled_from(["mean", "sum"])),
+        precision=draw(st.sampled_from([None, *policies, lambda name: policies[len(name) % len(policies)]])),
+        reshard_after_forward=draw(st.booleans()),
+    )
+
+
+def brute_force(layout: Layout, rank: int) -> list[Slice]:
+    """Every element of every buffer as (name, index in the parameter), cut into shards, and read off again."""
+    found = []
+    for buffer in layout.buffers.values():
+        cells: list[tuple[str, int] | None] = [None] * buffer.numel
+        for slot in buffer.slots:
+            for i in range(prod(slot.shape)):
+                assert cells[slot.offset + i] is None, "two parameters in one place"
+                cells[slot.offset + i] = slot.name, i
+        size = len(cells) // buffer.num_shards
+        shard = cells[rank * size : (rank + 1) * size] if buffer.num_shards > 1 else cells
+        for name in (slot.name for slot in buffer.slots):
+            mine = [(offset, cell[1]) for offset, cell in enumerate(shard) if cell and cell[0] == name]
+            if mine:
+                assert [start - offset for offset, start in mine] == [mine[0][1] - mine[0][0]] * len(mine)
+                found.append(Slice(name, mine[0][0], len(mine), mine[0][1]))
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_packed_shard_has_numel_over_ranks_elements_rounded_up(shape: tuple[int, ...], ranks: int) -> None:
+    layout = fs.plan({"p": torch.zeros(shape)}, fs.simulated_mesh(ranks), align_bytes=0)
+    assert layout.buffers["(root)"].shard_numel == -(-prod(shape) // ranks)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_packed_shard_of_many_parameters_has_their_sum_over_ranks_rounded_up(ranks: int) -> None:
+    tensors = {str(shape): torch.zeros(shape) for shape in SHAPES}
+    layout = fs.plan(tensors, fs.simulated_mesh(ranks), align_bytes=0, units=10**9)
+    (buffer,) = layout.buffers.values()
+    assert buffer.shard_numel == -(-sum(map(prod, SHAPES)) // ranks)
+
+
+@given(planned())
+@some_laws
+def test_slices_are_those_of_brute_force(layout: Layout) -> None:
+    for rank in range(layout.num_shards):
+        assert layout.slices(rank) == brute_force(layout, rank)
+
+
+@given(planned())
+@some_laws
+def test_the_shards_tile_every_parameter_once_and_in_order(layout: Layout) -> None:
+    reached = dict.fromkeys(layout.slots, 0)
+    for rank in range(layout.num_shards):
+        for name, offset, numel, start in layout.slices(rank):
+            buffer = layout.buffers[layout.key_of[name]]
+            reached[name] = 0 if buffer.num_shards == 1 else reached[name]  # whole on every rank
+            assert start == reached[name]
+            assert numel > 0
+            assert offset + numel <= buffer.shard_numel
+            reached[name] += numel
+    assert reached == {name: prod(slot.shape) for name, slot in layout.slots.items()}
+
+
+@given(planned())
+@some_laws
+def test_every_parameter_starts_at_a_multiple_of_align_bytes(layout: Layout) -> None:
+    for slot in layout.slots.values():
+        assert (slot.offset * slot.dtype.itemsize) % (layout.align_bytes or 1) == 0
+    for buffer in layout.buffers.values():
+        step = lcm(layout.align_bytes or 1, buffer.dtype.itemsize)
+        gap_bytes = (buffer.numel - buffer.parameter_numel) * buffer.dtype.itemsize
+        assert gap_bytes < step * len(buffer.slots) + layout.num_shards * buffer.dtype.itemsize
+
+
+@pytest.mark.parametrize(("align_bytes", "offset"), [(0, 1), (1, 1), (4, 1), (6, 3), (10, 5), (16, 4), (64, 16)])
+def test_alignment_need_not_be_a_multiple_of_the_element_size(align_bytes: int, offset: int) -> None:
+    layout = fs.plan({"m.a": torch.zeros(1), "m.b": torch.zeros(1)}, fs.simulated_mesh(2), align_bytes=align_bytes)
+    assert layout.slots["m.b"].offset == offset
+
+
+def test_an_empty_parameter_is_in_no_shard() -> None:
+    layout = fs.plan({"m.a": torch.zeros(0, 3), "m.b": torch.zeros(3), "m.c": torch.zeros(0)}, fs.simulated_mesh(2))
+    assert [piece.name for rank in range(2) for piece in layout.slices(rank)] == ["m.b", "m.b"]
+    assert list(layout.slots) == ["m.a", "m.b", "m.c"]
+
+
+def test_slices_refuses_a_rank_that_is_not_there() -> None:
+    layout = fs.plan({"p": torch.zeros(3)}, fs.simulated_mesh(2))
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=rf"slices: got rank {rank}, expected 0 <= rank < 2 \('shard'\)"):
+            layout.slices(rank)
+
+
+@given(planned())
+@some_laws
+def test_json_and_pickle_give_an_equal_layout_with_an_equal_hash(layout: Layout) -> None:
+    for back in (Layout.from_json(layout.to_json(indent=1), layout.mesh), pickle.loads(pickle.dumps(layout))):
+        assert back == layout
+        assert hash(back) == hash(layout)
+        assert list(back.lines()) == list(layout.lines())
+        assert str(back) == str(layout)
+        assert back.precision_of == layout.precision_of
+        assert back.reshard_after_forward is layout.reshard_after_forward
+
+
+def test_the_hash_of_a_pickled_layout_is_right_in_another_process() -> None:
+    layout = fs.plan({"p": torch.zeros(3)}, fs.simulated_mesh(2))
+    hash(layout)  # what is cached here must not travel: strings hash differently there
+    code = (
+        "import pickle, sys, torch, functorch_shard as fs\n"
+        "layout = pickle.load(sys.stdin.buffer)\n"
+        "assert layout in {fs.plan({'p': torch.zeros(3)}, fs.simulated_mesh(2))}"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(layout), env=environment, check=True)
+
+
+def example(ranks: int = 2, **options: Any) -> Layout:
+    tensors = {"m.w": torch.zeros(3, 3), "m.b": torch.zeros(3), "m.n": torch.tensor(2)}
+    return fs.plan(tensors, fs.simulated_mesh(ranks), **options)
+
+
+ALTERED = [
+    ("slot 0", {"numel": 8}, r"'m.w': 8 elements, but shape \(3, 3\) has 9"),
+    ("slot 1", {"shape": [4]}, r"'m.b': 3 elements, but shape \(4,\) has 4"),
+    ("slot 1", {"offset": 11}, "'m.b': torch.float32 at 11, expected torch.float32 at 12"),
+    ("slot 0", {"offset": 4}, "'m.w': torch.float32 at 4, expected torch.float32 at 0"),
+    ("slot 1", {"dtype": "int8"}, "'m.b': torch.int8 at 12, expected torch.float32 at 12"),
+    ("buffer", {"numel": 14}, "buffer 'm/float32': 14 elements in 2 shards, 15 used"),
+    ("buffer", {"num_shards": 4}, "buffer 'm/float32': 16 elements in 4 shards, 15 used"),
+    ("layout", {"align_bytes": 0}, "'m.b': torch.float32 at 12, expected torch.float32 at 9"),
+    ("layout", {"reshard_after_forward": "no"}, "reshard_after_forward: got 'no', expected True or False"),
+    ("layout", {"reduction": "max"}, "reduction: got 'max', expected 'mean' or 'sum'"),
+]
+BROKEN = [
+    ("layout", {"units": None}, "not a layout in JSON .TypeError"),
+    ("layout", {"format": 2}, "got format 2, this version reads format 3"),
+    ("buffer", {"colour": 1}, "not a layout in JSON .TypeError.*colour"),
+    ("slot 0", {"dtype": "zeros"}, "not a layout in JSON .TypeError: 'm.w': 'zeros' is no dtype"),
+    ("slot 0", {"dtype": "float7"}, "not a layout in JSON .AttributeError.*float7"),
+    ("unit", {"precision": {"param_dtype": "int8"}}, "not a layout in JSON .TypeError: MixedPrecision: param_dtype"),
+    ("unit", {"precision": {"reduce_dtype": "zeros"}}, "not a layout in JSON .TypeError: 'reduce_dtype': 'zeros' is"),
+    ("unit", {"precision": {"colour": None}}, "not a layout in JSON .TypeError.*colour"),
+    ("unit", {"precision": None}, "not a layout in JSON"),
+    ("slot 0", {"numel": "9"}, "not a layout in JSON .TypeError"),
+]
+
+
+def changed(layout: Layout, where: str, changes: dict[str, Any]) -> str:
+    data = json.loads(layout.to_json())
+    unit = data["units"][0]
+    buffer = unit["buffers"][0]
+    places = {"layout": data, "unit": unit, "buffer": buffer}
+    {**places, "slot 0": buffer["slots"][0], "slot 1": buffer["slots"][1]}[where].update(changes)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(("where", "changes", "match"), ALTERED)
+def test_altered_json_is_refused_and_says_which_parameter(where: str, changes: dict[str, Any], match: str) -> None:
+    layout = example()
+    with pytest.raises(ValueError, match=match) as error:
+        Layout.from_json(changed(layout, where, changes), layout.mesh)
+    assert str(error.value).startswith("Layout.from_json: ")
+    assert str(error.value).endswith("The text was altered after to_json wrote it.")
+
+
+@pytest.mark.parametrize(("where", "changes", "match"), BROKEN)
+def test_json_that_is_no_layout_is_refused(where: str, changes: dict[str, Any], match: str) -> None:
+    layout = example()
+    with pytest.raises(ValueError, match=match):
+        Layout.from_json(changed(layout, where, changes), layout.mesh)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", "{}"])
+def test_text_that_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"Layout.from_json: not a layout in JSON \("):
+        Layout.from_json(text, fs.simulated_mesh(2))
+
+
+def test_a_layout_fits_only_a_mesh_of_its_sizes() -> None:
+    layout = example(2)
+    message = r"Layout.on: the layout is for shard=2, the mesh has shard=3. A layout fits one set of sizes: plan a new"
+    with pytest.raises(ValueError, match=message):
+        layout.on(fs.simulated_mesh(3))
+    with pytest.raises(ValueError, match=message):
+        Layout.from_json(layout.to_json(), fs.simulated_mesh(3))
+    with pytest.raises(ValueError, match="the mesh has replicate=1 x shard=2"):
+        layout.on(fs.simulated_mesh({"replicate": 1, "shard": 2}))
+    mesh = fs.simulated_mesh(2)
+    assert layout.on(mesh) == layout
+    assert layout.on(mesh).mesh is mesh
+
+
+def test_print_shows_a_table_and_the_ties() -> None:
+    w = torch.zeros(5, 3)
+    tensors = {"embed.w": w, "body.b": torch.zeros(1000, 7), "body.n": torch.tensor(1), "head.w": w}
+    layout = fs.plan(tensors, fs.simulated_mesh({"replicate": 2, "shard": 4}), reduction="sum")
+    assert str(layout) == TABLE
+    assert str(example(align_bytes=0)).splitlines()[-1] == "shard=2; gradients: mean over ranks; slots packed"
+
+
+TABLE = """\
+buffer             dtype    parameters  elements  padding  shard  shard bytes
+-----------------------------------------------------------------------------
+embed              float32           1        15        1      4           16
+body/float32       float32           1     7,000        0  1,750        7,000
+body/int64/frozen  int64             1         1        3      1            8
+total                                3     7,016        4  1,755        7,024
+replicate=2 x shard=4; gradients: sum over ranks; slots aligned to 16 bytes
+tied: head.w = embed.w"""
+
+
+def test_repr_counts_units_parameters_and_elements() -> None:
+    assert repr(example(3)) == "Layout(1 units, 3 parameters, 13 elements, shard=3)"
+
+
+def test_a_layout_is_frozen_and_a_dict_key_and_copies_are_itself() -> None:
+    layout = example()
+    with pytest.raises(AttributeError, match="reduction"):
+        layout.reduction = "sum"  # pyright: ignore[reportAttributeAccessIssue]
+    assert {layout: 1}[example()] == 1
+    assert copy.deepcopy(layout) is layout
+    others = [example(precision=fs.MixedPrecision(torch.bfloat16)), example(reshard_after_forward=False)]
+    others += [example(3), example(reduction="sum"), example(align_bytes=0), example(labels={"m.b": "x"})]
+    assert all(other != layout for other in others)
+    assert len({layout, example(), *others}) == 7
+
+
+@given(planned(), st.data())
+@some_laws
+def test_merge_undoes_select_for_every_choice_of_buffers(layout: Layout, data: st.DataObject) -> None:
+    group = {key: data.draw(st.integers(0, 2)) for key in layout.buffers}
+    parts = [layout.select({key: group[key] == part for key in group}) for part in range(3)]
+    assert sum(len(part.buffers) for part in parts) == len(layout.buffers)
+    order = data.draw(st.permutations(parts))
+    merged = order[0].merge(order[1:])
+    assert merged == layout
+    assert list(merged.buffers) == list(layout.buffers)
+
+
+def test_the_same_parts_are_merged_once() -> None:
+    model = {f"{i}.w": torch.nn.Parameter(torch.zeros(4), requires_grad=i % 2 == 0) for i in range(4)}
+    layout = fs.plan(model, fs.init_mesh())
+    trainable, frozen = fs.partition(fs.shard(model, layout))
+    first, again = fs.gather(trainable, frozen), fs.gather(trainable, frozen)
+    assert first.layout is again.layout
+    assert first.layout == layout
+    assert fs.gather(frozen, trainable).layout == layout
+    assert pickle.loads(pickle.dumps(trainable.layout)).__dict__.keys().isdisjoint({"_merged"})

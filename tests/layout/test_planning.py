@@ -1,0 +1,330 @@
+"""From a model to its layout: buffers and their keys, ties, labels, ignored names, odd tensors, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.layout.layout import Layout
+from tests.support.models import Awkward
+
+MESH = fs.simulated_mesh(3)
+
+
+def keys(layout: Layout) -> dict[str, list[str]]:
+    return {key: [slot.name for slot in buffer.slots] for key, buffer in layout.buffers.items()}
+
+
+def frozen(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+
+
+def tied() -> nn.ModuleDict:
+    model = nn.ModuleDict({"embed": nn.Embedding(7, 3), "head": nn.Linear(3, 7)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+def test_the_key_of_a_buffer_is_its_unit_and_what_tells_it_from_the_others_there() -> None:
+    tensors = {
+        "a.w": torch.zeros(3, 3),
+        "b.w": torch.zeros(3),
+        "b.g": torch.zeros(3),
+        "c.w": torch.zeros(3),
+        "c.n": torch.zeros(3, dtype=torch.int64),
+        "d.w": frozen(3),
+        "e.w": torch.zeros(3),
+        "e.f": frozen(3),
+        "e.h": frozen(3, dtype=torch.float16),
+        "f.w": torch.zeros(3),
+    }
+    layout = fs.plan(tensors, MESH, labels={"b.g": "no_decay", "e.h": "slow"}, ignored=["f", "e.h"])
+    assert keys(layout) == {
+        "a": ["a.w"],
+        "b": ["b.w"],
+        "b/no_decay": ["b.g"],
+        "c/float32": ["c.w"],
+        "c/int64/frozen": ["c.n"],
+        "d/frozen": ["d.w"],
+        "e/float32": ["e.w"],
+        "e/float32/frozen": ["e.f"],
+        "e/slow/float16/frozen/whole": ["e.h"],
+        "f/whole": ["f.w"],
+    }
+    assert [len(unit.buffers) for unit in layout.units] == [1, 2, 2, 1, 3, 1]
+
+
+def test_slots_are_in_the_order_of_named_parameters_whatever_the_buffers_order() -> None:
+    model = Awkward()
+    layout = fs.plan(model, MESH, labels={"blocks.0.norm.weight": "x"}, units=[["out", "scale", "blocks.0"], ["steps"]])
+    in_buffers = [slot.name for buffer in layout.buffers.values() for slot in buffer.slots]
+    assert list(layout.slots) == [name for name, _ in model.named_parameters()]
+    assert in_buffers != list(layout.slots)
+    assert [slot.index for slot in layout.slots.values()] == list(range(len(in_buffers)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
+def test_integers_and_bools_are_frozen(dtype: torch.dtype) -> None:
+    layout = fs.plan({"m.w": torch.zeros(2), "m.n": torch.zeros(5, dtype=dtype)}, MESH)
+    buffer = layout.buffers[layout.key_of["m.n"]]
+    assert not buffer.trainable
+    assert buffer.dtype == dtype
+    assert layout.buffers[layout.key_of["m.w"]].trainable
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_with_a_fraction_are_trainable_unless_they_say_otherwise(dtype: torch.dtype) -> None:
+    layout = fs.plan({"a": torch.zeros(5, dtype=dtype), "b": frozen(5, dtype=dtype)}, MESH)
+    assert [buffer.trainable for buffer in layout.buffers.values()] == [True, False]
+
+
+def test_scalars_empties_and_transposes_lie_row_major_like_any_other() -> None:
+    tensors = {"m.s": torch.tensor(1.0), "m.e": torch.zeros(0, 3), "m.t": torch.zeros(3, 5).t(), "m.x": torch.zeros(1)}
+    layout = fs.plan(tensors, MESH)
+    assert [(slot.name, slot.shape, slot.offset, slot.numel) for slot in layout.slots.values()] == [
+        ("m.s", (), 0, 1),
+        ("m.e", (0, 3), 4, 0),
+        ("m.t", (5, 3), 4, 15),
+        ("m.x", (1,), 20, 1),
+    ]
+    assert layout.buffers["m"].numel == 21
+    assert layout == fs.plan({name: x.contiguous() for name, x in tensors.items()}, MESH)
+
+
+def test_a_model_without_parameters_has_an_empty_layout() -> None:
+    for source in (nn.ReLU(), {}):
+        layout = fs.plan(source, MESH)
+        assert layout.buffers == {}
+        assert layout.slices(0) == []
+        assert str(layout).endswith("slots aligned to 16 bytes")
+
+
+def test_the_meta_device_plans_as_the_real_one() -> None:
+    real = Awkward()
+    with torch.device("meta"):
+        meta: nn.Module = Awkward()
+    assert fs.plan(meta, MESH) == fs.plan(real, MESH)
+    assert fs.plan(meta, MESH).aliases == (("blocks.1.fc.weight", "blocks.0.fc.weight"),)
+
+
+def test_planning_changes_nothing_in_the_model() -> None:
+    model = Awkward()
+    before = [(name, p, p._version, p.requires_grad) for name, p in model.named_parameters()]
+    fs.plan(model, MESH, labels=lambda name, p: "x", ignored=["out"])
+    for (name, p, version, trainable), (other, q) in zip(before, model.named_parameters(), strict=True):
+        assert (name, version, trainable) == (other, q._version, q.requires_grad)
+        assert p is q
+
+
+def test_a_tied_weight_is_stored_once_under_its_first_name() -> None:
+    model, meta = tied(), tied().to("meta")
+    meta["head"].weight = meta["embed"].weight
+    for source in (
+        model,
+        model.state_dict(),
+        meta,
+        meta.state_dict(),
+        dict(model.named_parameters(remove_duplicate=False)),
+    ):
+        layout = fs.plan(source, MESH)
+        assert list(layout.slots) == ["embed.weight", "head.bias"]
+        assert layout.aliases == (("head.weight", "embed.weight"),)
+
+
+def test_a_module_used_twice_is_stored_once() -> None:
+    fc = nn.Linear(2, 3)
+    layout = fs.plan(nn.ModuleDict({"a": fc, "b": nn.Linear(3, 2), "c": fc}), MESH)
+    assert list(layout.slots) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert dict(layout.aliases) == {"c.weight": "a.weight", "c.bias": "a.bias"}
+
+
+def test_views_of_one_memory_are_tied_only_when_they_are_one_tensor() -> None:
+    x = torch.zeros(4, 4)
+    assert fs.plan({"a": x, "b": x[:2], "c": x.t(), "d": x.view(2, 8)}, MESH).aliases == ()
+    assert fs.plan({"a": x, "b": x.detach()}, MESH).aliases == (("b", "a"),)
+    assert fs.plan({"a": torch.zeros(0), "b": torch.zeros(0)}, MESH).aliases == ()
+
+
+def test_a_plan_can_be_made_inside_a_transform() -> None:
+    def loss(w: Tensor) -> Tensor:
+        assert fs.plan({"w": w, "v": w[1:]}, MESH) == fs.plan({"w": torch.zeros(3), "v": torch.zeros(2)}, MESH)
+        return w.sum()
+
+    torch.func.grad(loss)(torch.ones(3))
+    torch.func.vmap(loss)(torch.ones(2, 3))
+
+
+def test_two_parameters_over_one_memory_are_two_as_they_are_to_functional_call() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].weight = nn.Parameter(model.get_parameter("a.weight").detach())
+    assert len(fs.plan(model, MESH).slots) == len(list(model.parameters())) == 4
+
+
+def test_labels_are_a_mapping_or_a_callable() -> None:
+    model = tied()
+    by_name = fs.plan(model, MESH, labels={"head.bias": "no_decay"})
+    by_call = fs.plan(model, MESH, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
+    assert by_name == by_call
+    assert keys(by_name) == {"embed": ["embed.weight"], "head/no_decay": ["head.bias"]}
+    assert [buffer.label for buffer in by_name.buffers.values()] == ["", "no_decay"]
+
+
+def test_an_ignored_parameter_is_whole_on_every_rank() -> None:
+    tensors = {"a.w": torch.zeros(7), "a.b": torch.zeros(2), "c.d.w": torch.zeros(5), "c10": torch.zeros(5)}
+    layout = fs.plan(tensors, MESH, ignored=["a.b", "c"], align_bytes=0)
+    assert {key: (b.num_shards, b.numel) for key, b in layout.buffers.items()} == {
+        "a": (3, 9),
+        "a/whole": (1, 2),
+        "c/whole": (1, 5),
+        "(root)": (3, 6),
+    }
+    for rank in range(3):
+        assert [piece[1:] for piece in layout.slices(rank) if piece.name in ("a.b", "c.d.w")] == [(0, 2, 0), (0, 5, 0)]
+
+
+@pytest.mark.parametrize("name", ["head", "head.weight", "embed"])
+def test_a_tied_parameter_is_ignored_under_any_of_its_names(name: str) -> None:
+    assert "embed/whole" in fs.plan(tied(), MESH, ignored=[name]).buffers
+
+
+def test_an_axis_that_the_mesh_lacks_has_size_one() -> None:
+    both = fs.plan(tied(), fs.simulated_mesh({"replicate": 2, "shard": 3}))
+    assert (both.num_shards, both.num_ranks) == (3, 6)
+    copies = fs.plan(tied(), fs.simulated_mesh({"replicate": 2}))
+    assert (copies.num_shards, copies.num_ranks) == (1, 2)
+    renamed = fs.plan(tied(), fs.simulated_mesh({"x": 2, "y": 3}), shard_axis="x", replicate_axis="y")
+    assert (renamed.num_shards, renamed.num_ranks) == (2, 6)
+
+
+def test_every_problem_is_listed_in_one_error() -> None:
+    tensors: dict[str, Any] = {
+        "lazy": nn.LazyLinear(3).weight,
+        "sparse": torch.zeros(3, 3).to_sparse(),
+        "nested": {"w": torch.zeros(3)},
+        "fine": torch.zeros(3),
+    }
+    wrong: Any = "max"
+    with pytest.raises(ValueError, match="plan: 7 problems") as error:
+        fs.plan(tensors, MESH, reduction=wrong, align_bytes=-1, ignored=["fin", "fine"], replicate_axis="shard")
+    assert str(error.value).splitlines() == [
+        "plan: 7 problems",
+        "  'lazy': a lazy parameter without a shape yet; run the model once",
+        "  'sparse': layout torch.sparse_coo; only strided tensors have elements to lay in a row",
+        "  'nested': got dict, expected a tensor",
+        "  ignored 'fin': no such parameter or module",
+        "  reduction: got 'max', expected 'mean' or 'sum'",
+        "  align_bytes: got -1, expected a number of bytes, 0 to pack",
+        "  shard_axis and replicate_axis: got 'shard' for both, expected two names",
+        "Nothing was planned.",
+    ]
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "axes": (
+        {"shard_axis": "x", "replicate_axis": "y"},
+        ValueError,
+        r"the mesh has neither 'x' nor 'y': Mesh\(shard=3, simulated, cpu\)",
+    ),
+    "align": ({"align_bytes": 1.5}, ValueError, r"align_bytes: got 1\.5, expected a number of bytes, 0 to pack"),
+    "ignored text": ({"ignored": "head"}, TypeError, r"plan: ignored: got 'head', expected a sequence of names"),
+    "ignored module": ({"ignored": [tied()]}, TypeError, r"plan: ignored: got \[ModuleDict\("),
+    "ignored iterator": ({"ignored": iter(["head"])}, TypeError, r"plan: ignored: got <list_iterator .* a sequence of"),
+    "unknown labels": (
+        {"labels": {"head.weight": "x", "embed.weight": "x", "nope": "x"}},
+        ValueError,
+        r"plan: labels: 2 problems\n  'head\.weight': labelled, but no such parameter\n  'nope': .*\nSpell names as",
+    ),
+    "slash": (
+        {"labels": lambda name, p: "a/b"},
+        ValueError,
+        r"plan: labels: 2 problems\n  'embed.weight': label 'a/b'\n  'head.bias': label 'a/b'\nA label is a string w",
+    ),
+    "number": ({"labels": {"head.bias": 3}}, ValueError, r"'head\.bias': label 3\nA label is a string without '/'"),
+    "dtype for precision": (
+        {"precision": torch.bfloat16},
+        TypeError,
+        "plan: precision: got dtype, expected a MixedPrecision, a mapping unit -> MixedPrecision, or a callable",
+    ),
+    "mapping for precision": (
+        {"precision": {"haed": fs.MixedPrecision(torch.bfloat16)}},
+        ValueError,
+        r"plan: precision: 1 problem\n  'haed': not a unit \(did you mean 'head'\?\)\nThe units are 'embed', 'head'.",
+    ),
+    "policies for precision": (
+        {"precision": lambda unit: torch.bfloat16 if unit == "head" else None},
+        TypeError,
+        r"plan: precision: 1 problem\n  unit 'head': got dtype, expected a MixedPrecision or None\nThe units are",
+    ),
+    "reshard_after_forward": (
+        {"reshard_after_forward": 1},
+        ValueError,
+        "plan: 1 problem\n  reshard_after_forward: got 1, expected True or False\nNothing was planned",
+    ),
+    "reshard_after_forward text": (
+        {"reshard_after_forward": "no", "align_bytes": -1},
+        ValueError,
+        "plan: 2 problems\n  reshard_after_forward: got 'no', expected True or False\n  align_bytes: got -1",
+    ),
+    "labels list": ({"labels": ["x"]}, TypeError, r"plan: labels: got list, expected a mapping name -> label or"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_options_are_refused(case: str) -> None:
+    options, kind, match = WRONG[case]
+    with pytest.raises(kind, match=match):
+        fs.plan(tied(), MESH, **options)
+
+
+def test_no_precision_is_that_of_the_stored_parameters_and_units_go_after_use() -> None:
+    layout = fs.plan(tied(), MESH)
+    assert {unit.precision for unit in layout.units} == {fs.MixedPrecision(None, None)}
+    assert layout.reshard_after_forward is True
+    assert layout == fs.plan(tied(), MESH, precision=fs.MixedPrecision(), reshard_after_forward=True)
+    assert layout != fs.plan(tied(), MESH, precision=fs.MixedPrecision(torch.bfloat16))
+    assert layout != fs.plan(tied(), MESH, reshard_after_forward=False)
+
+
+def test_precision_changes_no_place() -> None:
+    plain, mixed = (
+        fs.plan(tied(), MESH, precision=precision)
+        for precision in (None, fs.MixedPrecision(torch.bfloat16, torch.float64))
+    )
+    assert list(mixed.buffers.values()) == list(plain.buffers.values())
+    assert mixed != plain
+
+
+def test_every_unit_may_have_a_policy_of_its_own() -> None:
+    bf16 = fs.MixedPrecision(torch.bfloat16)
+    for precision in ({"head": bf16}, lambda unit: bf16 if unit == "head" else None):
+        layout = fs.plan(tied(), MESH, precision=precision)
+        assert {unit.name: unit.precision for unit in layout.units} == {"embed": fs.MixedPrecision(), "head": bf16}
+
+
+CLASHES: dict[str, dict[str, Tensor]] = {
+    "frozen": {"m.a": torch.zeros(3), "m.b": frozen(3)},
+    "whole": {"m.a": torch.zeros(3), "m.ignored": torch.zeros(3)},
+    "norm": {"m.a": torch.zeros(3), "m/norm.b": torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("label", CLASHES)
+def test_a_label_that_gives_two_buffers_one_key_is_refused(label: str) -> None:
+    ignored = [name for name in CLASHES[label] if "ignored" in name]
+    with pytest.raises(
+        ValueError, match=rf"plan: labels: 1 problem\n  'm/{label}': the key of 2 buffers\nNo label may"
+    ):
+        fs.plan(CLASHES[label], MESH, labels={"m.a": label}, ignored=ignored)
+
+
+def test_what_is_no_model_or_no_mesh_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"source: got list, expected an nn\.Module or a mapping name -> tensor"):
+        fs.plan([torch.zeros(3)], MESH)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"source: got other keys than names, expected an nn\.Module or a mapping"):
+        fs.plan({0: torch.zeros(3)}, MESH)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="plan: mesh: got int, expected a Mesh"):
+        fs.plan(tied(), 8)  # pyright: ignore[reportArgumentType]

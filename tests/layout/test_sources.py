@@ -1,0 +1,149 @@
+"""Parameters that cannot lie in a flat buffer, or would lose something there, are named before anything is planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as torch_pytree
+
+import functorch_shard as fs
+from tests.support.models import two_layers
+from tests.support.refusals import refused
+
+MESHES = [fs.init_mesh(), fs.simulated_mesh(2)]
+on_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
+
+
+class Quantized(Tensor):
+    """As torchao's: int8 numbers and a scale, which say that they are float32."""
+
+    data8: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, data8: Tensor, scale: Tensor) -> Quantized:
+        self = Tensor._make_wrapper_subclass(cls, data8.shape, dtype=scale.dtype)
+        self.data8, self.scale = data8, scale
+        return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data8, args[0].scale)
+        whole = lambda x: x.data8 * x.scale if isinstance(x, cls) else x  # noqa: E731
+        return func(*torch_pytree.tree_map(whole, args), **(kwargs or {}))
+
+
+class Packed(nn.Parameter):
+    """As those of bitsandbytes: bytes, and what they mean kept beside them."""
+
+
+class Tagged(nn.Parameter):
+    """A parameter with a name of its own and no behaviour."""
+
+
+def quantized() -> nn.Sequential:
+    model = two_layers((4, 4, 3))
+    weight = Quantized(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+@on_meshes
+def test_a_parameter_of_a_tensor_subclass_is_named(mesh: fs.Mesh) -> None:
+    said = refused(fs.plan, quantized(), mesh)
+    assert said.startswith(
+        "ValueError: plan: 1 problem\n"
+        "  '0.weight': a Quantized, which is a tensor subclass; a flat buffer holds plain numbers\n"
+    )
+    assert "plan those to train, as a mapping name -> tensor" in said
+    packed = {"w": Packed(torch.ones(3, dtype=torch.uint8), requires_grad=False), "b": nn.Parameter(torch.ones(2))}
+    assert "'w': a Packed, which is a tensor subclass" in refused(fs.plan, packed, mesh)
+    fs.shard({"w": Tagged(torch.ones(3))}, fs.plan({"w": Tagged(torch.ones(3))}, mesh))
+
+
+@on_meshes
+def test_a_model_that_is_quantized_after_it_was_planned_is_named(mesh: fs.Mesh) -> None:
+    layout = fs.plan(two_layers((4, 4, 3)), mesh)
+    for said in (
+        refused(fs.shard, quantized(), layout),
+        refused(fs.shard, dict(quantized().named_parameters()), layout),
+    ):
+        assert said.startswith("ValueError: shard: 1 problem\n  '0.weight': a Quantized, which is a tensor subclass")
+
+
+@on_meshes
+def test_the_plain_parameters_of_such_a_model_train_as_the_advice_says(mesh: fs.Mesh) -> None:
+    model, x = quantized(), torch.randn(4, 4)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    params = fs.shard(trainable, fs.plan(trainable, mesh))
+    loss = lambda params, x: functional_call(model, fs.gather(params), (x,)).square().mean()  # noqa: E731
+    grads = fs.gather(mesh.spmd(fs.grad(loss))(params, mesh.split(x)), lazy=False)
+    expected = torch.autograd.grad(model(x).square().mean(), list(trainable.values()))
+    for actual, wanted in zip(grads.values(), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+@on_meshes
+def test_hooks_that_would_never_run_are_named(mesh: fs.Mesh) -> None:
+    model: Any = two_layers()
+    layout = fs.plan(model, mesh)
+    handles = [
+        model[0].weight.register_hook(lambda grad: grad * 0),
+        model[2].bias.register_post_accumulate_grad_hook(lambda p: None),
+    ]
+    for verb, said in {"plan": refused(fs.plan, model, mesh), "shard": refused(fs.shard, model, layout)}.items():
+        assert said.startswith(f"ValueError: {verb}: 2 problems\n  '0.weight': has a hook (register_hook), which would")
+        assert "'2.bias': has a hook (register_post_accumulate_grad_hook), which would never run" in said
+        assert "Remove hooks of parameters (handle.remove()), and do what they did to the gradients" in said
+    for handle in handles:
+        handle.remove()
+    fs.shard(model, fs.plan(model, mesh))
+
+
+@on_meshes
+def test_a_hook_on_what_gather_returns_does_run(mesh: fs.Mesh) -> None:
+    model, x = two_layers(), torch.randn(4, 5)
+    params = fs.shard(model, fs.plan(model, mesh))
+
+    def loss(params: fs.Sharded) -> Tensor:
+        full = fs.gather(params)
+        full["0.weight"].register_hook(lambda grad: grad * 0)
+        return functional_call(model, full, (x,)).square().mean()
+
+    grads = fs.gather(fs.grad(loss)(params))
+    assert grads["0.weight"].abs().sum() == 0
+    assert grads["2.weight"].abs().sum() > 0
+
+
+@on_meshes
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_with_sparse_gradients_are_named(mesh: fs.Mesh, cls: Any) -> None:
+    model = nn.ModuleDict({"words": cls(9, 6, sparse=True), "fc": nn.Linear(6, 3)})
+    said = refused(fs.plan, model, mesh)
+    assert said == (
+        "ValueError: plan: 1 problem\n"
+        "  'words.weight': of an embedding with sparse=True: its gradient is a sparse tensor, and buffers are dense\n"
+        "Build the model with sparse=False. Nothing was planned."
+    )
+    assert "'weight': of an embedding" in refused(fs.plan, cls(9, 6, sparse=True), mesh)
+    model["words"].requires_grad_(False)
+    fs.shard(model, fs.plan(model, mesh))
+    fs.plan(cls(9, 6), mesh)
+
+
+def test_all_kinds_of_problems_come_in_one_error() -> None:
+    model: Any = quantized()
+    model[2].weight.register_hook(lambda grad: grad)
+    model.append(nn.Embedding(2, 2, sparse=True))
+    said = refused(fs.plan, model, MESHES[0], align_bytes=-1)
+    assert said.startswith("ValueError: plan: 4 problems\n")
+    assert said.endswith("Build the model with sparse=False. Nothing was planned.")

@@ -1,0 +1,203 @@
+"""What is gathered together: every form of ``units``, and what is said to a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import functorch_shard as fs
+from functorch_shard.layout.planning import Units
+
+MESH = fs.simulated_mesh(3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(3)
+        self.mlp = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+
+
+class Model(nn.Module):
+    """The usual: embedding, a stack of blocks with stacks inside, a head tied to the embedding, a root parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.embed = nn.Embedding(7, 3)
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(3, 7)
+        self.head.weight = self.embed.weight
+
+
+def units_of(source: Any, units: Units = "auto") -> dict[str, list[str]]:
+    """Unit name -> names of its parameters, without the labels and dtypes of its buffers."""
+    layout = fs.plan(source, MESH, units=units)
+    return {unit.name: [slot.name for buffer in unit.buffers for slot in buffer.slots] for unit in layout.units}
+
+
+def outline(source: Any, units: Units = "auto") -> dict[str, int]:
+    return {unit: len(names) for unit, names in units_of(source, units).items()}
+
+
+def inside(name: str, child: nn.Module) -> nn.Module:
+    module = nn.Module()
+    module.add_module(name, child)
+    return module
+
+
+def test_auto_makes_a_unit_of_each_entry_of_a_stack_and_of_each_module_beside_it() -> None:
+    assert units_of(Model()) == {
+        "(root)": ["scale"],
+        "embed": ["embed.weight"],
+        "blocks.0": [f"blocks.0.{name}" for name in dict(Block().named_parameters())],
+        "blocks.1": [f"blocks.1.{name}" for name in dict(Block().named_parameters())],
+        "head": ["head.bias"],
+    }
+
+
+def linears(num: int) -> list[nn.Module]:
+    return [nn.Linear(2, 3) for _ in range(num)]
+
+
+class Scaled(nn.ModuleList):
+    """A stack with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(linears(2))
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+AUTO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    "the model is a stack": (lambda: nn.Sequential(*linears(2)), {"0": 2, "1": 2}),
+    "outermost of nested stacks": (
+        lambda: nn.Sequential(nn.Sequential(*linears(2)), nn.Linear(2, 2)),
+        {"0": 4, "1": 2},
+    ),
+    "stack in a submodule": (
+        lambda: nn.ModuleDict({"encoder": inside("layers", nn.ModuleList(linears(2))), "head": nn.Linear(2, 2)}),
+        {"encoder.layers.0": 2, "encoder.layers.1": 2, "head": 2},
+    ),
+    "beside a stack in a submodule": (
+        lambda: nn.ModuleDict({"body": nn.ModuleDict({"stack": nn.ModuleList(linears(1)), "norm": nn.LayerNorm(3)})}),
+        {"body.stack.0": 2, "body.norm": 2},
+    ),
+    "two stacks": (
+        lambda: nn.ModuleDict({"down": nn.ModuleList(linears(2)), "up": nn.ModuleList(linears(1))}),
+        {"down.0": 2, "down.1": 2, "up.0": 2},
+    ),
+    "no stack": (lambda: nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 2)}), {"a": 2, "b": 2}),
+    "a dict is no stack": (lambda: inside("towers", nn.ModuleDict({"a": nn.Linear(2, 3)})), {"towers": 2}),
+    "a stack with a parameter": (lambda: inside("stack", Scaled()), {"stack": 1, "stack.0": 2, "stack.1": 2}),
+    "one module": (lambda: nn.Linear(2, 3), {"(root)": 2}),
+    "an empty stack": (lambda: nn.ModuleDict({"a": nn.ModuleList(), "b": nn.Linear(2, 3)}), {"b": 2}),
+    "names like numbers": (lambda: nn.Sequential(*linears(11)), {str(i): 2 for i in range(11)}),
+}
+
+
+@pytest.mark.parametrize("case", AUTO)
+def test_auto_finds_the_outermost_stacks(case: str) -> None:
+    make, expected = AUTO[case]
+    assert outline(make()) == expected
+
+
+def test_auto_plans_a_mapping_as_the_module_it_came_from() -> None:
+    model = Model()
+    assert fs.plan(model.state_dict(), MESH) == fs.plan(model, MESH)
+    assert fs.plan(dict(model.named_parameters(remove_duplicate=False)), MESH) == fs.plan(model, MESH)
+
+
+def test_auto_takes_a_number_in_the_names_of_a_mapping_for_an_entry_of_a_stack() -> None:
+    names = ["w", "a.w", "a.b.w", "m.0.w", "m.0.1.w", "m.10.w", "m.norm.w", "layer3.w", "0"]
+    units = {"(root)": 2, "a": 2, "m.0": 2, "m.10": 1, "m.norm": 1, "layer3": 1}
+    assert outline({name: torch.zeros(2) for name in names}) == units
+
+
+def test_a_class_makes_a_unit_of_each_instance_and_one_of_the_rest() -> None:
+    rest = ["scale", "embed.weight", "head.bias"]
+    units = units_of(Model(), Block)
+    assert {unit: len(names) for unit, names in units.items()} == {"(root)": 3, "blocks.0": 6, "blocks.1": 6}
+    assert units["(root)"] == rest
+
+
+def test_of_several_classes_the_innermost_module_wins() -> None:
+    assert outline(Model(), (Block, nn.LayerNorm, nn.Embedding)) == {
+        "(root)": 2,
+        "embed": 1,
+        "blocks.0.norm": 2,
+        "blocks.0": 4,
+        "blocks.1.norm": 2,
+        "blocks.1": 4,
+    }
+
+
+def test_a_callable_chooses_by_name_and_module() -> None:
+    def chosen(name: str, module: nn.Module) -> bool:
+        return name.endswith(".0") and isinstance(module, nn.Linear)
+
+    assert outline(Model(), chosen) == {"(root)": 11, "blocks.0.mlp.0": 2, "blocks.1.mlp.0": 2}
+    assert outline(Model(), lambda name, module: not name) == {"(root)": 15}
+
+
+def test_a_parameter_tied_across_units_lies_in_the_unit_of_its_first_name() -> None:
+    stack = nn.ModuleList(linears(3))
+    stack[2].weight = stack[0].weight
+    assert units_of(stack) == {"0": ["0.weight", "0.bias"], "1": ["1.weight", "1.bias"], "2": ["2.bias"]}
+    assert outline(nn.ModuleList([stack[0], stack[1], stack[0]]), nn.Linear) == {"0": 2, "1": 2}
+
+
+def test_lists_of_names_take_parameters_and_modules_and_leave_the_rest_in_the_root() -> None:
+    units = units_of(Model(), [["embed", "head.bias"], ["blocks.1"], []])
+    assert {unit: len(names) for unit, names in units.items()} == {"(root)": 7, "embed": 2, "blocks.1": 6}
+    assert units["embed"] == ["embed.weight", "head.bias"]
+    assert outline(Model(), ()) == {"(root)": 15}
+    assert units_of({"layer1.w": torch.ones(1), "layer10.w": torch.ones(1)}, [["layer1"]])["layer1"] == ["layer1.w"]
+
+
+def test_bytes_fill_units_in_order_and_a_larger_parameter_stands_alone() -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(1), "c": torch.zeros(9), "d": torch.zeros(0), "e": torch.zeros(3)}
+    assert units_of(tensors, 12) == {"a": ["a", "b"], "c": ["c"], "d": ["d", "e"]}
+    assert units_of(tensors, 10**9) == {"a": list("abcde")}
+    assert units_of(tensors, 1) == {"a": ["a"], "b": ["b"], "c": ["c"], "d": ["d"], "e": ["e"]}
+
+
+TENSORS = {"a.w": torch.zeros(2), "b.w": torch.zeros(2)}
+WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
+    "word": (TENSORS, "all", ValueError, r"plan: units: got 'all', the only word it knows is 'auto'"),
+    "no bytes": (TENSORS, 0, ValueError, r"plan: units: got 0, expected a positive number of bytes"),
+    "bool": (TENSORS, True, ValueError, r"plan: units: got True, expected a positive number of bytes"),
+    "unknown": (
+        TENSORS,
+        [["a.w", "nope"], ["b", "b.v"]],
+        ValueError,
+        r"plan: units: 2 problems\n  'nope': no parameter or module of that name\n  'b\.v': no .*\nList every",
+    ),
+    "twice": (TENSORS, [["a"], ["b", "a.w"]], ValueError, r"'a\.w': listed twice, in 'a' and 'b'"),
+    "set": (nn.Linear(2, 3), {nn.Linear}, TypeError, r"got set, expected 'auto', bytes, module classes, a callable or"),
+    "none": (nn.Linear(2, 3), None, TypeError, r"plan: units: got NoneType, expected"),
+    "flat list": (TENSORS, ["a", "b"], TypeError, r"got \['a', 'b'\], expected lists of names, as \[\['embed'"),
+    "list of classes": (nn.Linear(2, 3), [nn.Linear], TypeError, r"expected lists of names, as \[\['embed', 'head'\]"),
+    "class for a mapping": (
+        TENSORS,
+        nn.Linear,
+        TypeError,
+        r"classes and callables need an nn.Module as source; got a m",
+    ),
+    "absent class": (
+        Model(),
+        nn.Conv2d,
+        ValueError,
+        r"plan: units: 1 problem\n  no module was chosen\nName a class that",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_units_are_refused(case: str) -> None:
+    source, units, kind, match = WRONG[case]
+    with pytest.raises(kind, match=match):
+        fs.plan(source, MESH, units=units)

@@ -1,0 +1,333 @@
+"""Meshes and spmd: who the ranks are, what is mapped over them, and what is passed through."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+import functorch_shard as fs
+from functorch_shard.collectives import axis_index, pmean, psum
+from functorch_shard.mesh.init import choose_device, select_device
+from functorch_shard.mesh.launchers import Job
+from tests.support.ranking import number_of
+from tests.support.refusals import refused
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_a_mesh_tells_its_axes_outermost_first() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    assert mesh.axes == {"replicate": 2, "shard": 3}
+    assert (mesh.size, mesh.is_simulated, mesh.device, len(mesh)) == (6, True, torch.device("cpu"), 2)
+    assert (mesh["shard"].name, mesh["shard"].size) == ("shard", 3)
+    assert [axis.name for axis in mesh] == ["replicate", "shard"]
+    assert repr(mesh) == "Mesh(replicate=2 x shard=3, simulated, cpu)"
+
+
+def test_a_simulated_mesh_puts_shards_where_it_says() -> None:
+    mesh = fs.simulated_mesh(2, device="meta")
+    assert fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, mesh))["(root)"].is_meta
+    with torch.device("meta"):
+        assert fs.simulated_mesh(2).device.type == "meta"
+
+
+def test_plain_python_has_one_rank_and_no_process_group() -> None:
+    mesh = fs.init_mesh({"replicate": 1, "shard": -1})
+    assert mesh.axes == {"replicate": 1, "shard": 1}
+    assert (mesh.size, mesh.rank, mesh.is_simulated) == (1, 0, False)
+    assert not torch.distributed.is_initialized()
+
+
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
+    assert "init_mesh: shard=4 makes 4 ranks, but there are 1" in refused(fs.init_mesh, {"shard": 4})
+    assert "each of size 1 or more, got replicate=2 x shard=0" in refused(fs.init_mesh, {"replicate": 2, "shard": -1})
+    assert "each of size 1 or more, got shard=0" in refused(fs.simulated_mesh, 0)
+    assert "expected at least one axis" in refused(fs.simulated_mesh, {})
+    assert "each of size 1 or more" in refused(fs.init_mesh, {"a": -1, "b": -1})
+
+
+OF_THE_USERS_GROUP = """
+import sys
+import tempfile
+import torch, torch.distributed as dist, functorch_shard as fs
+dist.init_process_group(sys.argv[1] if sys.argv[1] != "None" else None)
+params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.init_mesh(device="cpu")))
+with tempfile.TemporaryDirectory() as folder:
+    for tree in (params, {"x": torch.ones(3)}):
+        fs.checkpoint.save(f"{folder}/{len(tree)}-{type(tree).__name__}", tree)
+        assert fs.reopen(fs.offload(tree, f"{folder}/mapped"), f"{folder}/mapped").keys() == tree.keys()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_a_process_group_that_the_program_made_itself_is_as_good(backend: str | None) -> None:
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **job, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", OF_THE_USERS_GROUP, str(backend)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# What init_mesh() is given, what the group that exists has, whether there is CUDA, and where the ranks work.
+DEVICES = [
+    (None, None, False, "cpu"),
+    (None, None, True, "cuda"),
+    (None, "cpu:gloo,cuda:gloo", True, "cpu"),  # init_process_group("gloo"), as run_ranks does
+    (None, "cpu:gloo", True, "cpu"),
+    (None, "cpu:gloo,cuda:nccl", True, "cuda"),  # init_process_group()
+    (None, "cpu:gloo,cuda:nccl", False, "cpu"),
+    (None, "cuda:nccl", True, "cuda"),
+    ("cpu", "cpu:gloo,cuda:nccl", True, "cpu"),
+    ("cuda", "cpu:gloo,cuda:gloo", True, "cuda"),  # asked for by name
+    ("cuda:1", None, True, "cuda:1"),
+    (torch.device("cuda", 3), "cuda:nccl", True, "cuda:3"),
+]
+
+
+@pytest.mark.parametrize(("given", "backends", "has_cuda", "device"), DEVICES, ids=str)
+def test_ranks_work_where_their_process_group_does(given: Any, backends: Any, has_cuda: bool, device: str) -> None:
+    assert choose_device(given, backends, has_cuda) == torch.device(device)
+
+
+def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
+    text = refused(choose_device, "cpu", "cuda:nccl", True)
+    assert "init_mesh: device: got 'cpu', but the process group that exists has backends for cuda alone" in text
+    assert "for cpu alone (cpu:gloo). Name one in init_process_group" in refused(
+        choose_device, "cuda", "cpu:gloo", True
+    )
+
+
+def mesh_of_a_rank_that_has_cuda() -> str:
+    with patch("torch.cuda.is_available", lambda: True):
+        return str(fs.init_mesh())
+
+
+def test_gloo_ranks_stay_on_the_cpu_of_a_machine_that_has_cuda() -> None:
+    assert fs.testing.run_ranks(mesh_of_a_rank_that_has_cuda, 2) == ["Mesh(shard=2, cpu)"] * 2
+
+
+def test_the_number_of_a_cuda_device_is_kept() -> None:
+    assert fs.init_mesh(device="cuda:1").device == torch.device("cuda", 1)
+    selected: list[Any] = []
+    with (
+        patch("torch.cuda.set_device", selected.append),
+        patch("torch.cuda.device_count", lambda: 4),
+        patch("torch.cuda.is_initialized", lambda: False),
+    ):
+        select_device(torch.device("cuda", 1), Job(0, 2))
+        select_device(torch.device("cuda"), Job(5, 8, local_rank=5))  # the launcher's, of those that it lets us see
+        select_device(torch.device("cuda"), Job(5, 8))
+        select_device(torch.device("cpu"), Job(5, 8, local_rank=1))
+    assert selected == [torch.device("cuda", 1), 1]
+
+
+def test_the_size_of_one_axis_is_enough() -> None:
+    assert fs.init_mesh(1).axes == fs.init_mesh(-1).axes == {"shard": 1}
+    assert "4 ranks, but there are 1" in refused(fs.init_mesh, 4)
+
+
+def test_spmd_is_the_function_itself_on_real_ranks() -> None:
+    def fn() -> None: ...
+
+    assert fs.init_mesh().spmd(fn) is fn
+    assert fs.init_mesh().spmd(in_dims=1)(fn) is fn
+
+
+def test_tensors_are_mapped_and_everything_else_is_passed_through() -> None:
+    mesh = fs.simulated_mesh(3)
+    seen: list[Any] = []
+
+    @mesh.spmd
+    def fn(tree: Any, name: str, *, scale: Tensor, flag: bool) -> Any:
+        seen.append((tree["x"].shape, tree["none"], name, scale.shape, flag))
+        return {"y": tree["x"] * scale, "name": name, "none": None, "pair": Pair(tree["x"][0], 7)}
+
+    x = torch.arange(6.0).view(3, 2)
+    result = fn({"x": x, "none": None, "list": [1]}, "a", scale=torch.tensor([1.0, 10.0, 100.0]), flag=True)
+    assert seen == [((2,), None, "a", (), True)]
+    assert torch.equal(result["y"], x * torch.tensor([[1.0], [10.0], [100.0]]))
+    assert (result["name"], result["none"], result["pair"].right) == ("a", None, 7)
+    assert isinstance(result["pair"], Pair)
+    assert torch.equal(result["pair"].left, x[:, 0])
+
+
+def test_a_function_may_take_and_return_no_tensor_at_all() -> None:
+    mesh = fs.simulated_mesh(3)
+    assert mesh.spmd(lambda: "done")() == "done"
+    assert torch.equal(mesh.spmd(lambda: axis_index(mesh))(), torch.arange(3))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_rank_dims_may_be_anywhere_on_either_side(dim: int) -> None:
+    mesh = fs.simulated_mesh({"a": 2, "b": 3})
+    per_rank = torch.randn(2, 3, 4, 5)  # (a, b, ..)
+    start = dim if dim >= 0 else dim + 3
+    placed = per_rank.movedim((0, 1), (start, start + 1))
+    double = lambda x: 2 * x  # noqa: E731
+    assert torch.equal(mesh.spmd(double, in_dims=dim)(placed), 2 * per_rank)
+    assert torch.equal(mesh.spmd(double, out_dims=dim)(per_rank), 2 * placed)
+    assert torch.equal(mesh.spmd(double, in_dims=dim, out_dims=dim)(placed), 2 * placed)
+
+
+def test_dims_are_given_by_trees_that_are_prefixes() -> None:
+    mesh = fs.simulated_mesh(2)
+    x, shared, y = torch.randn(3, 2), torch.randn(3), torch.randn(2, 3)
+    fn = mesh.spmd(
+        lambda a, b: {"sum": a["x"] + a["shared"] + b, "total": psum(b, mesh)},
+        in_dims=({"x": 1, "shared": None}, 0),
+        out_dims={"sum": 1, "total": None},
+    )
+    result = fn({"x": x, "shared": shared}, y)
+    torch.testing.assert_close(result["sum"], x + shared[:, None] + y.T)
+    torch.testing.assert_close(result["total"], y.sum(0))
+    assert "in_dims=(0,) does not match" in refused(mesh.spmd(lambda a, b: a, in_dims=(0,)), y, y)
+
+
+def test_a_result_that_differs_between_ranks_cannot_be_returned_once() -> None:
+    mesh = fs.simulated_mesh(2)
+    text = refused(mesh.spmd(lambda x: x, out_dims=None), torch.randn(2, 3))
+    assert "a result of shape (3,) differs" in text
+    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh), out_dims=None)(torch.tensor([1.0, 3.0])), torch.tensor(2.0))
+
+
+def test_tensors_without_rank_dims_are_all_named() -> None:
+    mesh = fs.simulated_mesh({"a": 2, "b": 3})
+    bad = {"x": torch.zeros(3, 2), "ok": torch.zeros(2, 3), "s": torch.tensor(1.0)}
+    text = refused(mesh.spmd(lambda tree, k: tree), bad, k=torch.zeros(2))
+    assert text.startswith("ValueError: spmd: 3 problems")
+    assert "args[0]['x']: shape (3, 2), expected (2, 3) as leading dims, one a rank" in text
+    assert "args[0]['s']: shape (), expected (2, 3)" in text
+    assert "kwargs['k']: shape (2,)" in text
+    assert text.endswith(
+        "Split a global batch with mesh.split; pass what all ranks share by position, with in_dims=None."
+    )
+
+
+def test_spmd_does_not_nest_with_itself_and_recovers_from_exceptions() -> None:
+    mesh = fs.simulated_mesh(2)
+    nested = mesh.spmd(lambda x: mesh.spmd(lambda y: y)(x))
+    assert "already runs as one rank of the same mesh" in refused(nested, torch.zeros(2, 2))
+    with pytest.raises(ZeroDivisionError):
+        mesh.spmd(lambda x: 1 / 0)(torch.zeros(2))
+    assert not mesh.in_spmd
+    assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(torch.ones(2)), torch.tensor([2.0, 2.0]))
+
+
+def test_two_meshes_nest_in_each_other() -> None:
+    outer, inner = fs.simulated_mesh(2), fs.simulated_mesh(3)
+    rows = torch.arange(6.0).view(2, 3)
+    both = outer.spmd(lambda row: inner.spmd(lambda x: psum(x, inner) + 10 * psum(x, outer))(row))
+    assert torch.equal(both(rows), rows.sum(1, keepdim=True) + 10 * rows.sum(0))
+
+
+def test_dropout_differs_between_ranks_unless_told_otherwise() -> None:
+    mesh, x = fs.simulated_mesh(4), torch.ones(4, 64)
+    drop = lambda x: nn.functional.dropout(x, 0.5)  # noqa: E731
+    assert not torch.equal(*mesh.spmd(drop)(x)[:2])
+    same = mesh.spmd(drop, randomness="same")(x)
+    assert all(torch.equal(row, same[0]) for row in same)
+    assert "randomness" in refused(mesh.spmd(drop, randomness="error"), x)
+
+
+def test_the_wrapped_function_keeps_its_name() -> None:
+    @fs.simulated_mesh(2).spmd
+    def train_step() -> None:
+        """Once."""
+
+    assert (train_step.__name__, train_step.__doc__) == ("train_step", "Once.")
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 3, "b": 2}, {"a": 1, "b": 6}])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_split_gives_every_rank_its_part_in_rank_order(axes: dict[str, int], dim: int) -> None:
+    mesh = fs.simulated_mesh(axes)
+    x = torch.randn(12, 6)
+    parts = mesh.split({"x": x, "n": 3}, dim=dim)
+    assert parts["n"] == 3
+    rows = parts["x"].flatten(0, len(axes) - 1)
+    assert torch.equal(torch.cat(rows.unbind(0), dim), x)
+    assert parts["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(fs.init_mesh().split(x), x)
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused_by_name() -> None:
+    mesh = fs.simulated_mesh(4)
+    text = refused(mesh.split, {"x": torch.zeros(6, 4), "y": torch.zeros(8), "z": torch.tensor(1.0)})
+    assert text.startswith("ValueError: split: 2 problems")
+    assert "['x']: shape (6, 4), and 4 ranks do not divide dim 0" in text
+    assert "['z']: shape ()" in text
+    assert "the tensor: shape (6,)" in refused(mesh.split, torch.zeros(6))
+
+
+def test_copies_keep_the_mesh_and_pickles_make_one_of_the_same_sizes() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
+    assert copy.deepcopy(mesh) is mesh
+    thawed = pickle.loads(pickle.dumps(mesh))
+    assert (thawed.axes, thawed.device, thawed.is_simulated) == (mesh.axes, mesh.device, True)
+    rows = torch.randn(2, 3, 4)
+    torch.testing.assert_close(thawed.spmd(lambda x: psum(x, thawed))(rows)[0, 0], rows.sum((0, 1)))
+    real = pickle.loads(pickle.dumps(fs.init_mesh()))
+    assert real.axes == {"shard": 1}
+
+
+def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:
+    mesh = fs.simulated_mesh(2)
+    params = fs.shard({"fc.w": torch.ones(3)}, fs.plan({"fc.w": torch.ones(3)}, mesh))
+    thawed = pickle.loads(pickle.dumps(params))
+    text = refused(mesh.spmd(lambda p: fs.gather(p)), thawed)
+    assert "unpickled has a mesh of its own: put it on this one, Sharded(tree, tree.layout.on(mesh))" in text
+    again = fs.Sharded(thawed, thawed.layout.on(mesh))
+    assert torch.equal(mesh.spmd(lambda p: fs.gather(p)["fc.w"], out_dims=None)(again), torch.ones(3))
+    assert "the layout is for shard=2, the mesh has shard=3" in refused(thawed.layout.on, fs.simulated_mesh(3))
+
+
+def test_a_user_vmap_may_go_around_or_inside_of_split_batches() -> None:
+    mesh = fs.simulated_mesh(2)
+    x = torch.randn(5, 4, 3)  # (outer batch, global batch, ..)
+    step = mesh.spmd(lambda x: pmean(x.sum(0), mesh), out_dims=None)
+    torch.testing.assert_close(vmap(lambda x: step(mesh.split(x)))(x), x.sum(1) / 2)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 3, "b": 2}])
+def test_split_inside_spmd_gives_this_rank_its_own_part_as_on_real_ranks(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    x = torch.randn(12, 6)
+    inside = mesh.spmd(lambda x: mesh.split({"x": x}, dim=1)["x"], in_dims=None)
+    assert torch.equal(inside(x), mesh.split(x, dim=1))
+    by_x = mesh.spmd(torch.func.grad(lambda x: (mesh.split(x) ** 2).sum()), in_dims=None)(x)
+    torch.testing.assert_close(by_x.flatten(0, len(axes) - 1).sum(0), 2 * x)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 1, "b": 2}])
+def test_no_simulated_rank_is_told_that_it_is_number_0(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    assert (mesh.rank, mesh.coordinate) == (0, (0,) * len(axes))
+    for ask in (
+        lambda x: x + mesh.rank,
+        lambda x: x + mesh.coordinate[-1],
+        lambda x: x + mesh.through(lambda a: a.backend).rank,
+    ):
+        said = refused(mesh.spmd(ask), mesh.split(torch.zeros(6)))
+        assert said.startswith("RuntimeError: mesh.rank and mesh.coordinate: inside spmd on simulated ranks")
+        assert "fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks too" in said
+    assert torch.equal(number_of(mesh).flatten(), torch.arange(mesh.size))
+    assert mesh.rank == 0
+
+
+def test_inside_simulated_ranks_another_mesh_still_has_its_rank() -> None:
+    mesh, other, real = fs.simulated_mesh(2), fs.simulated_mesh(3), fs.init_mesh()
+    assert torch.equal(mesh.spmd(lambda x: x + other.rank + real.rank)(torch.zeros(2)), torch.zeros(2))
+    assert number_of(real) == real.rank == 0

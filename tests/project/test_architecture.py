@@ -1,0 +1,178 @@
+"""The shape of the package: arrows of import point one way, and each boundary is crossed in one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from statistics import median
+
+import optree
+import torch
+
+import functorch_shard as fs
+
+PACKAGE = Path(fs.__file__).parent
+MODULES = sorted(
+    path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py")
+)
+# A floor imports from those below it (before it in this list), and from none beside or above it.
+FLOORS = [
+    {"errors", "codecs"},
+    {"torch_internals"},
+    {"containers"},
+    {"communication"},
+    {"mesh"},
+    {"layout"},
+    {"collectives", "storage"},
+    {"sharding"},
+    {"training", "checkpoint"},
+    {"testing"},
+    {"__init__", "__main__"},
+]
+FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
+# Imports of torch.distributed outside of communication and mesh, each with its reason.
+DISTRIBUTED = {
+    "checkpoint.dcp.metadata": "the format of checkpoints is torch.distributed's",
+    "layout.dtensor": "and so are DTensors",
+    "testing.processes": "starts the ranks of tests",
+    "torch_internals.dcp": "what that format has no public name for",
+    "torch_internals.process_groups": "what process groups have no public name for",
+}
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / (module.replace(".", "/") + ".py")).read_text())
+
+
+def imports(module: str) -> Iterator[tuple[str, str]]:
+    """The modules that ``module`` imports, and the name it takes from each; also what only type checkers see."""
+    package = ["functorch_shard", *module.split(".")][:-1]
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            here = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join([*here, *([node.module] if node.module else [])])
+            yield from ((origin, alias.name) for alias in node.names)
+
+
+def own_imports(module: str) -> Iterator[str]:
+    """The modules of this library that ``module`` imports, without ``functorch_shard.``."""
+    for origin, name in imports(module):
+        for target in (f"{origin}.{name}", f"{origin}.{name}.__init__", origin, f"{origin}.__init__"):
+            if target.startswith("functorch_shard.") and target.removeprefix("functorch_shard.") in MODULES:
+                yield target.removeprefix("functorch_shard.")
+                break
+
+
+def floor_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def arrows() -> set[tuple[str, str]]:
+    found = {(floor_of(module), floor_of(target)) for module in MODULES for target in own_imports(module)}
+    return {(start, end) for start, end in found if start != end}
+
+
+def test_every_package_has_its_floor() -> None:
+    assert {floor_of(module) for module in MODULES} == FLOOR.keys()
+
+
+def test_arrows_of_import_point_one_way() -> None:
+    assert [(start, end) for start, end in sorted(arrows()) if FLOOR[start] <= FLOOR[end]] == []
+
+
+def test_arrows_between_packages_are_few() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert len({arrow for arrow in arrows() if packages.issuperset(arrow)}) <= 31
+
+
+def test_no_circle_of_imports_within_a_package() -> None:
+    behind = {module: set(own_imports(module)) - {module} for module in MODULES}
+    for _ in range(len(MODULES)):  # what has nothing left to wait for, goes
+        behind = {module: targets & behind.keys() for module, targets in behind.items() if targets & behind.keys()}
+    assert behind == {}
+
+
+def test_a_package_says_what_it_is_for() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert len(doc) > 150, path
+
+
+def test_integers_of_the_layout_know_no_process_groups() -> None:
+    integers = [module for module in MODULES if floor_of(module) == "layout" and module != "layout.dtensor"]
+    for module in [*integers, "checkpoint.regions"]:
+        assert not any(origin.startswith("torch.distributed") for origin, _ in imports(module)), module
+
+
+def test_only_communication_and_mesh_touch_torch_distributed_at_work() -> None:
+    users = {
+        module for module in MODULES if any(origin.startswith("torch.distributed") for origin, _ in imports(module))
+    }
+    assert {module for module in users if floor_of(module) not in ("communication", "mesh")} == DISTRIBUTED.keys()
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def own_names(module: str) -> set[str]:
+    """What ``module`` itself defines or assigns, by which ``x._name`` is an attribute of ours."""
+    nodes = list(ast.walk(tree(module)))
+    return (
+        {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        | {node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+        | {"_replace"}  # of NamedTuple: public in spite of its name
+    )
+
+
+def test_private_names_of_others_are_used_in_torch_internals_alone() -> None:
+    """Of torch and optree, by import and by attribute."""
+    for module in MODULES:
+        if floor_of(module) == "torch_internals":
+            continue
+        taken = [f"{origin}.{name}" for origin, name in imports(module) if origin.startswith(("torch", "optree"))]
+        assert [name for name in taken if is_private(name) or "__GLOBAL" in name] == [], module
+        attributes = {node.attr for node in ast.walk(tree(module)) if isinstance(node, ast.Attribute)}
+        assert [name for name in sorted(attributes - own_names(module)) if is_private(name)] == [], module
+
+
+def test_files_and_functions_are_small() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {str(path.relative_to(PACKAGE)): n for path, n in lengths.items() if n > 400} == LONGER
+    functions = [node for module in MODULES for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef)]
+    assert median(map(lines_of_body, functions)) < 6
+
+
+LONGER: dict[str, int] = {}
+
+
+def lines_of_body(function: ast.FunctionDef) -> int:
+    """Without the docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body and body[-1].end_lineno else 0
+
+
+def test_runtime_needs_torch_and_optree_alone() -> None:
+    imported = {origin.split(".")[0] for module in MODULES for origin, _ in imports(module)}
+    assert imported - sys.stdlib_module_names == {torch.__name__, optree.__name__, "functorch_shard"}
+
+
+def test_importing_starts_nothing() -> None:
+    code = "import torch, threading, functorch_shard; assert threading.active_count() == 1; "
+    code += "assert not torch.distributed.is_initialized()"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=PACKAGE.parent)
+
+
+def test_importing_leaves_the_slow_parts_of_torch_alone() -> None:
+    slow = ["torch.distributed.checkpoint", "torch.distributed.tensor"]
+    code = "import sys, torch; before = set(sys.modules); import functorch_shard; "
+    code += f"assert not {slow!r} & (set(sys.modules) - before)".replace("[", "{").replace("]", "}")
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=PACKAGE.parent)

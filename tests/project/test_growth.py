@@ -1,0 +1,297 @@
+"""What is done for twice as many units, names or wrong names is twice as much, and not four times.
+
+Nothing here looks at a clock: the interpreter's instructions are counted. Names are compared by Python code, so that a
+search in a list counts too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.checkpoint.chunks import pieces_of
+from functorch_shard.checkpoint.names import Leaf
+from functorch_shard.errors import name_problems
+from functorch_shard.sharding.reduction import _complete
+from tests.support.refusals import refused
+
+FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once
+MESH = fs.simulated_mesh({"replicate": 2, "shard": 2})
+ONE = fs.init_mesh(device="cpu")
+NOT_OURS = (str(Path(torch.__file__).parent), str(Path(optree.__file__).parent))
+
+
+Task = Callable[[int], Callable[[], Any]]  # gets everything ready for a number, and returns what is counted
+
+
+class Name(str):
+    """A name whose comparisons are counted."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return str.__hash__(self)
+
+
+def instructions(fn: Callable[[], Any]) -> int:
+    """What Python executes for ``fn``, without what torch does in Python."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename.startswith(NOT_OURS):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        fn()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def growth(task: Task) -> float:
+    """What ``MANY`` cost in terms of ``FEW``."""
+    task(3)()  # what is done when it is first used
+    few, many = instructions(task(FEW)), instructions(task(MANY))
+    assert few > FEW
+    return many / few
+
+
+def tensors_of(n: int) -> dict[str, Tensor]:
+    """One parameter a unit, every fifth of them tied to another, and a frozen one in between."""
+    tensors: dict[str, Tensor] = {}
+    for i in range(n):
+        tensors[Name(f"blocks.{i}.w")] = torch.zeros(3)
+        if i % 5 == 0:
+            tensors[Name(f"blocks.{i}.tied")] = tensors[f"blocks.{i}.w"]
+            tensors[Name(f"blocks.{i}.frozen")] = nn.Parameter(torch.zeros(2), requires_grad=False)
+    return tensors
+
+
+def model_of(n: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
+
+
+def attention_of(n: int) -> nn.Module:
+    """A private reset for each entry."""
+    with torch.device("meta"):
+        return nn.ModuleList(nn.MultiheadAttention(2, 1) for _ in range(n))
+
+
+def planned(n: int, mesh: fs.Mesh = MESH, **options: Any) -> fs.Layout:
+    return fs.plan(tensors_of(n), mesh, **options)
+
+
+def sharded(n: int, mesh: fs.Mesh = MESH, **options: Any) -> fs.Sharded:
+    tensors = tensors_of(n)
+    return fs.shard(tensors, fs.plan(tensors, mesh, **options))
+
+
+def of_layout(fn: Callable[[fs.Layout], Any], **options: Any) -> Task:
+    def task(n: int) -> Callable[[], Any]:
+        layout = planned(n, **options)
+        return lambda: fn(layout)
+
+    return task
+
+
+def of_tree(fn: Callable[[fs.Sharded], Any], mesh: fs.Mesh = MESH, **options: Any) -> Task:
+    def task(n: int) -> Callable[[], Any]:
+        params = sharded(n, mesh, **options)
+        return lambda: fn(params)
+
+    return task
+
+
+def planning(**options: Callable[[int], Any]) -> Task:
+    def task(n: int) -> Callable[[], Any]:
+        tensors, given = tensors_of(n), {name: value(n) for name, value in options.items()}
+        return lambda: fs.plan(tensors, MESH, **given)
+
+    return task
+
+
+PLANNING = {
+    "units by number": planning(),
+    "one unit": planning(units=lambda n: [["blocks"]]),
+    "lists of modules": planning(units=lambda n: [[Name(f"blocks.{i}")] for i in range(n)]),
+    "lists of parameters": planning(units=lambda n: [[Name(f"blocks.{i}.w") for i in range(n)]]),
+    "bytes": planning(units=lambda n: 40),
+    "labels": planning(labels=lambda n: {Name(f"blocks.{i}.w"): "decay" for i in range(0, n, 2)}),
+    "ignored names": planning(ignored=lambda n: [Name(f"blocks.{i}") for i in range(0, n, 2)]),
+    "policies": planning(precision=lambda n: {Name(f"blocks.{i}"): fs.MixedPrecision() for i in range(n)}),
+    "a model": lambda n: partial(fs.plan, model_of(n), MESH),
+    "classes": lambda n: partial(fs.plan, model_of(n), MESH, units=nn.Linear),
+}
+
+
+@pytest.mark.parametrize("what", PLANNING)
+def test_planning_grows_as_the_model_does(what: str) -> None:
+    assert growth(PLANNING[what]) < AT_MOST
+
+
+def loss(params: fs.Sharded) -> Tensor:
+    return torch.stack([x.sum() for name, x in fs.gather(params).items() if not name.endswith("frozen")]).sum()
+
+
+LAYOUTS = {
+    "properties": lambda layout: (layout.buffers, layout.slots, layout.key_of, layout.aliases_of, hash(layout)),
+    "lines": lambda layout: list(layout.lines()),
+    "print": lambda layout: (str(layout), repr(layout)),
+    "slices": lambda layout: [layout.slices(rank) for rank in range(2)],
+    "select": lambda layout: layout.select({key: i % 2 == 0 for i, key in enumerate(layout.buffers)}),
+    "units": lambda layout: list(layout.by_unit()),
+    "json": lambda layout: fs.Layout.from_json(layout.to_json(), layout.mesh),
+    "estimate": fs.estimate,
+}
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_a_layout_is_read_in_time_that_grows_as_it_does(what: str) -> None:
+    assert growth(of_layout(LAYOUTS[what])) < AT_MOST
+
+
+def saved_and_loaded(params: fs.Sharded) -> None:
+    with TemporaryDirectory() as directory:
+        fs.checkpoint.save(f"{directory}/all", params)
+        fs.checkpoint.load(f"{directory}/all", params)
+
+
+def exported(params: fs.Sharded) -> None:
+    with TemporaryDirectory() as directory:
+        fs.checkpoint.export_safetensors(params, f"{directory}/all")
+
+
+TREES: dict[str, Callable[[fs.Sharded], Any]] = {
+    "shard": lambda params: fs.shard(fs.gather(params), params.layout),
+    "gather": fs.gather,
+    "gather lazily": lambda params: fs.gather(params, lazy=True),
+    "partition and merge": lambda params: fs.gather(*fs.partition(params)),
+    "gather_to": fs.gather_to,
+    "grad": MESH.spmd(fs.grad(loss)),
+    "scatter_grads": MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params))),
+    "norm": fs.global_norm,
+    "norms": MESH.spmd(fs.param_norms),
+    "finite": fs.assert_finite,
+    "repr": repr,
+    "pieces": lambda params: list(pieces_of(Leaf(params, ()), params.layout.mesh)),
+    "reshard": lambda params: fs.reshard(params, planned(len(params.layout.units), fs.simulated_mesh(3))),
+    "save and load": lambda params: saved_and_loaded(params),
+    "export": lambda params: exported(params),
+}
+
+
+@pytest.mark.parametrize("what", TREES)
+def test_a_tree_is_used_in_time_that_grows_as_it_does(what: str) -> None:
+    assert growth(of_tree(TREES[what])) < AT_MOST
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_lazy_step_grows_as_the_number_of_units(reshard: bool) -> None:
+    step = lambda params: fs.grad(lambda p: loss(fs.Sharded(p, params.layout)))(params)  # noqa: E731
+    assert growth(of_tree(step, ONE, reshard_after_forward=reshard)) < AT_MOST
+
+
+@pytest.mark.parametrize("make", [model_of, attention_of])
+def test_initialization_grows_as_the_model_does(make: Callable[[int], nn.Module]) -> None:
+    def task(n: int) -> Callable[[], Any]:
+        model = make(n)
+        layout = fs.plan(model, MESH)
+        return lambda: (fs.init_params(model, layout), fs.init_buffers(model, layout))
+
+    assert growth(task) < AT_MOST
+
+
+def test_a_buffer_is_reduced_without_a_look_at_the_gradients_of_others() -> None:
+    layout = planned(7)
+    grads: dict[str, Tensor | None] = dict.fromkeys(layout.slots)
+    buffer = layout.buffers["blocks.3"]
+    assert list(_complete(grads, buffer, layout)) == ["blocks.3.w"]
+
+
+# errors
+
+
+def misnamed(n: int) -> Callable[[], Any]:
+    layout, tensors = planned(n), tensors_of(n)
+    return lambda: refused(fs.shard, {f"module.{name}": x for name, x in tensors.items()}, layout)
+
+
+def unknown_policies(n: int) -> Callable[[], Any]:
+    tensors = tensors_of(n)
+    policies = {Name(f"block.{i}"): fs.MixedPrecision() for i in range(n)}
+    return lambda: refused(fs.plan, tensors, MESH, precision=policies)
+
+
+def unknown_names_of_files(n: int) -> Callable[[], Any]:
+    params = sharded(n)
+    names = {Name(f"block.{i}.w"): "w" for i in range(n)}
+    return lambda: refused(fs.checkpoint.export_safetensors, params, "nowhere", names=names)
+
+
+def without_rank_dims(n: int) -> Callable[[], Any]:
+    rows = {Name(f"x{i}"): torch.zeros(3) for i in range(n)}
+    return lambda: refused(MESH.spmd(lambda rows: rows), rows)
+
+
+@pytest.mark.parametrize("task", [misnamed, unknown_policies, unknown_names_of_files, without_rank_dims])
+def test_an_error_grows_as_the_number_of_offenders(task: Task) -> None:
+    assert growth(task) < AT_MOST
+
+
+def test_of_many_wrong_names_the_first_are_shown_and_the_rest_is_counted() -> None:
+    names = [f"model.layers.{i // 10}.self_attn.p{i % 10}.weight" for i in range(4000)]
+    layout = fs.plan({name: torch.zeros(1) for name in names}, fs.simulated_mesh(2), units=1 << 20)
+    text = refused(fs.shard, {f"module.{name}": torch.zeros(1) for name in names}, layout)
+    first, *lines, advice = text.splitlines()
+    assert first == "ValueError: shard: 8,000 problems"
+    assert lines[:2] == [
+        "  'model.layers.0.self_attn.p0.weight': missing",
+        "  'module.model.layers.0.self_attn.p0.weight': not in the layout "
+        "(did you mean 'model.layers.0.self_attn.p0.weight'?)",
+    ]
+    assert len(lines) == 21
+    assert lines[-1] == "  ... and 7,980 more"
+    assert advice.startswith("Shard the model that the layout was planned from")
+
+
+def test_the_guess_of_a_name_among_thousands_is_the_nearest() -> None:
+    names = [f"model.layers.{i // 10}.self_attn.p{i % 10}.weight" for i in range(2000)]
+    wrong = {
+        "model.layers.77.self_attn.p3.wieght": "model.layers.77.self_attn.p3.weight",
+        "layers.77.self_attn.p3.weight": "model.layers.77.self_attn.p3.weight",
+        "model.layers.77.self_attention.p3.weight": "model.layers.77.self_attn.p3.weight",
+        "model.layers.77.attn.p3.weight": "model.layers.77.self_attn.p3.weight",
+    }
+    problems = name_problems([*names, *wrong], names)
+    assert problems == [f"{got!r}: not in the layout (did you mean {best!r}?)" for got, best in wrong.items()]
+
+
+def test_an_error_with_one_problem_more_than_are_shown_shows_it() -> None:
+    lines = refused(fs.shard, {}, fs.plan({f"{i}": torch.zeros(1) for i in range(21)}, MESH)).splitlines()
+    assert lines[0] == "ValueError: shard: 21 problems"
+    assert len(lines) == 1 + 21 + 1
+    assert "... and 1 more" not in "".join(lines)
+    unknown = {"x": fs.MixedPrecision()}
+    text = refused(fs.plan, tensors_of(30), MESH, precision=unknown)
+    assert text.endswith("'blocks.19', ... and 10 more.")

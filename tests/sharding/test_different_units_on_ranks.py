@@ -1,0 +1,125 @@
+"""Ranks that use different units: right where all ranks gather the same ones, and an error on every rank elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import run_ranks
+from tests.communication.test_order_check_on_ranks import error_of
+
+LARGE, SMALL = 320, 24  # widths: 0.8 MB a unit in float64, and 4.8 KB
+Uses = Callable[[int, int], list[int]]  # the units that a rank uses in a step
+
+
+class Units(nn.Module):
+    """Uses those of its units that it is told to."""
+
+    def __init__(self, num_units: int, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.units = nn.ModuleList(nn.Linear(width, width) for _ in range(num_units)).double()
+
+    def forward(self, x: Tensor, uses: list[int]) -> Tensor:
+        for i in uses:
+            x = x + self.units[i](x).tanh() / 4
+        return x.square().mean()
+
+
+def inputs_of(width: int, rank: int, step: int) -> Tensor:
+    return torch.randn(3, width, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+
+
+def trained_without_shards(num_units: int, width: int, num_ranks: int, uses: Uses, steps: int) -> dict[str, Tensor]:
+    model = Units(num_units, width)
+    params = {name: x.detach() for name, x in model.named_parameters()}
+    for step in range(steps):
+        batches = [(inputs_of(width, rank, step), uses(rank, step)) for rank in range(num_ranks)]
+        loss = lambda p, batches=batches: (  # noqa: E731
+            sum(functional_call(model, p, batch) for batch in batches) / num_ranks
+        )
+        grads = torch.func.grad(loss)(params)
+        params = {name: x - 5 * grads[name] for name, x in params.items()}
+    return params
+
+
+def train(
+    mesh: fs.Mesh, num_units: int, width: int, uses: Uses, steps: int, lazy: bool | None = None, **options: Any
+) -> dict[str, Tensor]:
+    model = Units(num_units, width)
+    params = fs.shard(model, fs.plan(model, mesh, **options))
+    for step in range(steps):
+        x, used = inputs_of(width, mesh.rank, step), uses(mesh.rank, step)
+        grads = fs.grad(lambda p, x=x, used=used: functional_call(model, fs.gather(p, lazy=lazy), (x, used)))(params)
+        params = fs.Sharded({key: x - 5 * grads[key] for key, x in params.items()}, params.layout)
+    return {name: x.clone() for name, x in fs.gather(params, lazy=False).items()}
+
+
+def alternately(rank: int, step: int) -> list[int]:
+    return [0, 1] if rank == step % 2 else [0]
+
+
+def one_each(rank: int, step: int) -> list[int]:
+    return [0, 1 + rank, 4]
+
+
+def other_way_round(rank: int, step: int) -> list[int]:
+    return [0, 1, 2, 3, 4] if (rank + step) % 2 else [4, 2, 1]
+
+
+def none_on_one_rank(rank: int, step: int) -> list[int]:
+    return [] if rank == step % 2 else [1, 3]
+
+
+def assert_trained(results: list[dict[str, Tensor]], num_units: int, width: int, uses: Uses, steps: int) -> None:
+    expected = trained_without_shards(num_units, width, len(results), uses, steps)
+    for result in results:
+        fs.testing.assert_trees_close(result, expected, rtol=1e-12, atol=1e-14)
+
+
+def all_trained_on_this_rank(axes: dict[str, int], programs: list[Any], **options: Any) -> list[dict[str, Tensor]]:
+    mesh = fs.init_mesh(axes)
+    return [train(mesh, *program, **options) for program in programs]
+
+
+EAGER = {"uses one each": one_each, "another order": other_way_round, "one rank uses nothing": none_on_one_rank}
+
+
+def assert_all_trained(axes: dict[str, int], programs: list[Any], **options: Any) -> None:
+    results = run_ranks(all_trained_on_this_rank, fs.simulated_mesh(axes).size, axes, programs, **options)
+    for program, of_ranks in zip(programs, zip(*results, strict=True), strict=True):
+        assert_trained(list(of_ranks), *program)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2}], ids=str)
+def test_gathered_at_once_ranks_may_use_any_units(axes: dict[str, int]) -> None:
+    assert_all_trained(axes, [(6, SMALL, uses, 3) for uses in EAGER.values()], lazy=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_two_units_of_which_one_rank_uses_the_second_train_as_in_one_process(num_ranks: int) -> None:
+    programs = [(2, width, alternately, 4) for width in (SMALL, LARGE)]
+    for reshard in (True, False):
+        assert_all_trained({"shard": num_ranks}, programs, reshard_after_forward=reshard)
+
+
+def refused_on_this_rank(lazy: bool | None, uses: Uses) -> tuple[str, str]:
+    return error_of(lambda mesh: train(mesh, 6, LARGE, uses, 3, lazy), fs.init_mesh())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_lazily_gathered_units_of_one_size_are_never_taken_for_each_other(num_ranks: int) -> None:
+    """Also where their messages lie in shared memory."""
+    (kind, text), *others = run_ranks(refused_on_this_rank, num_ranks, None, one_each)
+    assert kind == "RuntimeError"
+    assert others == [(kind, text)] * (num_ranks - 1)
+    lines = text.splitlines()
+    for rank in range(num_ranks):
+        assert any(line.startswith(f"  rank {rank}: ") and " for 'units." in line for line in lines), text
+    assert "gather with lazy=False" in lines[-1]

@@ -1,0 +1,465 @@
+"""shard and gather invert each other, and gradients through them are those of the unsharded model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
+from tests.support.models import awkward, loss_of, two_layers
+from tests.support.refusals import refused
+
+RANKS = (1, 2, 3, 5, 8)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+AXES: list[dict[str, int]] = [
+    *({"shard": n} for n in RANKS),
+    {"replicate": 2, "shard": 3},
+    {"shard": 3, "replicate": 2},
+    {"replicate": 3},
+    {"replicate": 1, "shard": 2},
+]
+
+
+@st.composite
+def trees(draw: Any) -> dict[str, Tensor]:
+    """Names of modules and parameters with awkward shapes and any dtype."""
+    names = draw(
+        st.lists(st.sampled_from(["a", "b.0.w", "b.0.b", "b.1.w", "c.w", "c.d.w", "e"]), unique=True, min_size=1)
+    )
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    return {name: (9 * torch.randn(draw(shapes))).to(draw(st.sampled_from(DTYPES))) for name in names}
+
+
+@settings(max_examples=80, deadline=None)
+@given(tree=trees(), axes=st.sampled_from(AXES), align=st.sampled_from([0, 4, 16, 64]), whole=st.booleans())
+def test_shard_and_gather_invert_each_other_bitwise(
+    tree: dict[str, Tensor], axes: dict[str, int], align: int, whole: bool
+) -> None:
+    mesh = fs.simulated_mesh(axes)
+    layout = fs.plan(tree, mesh, align_bytes=align, ignored=list(tree)[:1] if whole else ())
+    params = fs.shard(tree, layout)
+    full = fs.gather(params)
+    assert list(full) == list(tree)
+    assert all(torch.equal(full[name], tree[name]) and full[name].dtype == tree[name].dtype for name in tree)
+    again = fs.shard(full, layout)
+    assert all(torch.equal(again[key], params[key]) for key in params)
+    inside = mesh.spmd(fs.gather)(params)
+    assert all(torch.equal(row, tree[name]) for name in tree for row in inside[name].flatten(0, len(axes) - 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(tree=trees(), num_ranks=st.sampled_from(RANKS))
+def test_packed_shards_have_the_smallest_equal_size(tree: dict[str, Tensor], num_ranks: int) -> None:
+    params = fs.shard(tree, fs.plan(tree, fs.simulated_mesh(num_ranks), align_bytes=0))
+    for key, buffer in params.layout.buffers.items():
+        assert params[key].shape == (num_ranks, math.ceil(sum(slot.numel for slot in buffer.slots) / num_ranks))
+
+
+TASKS = [(num_ranks, task) for num_ranks in RANKS for task in ON_RANK]
+
+
+@pytest.mark.parametrize(("num_ranks", "task"), TASKS, ids=str)
+def test_every_derivative_is_that_of_the_unsharded_model(num_ranks: int, task: str) -> None:
+    check({"shard": num_ranks}, task, "mean")
+
+
+@pytest.mark.parametrize("task", ON_RANK)
+@pytest.mark.parametrize(
+    "axes", [{"replicate": 2, "shard": 3}, {"shard": 3, "replicate": 2}, {"replicate": 3}], ids=str
+)
+def test_replicas_and_shards_average_over_all_ranks(axes: dict[str, int], task: str) -> None:
+    check(axes, task, "mean")
+
+
+@pytest.mark.parametrize("task", ON_RANK)
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_the_sum_reduction_is_the_gradient_of_the_sum(axes: dict[str, int], task: str) -> None:
+    check(axes, task, "sum")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"units": [["inp", "out"], ["blocks"]]},
+        {"units": 1},
+        {"units": 10**9, "align_bytes": 0},
+        {"ignored": ["blocks.0", "scale"]},
+        {"labels": lambda name, p: "no_decay" if p.ndim < 2 else None, "align_bytes": 64},
+    ],
+    ids=["lists", "one parameter each", "one unit, packed", "whole", "labels"],
+)
+@pytest.mark.parametrize(
+    "task", ["grad through gather", "fs.grad", "reverse over reverse", "forward over scatter_grads"]
+)
+def test_layouts_do_not_change_derivatives(options: dict[str, Any], task: str) -> None:
+    check({"replicate": 2, "shard": 2}, task, "mean", **options)
+
+
+def check(axes: dict[str, int], task: str, reduction: str, **options: Any) -> None:
+    mesh = fs.simulated_mesh(axes)
+    data = Data(mesh.size)
+    actual = on_mesh(mesh, data, [task], reduction=reduction, **options)[task]
+    if task in LOCAL:
+        actual = optree.tree_map(lambda rows: rows.flatten(0, len(axes) - 1), actual)
+    else:
+        actual = whole_of(actual, axes)
+    assert_trees_close(
+        dict(actual) if isinstance(actual, dict) else actual, expected(task, data, reduction), rtol=1e-10, atol=1e-10
+    )
+
+
+def whole_of(rows: fs.Sharded, axes: dict[str, int]) -> dict[str, Tensor]:
+    order = ["replicate", "shard"] if list(axes) == ["shard", "replicate"] else list(axes)
+    if order != list(axes):  # replicas first
+        rows = fs.Sharded({key: x.transpose(0, 1) for key, x in rows.items()}, rows.layout)
+    return whole(rows, axes.get("replicate", 1))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_padding_filled_with_nan_changes_nothing_and_has_zero_gradient(num_ranks: int) -> None:
+    mesh = fs.simulated_mesh(num_ranks)
+    model = awkward()
+    layout = fs.plan(model, mesh, align_bytes=64)
+    params, frozen = fs.partition(fs.shard(model, layout))
+    ones = fs.shard({name: torch.ones_like(p) for name, p in model.named_parameters()}, layout)
+    poisoned = fs.Sharded({k: x.where(ones[k] == 1, torch.nan) for k, x in params.items()}, params.layout)
+    x, y = mesh.split((torch.randn(16 * num_ranks, 5).double(), torch.randn(16 * num_ranks, 3).double()))
+    step = mesh.spmd(lambda p, f, x, y: fs.grad_and_value(lambda p: loss_of(model, fs.gather(p, f), x, y))(p))
+    (grads, loss), (clean_grads, clean_loss) = step(poisoned, frozen, x, y), step(params, frozen, x, y)
+    assert torch.equal(loss, clean_loss)
+    assert_trees_close(grads, clean_grads, rtol=0, atol=0)
+    num_padding = 0
+    for key, grad in grads.items():
+        assert torch.equal(grad[ones[key] != 1], torch.zeros_like(grad[ones[key] != 1]))
+        num_padding += int((ones[key] != 1).sum())
+    assert num_padding > 0
+    assert_trees_close(dict(fs.gather(poisoned)), dict(fs.gather(params)), rtol=0, atol=0)
+
+
+def test_inputs_and_the_model_are_never_written_to() -> None:
+    mesh, model = fs.simulated_mesh(3), awkward()
+    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh)))
+    x, y = mesh.split((torch.randn(6, 5).double(), torch.randn(6, 3).double()))
+    tensors = [*params.values(), *frozen.values(), *model.parameters(), x, y]
+    versions = [tensor._version for tensor in tensors]
+    full = fs.gather(params)
+    fs.shard({**full, **fs.gather(frozen)}, fs.plan(model, mesh))
+    mesh.spmd(lambda p, f, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p, f), x, y))(p))(params, frozen, x, y)
+    assert [tensor._version for tensor in tensors] == versions
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_gathers_and_scatters_every_buffer_once() -> None:
+    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 2}), two_layers()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, y = mesh.split((torch.randn(8, 5), torch.randn(8, 3)))
+    step = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p))
+    with count_collectives() as seen:
+        step(params, x, y)
+    assert seen.by_kind == {"all_gather": 2, "psum_scatter": 2, "psum": 2}
+    shards = sum(buffer.shard_numel for buffer in params.layout.buffers.values()) * 4
+    assert seen.nbytes("all_gather") == seen.nbytes("psum") == shards
+    assert seen.nbytes("psum_scatter") == 2 * shards
+
+
+def test_frozen_and_integer_buffers_are_gathered_but_never_reduced() -> None:
+    mesh, model = fs.simulated_mesh(2), awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, y = mesh.split((torch.randn(4, 5).double(), torch.randn(4, 3).double()))
+    with count_collectives() as seen:
+        grads = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p))(params, x, y)
+    trainable = [key for key, buffer in params.layout.buffers.items() if buffer.trainable]
+    assert seen.by_kind == {"all_gather": len(params), "psum_scatter": len(trainable)}
+    assert {key for key in params if grads[key] is None} == set(params) - set(trainable)
+
+
+def test_full_gradients_add_up_before_one_scatter() -> None:
+    mesh, model = fs.simulated_mesh(3), two_layers()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, y = torch.randn(3, 4, 2, 5), torch.randn(3, 4, 2, 3)  # (ranks, microbatches, samples, ..)
+
+    def accumulate(params: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
+        full = fs.gather(params)
+        grads = [fs.grad(lambda p, i=i: loss_of(model, p, x[i], y[i]) / 4)(full) for i in range(4)]
+        total: Any = optree.tree_map(lambda *g: torch.stack(g).sum(0), *grads)
+        return fs.scatter_grads(total)
+
+    with count_collectives() as seen:
+        actual = mesh.spmd(accumulate)(params, x, y)
+    assert seen.by_kind == {"all_gather": 2, "psum_scatter": 2}
+    at_once = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p))
+    assert_trees_close(actual, at_once(params, x.flatten(1, 2), y.flatten(1, 2)))
+
+
+def test_scatter_grads_outside_spmd_takes_the_gradients_of_all_ranks() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
+    layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
+    rows = torch.arange(12.0).view(2, 2, 3)
+    expected = fs.shard({"fc.w": rows.mean((0, 1))}, layout)
+    assert_trees_close(fs.scatter_grads({"fc.w": rows}, layout), expected)
+
+
+def test_a_missing_gradient_is_zeros_and_the_stored_dtype_comes_back() -> None:
+    mesh, model = fs.simulated_mesh(2), two_layers()
+    layout = fs.plan(model, mesh)
+    full = {name: torch.ones(2, *p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
+    grads = mesh.spmd(lambda g: fs.scatter_grads({**g, "0.bias": None, "2.bias": None, "2.weight": None}, layout))(full)
+    assert {x.dtype for x in grads.values()} == {torch.float32}
+    assert not grads["2"].any()
+    assert grads["0"].sum() == 35
+
+
+def test_gathering_in_another_dtype_casts_before_it_travels_and_returns_stored_gradients() -> None:
+    mesh, model = fs.simulated_mesh(2), awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    with count_collectives() as seen:
+        full = mesh.spmd(lambda p: fs.gather(p, dtype=torch.bfloat16))(params)
+    assert {x.dtype for x in full.values()} == {torch.bfloat16, torch.int64, torch.bool}
+    sizes = {key: buffer.shard_numel for key, buffer in params.layout.buffers.items()}
+    assert seen.nbytes("all_gather") == sum(
+        sizes[k] * (2 if x.is_floating_point() else x.element_size()) for k, x in params.items()
+    )
+    grads = mesh.spmd(fs.grad(lambda p: fs.gather(p, dtype=torch.bfloat16)["inp.weight"].sum()))(params)
+    assert grads["inp"].dtype == torch.float64
+
+
+def test_gathering_a_stacked_tree_outside_spmd_is_differentiable_for_all_replicas() -> None:
+    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 3}), two_layers()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, y = torch.randn(4, 5), torch.randn(4, 3)
+    outside = torch.func.grad(lambda p: loss_of(model, fs.gather(p), x, y))(params)
+    inside = mesh.spmd(torch.func.grad(lambda p: loss_of(model, fs.gather(p), x, y)))(params)
+    assert_trees_close(outside, inside)
+
+
+def test_partition_spends_nothing_on_the_frozen_half() -> None:
+    mesh, model = fs.simulated_mesh(2), awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    trainable, frozen = fs.partition(params)
+    assert all(trainable[key] is params[key] for key in trainable)
+    assert all(frozen[key] is params[key] for key in frozen)
+    both = fs.gather(trainable, frozen)
+    assert both.layout == params.layout
+    assert list(both) == [name for name, _ in model.named_parameters()]
+    assert both.layout == fs.gather(frozen, trainable).layout
+
+
+def test_an_edited_full_keeps_its_layout_and_can_be_sharded_again() -> None:
+    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
+    full = fs.gather(params)
+    edited = full | {"0.bias": torch.ones(7)}
+    assert full.copy().layout is edited.layout is full.layout
+    again = fs.gather(fs.shard(edited, edited.layout))
+    assert_trees_close(dict(again), {**full, "0.bias": torch.ones(7)}, rtol=0, atol=0)
+
+
+def test_halves_of_a_tree_know_only_their_own_ties() -> None:
+    params = fs.shard(awkward(), fs.plan(awkward(), fs.simulated_mesh(2)))
+    trainable, frozen = fs.partition(params)
+    assert dict(trainable.layout.aliases) == dict(params.layout.aliases) == {"blocks.1.fc.weight": "blocks.0.fc.weight"}
+    assert frozen.layout.aliases == ()
+
+
+def test_writing_to_gathered_tensors_does_not_reach_the_shards() -> None:
+    for axes in ({"shard": 2}, {"replicate": 2, "shard": 2}, {"replicate": 2}):
+        mesh = fs.simulated_mesh(axes)
+        params = fs.shard(two_layers(), fs.plan(two_layers(), mesh))
+        before = {key: x.clone() for key, x in params.items()}
+        fs.gather(params)["0.weight"].zero_()
+        if "shard" in axes:
+            mesh.spmd(lambda p: fs.gather(p, lazy=False)["2.bias"].zero_())(params)
+        assert_trees_close(dict(params), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2}], ids=str)
+def test_shard_inside_spmd_keeps_each_rank_its_own_part(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    params = fs.shard(awkward(), fs.plan(awkward(), mesh, align_bytes=64))
+    again = mesh.spmd(lambda p: fs.shard(fs.gather(p), p.layout))(params)
+    assert_trees_close(again, params, rtol=0, atol=0)
+    by_data = mesh.spmd(lambda p, x: fs.shard(fs.gather(p) | {"scale": x.sum()}, p.layout))
+    x = torch.ones(*axes.values(), 2).double()
+    assert fs.gather(by_data(params, x))["scale"] == 2
+
+
+def test_parts_of_different_plans_do_not_go_together() -> None:
+    mesh, model = fs.simulated_mesh(2), awkward()
+    trainable, _ = fs.partition(fs.shard(model, fs.plan(model, mesh)))
+    _, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh, reduction="sum", align_bytes=0)))
+    text = refused(fs.gather, trainable, frozen)
+    assert "reduction: 'mean' in the first tree, 'sum' in another" in text
+    assert "align_bytes: 16 in the first tree, 0 in another" in text
+
+
+def test_a_mesh_axis_that_nothing_reduces_over_is_refused() -> None:
+    mesh = fs.simulated_mesh({"dp": 2, "shard": 2})
+    text = refused(fs.plan, two_layers(), mesh)
+    assert "axis 'dp' of 2 ranks is neither shard_axis nor replicate_axis" in text
+    assert fs.plan(two_layers(), mesh, replicate_axis="dp").num_ranks == 4
+
+
+def test_gathering_in_an_integer_dtype_is_refused() -> None:
+    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
+    assert "expected a floating-point dtype" in refused(fs.gather, params, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_training_steps_are_differentiated_through_with_the_sum_reduction(num_ranks: int) -> None:
+    # MAML and gradient penalties: the sum over ranks of losses divided by the ranks, an exact map at every order
+    mesh, model = fs.simulated_mesh(num_ranks), two_layers().double()
+    params = fs.shard(model, fs.plan(model, mesh, reduction="sum"))
+    x, y = torch.randn(2 * num_ranks, 5).double(), torch.randn(2 * num_ranks, 3).double()
+
+    def adapted(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = lambda p: loss_of(model, fs.gather(p), x, y) / mesh.size  # noqa: E731
+        inner: Any = optree.tree_map(lambda a, b: a - 0.1 * b, p, fs.grad(loss)(p))
+        penalty = sum((g**2).sum() for g in fs.gather(fs.grad(loss)(p)).values()) / mesh.size
+        return loss(inner) + penalty
+
+    def unsharded(p: Any) -> Tensor:
+        grads = torch.func.grad(lambda p: loss_of(model, p, x, y))(p)
+        return loss_of(model, {n: p[n] - 0.1 * grads[n] for n in p}, x, y) + sum((g**2).sum() for g in grads.values())
+
+    actual = mesh.spmd(lambda p, x, y: fs.grad(adapted)(p, x, y))(params, *mesh.split((x, y)))
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    assert_trees_close(dict(fs.gather(actual)), torch.func.grad(unsharded)(values), rtol=1e-10, atol=1e-10)
+
+
+def test_materialized_tensors_own_their_memory() -> None:
+    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
+    full = fs.gather(params)
+    owned = fs.materialize(full)
+    assert_trees_close(owned, full, rtol=0, atol=0)
+    assert isinstance(owned, fs.Full)
+    assert all(x.untyped_storage().nbytes() == x.numel() * 4 and x.is_contiguous() for x in owned.values())
+
+
+def test_one_rank_needs_no_process_group_and_no_collective() -> None:
+    mesh, model = fs.init_mesh(), awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    with count_collectives() as seen:
+        full = fs.gather(params)
+    assert seen.total == 0
+    assert_trees_close(dict(full), {name: p.detach() for name, p in model.named_parameters()}, rtol=0, atol=0)
+
+
+def test_shard_lists_every_parameter_that_does_not_fit() -> None:
+    layout = fs.plan(two_layers(), fs.simulated_mesh(2))
+    values: dict[str, Any] = {
+        "0.weight": torch.zeros(5, 7),
+        "0.bias": torch.zeros(7, dtype=torch.int64),
+        "0.wieght": torch.zeros(7),
+        "2.weight": "none",
+    }
+    text = refused(fs.shard, values, layout)
+    assert text.startswith("ValueError: shard: 5 problems")
+    assert "'2.bias': missing" in text
+    assert "'0.wieght': not in the layout (did you mean '0.weight'?)" in text
+    assert "'0.weight': got shape (5, 7), torch.float32, expected (7, 5), torch.float32" in text
+    assert "'0.bias': got shape (7,), torch.int64, expected (7,), torch.float32" in text
+    assert "'2.weight': got str, expected a tensor of shape (3, 7)" in text
+    assert text.endswith("Shard the model that the layout was planned from, or plan a layout for this one.")
+
+
+def test_shard_refuses_what_has_no_values_or_is_sharded_already() -> None:
+    mesh = fs.simulated_mesh(2)
+    with torch.device("meta"):
+        model = two_layers()
+    layout = fs.plan(model, mesh)
+    assert "'0.weight': on the meta device, without values" in refused(fs.shard, model, layout)
+    params = fs.shard(two_layers(), layout)
+    assert "TypeError: source: got a Sharded" in refused(fs.shard, params, layout)
+    assert "expected a Layout from plan()" in refused(fs.shard, two_layers(), {"w": 1})
+
+
+def test_tied_values_that_differ_are_not_lost_in_silence() -> None:
+    model = awkward()
+    layout = fs.plan(model, fs.simulated_mesh(2))
+    state = {n: p.detach().clone() for n, p in model.named_parameters(remove_duplicate=False)}
+    fs.shard(state, layout)  # equal values under both names are fine
+    state["blocks.1.fc.weight"] += 1
+    text = refused(fs.shard, state, layout)
+    assert "'blocks.1.fc.weight': tied to 'blocks.0.fc.weight' in the layout, but the values differ" in text
+
+
+def test_gather_names_buffers_made_for_another_number_of_ranks() -> None:
+    two, three = (fs.plan(two_layers(), fs.simulated_mesh(n), align_bytes=0) for n in (2, 3))
+    wrong = fs.Sharded(fs.shard(two_layers(), two), three)
+    text = refused(fs.gather, wrong)
+    assert text.startswith("ValueError: gather: 2 problems")
+    assert "'0': got shape (2, 21), torch.float32, expected (3, 14), torch.float32 (42 elements / 3 shards)" in text
+    assert "'2': got shape (2, 12), torch.float32, expected (3, 8), torch.float32 (24 elements / 3 shards)" in text
+    assert "with its rank dims, outside spmd" in text
+
+
+def test_gather_lists_missing_extra_and_mistyped_buffers() -> None:
+    layout = fs.plan(two_layers(), fs.simulated_mesh(2), align_bytes=0)
+    params = fs.shard(two_layers(), layout)
+    text = refused(fs.gather, fs.Sharded({"0": params["0"].double(), "3": params["2"]}, layout))
+    assert text.startswith("ValueError: gather: 3 problems")
+    assert "'2': missing" in text
+    assert "'3': not in the layout" in text
+    assert "'0': got shape (2, 21), torch.float64, expected (2, 21), torch.float32 (42 elements / 2 shards)" in text
+    assert "'0': got NoneType" in refused(fs.gather, fs.Sharded({"0": None, "2": params["2"]}, layout))
+
+
+def test_gather_and_scatter_know_which_way_a_tree_goes() -> None:
+    layout = fs.plan(two_layers(), fs.simulated_mesh(2))
+    params = fs.shard(two_layers(), layout)
+    wrong: Any = fs.gather(params)
+    assert "TypeError: gather: got Full, expected a Sharded; it is whole already." in refused(fs.gather, wrong)
+    assert "TypeError: scatter_grads: got a Sharded" in refused(fs.scatter_grads, params)
+    assert "expected a Full, or a mapping and a layout" in refused(fs.scatter_grads, dict(wrong))
+    assert "'0.weight': in 2 trees" in refused(fs.gather, params, params)
+    assert "TypeError: partition: got Full" in refused(fs.partition, wrong)
+
+
+def test_scatter_grads_lists_every_gradient_that_does_not_fit() -> None:
+    mesh = fs.simulated_mesh(2)
+    layout = fs.plan(two_layers(), mesh)
+    grads: Any = {"0.weight": torch.zeros(2, 5, 7), "0.bias": torch.zeros(2, 7).long(), "extra": torch.zeros(2, 1)}
+    text = refused(mesh.spmd(lambda g: fs.scatter_grads(g, layout)), grads)
+    assert text.startswith("ValueError: scatter_grads: 5 problems")
+    for line in (
+        "'2.weight': missing",
+        "'2.bias': missing",
+        "'extra': not in the layout",
+        "'0.weight': got shape (5, 7)",
+    ):
+        assert line in text
+    assert "'0.bias': got shape (7,), torch.int64, expected (7,), torch.float32" in text
+    whole = {name: torch.zeros_like(p) for name, p in two_layers().named_parameters()}
+    text = refused(fs.scatter_grads, whole, layout)
+    assert "'0.weight': got shape (7, 5), expected (2, 7, 5)" in text
+    assert "use shard()" in text
+
+
+def test_an_embedding_and_its_tied_head_get_the_sum_of_their_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(5, 3)
+            self.head = nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.embed(x))
+
+    torch.manual_seed(0)
+    mesh, model = fs.simulated_mesh(2), Tied()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, y = mesh.split((torch.arange(4), torch.tensor([1, 2, 3, 4])))
+    loss = lambda full, x, y: nn.functional.cross_entropy(torch.func.functional_call(model, full, (x,)), y)  # noqa: E731
+    grads = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss(fs.gather(p), x, y))(p))(params, x, y)
+    nn.functional.cross_entropy(model(x.flatten()), y.flatten()).backward()
+    torch.testing.assert_close(fs.gather(grads)["embed.weight"], model.embed.weight.grad)

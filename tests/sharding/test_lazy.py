@@ -1,0 +1,443 @@
+"""A lazy parameter stands for its values: the same numbers and forms, fetched when they are needed, never written."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.sharding.lazy_tensor import Lazy
+from functorch_shard.testing import assert_trees_close
+from tests.support.models import awkward, loss_of, two_layers
+from tests.support.refusals import refused
+
+
+def values() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape, dtype=torch.float64: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
+    return {
+        "fc.weight": draw(3, 5),
+        "fc.cube": draw(2, 3, 4),
+        "fc.bias": draw(7),
+        "fc.scalar": draw(),
+        "fc.empty": draw(0, 3),
+        "fc.wave": draw(3, 2, dtype=torch.complex128),
+        "fc.count": torch.arange(6).view(2, 3),
+        "fc.mask": torch.arange(5) != 1,
+    }
+
+
+def gathered(source: Any = None) -> fs.Full:
+    source = values() if source is None else source
+    return fs.gather(fs.shard(source, fs.plan(source, fs.init_mesh())), lazy=True)
+
+
+def is_fetched(x: Any) -> bool:
+    return x._cell.flats is not None
+
+
+def test_every_parameter_is_lazy_and_has_the_form_and_the_values_of_its_own() -> None:
+    for name, x in values().items():
+        lazy = gathered()[name]
+        assert isinstance(lazy, Lazy)
+        assert not is_fetched(lazy)
+        assert (lazy.shape, lazy.stride(), lazy.dtype, lazy.device) == (x.shape, x.stride(), x.dtype, x.device)
+        assert (lazy.numel(), lazy.nbytes, lazy.is_contiguous()) == (x.numel(), x.nbytes, True)
+        assert not is_fetched(lazy)
+        assert torch.equal(lazy, x)
+        assert is_fetched(lazy)
+
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "t": lambda x: x.t(),
+    "T": lambda x: x.T,
+    "view": lambda x: x.view(5, 3),
+    "reshape": lambda x: x.reshape(-1),
+    "flatten of a slice": lambda x: x[1:].flatten(),
+    "transpose": lambda x: x.transpose(0, 1),
+    "permute": lambda x: x.permute(1, 0),
+    "movedim": lambda x: x.movedim(0, 1),
+    "slice": lambda x: x[1:, 1:4:2],
+    "row": lambda x: x[1],
+    "element": lambda x: x[2, 3],
+    "last": lambda x: x[..., -1],
+    "narrow": lambda x: x.narrow(1, 1, 3),
+    "diagonal": lambda x: x.diagonal(),
+    "unfold": lambda x: x.unfold(1, 2, 2),
+    "unsqueeze": lambda x: x[:, None],
+    "squeeze": lambda x: x[:1].squeeze(0),
+    "expand": lambda x: x[:, :1].expand(3, 4),
+    "expand_as": lambda x: x.expand_as(torch.empty(2, 3, 5)),
+    "split": lambda x: x.split(2, 1),
+    "split with sizes": lambda x: x.split([1, 4], 1),
+    "chunk": lambda x: x.chunk(2),
+    "tensor_split": lambda x: x.tensor_split(3, 1),
+    "unbind": lambda x: x.unbind(),
+    "detach": lambda x: x.detach(),
+    "view_as": lambda x: x.view_as(torch.empty(15)),
+    "several": lambda x: x.t()[1:].unflatten(0, (2, 2)).transpose(1, 2)[1],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_stays_lazy_and_is_that_of_the_plain_tensor(name: str) -> None:
+    view, lazy, plain = VIEWS[name], gathered()["fc.weight"], values()["fc.weight"]
+    actual: Any = view(lazy)
+    expected: Any = view(plain)
+    assert type(actual) is (Lazy if type(expected) is Tensor else type(expected))
+    pairs = list(zip(*([x] if isinstance(x, Tensor) else list(x) for x in (actual, expected)), strict=True))
+    assert all(isinstance(x, Lazy) and not is_fetched(x) for x, _ in pairs)
+    for x, y in pairs:
+        assert (x.shape, x.stride()) == (y.shape, y.stride())
+        assert torch.equal(x, y)
+        assert torch.equal(x * 2, y * 2)
+
+
+OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
+    "mul": lambda p: p["fc.weight"] * 2,
+    "matmul": lambda p: p["fc.weight"].t() @ p["fc.weight"],
+    "clone": lambda p: p["fc.weight"].clone(),
+    "contiguous": lambda p: p["fc.weight"].t().contiguous(),
+    "reshape of a transpose": lambda p: p["fc.weight"].t().reshape(3, 5),
+    "flat transpose": lambda p: p["fc.cube"].transpose(0, 2).flatten(),
+    "index": lambda p: p["fc.weight"][[2, 0]],
+    "mask": lambda p: p["fc.weight"][:, p["fc.mask"]],
+    "take": lambda p: p["fc.bias"][p["fc.count"]],
+    "cast": lambda p: p["fc.weight"].to(torch.float32),
+    "cat": lambda p: torch.cat([p["fc.weight"].flatten(), p["fc.bias"], p["fc.scalar"][None]]),
+    "as_strided": lambda p: p["fc.weight"][1:].as_strided((2, 2), (1, 5)),
+    "bytes": lambda p: p["fc.weight"].view(torch.int64),
+    "real view": lambda p: torch.view_as_real(p["fc.wave"]),
+    "real part": lambda p: p["fc.wave"].real,
+    "imaginary part": lambda p: p["fc.wave"].imag,
+    "conjugate": lambda p: p["fc.wave"].conj().resolve_conj(),
+    "adjoint": lambda p: p["fc.wave"].mH @ p["fc.wave"],
+    "foreach": lambda p: torch._foreach_mul([p["fc.weight"], p["fc.bias"]], [2.0, p["fc.scalar"].item()]),
+    "norms": lambda p: nn.utils.get_total_norm([p["fc.weight"], p["fc.bias"]]),
+    "keyword": lambda p: torch.addmm(input=p["fc.bias"][:5], mat1=torch.eye(3).double(), mat2=p["fc.weight"]),
+    "sum of nothing": lambda p: p["fc.empty"].sum(0) + p["fc.empty"].sum(),
+    "where": lambda p: torch.where(p["fc.mask"], p["fc.weight"], p["fc.scalar"]),
+    "einsum": lambda p: torch.einsum("ij,kim->jkm", p["fc.weight"], p["fc.cube"]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_any_other_operation_gives_plain_tensors(name: str) -> None:
+    actual, expected = OPERATIONS[name](dict(gathered())), OPERATIONS[name](values())
+    assert all(type(x) is Tensor for x in optree.tree_leaves(actual))
+    assert_trees_close(actual, expected, rtol=0, atol=0)
+    pairs = zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True)
+    assert all(x.stride() == y.stride() for x, y in pairs)
+
+
+@pytest.mark.parametrize("name", [*VIEWS, *OPERATIONS])
+def test_inference_mode_sees_the_same_values(name: str) -> None:
+    """There reshape, contiguous and to come to a lazy tensor whole, and not as the view or the copy that they are."""
+    call = OPERATIONS.get(name) or (lambda p: VIEWS[name](p["fc.weight"]))
+    with torch.inference_mode():
+        actual = optree.tree_map(torch.clone, call(dict(gathered())))
+        expected = optree.tree_map(torch.clone, call(values()))
+    assert_trees_close(actual, expected, rtol=0, atol=0)
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros_like": torch.zeros_like,
+    "ones_like": lambda x: torch.ones_like(x, dtype=torch.int64),
+    "full_like": lambda x: torch.full_like(x, 3.0),
+    "empty_like": lambda x: torch.empty_like(x).fill_(2),
+    "randn_like": lambda x: torch.randn_like(x).sign().abs(),
+    "rand_like": lambda x: torch.rand_like(x).ceil(),
+    "new_zeros": lambda x: x.new_zeros(2, 3),
+    "new_ones": lambda x: x.new_ones(2, 3),
+    "new_full": lambda x: x.new_full((2,), 4.0),
+    "new_empty": lambda x: x.new_empty(3).fill_(2),
+    "new_tensor": lambda x: x.new_tensor([1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_what_asks_for_the_form_fetches_nothing(name: str, transposed: bool) -> None:
+    form = lambda x: FORMS[name](x.t() if transposed else x)  # noqa: E731
+    lazy = gathered()["fc.weight"]
+    actual, expected = form(lazy), form(values()["fc.weight"])
+    assert not is_fetched(lazy)
+    assert type(actual) is Tensor
+    assert_trees_close(actual, expected, rtol=0, atol=0)
+    assert actual.stride() == expected.stride()
+
+
+def test_nothing_is_fetched_to_be_shown() -> None:
+    full = gathered()
+    x = full["fc.weight"]
+    assert repr(x) == str(x) == f"{x}" == "lazy parameter of shape (3, 5), torch.float64, on cpu"
+    assert "fc.cube" in repr(full)
+    assert f"{full['fc.scalar']}" == "lazy parameter of shape (), torch.float64, on cpu"
+    assert not any(map(is_fetched, full.values()))
+
+
+def through_a_file(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x)), through_a_file, torch.clone, fs.materialize],
+)
+def test_copies_are_plain_tensors_with_the_values(copied: Callable[[Any], Any]) -> None:
+    for name, x in values().items():
+        made = copied(gathered()[name])
+        assert type(made) is Tensor
+        assert torch.equal(made, x)
+
+
+def test_copies_of_a_whole_tree_are_plain_too() -> None:
+    for copied in (copy.deepcopy, fs.materialize, through_a_file, lambda x: pickle.loads(pickle.dumps(x))):
+        full = copied(gathered())
+        assert type(full) is (OrderedDict if copied is through_a_file else fs.Full)  # torch.save writes a state dict
+        assert all(type(x) is Tensor for x in full.values())
+        assert_trees_close(dict(full), values(), rtol=0, atol=0)
+
+
+def test_materialized_tensors_own_their_memory_and_may_be_written_to() -> None:
+    params = fs.shard(values(), fs.plan(values(), fs.init_mesh()))
+    full = fs.materialize(fs.gather(params, lazy=True))
+    for x in full.values():
+        assert x.is_contiguous()
+        assert x.untyped_storage().nbytes() == x.nbytes
+    full["fc.weight"].zero_()
+    assert_trees_close(dict(fs.gather(params, lazy=True)), values(), rtol=0, atol=0)
+    assert torch.equal(fs.materialize(fs.gather(params, lazy=True)["fc.weight"].t()), values()["fc.weight"].t())
+
+
+POINTERS: dict[str, Callable[[Tensor], Any]] = {
+    "data_ptr": lambda x: x.data_ptr(),
+    "const_data_ptr": lambda x: x.t().data_ptr(),
+    "untyped_storage": lambda x: x.untyped_storage(),
+    "numpy": lambda x: x.numpy(),
+    "numpy, forced": lambda x: x.detach().numpy(force=True),
+    "array": lambda x: x.__array__(),
+    "share_memory_": lambda x: x.share_memory_(),
+    "dlpack": torch.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("name", POINTERS)
+def test_a_lazy_parameter_has_no_memory_to_point_to(name: str) -> None:
+    text = refused(POINTERS[name], gathered()["fc.weight"])
+    assert text.startswith("RuntimeError: a lazy parameter has no memory of its own to point to: lazy parameter of")
+    assert "functorch_shard.materialize" in text
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "add_": lambda x: x.add_(1),
+    "a view": lambda x: x.t()[1].mul_(2),
+    "zero_": lambda x: x.zero_(),
+    "copy_": lambda x: x.copy_(torch.zeros(3, 5)),
+    "an item": lambda x: x.__setitem__(0, 1.0),
+    "a mask": lambda x: x.__setitem__(torch.ones(3, dtype=torch.bool), 1.0),
+    "out": lambda x: torch.add(torch.ones(3, 5).double(), 1, out=x),
+    "foreach": lambda x: torch._foreach_add_([x], 1),
+    "init": nn.init.normal_,
+    "resize_": lambda x: x.resize_(2),
+    "set_": lambda x: x.set_(torch.zeros(3).double().untyped_storage()),
+    "t_": lambda x: x.t_(),
+    "clip": lambda x: x.clamp_(max=0),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_is_refused_and_changes_nothing(name: str) -> None:
+    full = gathered()
+    text = refused(WRITES[name], full["fc.weight"])
+    assert "a gathered parameter is a value, and this would write into it" in text
+    assert "functorch_shard.materialize" in text
+    assert torch.equal(full["fc.weight"], values()["fc.weight"])
+
+
+def test_new_data_for_a_lazy_parameter_is_refused() -> None:
+    full = gathered()
+    assert "functorch_shard.materialize" in refused(setattr, full["fc.weight"], "data", torch.zeros(3, 5).double())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_lazy_parameter_is_stale_after_its_shards_were_written_to(reshard: bool) -> None:
+    model = two_layers()
+    params = fs.shard(model, fs.plan(model, fs.init_mesh(), reshard_after_forward=reshard))
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1)
+    full = fs.gather(params, lazy=True)
+    used = full["2.bias"].clone()
+    grads = fs.grad(lambda p: sum((x**2).sum() for x in fs.gather(p, lazy=True).values()))(params)
+    new, _ = opt.step(params, grads=grads, state=opt.init(params), donate=True)
+    text = refused(lambda: full["0.weight"] + 1)
+    assert text.startswith("RuntimeError: gather: '0': the shards were written to")
+    assert "lazy=False" in text
+    assert torch.equal(fs.gather(new, lazy=True)["2.bias"], used - 0.2 * used)
+
+
+def test_a_step_that_is_not_donated_leaves_lazy_parameters_as_they_were() -> None:
+    model = two_layers()
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1)
+    full = fs.gather(params, lazy=True)
+    ones: Any = fs.Sharded({key: torch.ones_like(x) for key, x in params.items()}, params.layout)
+    opt.step(params, grads=ones, state=opt.init(params))
+    assert_trees_close(dict(fs.materialize(full)), {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=0)
+
+
+def test_trees_of_lazy_parameters_are_mapped_like_any_other() -> None:
+    plain = values()
+    full: Any = gathered()
+    doubled: Any = optree.tree_map(lambda x: x + x if x.dtype != torch.bool else ~x, full)
+    assert isinstance(doubled, fs.Full)
+    assert_trees_close(
+        dict(doubled), {n: x + x if x.dtype != torch.bool else ~x for n, x in plain.items()}, rtol=0, atol=0
+    )
+    params = fs.shard(full, full.layout)
+    assert_trees_close(dict(fs.gather(params, lazy=True)), plain, rtol=0, atol=0)
+
+
+def test_scalars_convert_to_numbers_of_python() -> None:
+    full, plain = gathered(), values()
+    assert full["fc.scalar"].item() == float(full["fc.scalar"]) == plain["fc.scalar"].item()
+    assert [x.item() for x in full["fc.bias"]] == plain["fc.bias"].tolist()
+    assert bool(full["fc.scalar"] > 0) == bool(plain["fc.scalar"] > 0)
+    assert (len(full["fc.weight"]), int(full["fc.count"][1, 2])) == (3, 5)
+
+
+def test_complex_integer_and_empty_parameters_have_right_values_and_gradients() -> None:
+    def loss(p: Any) -> Tensor:
+        wave = (p["fc.wave"].mH @ p["fc.wave"]).abs().sum() + (p["fc.wave"] * (1 + 2j)).real.sum()
+        taken = p["fc.bias"][p["fc.count"]].square().sum() * p["fc.scalar"] + p["fc.empty"].sum()
+        return wave + taken + (p["fc.weight"] * p["fc.mask"]).exp().sum() + p["fc.cube"].sin().sum()
+
+    params = fs.shard(values(), fs.plan(values(), fs.init_mesh()))
+    by_lazy, expected = (fs.grad_and_value(lambda p, z=z: loss(fs.gather(p, lazy=z)))(params) for z in (True, False))
+    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
+    trainable = {n: x.requires_grad_() for n, x in values().items() if x.is_floating_point() or x.is_complex()}
+    loss({**values(), **trainable}).backward()
+    grads = {name: x.grad for name, x in trainable.items()}
+    zeros = {key: torch.zeros_like(params[key]) for key, grad in by_lazy[0].items() if grad is None}
+    whole = fs.gather(fs.Sharded({**by_lazy[0], **zeros}, params.layout), lazy=True)
+    assert_trees_close({n: x for n, x in whole.items() if n in grads}, grads, rtol=1e-12, atol=1e-12)
+
+
+def test_tied_weights_are_tied_and_a_state_dict_is_loaded() -> None:
+    model: Any = awkward()
+    other: Any = awkward(seed=1)
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    full = fs.gather(params, lazy=True)
+    assert torch.equal(loss_of(other, full, x, y), ((model(x) - y) ** 2).mean())
+    whole = fs.materialize(full)
+    other.load_state_dict({name: whole[first] for name, first in [*full.layout.aliases, *((n, n) for n in whole)]})
+    assert torch.equal(other(x), model(x))
+    assert other.blocks[0].fc.weight is other.blocks[1].fc.weight
+
+
+def test_forward_mode_by_some_buffers_of_a_unit_leaves_the_others_without_a_direction() -> None:
+    source = {"a.w": torch.tensor([1.0, 2.0]), "a.n": torch.tensor([3.0])}
+    params = fs.shard(source, fs.plan(source, fs.init_mesh(), labels=lambda name, x: "n" if name == "a.n" else None))
+    leaves = {key: x.requires_grad_() for key, x in params.items()}
+    for key, expected in (("a", 6.0), ("a/n", 6.0)):
+        with forward_ad.dual_level():
+            dual = {key: forward_ad.make_dual(leaves[key], torch.ones_like(leaves[key]))}
+            full = fs.gather(fs.Sharded({**leaves, **dual}, params.layout), lazy=True)
+            total = full["a.w"].square().sum() + full["a.n"].square().sum()
+            assert forward_ad.unpack_dual(total).tangent == expected
+
+
+class Layers(nn.Module):
+    """torch's own, of every kind: some of them look at their parameters before they use them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0, batch_first=True)
+        self.conv = nn.Conv1d(6, 5, 2)
+        self.batch = nn.BatchNorm1d(5)
+        self.lstm = nn.LSTM(5, 4, batch_first=True, bidirectional=True)
+        self.out = nn.Bilinear(8, 8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.encoder(self.norm(self.embed(tokens)))
+        x = self.batch(self.conv(x.transpose(1, 2)).relu()).transpose(1, 2)
+        x, _ = self.lstm(x)
+        return self.out(x, x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_of_torch_compute_the_same_from_lazy_parameters(training: bool) -> None:
+    torch.manual_seed(0)
+    model, tokens = Layers().double().train(training), torch.tensor([[1, 2, 3], [10, 0, 2]])
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    loss = lambda p, lazy: functional_call(model, fs.gather(p, lazy=lazy), (tokens,)).square().sum()  # noqa: E731
+    by_lazy, expected = (fs.grad_and_value(lambda p, z=z: loss(p, z))(params) for z in (True, False))
+    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
+    with torch.inference_mode():
+        assert torch.equal(loss(params, True), loss(params, False))
+
+
+class Recurrent(nn.Module):
+    """An RNN in a model, called twice with the same parameters."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+        self.rnn: nn.Module = kind(4, 5, num_layers=2, bidirectional=True)  # pyright: ignore[reportCallIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(self.fc(x))[0].square().sum() + self.rnn(self.fc(-x))[0].sum()
+
+
+def call_recurrent(model: Recurrent, params: fs.Sharded, lazy: bool, seen: list[Any]) -> Tensor:
+    full, x = fs.gather(params, lazy=lazy), torch.arange(12.0).view(2, 2, 3)
+    seen += [weakref.ref(y._session) for y in full.values() if isinstance(y, Lazy)]
+    return (
+        functional_call(model, full, (x,)) + functional_call(model, full | {}, (2 * x,)) + fs.call(model, full, 3 * x)
+    )
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rnns_compute_the_same_and_keep_nothing_of_what_they_were_called_with(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = Recurrent(kind)
+    own: Any = model.rnn
+    params, before, seen = fs.shard(model, fs.plan(model, fs.init_mesh())), list(own._flat_weights), []
+    by_lazy, expected = (
+        fs.grad_and_value(lambda p, lazy=lazy: call_recurrent(model, p, lazy, seen))(params) for lazy in (True, False)
+    )
+    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
+    with torch.no_grad():
+        call_recurrent(model, params, True, seen)
+    assert len(seen) == 2 * len(list(model.parameters()))
+    assert all(session() is None for session in seen)
+    assert all(x is y for x, y in zip(own._flat_weights, before, strict=True))
+
+
+def test_an_rnn_that_wants_pointers_is_told_what_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where an RNN lays its weights side by side for cuDNN."""
+    model = Recurrent(nn.LSTM)
+    full = fs.gather(fs.shard(model, fs.plan(model, fs.init_mesh())), lazy=True)
+    monkeypatch.setattr(Lazy, "is_cuda", True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: True)
+    text = refused(functional_call, model, full, (torch.ones(2, 2, 3),))
+    assert "nn.LSTM" in text
+    assert "functorch_shard.materialize" in text
+    plain = full | {name: fs.materialize(x) for name, x in full.items() if name.startswith("rnn.")}
+    assert torch.isfinite(functional_call(model, plain, (torch.ones(2, 2, 3),)))

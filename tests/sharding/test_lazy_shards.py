@@ -1,0 +1,104 @@
+"""Wherever a shard lies, and whatever is written to it meanwhile, lazy values are those of the gather, or an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.odd_shards import (
+    BATCHES,
+    FORMS,
+    WRITES,
+    check_batches,
+    check_forms,
+    check_writes,
+    formed,
+    looked_at,
+    sources,
+)
+
+some = settings(max_examples=60, deadline=None)
+stored = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int32])
+gathered = st.sampled_from([None, torch.float32, torch.bfloat16])
+
+
+@given(forms=st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3), stored=stored, dtype=gathered)
+@some
+def test_a_shard_that_lies_oddly_is_gathered_as_it_is_at_once(
+    forms: list[str], stored: torch.dtype, dtype: torch.dtype | None
+) -> None:
+    check_forms(fs.init_mesh(), forms, stored, dtype)
+
+
+@given(places=st.lists(st.sampled_from(sorted(BATCHES)), min_size=3, max_size=3), dtype=gathered)
+@some
+def test_a_batch_of_shards_may_have_its_dim_anywhere(places: list[str], dtype: torch.dtype | None) -> None:
+    check_batches(fs.init_mesh(), places, dtype)
+
+
+@given(outer=st.integers(0, 2), inner=st.integers(0, 1))
+@some
+def test_batches_of_batches_may_have_their_dims_anywhere(outer: int, inner: int) -> None:
+    layout = fs.plan({"a.w": torch.zeros(5)}, fs.init_mesh())
+    x = torch.arange(30.0).view(2, 3, 5)  # (outer, inner, shard)
+    moved = x.transpose(1, 2) if inner == 1 else x
+    moved = moved.contiguous().movedim(0, outer).contiguous()
+    one = lambda x: fs.gather(fs.Sharded({"a": x}, layout), lazy=True)["a.w"] * 1  # noqa: E731
+    assert torch.equal(torch.func.vmap(torch.func.vmap(one, inner), outer)(moved), x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_offloaded_shard_that_lies_oddly_is_gathered_as_it_is_at_once(form: str, tmp_path: Path) -> None:
+    layout = fs.plan(sources(torch.float64), fs.init_mesh())
+    params = formed(fs.shard(sources(torch.float64), layout), [form] * 3)
+    expected = looked_at(params, False, None)
+    for where in ("cpu", tmp_path):
+        mapped: Any = fs.offload(params, where)
+        assert_trees_close(looked_at(mapped, True, None), expected, rtol=0, atol=0)
+        rows: Any = fs.offload(torch.stack([mapped["a"] * 0, mapped["a"]]), tmp_path / "rows")
+        row = fs.Sharded({**mapped, "a": rows[1]}, layout)  # a view into a mapped file
+        assert_trees_close(looked_at(row, True, None), expected, rtol=0, atol=0)
+
+
+events = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, None, None, *sorted(WRITES)])), max_size=12)
+
+
+@given(form=st.sampled_from(sorted(FORMS)), reshard=st.booleans(), dtype=gathered, events=events)
+@some
+def test_writes_in_between_never_change_what_was_gathered_in_silence(
+    form: str, reshard: bool, dtype: torch.dtype | None, events: list[Any]
+) -> None:
+    check_writes(fs.init_mesh(), form, reshard, dtype, events)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_step_that_is_donated_between_forward_and_backward_leaves_the_gradient_right(
+    mapped: bool, tmp_path: Path
+) -> None:
+    source = {"fc.w": torch.tensor([1.0, 2.0])}
+    layout = fs.plan(source, fs.init_mesh())
+    params: Any = fs.shard(source, layout)
+    params = fs.offload(params, tmp_path) if mapped else params
+    leaf = fs.Sharded({k: x.requires_grad_() for k, x in params.items()}, layout)
+    loss = fs.gather(leaf, lazy=True)["fc.w"].square().sum()
+    opt = fs.optimizer(torch.optim.SGD, lr=1.0)
+    with torch.no_grad():
+        opt.step(leaf, grads=fs.shard({"fc.w": torch.ones(2)}, layout), state=opt.init(leaf), donate=True)
+    assert torch.equal(leaf["fc"], torch.tensor([0.0, 1.0]))
+    (grad,) = torch.autograd.grad(loss, list(leaf.values()))
+    assert torch.equal(grad, torch.tensor([2.0, 4.0]))
+
+
+def test_what_is_whole_is_memory_of_its_own() -> None:
+    layout = fs.plan(sources(torch.float64), fs.init_mesh())
+    params = fs.shard(sources(torch.float64), layout)
+    for name, x in fs.gather(params, lazy=True).items():
+        memory: Any = x
+        assert memory._data().untyped_storage().data_ptr() != params[layout.key_of[name]].untyped_storage().data_ptr()

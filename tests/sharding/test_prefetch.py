@@ -1,0 +1,354 @@
+"""What is whole at a moment and what is fetched ahead: two large units, in the order of use, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.sharding import prefetch as residency
+from functorch_shard.sharding.prefetch import Cell, Part, Session, expected_order, small_units
+from tests.support.models import awkward, loss_of
+
+some_laws = settings(max_examples=100, deadline=None)
+
+
+def layout_of(sizes: Iterable[int], **options: Any) -> fs.Layout:
+    """A unit of each size, in elements."""
+    tensors = {f"u{i}.w": torch.zeros(size) for i, size in enumerate(sizes)}
+    return fs.plan(tensors, fs.init_mesh(), units=[[name] for name in tensors], align_bytes=0, **options)
+
+
+class Units:
+    """A session with one cell a unit, and what it fetched so far."""
+
+    def __init__(self, *sizes: int, layout: fs.Layout | None = None, **options: Any) -> None:
+        layout = layout or layout_of(sizes, **options)
+        self.session = Session(layout)
+        parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
+        self.cells = [self.session.cell(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
+
+    def whole(self) -> list[int]:
+        """Those that are there or on their way."""
+        return [i for i, cell in enumerate(self.cells) if cell.flats is not None or cell._flights is not None]
+
+    def leave(self, unit: int) -> None:
+        self.session.leave(self.cells[unit].part)
+
+    def use(self, *order: int) -> list[list[int]]:
+        """What is whole after each use."""
+        return [self._use(unit) for unit in order]
+
+    def _use(self, unit: int) -> list[int]:
+        assert self.session.data(self.cells[unit], 0).numel() == self.cells[unit].part.buffers[0].numel
+        assert self.cells[unit].flats is not None
+        return self.whole()
+
+
+@contextmanager
+def backward(number: int = 1) -> Iterator[None]:
+    with mock.patch.object(residency, "backward_pass", return_value=number):
+        yield
+
+
+@contextmanager
+def fetches() -> Iterator[list[int]]:
+    """The units that are sent for, in order."""
+    seen: list[int] = []
+    flight = Cell._flight
+    with mock.patch.object(Cell, "_flight", lambda cell, *args: (seen.append(cell.part.unit), flight(cell, *args))[1]):
+        yield seen
+
+
+def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:
+    assert Units(7, 7, 7, 7).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
+
+
+def test_nothing_is_fetched_before_the_first_use() -> None:
+    assert Units(7, 7, 7).whole() == []
+
+
+def test_a_second_forward_fetches_what_followed_the_last_time() -> None:
+    units = Units(7, 7, 7, 7)
+    assert units.use(0, 2, 1, 3) == [[0, 1], [2, 3], [1, 3], [1, 3]]  # 2 was used already: 1 has no guess
+    assert units.use(0, 2, 1, 3) == [[0, 3], [1, 2], [1, 3], [0, 3]]  # 0 may have come back to end the first one
+    assert units.use(0, 2, 1, 3) == [[0, 2], [1, 2], [1, 3], [0, 3]]  # the first follows the last
+
+
+def test_what_followed_is_what_followed_last_behind_the_same_unit() -> None:
+    units = Units(7, 7, 7, 7)
+    units.use(0, 1, 0, 2, 3)
+    assert units.use(0, 1) == [[0, 3], [0, 1]]  # never seen behind 3
+    assert units.use(0) == [[0, 2]]
+    units.use(3, 0)
+    assert units.whole() == [0, 1]
+
+
+def rooted(*names: str) -> Units:
+    """Three blocks, and a root around them or before them."""
+    tensors = {name: torch.zeros(7) for name in names}
+    root = [name for name in names if name.startswith("root")]
+    layout = fs.plan(tensors, fs.init_mesh(), units=[root, *([f"b{i}"] for i in range(3))], align_bytes=0)
+    assert [unit.buffers[0].slots[0].name[:2] for unit in layout.units] == ["ro", "b0", "b1", "b2"]
+    return Units(layout=layout)
+
+
+BLOCKS = ("b0.w", "b1.w", "b2.w")
+
+
+@pytest.mark.parametrize(
+    ("names", "ahead"),
+    [(("root.embed", *BLOCKS, "root.head"), [0, 3]), (("root.embed", "root.head", *BLOCKS), [2, 3])],
+    ids=["around", "before"],
+)
+def test_a_root_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(
+    names: tuple[str, ...], ahead: list[int]
+) -> None:
+    units = rooted(*names)
+    with fetches() as seen:
+        assert units.use(0, 1, 2, 3, 0) == [[0, 1], [1, 2], [2, 3], ahead, [0, 3]]
+        assert seen == [0, 1, 2, 3, 0]
+        with backward():
+            assert units.use(0, 3, 2, 1) == [[0, 3], [2, 3], [1, 2], [1, 2]]
+            units.leave(3)
+    assert seen == [0, 1, 2, 3, 0, 2, 1]
+
+
+def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() -> None:
+    layers = [nn.Linear(7, 7) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    layers[3].weight = layers[0].weight
+    assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3, 0]
+    layers[2].weight = layers[1].weight
+    assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3]
+
+
+def test_small_units_are_left_out_of_what_is_expected() -> None:
+    assert expected_order(layout_of([64, 3, 64, 4]), frozenset({1, 3})) == [0, 2]
+
+
+def test_a_unit_that_was_fetched_and_not_used_yet_stays_before_one_that_was_used() -> None:
+    assert Units(7, 7, 7, 7).use(0, 3, 1) == [[0, 1], [1, 3], [1, 2]]
+
+
+def test_a_unit_that_is_used_again_at_once_is_not_fetched_again() -> None:
+    with fetches() as seen:
+        Units(7, 7, 7).use(0, 0, 1, 1, 0, 0)
+    assert seen == [0, 1, 2, 0]
+
+
+def test_each_unit_is_fetched_once_in_forward_and_all_but_the_last_two_again_in_backward() -> None:
+    units = Units(7, 7, 7, 7, 7)
+    with fetches() as seen:
+        units.use(0, 1, 2, 3, 4)
+        assert seen == [0, 1, 2, 3, 4]
+        with backward():
+            assert units.use(4, 3, 2, 1) == [[3, 4], [2, 3], [1, 2], [1, 2]]
+    assert seen == [0, 1, 2, 3, 4, 2, 1]
+
+
+def test_backward_asks_for_the_first_unit_only_when_it_is_used() -> None:
+    units = Units(7, 7, 7)
+    units.use(0, 1, 2)
+    with backward():
+        assert units.use(2, 1, 0) == [[1, 2], [1, 2], [0, 1]]
+
+
+def test_backward_goes_on_in_the_direction_of_travel_and_turns() -> None:
+    units = Units(7, 7, 7, 7, 7)
+    units.use(0, 1, 2, 3, 4)
+    with backward():
+        assert units.use(4, 3, 2, 1, 2, 3) == [[3, 4], [2, 3], [1, 2], [1, 2], [2, 3], [3, 4]]
+        assert units.use(2, 1) == [[1, 2], [1, 2]]
+
+
+def test_backward_follows_the_order_of_use_and_not_of_the_layout() -> None:
+    units = Units(7, 7, 7, 7)
+    units.use(3, 1, 0, 2)
+    with backward():
+        assert units.use(2, 0, 1, 3) == [[0, 2], [0, 1], [0, 1], [1, 3]]
+
+
+def test_backward_walks_over_a_unit_that_was_used_twice() -> None:
+    units = Units(7, 7, 7)
+    units.use(0, 1, 0, 2)
+    with backward():
+        assert units.use(2, 0, 1, 0) == [[0, 2], [0, 1], [0, 1], [0, 1]]
+
+
+def test_each_backward_pass_starts_from_the_end() -> None:
+    units = Units(7, 7, 7, 7)
+    units.use(0, 1, 2, 3)
+    for number in (1, 2):
+        with backward(number):
+            assert units.use(3, 2, 1)[:2] == [[2, 3], [1, 2]]
+
+
+def test_backward_fetches_a_unit_that_forward_never_used() -> None:
+    units = Units(7, 7, 7)
+    units.use(0, 1)
+    with backward():
+        assert units.use(2)[-1][-1] == 2
+
+
+def test_without_grad_nothing_is_remembered_for_backward() -> None:
+    units = Units(7, 7, 7, 7)
+    with torch.no_grad():
+        units.use(0, 1, 2, 3)
+    with backward():
+        assert units.use(3) == [[2, 3]]  # where they were
+        assert units.use(1) == [[1, 3]]  # and 0 is not guessed
+
+
+def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
+    units = Units(7, 7, 7)
+    units.use(0, 1, 2)
+    units.leave(2)
+    assert units.whole() == [1]
+    units.leave(2)
+    assert units.whole() == [1]
+    assert units.use(2) == [[1, 2]]
+
+
+def test_what_backward_is_done_with_is_not_fetched_ahead_with_its_frozen_neighbours() -> None:
+    units = Units(7, 7, 7)
+    units.use(0, 1, 2, 1)
+    with backward(1):
+        units.use(1)
+        units.leave(1)
+        assert units.use(2) == [[2]]  # before it in forward was 1 again
+        assert units.use(1) == [[1, 2]]  # whoever asks for it gets it
+    with backward(2):
+        units.use(1)
+        assert units.use(2) == [[1, 2]]
+
+
+def test_units_that_stay_are_fetched_once() -> None:
+    units = Units(7, 7, 7, 7, reshard_after_forward=False)
+    with fetches() as seen:
+        assert units.use(0, 1, 2, 3) == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+        with backward():
+            units.use(3, 2, 1, 0)
+            units.leave(3)
+    assert seen == [0, 1, 2, 3]
+    assert units.whole() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "small"),
+    [
+        ([7, 7, 7], set()),
+        ([64, 8, 64], {1}),
+        ([64, 9, 64], set()),
+        ([64, 4, 4, 1], {1, 3}),  # 1 + 4 <= 64 / 8 < 1 + 4 + 4
+        ([0, 64, 0], {0, 2}),
+        ([5], set()),
+        ([0], {0}),
+        ([], set()),
+    ],
+    ids=str,
+)
+def test_small_units_are_an_eighth_of_the_largest_together(sizes: list[int], small: set[int]) -> None:
+    assert small_units(layout_of(sizes)) == small
+
+
+def test_a_small_unit_that_every_block_uses_stays_and_pushes_nothing_out() -> None:
+    units = Units(64, 3, 64, 64, 64)
+    with fetches() as seen:
+        whole = units.use(0, 1, 2, 1, 3, 1, 4, 1)
+        with backward():
+            whole += units.use(1, 4, 1, 3, 1, 2, 1)
+    assert seen.count(1) == 1
+    assert all(1 in now and len(now) <= 3 for now in whole)
+    assert whole[:3] == [[0, 1, 2], [0, 1, 2], [1, 2, 3]]  # fetched on the way from 0 to 2
+    assert whole[8:] == [[1, 3, 4], [1, 3, 4], [1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
+
+
+def test_small_units_are_fetched_with_the_large_one_behind_them() -> None:
+    with fetches() as seen:
+        assert Units(64, 3, 2, 64).use(0) == [[0, 1, 2, 3]]
+    assert seen == [0, 1, 2, 3]
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 3, 64, 60]), min_size=1, max_size=6),
+    uses=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, None, 1, 2]), st.booleans()), max_size=30),
+)
+@some_laws
+def test_no_order_of_use_makes_more_than_two_large_units_whole(
+    sizes: list[int], uses: list[tuple[int, int | None, bool]]
+) -> None:
+    units = Units(*sizes)
+    large = {i for i in range(len(sizes)) if i not in small_units(layout_of(sizes))}
+    for unit, number, left in uses:
+        with mock.patch.object(residency, "backward_pass", return_value=number):
+            (whole,) = units.use(unit % len(sizes))
+        assert unit % len(sizes) in whole
+        assert len(large.intersection(whole)) <= 2
+        if left:
+            units.leave(unit % len(sizes))
+            assert unit % len(sizes) not in units.whole()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=10))
+@some_laws
+def test_a_forward_that_was_repeated_knows_what_follows_wherever_two_units_in_a_row_tell(order: list[int]) -> None:
+    cycle = [unit for i, unit in enumerate(order) if unit != order[i - 1]]
+    steps = list(zip([*cycle[-1:], *cycle], cycle, [*cycle[1:], *cycle[:1]], strict=False))
+    units = Units(7, 7, 7, 7, 7)
+    units.use(*cycle, *cycle)
+    for before, now, after in steps:
+        (whole,) = units.use(now)
+        assert after in whole or len({c for a, b, c in steps if (a, b) == (before, now)}) > 1
+
+
+def test_a_tangent_is_fetched_when_it_is_asked_for() -> None:
+    units = Units(7, 7, 7, 7, 7)
+    part = units.cells[1].part
+    tangent = units.session.cell(part, [torch.ones(7)])
+    units.use(0)
+    assert units.whole() == [0, 1]
+    assert tangent.flats is None
+    assert tangent._flights is None
+    assert torch.equal(units.session.data(tangent, 0), torch.ones(7))
+    units.use(3)
+    assert tangent.flats is None
+
+
+def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
+    params = fs.shard({f"u{i}.w": torch.ones(7) for i in range(4)}, layout_of([7] * 4))
+    before_use: list[list[int]] = []
+
+    def total(params: fs.Sharded) -> Tensor:
+        full = fs.gather(params, lazy=True)
+        before_use.append(list(seen))
+        return torch.stack([x.sum() for x in full.values()]).sum()
+
+    with fetches() as seen:
+        result: Any = torch.func.jvp(total, (params,), (params,))
+    assert result == (28, 28)
+    assert before_use == [[]]
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def lazy_and_plain() -> list[dict[str, Tensor]]:
+    model = awkward()
+    params, frozen = fs.partition(fs.shard(model, fs.plan(model, fs.init_mesh())))
+    x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    return [
+        dict(torch.func.grad(lambda p, lazy=lazy: loss_of(model, fs.gather(p, frozen, lazy=lazy), x, y))(params))
+        for lazy in (True, False)
+    ]
+
+
+def test_one_rank_alone_can_be_lazy_and_has_the_same_gradients() -> None:
+    lazy, plain = lazy_and_plain()
+    fs.testing.assert_trees_close(lazy, plain, rtol=0, atol=0)

@@ -1,0 +1,310 @@
+"""Reducing by differentiable collectives and while backward goes on: the same sums in the same order, bitwise."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from threading import Event
+from time import sleep
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.communication.backend import Backend, Flight
+from functorch_shard.communication.headers import SMALL_MESSAGE
+from functorch_shard.layout.packing import pack
+from functorch_shard.sharding.reduction import Reductions, reduced_and_cast
+from functorch_shard.storage.memory_kind import Home
+from functorch_shard.testing import assert_trees_close, run_ranks
+
+# Parameters of one buffer each time: awkward ones, and with them more than a small message for each rank.
+SMALL: list[tuple[int, ...]] = [(3, 5), (), (0, 3), (7,), (1,), (17, 31), (0,), (2, 3, 5)]
+LARGE: list[tuple[int, ...]] = [(0, 3), *SMALL, (211, 503), (5,), (), (101, 307), (7, 1009), (13,), (97, 311)]
+KINDS: dict[str, tuple[list[tuple[int, ...]], torch.dtype, torch.dtype | None]] = {
+    "small": (SMALL, torch.float32, None),
+    "large": (LARGE, torch.float32, None),
+    "large, one parameter": ([(773, 257)], torch.float32, None),
+    "nothing but empty ones": ([(0, 3), (0,)], torch.float32, None),
+    "small, float16": (SMALL, torch.float16, None),
+    "large, float16": ([*LARGE, (409, 307)], torch.float16, None),
+    "small, complex": (SMALL, torch.complex64, None),
+    "large, complex": (LARGE, torch.complex64, None),
+    "large, summed in bfloat16": ([*LARGE, (409, 307)], torch.float32, torch.bfloat16),
+    "large, summed in float64": (LARGE, torch.float32, torch.float64),
+}
+ALIGN_BYTES = 64  # gaps between all of them
+
+
+def grads_of(kind: str, rank: int) -> dict[str, Tensor]:
+    """Of magnitudes so different that another order of addition shows; every second one is stored transposed."""
+    shapes, dtype, _ = KINDS[kind]
+    generator = torch.Generator().manual_seed(rank)
+    powers = torch.tensor([1e-4, 1.0, 1e4] if dtype == torch.float16 else [1e-7, 1.0, 1e7])
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        scale = powers[torch.randint(3, shape, generator=generator)]
+        x = torch.rand(shape, generator=generator) * scale + scale
+        return torch.complex(x, x.flip(0) if x.ndim else -x) if dtype.is_complex else x.to(dtype)
+
+    values = [draw(shape) for shape in shapes]
+    return {f"p{i}": x.mT.contiguous().mT if x.ndim > 1 and i % 2 else x for i, x in enumerate(values)}
+
+
+def planned(kind: str, mesh: fs.Mesh, reduction: Any = "mean") -> fs.Layout:
+    precision = fs.MixedPrecision(reduce_dtype=KINDS[kind][2])
+    return fs.plan(
+        grads_of(kind, 0), mesh, units=10**9, align_bytes=ALIGN_BYTES, reduction=reduction, precision=precision
+    )
+
+
+def landed(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor:
+    total = reductions.land(key, backward_pass)
+    assert total is not None
+    return total
+
+
+def both_ways(grads: Any, layout: fs.Layout) -> tuple[Tensor, Tensor]:
+    (buffer,) = layout.buffers.values()
+    reductions = Reductions()
+    reductions.start(grads, [buffer], layout, 1)
+    return reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)
+
+
+def reduce_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
+    mesh = fs.init_mesh(axes)
+    return {
+        f"{kind}, {reduction}": both_ways(grads_of(kind, mesh.rank), planned(kind, mesh, reduction))
+        for kind in KINDS
+        for reduction in ("mean", "sum")
+    }
+
+
+@cache
+def results(num_ranks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    return run_ranks(reduce_on_this_rank, num_ranks, {"shard": num_ranks})
+
+
+def in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
+    """Whole buffers, added up from the first rank to the last, each sum rounded."""
+    (buffer,) = layout.buffers.values()
+    dtype = KINDS[kind][2] or buffer.dtype
+    before = 2 if dtype == torch.float16 and layout.reduction == "mean" else 1  # FSDP's, for 2 and for 3 ranks
+    total, *others = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(layout.num_ranks)]
+    for addend in others:
+        total = total + addend
+    total = total.to(torch.promote_types(dtype, buffer.dtype))  # divided there, and cast once
+    return (total / (layout.num_ranks / before) if layout.reduction == "mean" else total).to(buffer.dtype)
+
+
+both = pytest.mark.parametrize("num_ranks", [2, 3])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@both
+@every_kind
+def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, num_ranks: int) -> None:
+    for reduction in ("mean", "sum"):
+        layout = planned(kind, fs.simulated_mesh(num_ranks), reduction)
+        (buffer,) = layout.buffers.values()
+        nbytes = buffer.shard_numel * (KINDS[kind][2] or buffer.dtype).itemsize
+        assert (nbytes > SMALL_MESSAGE) == kind.startswith("large")
+        expected = in_rank_order(kind, layout).chunk(num_ranks) if buffer.numel else [torch.zeros(0)] * num_ranks
+        for rank, result in enumerate(results(num_ranks)):
+            for total in result[f"{kind}, {reduction}"]:
+                assert total.dtype == buffer.dtype
+                assert torch.equal(total, expected[rank])
+
+
+def test_another_order_of_addition_would_show() -> None:
+    layout = planned("large", fs.simulated_mesh(3), "sum")
+    (buffer,) = layout.buffers.values()
+    first, second, third = [pack(grads_of("large", rank), buffer) for rank in range(3)]
+    assert not torch.equal(first + (second + third), in_rank_order("large", layout))
+
+
+@both
+@every_kind
+def test_padding_of_the_result_is_exactly_zero(kind: str, num_ranks: int) -> None:
+    layout = planned(kind, fs.simulated_mesh(num_ranks))
+    (buffer,) = layout.buffers.values()
+    for i in range(2):
+        whole = torch.cat([result[f"{kind}, mean"][i] for result in results(num_ranks)])
+        gaps = whole.split(buffer.split_sizes())[1::2]
+        assert sum(gap.numel() for gap in gaps) == buffer.numel - buffer.parameter_numel
+        for gap in gaps:
+            assert not gap.view(torch.uint8).any()  # not even a negative zero
+
+
+def test_the_awkward_buffers_have_padding() -> None:
+    for num_ranks in (2, 3):
+        (buffer,) = planned("large", fs.simulated_mesh(num_ranks)).buffers.values()
+        assert sum(size > 0 for size in buffer.split_sizes()[1::2]) > len(LARGE) // 2
+
+
+def copies_on_this_rank() -> dict[str, tuple[Tensor, Tensor]]:
+    return reduce_on_this_rank({"replicate": 2, "shard": 2})
+
+
+def test_sums_over_shards_and_then_over_copies_are_the_same_both_ways_bitwise() -> None:
+    told = run_ranks(copies_on_this_rank, 4)
+    for kind in KINDS:
+        for result in told:
+            assert torch.equal(*result[f"{kind}, mean"])
+        (buffer,) = planned(kind, fs.simulated_mesh({"replicate": 2, "shard": 2})).buffers.values()
+        dtype = KINDS[kind][2] or buffer.dtype
+        before = 2 if dtype == torch.float16 else 1
+        rows = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(4)]
+        pairs = [rows[i] + rows[i + 1] for i in (0, 2)]
+        expected = ((pairs[0] + pairs[1]).to(torch.promote_types(dtype, buffer.dtype)) / (4 / before)).to(buffer.dtype)
+        for rank in range(4):
+            low = rank % 2 * buffer.shard_numel
+            assert torch.equal(told[rank][f"{kind}, mean"][0], expected[low : low + buffer.shard_numel])
+
+
+def missing_on_this_rank() -> list[tuple[Tensor, Tensor]]:
+    mesh = fs.init_mesh()
+    given = {"large": grads_of("large", mesh.rank), "small": grads_of("small", mesh.rank)}
+    none = {"p0": None, "p9": None, "p1": None}
+    return [
+        both_ways({**grads, **{n: None for n in none if n in grads}}, planned(k, mesh)) for k, grads in given.items()
+    ]
+
+
+def test_a_gradient_that_is_none_counts_as_zeros() -> None:
+    told = run_ranks(missing_on_this_rank, 2)
+    for i, kind in enumerate(("large", "small")):
+        layout = planned(kind, fs.simulated_mesh(2))
+        (buffer,) = layout.buffers.values()
+        rows = [grads_of(kind, rank) for rank in range(2)]
+        zeroed = [{n: x * (n not in ("p0", "p9", "p1")) for n, x in row.items()} for row in rows]
+        expected = (pack(zeroed[0], buffer) + pack(zeroed[1], buffer)) / 2
+        for way in range(2):
+            assert torch.equal(torch.cat([told[rank][i][way] for rank in range(2)]), expected)
+
+
+def alone(**options: Any) -> tuple[fs.Layout, dict[str, Tensor]]:
+    grads = {"a.w": torch.tensor([1.0, 2.0, 3.0]), "b.w": torch.tensor([5.0])}
+    return fs.plan(grads, fs.init_mesh(), **options), grads
+
+
+def test_what_landed_belongs_to_its_backward_pass_and_is_given_once() -> None:
+    layout, grads = alone()
+    a, b = layout.buffers.values()
+    reductions = Reductions()
+    reductions.start(grads, [a], layout, 1)
+    reductions.start(grads, [b], layout, 1)
+    assert reductions.land("a", 2) is None
+    assert_trees_close({key: reductions.land(key, 1) for key in "ab"}, {"a": grads["a.w"], "b": grads["b.w"]})
+    assert reductions.land("a", 1) is None
+
+
+def test_a_pass_that_was_stopped_leaves_nothing_to_the_next() -> None:
+    layout, grads = alone()
+    a, b = layout.buffers.values()
+    reductions = Reductions()
+    reductions.start({"a.w": grads["a.w"] * 100, "b.w": grads["b.w"]}, [a, b], layout, 1)
+    reductions.start(grads, [b], layout, 2)
+    assert_trees_close({"b": reductions.land("b", 2)}, {"b": grads["b.w"]})
+
+
+def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
+    layout, _ = alone()
+    grads = {"a.w": torch.tensor([257.0, 1.0, 1 / 3]), "b.w": torch.ones(1)}
+    for dtype in (None, torch.bfloat16):
+        policy = fs.MixedPrecision(reduce_dtype=dtype)
+        mixed = replace(layout, units=tuple(replace(unit, precision=policy) for unit in layout.units))
+        reductions = Reductions()
+        reductions.start(grads, list(mixed.buffers.values()), mixed, 1)
+        assert_trees_close(
+            {key: reductions.land(key, 1) for key in mixed.buffers},
+            {b.key: reduced_and_cast(grads, b, mixed) for b in mixed.buffers.values()},
+            rtol=0,
+            atol=0,
+        )
+
+
+def test_reducing_never_writes_to_the_gradients() -> None:
+    layout, grads = alone()
+    before = {name: x.clone() for name, x in grads.items()}
+    for buffer in layout.buffers.values():
+        reductions = Reductions()
+        reductions.start(grads, [buffer], layout, 1)
+        for result in (reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)):
+            result.zero_()
+    assert_trees_close(grads, before, rtol=0, atol=0)
+
+
+class SlowBackend(Backend):
+    """Two ranks with equal values; a reduction reads its operand until it lands, and each step of it can be watched."""
+
+    def __init__(self, started: Event, seconds: float = 0.0) -> None:
+        self.started, self.seconds = started, seconds
+
+    def index(self) -> int:
+        return 0
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x, x], dim)
+
+    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return 2 * x.chunk(2, dim)[0]
+
+    def psum(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def pmax(self, x: Tensor) -> Tensor:
+        return x
+
+    def start_psum_scatter(self, x: Tensor) -> Flight:
+        return Flight([], lambda: (self.started.set(), sleep(self.seconds), self.psum_scatter(x, 0))[-1])
+
+
+class SlowHome(Home):
+    """A blocking copy, which lets other threads run."""
+
+    putting: ClassVar[Event] = Event()
+
+    def put(self, x: Tensor) -> Tensor:
+        self.putting.set()
+        sleep(0.2)
+        return x.clone()
+
+
+def slow_layout(started: Event, seconds: float) -> fs.Layout:
+    mesh = fs.simulated_mesh(2).through(lambda axis: SlowBackend(started, seconds))
+    return fs.plan({"a.w": torch.zeros(8), "b.w": torch.zeros(8)}, mesh)
+
+
+ONES, HUNDREDS = {"a.w": torch.ones(8)}, {"b.w": torch.full((8,), 100.0)}
+
+
+def test_a_result_is_there_for_whoever_asks_while_another_thread_puts_it_where_it_lives() -> None:
+    layout = slow_layout(Event(), 0.0)
+    a, b = layout.buffers.values()
+    reductions = Reductions({"a": SlowHome(torch.device("cpu"))})
+    SlowHome.putting.clear()
+    reductions.start(ONES, [a], layout, 1)
+    with ThreadPoolExecutor(1) as other:
+        under_way = other.submit(reductions.start, HUNDREDS, [b], layout, 1)
+        assert SlowHome.putting.wait(60)
+        assert_trees_close(reductions.land("a", 1), torch.ones(4))
+        under_way.result()
+    assert_trees_close(reductions.land("b", 1), torch.full((4,), 100.0))
+
+
+def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread() -> None:
+    started = Event()
+    layout = slow_layout(started, 0.2)
+    a, b = layout.buffers.values()
+    reductions = Reductions()
+    reductions.start(ONES, [a], layout, 1)
+    with ThreadPoolExecutor(1) as other:
+        landing = other.submit(reductions.land, "a", 1)
+        assert started.wait(60)
+        reductions.start(HUNDREDS, [b], layout, 1)
+        assert_trees_close(landing.result(), torch.ones(4))
+    assert_trees_close(reductions.land("b", 1), torch.full((4,), 100.0))

@@ -1,0 +1,454 @@
+"""The same values in any other layout, bitwise; training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.communication.backend import DetachedBackend
+from functorch_shard.layout.transfer_plan import copy_plan
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.freezing import Run, train_in_phases, train_unsharded
+from tests.support.models import awkward, loss_of, two_layers
+from tests.support.refusals import refused
+
+RANKS = (1, 2, 3, 5, 8)
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+AXES: list[dict[str, int]] = [
+    *({"shard": n} for n in RANKS),
+    {"replicate": 2, "shard": 3},
+    {"shard": 3, "replicate": 2},
+    {"replicate": 3},
+    {"replicate": 1, "shard": 2},
+]
+UNITS: list[Any] = ["auto", 1, 100, [["a", "c"], ["b"]]]
+
+
+@st.composite
+def trees(draw: Any) -> dict[str, Tensor]:
+    """Parameters of three modules, of awkward shapes and any dtype, some frozen, two tied."""
+    names = ["a.w", "a.b", "b.0.w", "b.1.w", "b.1.scale", "c.w", "c.d.w"]
+    shapes = st.lists(st.integers(0, 5), max_size=3)
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    tree = {name: (9 * torch.randn(draw(shapes))).to(draw(st.sampled_from(DTYPES))) for name in names}
+    return {**tree, "c.tied": tree["a.w"]}
+
+
+@st.composite
+def layouts(draw: Any, tree: dict[str, Tensor], axes: Any = None) -> fs.Layout:
+    """Any layout of these parameters: other ranks, units, labels, alignment, trainability, parameters kept whole."""
+    frozen = draw(st.sets(st.sampled_from(list(tree)))) - {"a.w", "c.tied"}
+    labelled = draw(st.sets(st.sampled_from(list(tree))))
+    source = {name: nn.Parameter(x, requires_grad=False) if name in frozen else x for name, x in tree.items()}
+    return fs.plan(
+        source,
+        fs.simulated_mesh(axes or draw(st.sampled_from(AXES))),
+        units=draw(st.sampled_from(UNITS)),
+        labels=lambda name, p: "other" if name in labelled else None,
+        align_bytes=draw(st.sampled_from([0, 4, 16, 64])),
+        ignored=draw(st.sampled_from([[], ["b"], ["a.w", "c.d"]])),
+    )
+
+
+def places(layout: fs.Layout) -> dict[tuple[int, str, int], tuple[str, int]]:
+    """What lies where, by a loop over ranks: (rank, buffer, offset) -> (parameter, element)."""
+    result = {}
+    for rank, place in enumerate(product(*(range(size) for _, size in layout.axes))):
+        shard = dict(zip(dict(layout.axes), place, strict=True)).get(layout.shard_axis, 0)
+        for buffer in layout.buffers.values():
+            for name, offset, numel, start in buffer.slices(shard):
+                for i in range(numel):
+                    result[rank, buffer.key, offset + i] = (name, start + i)
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), tree=trees())
+def test_every_element_of_every_shard_is_written_once_with_its_own_value(data: Any, tree: dict[str, Tensor]) -> None:
+    old, new = data.draw(layouts(tree)), data.draw(layouts(tree))
+    have, want = places(old), places(new)
+    written: Counter[Any] = Counter()
+    for copy in copy_plan(old, new):
+        assert copy.numel > 0
+        for i in range(copy.numel):
+            target = copy.rank, copy.key, copy.offset + i
+            assert want[target] == have[copy.source_rank, copy.source_key, copy.source_offset + i]
+            written[target] += 1
+    assert written == Counter(dict.fromkeys(want, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    tree=trees(),
+    axes=st.sampled_from([({"shard": 6}, {"replicate": 2, "shard": 3}), ({"shard": 4}, {"shard": 4})]),
+)
+def test_a_rank_is_sent_what_it_lacks_and_nothing_else(data: Any, tree: dict[str, Tensor], axes: Any) -> None:
+    old, new = (data.draw(layouts(tree, one)) for one in axes)
+    home = data.draw(st.permutations(range(new.mesh.size)))
+    held = {(rank, what) for (rank, _, _), what in places(old).items()}
+    lacking = Counter(rank for (rank, _, _), what in places(new).items() if (home[rank], what) not in held)
+    sent: Counter[int] = Counter()
+    for copy in copy_plan(old, new, home):
+        sent[copy.rank] += copy.numel * (home[copy.rank] != copy.source_rank)
+    assert +sent == lacking
+
+
+def test_ranks_ask_different_replicas_for_what_they_lack() -> None:
+    values = {"w": torch.zeros(12)}
+    old = fs.plan(values, fs.simulated_mesh({"replicate": 4, "shard": 2}))
+    new = fs.plan(values, fs.simulated_mesh({"shard": 8}))
+    asked = Counter(copy.source_rank for copy in copy_plan(old, new))
+    assert max(asked.values()) <= 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), tree=trees())
+def test_parameters_keep_every_bit_in_any_other_layout(data: Any, tree: dict[str, Tensor]) -> None:
+    old, new = data.draw(layouts(tree)), data.draw(layouts(tree))
+    with count_collectives() as seen:
+        moved = fs.reshard(fs.shard(tree, old), new)
+    assert seen.total == 0
+    assert same_bits(moved, fs.shard(tree, new))  # padding too
+    assert moved.layout is new
+    assert same_bits(fs.reshard(moved, old), fs.shard(tree, old))
+
+
+def mapped(fn: Any, tree: Any) -> Any:
+    return optree.tree_map(fn, tree)
+
+
+def same_bits(a: fs.Sharded, b: fs.Sharded) -> bool:
+    alike = list(a) == list(b) and all((a[k].shape, a[k].dtype) == (b[k].shape, b[k].dtype) for k in a)
+    return alike and all(torch.equal(bits(a[key]), bits(b[key])) for key in a)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize(("few", "many"), [(n, m) for n in RANKS for m in RANKS if n < m])
+def test_an_awkward_model_moves_to_more_ranks_and_back(few: int, many: int) -> None:
+    model = awkward()
+    old = fs.plan(model, fs.simulated_mesh(few))
+    new = fs.plan(model, fs.simulated_mesh(many), units=64, labels=lambda name, p: "vector" if p.ndim == 1 else None)
+    params = fs.shard(model, old)
+    moved = fs.reshard(params, new)
+    assert same_bits(moved, fs.shard(model, new))
+    assert same_bits(fs.reshard(moved, old), params)
+    assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in fs.gather(moved).items())
+
+
+def as_ranks(tree: Any, layout: fs.Layout) -> list[Any]:
+    """A stacked tree as real ranks leave it behind in files: one tree each, whose mesh knows its rank and no group."""
+    (size,) = dict(layout.axes).values()
+    return [
+        optree.tree_map(
+            lambda node, rank=rank: fs.Sharded(
+                {k: x if x is None else x[rank] for k, x in node.items()}, on_rank(layout, rank)
+            ),
+            tree,
+            is_leaf=lambda x: isinstance(x, fs.Sharded),
+        )
+        for rank in range(size)
+    ]
+
+
+def on_rank(layout: fs.Layout, rank: int) -> fs.Layout:
+    axes = tuple(fs.Axis(name, size, DetachedBackend(rank)) for name, size in layout.axes)
+    return layout.on(pickle.loads(pickle.dumps(fs.Mesh(axes, torch.device("cpu")))))
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_the_trees_of_all_ranks_make_the_stacked_tree(num_ranks: int) -> None:
+    model = awkward()
+    old, new = fs.plan(model, fs.simulated_mesh(num_ranks)), fs.plan(model, fs.simulated_mesh(3), units=64)
+    params = fs.shard(model, old)
+    assert same_bits(fs.reshard(as_ranks(params, old), new), fs.shard(model, new))
+    same_mesh = fs.reshard(as_ranks(params, old), old)
+    assert same_bits(same_mesh, params)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_process_alone_takes_its_part_and_gives_it_back(num_ranks: int) -> None:
+    model = awkward()
+    many, alone = fs.plan(model, fs.simulated_mesh(num_ranks)), fs.plan(model, fs.init_mesh())
+    params = fs.shard(model, many)
+    single = fs.reshard(as_ranks(params, many), alone)
+    assert same_bits(single, fs.shard(model, alone))
+    assert same_bits(fs.reshard(params, alone), single)
+    assert same_bits(fs.reshard(single, many), params)
+    part = fs.reshard(single, on_rank(many, num_ranks - 1))  # what the last rank of a job would hold
+    assert same_bits(part, fs.Sharded({key: x[-1] for key, x in params.items()}, many))
+
+
+def test_a_buffer_of_nothing_moves_too() -> None:
+    values = {"a.w": torch.zeros(0, 3), "b.w": torch.ones(2)}
+    old, new = fs.plan(values, fs.simulated_mesh(2)), fs.plan(values, fs.simulated_mesh(3))
+    assert same_bits(fs.reshard(fs.shard(values, old), new), fs.shard(values, new))
+
+
+def test_nothing_is_shared_with_the_tree_and_nothing_in_it_changes() -> None:
+    model = two_layers()
+    layout = fs.plan(model, fs.simulated_mesh(2))
+    params = fs.shard(model, layout)
+    moved = fs.reshard(params, layout)
+    for x in moved.values():
+        x.add_(1)
+    assert same_bits(params, fs.shard(model, layout))
+    assert not any(x.requires_grad for x in fs.reshard(mapped(lambda x: x.requires_grad_(), params), layout).values())
+
+
+def test_trees_go_together_and_what_is_not_sharded_stays() -> None:
+    model = two_layers()
+    old, new = fs.plan(model, fs.simulated_mesh(2)), fs.plan(model, fs.simulated_mesh(3))
+    params = fs.shard(model, old)
+    average = mapped(lambda x: x.bfloat16() / 2, params)  # another dtype than the parameters
+    moved = fs.reshard({"trees": (params, average), "step": 7, "name": None}, new)
+    assert (moved["step"], moved["name"]) == (7, None)
+    assert same_bits(moved["trees"][0], fs.shard(model, new))
+    assert same_bits(moved["trees"][1], mapped(lambda x: x.bfloat16() / 2, fs.shard(model, new)))
+
+
+def test_gradients_that_are_none_stay_none() -> None:
+    model = awkward()
+    old = fs.plan(model, fs.simulated_mesh(2))
+    new = fs.plan(model, fs.simulated_mesh(3), units=[["inp", "blocks"], ["out"]])
+    full = {name: p.detach().expand(2, *p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    grads = fs.reshard(fs.scatter_grads(full, old), new)
+    assert [key for key in grads if grads[key] is None] == [k for k, b in new.buffers.items() if not b.trainable]
+    again = {name: p[:1].expand(3, *p.shape[1:]) for name, p in full.items()}
+    assert_trees_close(grads, fs.scatter_grads(again, new))
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "initial_accumulator_value": 0.1}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_if_nothing_had_moved(name: str) -> None:
+    cls, options = OPTIMIZERS[name]
+    model, opt = awkward(), fs.optimizer(cls, **options)
+    layouts = [
+        fs.plan(model, fs.simulated_mesh(2)),
+        fs.plan(model, fs.simulated_mesh(3), units=64),
+        fs.plan(model, fs.simulated_mesh({"replicate": 2, "shard": 3}), align_bytes=0, ignored=["out"]),
+    ]
+    stays = [layouts[0]] * 3
+    torch.manual_seed(5)
+    grads = [{n: torch.randn_like(p) for n, p in model.named_parameters() if p.requires_grad} for _ in range(9)]
+
+    def train(layouts: list[fs.Layout]) -> tuple[fs.Full, Any]:
+        params = fs.shard(model, layouts[0])
+        state = opt.init(params)
+        for i, full in enumerate(grads):
+            layout = layouts[i // 3]
+            if i % 3 == 0:
+                params, state = fs.reshard((params, state), layout)
+            frozen = {n: p for n, p in fs.gather(params).items() if n not in full}
+            params, state = opt.step(params, grads=fs.shard(full | frozen, layout), state=state)
+        return fs.gather(params), fs.reshard(state, layouts[0])
+
+    moved, stayed = train(layouts), train(stays)
+    # torch's kernels round the last few elements of a tensor differently, and other shards end elsewhere
+    assert_trees_close(moved, stayed, rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [(2, 2, 2, 2), (1, 3, 8, 2)], ids=str)
+def test_parameters_freeze_and_thaw_between_steps_as_in_plain_torch(name: str, ranks: tuple[int, ...]) -> None:
+    cls, options = OPTIMIZERS[name]
+    check(
+        train_in_phases(lambda phase: fs.simulated_mesh(ranks[phase]), cls, **options), train_unsharded(cls, **options)
+    )
+
+
+def check(run: Run, reference: Run) -> None:
+    assert run.losses == pytest.approx(reference.losses, rel=1e-10, abs=1e-10)
+    assert_trees_close(run.full, reference.full, rtol=1e-10, atol=1e-10)
+
+
+def states_of(frozen: str, then: str, labels: Any = None) -> tuple[Any, Any, fs.Layout, fs.Optimizer]:
+    """Parameters and state after one step, and a layout in which something else is frozen."""
+    model, opt, mesh = two_layers(), fs.optimizer(torch.optim.Adam, lr=0.1), fs.simulated_mesh(2)
+    old, new = (fs.plan(only(model, names), mesh, labels=labels) for names in (frozen, then))
+    params = fs.shard(model, old)
+    params, state = opt.step(params, grads=params, state=opt.init(params))
+    return params, state, new, opt
+
+
+def only(model: nn.Module, frozen: str) -> nn.Module:
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen.split())
+    return model
+
+
+def test_what_thaws_starts_fresh_and_what_freezes_drops_its_state() -> None:
+    params, state, layout, opt = states_of("0.weight 0.bias", "2.weight 2.bias")
+    params = fs.reshard(params, layout)
+    moved = fs.reshard(state, layout, fresh=opt.init(params))
+    assert {name: list(tree) for name, tree in moved.items()} == {name: ["0"] for name in state}
+    assert_trees_close(moved, opt.init(params))
+
+    params, state, layout, opt = states_of("0.weight 0.bias", "")
+    moved = fs.reshard(state, layout, fresh=opt.init(fs.reshard(params, layout)))
+    assert [moved["step"][key].tolist() for key in ("0", "2")] == [[0.0, 0.0], [1.0, 1.0]]
+    assert_trees_close(moved["exp_avg"]["2"], state["exp_avg"]["2"])
+
+
+def test_a_buffer_of_two_step_counts_is_refused_and_labels_keep_them_apart() -> None:
+    params, state, layout, opt = states_of("0.weight", "")
+    text = refused(fs.reshard, state, layout, fresh=opt.init(fs.reshard(params, layout)))
+    assert "reshard: 1 problem" in text
+    assert (
+        "['step']: '0': 0.0 (torch.float32) for '0.weight' (fresh); 1.0 (torch.float32) for '0.bias' (from '0')" in text
+    )
+    assert "plan(labels=" in text
+
+    late = lambda name, p: "late" if name == "0.weight" else None  # noqa: E731
+    params, state, layout, opt = states_of("0.weight", "", labels=late)
+    moved = fs.reshard(state, layout, fresh=opt.init(fs.reshard(params, layout)))
+    assert {key: x[0].item() for key, x in moved["step"].items()} == {"0": 1.0, "0/late": 0.0, "2": 1.0}
+
+
+def test_state_that_is_missing_is_told_by_name_without_fresh() -> None:
+    _, state, layout, _ = states_of("0.weight", "")
+    text = refused(fs.reshard, state, layout)
+    assert "reshard: 3 problems" in text
+    assert (
+        "['exp_avg']: '0': nothing for '0.weight' (from '0/frozen'); a shard of torch.float32 for '0.bias' (from '0')"
+        in text
+    )
+    assert "fresh=opt.init(params)" in text
+
+
+def test_halves_of_a_partition_freeze_and_thaw_too() -> None:
+    model, opt, mesh = two_layers(), fs.optimizer(torch.optim.Adam, lr=0.1), fs.simulated_mesh(2)
+    old, new = (fs.plan(only(model, names), mesh) for names in ("0.weight 0.bias", "2.weight 2.bias"))
+    trainable, frozen = fs.partition(fs.shard(model, old))
+    trainable, state = opt.step(trainable, grads=trainable, state=opt.init(trainable))
+    params = fs.reshard(fs.Sharded({**trainable, **frozen}, old), new)
+    trainable, _ = fs.partition(params)
+    moved = fs.reshard(state, trainable.layout, fresh=opt.init(trainable))
+    assert_trees_close(moved, opt.init(trainable))
+    trainable, moved = opt.step(trainable, grads=trainable, state=moved)
+    assert moved["step"]["0"].tolist() == [1.0, 1.0]
+
+
+def test_padding_of_a_state_is_what_the_optimizer_makes_it() -> None:
+    values = {"w": torch.ones(3)}
+    opt = fs.optimizer(torch.optim.Adagrad, initial_accumulator_value=0.1)
+    params = fs.shard(values, fs.plan(values, fs.simulated_mesh(1)))
+    layout = fs.plan(values, fs.simulated_mesh(2))
+    moved = fs.reshard(opt.init(params), layout, fresh=opt.init(fs.reshard(params, layout)))
+    assert_trees_close(moved["sum"]["(root)"], torch.full((2, 2), 0.1))
+
+
+def test_all_disagreements_of_the_layouts_are_named_at_once() -> None:
+    tree = {"a.w": torch.zeros(3), "a.b": torch.zeros(2), "c": torch.zeros(2), "gone": torch.zeros(1)}
+    tied = torch.zeros(2)
+    other = {"a.w": torch.zeros(3, 1), "a.b": torch.zeros(2).int(), "c": tied, "c_tied": tied, "new": torch.zeros(1)}
+    mesh = fs.simulated_mesh(2)
+    text = refused(fs.reshard, fs.shard(tree, fs.plan(tree, mesh)), fs.plan(other, mesh))
+    assert "ValueError: reshard: 5 problems" in text
+    for line in (
+        "'new': missing",
+        "'c_tied': missing",
+        "'gone': not in the layout",
+        "'a.w': (3,), torch.float32 in the tree; (3, 1), torch.float32 in the layout",
+        "'a.b': (2,), torch.float32 in the tree; (2,), torch.int32 in the layout",
+    ):
+        assert line in text
+    separate, together = {"a": torch.zeros(2), "b": torch.zeros(2)}, {"a": tied, "b": tied}
+    text = refused(fs.reshard, fs.shard(together, fs.plan(together, mesh)), fs.plan(separate, mesh))
+    assert "'b': tied to 'a' in the tree, not tied in the layout" in text
+
+
+def test_what_is_no_tree_of_shards_is_refused() -> None:
+    model, mesh = two_layers(), fs.simulated_mesh(2)
+    layout = fs.plan(model, mesh)
+    params = fs.shard(model, layout)
+    assert refused(fs.reshard, params, mesh).startswith("TypeError: reshard: layout: got Mesh, expected a Layout")
+    assert "TypeError: reshard: tree: got a Full" in refused(fs.reshard, fs.gather(params), layout)
+    assert "got no Sharded" in refused(fs.reshard, {"w": torch.zeros(2)}, layout)
+    assert "got an empty list" in refused(fs.reshard, [], layout)
+    assert "['ema']: of another layout than" in refused(
+        fs.reshard, {"a": params, "ema": fs.shard(model, fs.plan(model, mesh, units=64))}, layout
+    )
+    bad = fs.Sharded({**params, "0": torch.zeros(2, 3), "9": torch.zeros(2)}, layout)
+    text = refused(fs.reshard, bad, layout)
+    assert "'9': the layout has no such buffer" in text
+    assert "'0': got shape (2, 3), expected (2, 22), or (2,) for a number" in text
+
+
+def test_a_list_is_the_trees_of_all_ranks_in_order() -> None:
+    model = two_layers()
+    old = fs.plan(model, fs.simulated_mesh(3))
+    params = fs.shard(model, old)
+    ranks = as_ranks(params, old)
+    assert "got 2 trees, expected 3, one a rank" in refused(fs.reshard, ranks[:2], old)
+    text = refused(fs.reshard, ranks[::-1], old)
+    assert "tree 0 of the list is that of rank 2" in text
+    assert "tree 2 of the list is that of rank 0" in text
+    assert "list of stacked trees" in refused(fs.reshard, [params, params], old)
+    text = refused(fs.reshard, ranks[1], old)
+    assert "that of rank 1 alone" in text
+    assert "pass the list of the trees of all ranks" in text
+    other = fs.plan(model, fs.simulated_mesh(3), units=64)
+    mixed = [ranks[0], as_ranks(fs.shard(model, other), other)[1], (ranks[2],)]
+    text = refused(fs.reshard, mixed, old)
+    assert "tree 1 of the list has another layout" in text
+    assert "tree 2 of the list has another structure" in text
+
+
+def test_fresh_has_to_be_of_the_new_layout() -> None:
+    params, state, layout, opt = states_of("0.weight 0.bias", "")
+    text = refused(fs.reshard, state, layout, fresh=opt.init(params))
+    assert "reshard: fresh: 1 problem\n  of another layout: '0.weight': " in text
+    text = refused(fs.reshard, state, layout, fresh={"step": opt.init(fs.reshard(params, layout))["step"]})
+    assert "['exp_avg']: missing" in text
+
+
+def test_ranks_that_count_steps_differently_are_refused() -> None:
+    _, state, _, _ = states_of("", "")
+    layout = state["step"].layout
+    state["step"]["0"][1] += 1
+    text = refused(fs.reshard, state, layout)
+    assert "['step']: '0': 1.0 (torch.float32) or 2.0 (torch.float32) for '0.weight', '0.bias' (from '0')" in text
+
+
+def test_it_is_called_outside_spmd_and_says_so() -> None:
+    model, mesh = two_layers(), fs.simulated_mesh(2)
+    layout = fs.plan(model, mesh)
+    params = fs.shard(model, layout)
+    text = refused(mesh.spmd(lambda params: fs.reshard(params, layout)), params)
+    assert text.startswith("RuntimeError: reshard: called inside mesh.spmd")
+    assert "Call it outside" in text
+    alone = fs.plan(model, fs.init_mesh())
+    loss = lambda params: fs.reshard(params, alone)["0"].sum()  # noqa: E731
+    assert "torch.func transform" in refused(torch.func.grad(loss), fs.shard(model, alone))
+
+
+def test_a_gradient_after_the_move_is_that_of_the_unsharded_model() -> None:
+    model = awkward()
+    new = fs.plan(model, fs.simulated_mesh(3), units=64)
+    trainable, frozen = fs.partition(fs.reshard(fs.shard(model, fs.plan(model, fs.simulated_mesh(5))), new))
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    loss = lambda t, f, x, y: loss_of(model, fs.gather(t, f), x, y)  # noqa: E731
+    grads = new.mesh.spmd(fs.grad(loss))(trainable, frozen, *new.mesh.split((x, y)))
+    loss_of(model, dict(model.named_parameters()), x, y).backward()
+    full = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert_trees_close(dict(fs.gather(grads)), full, rtol=1e-10, atol=1e-10)

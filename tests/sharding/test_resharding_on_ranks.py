@@ -1,0 +1,246 @@
+"""Real gloo ranks move parameters between meshes and layouts: every bit, only what moves, and no rank left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import functorch_shard as fs
+from functorch_shard.layout.transfer_plan import copy_plan
+from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from tests.support.freezing import Run, train_in_phases, train_unsharded
+from tests.support.models import awkward, two_layers
+
+GRID = {"replicate": 2, "shard": 2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as planned": {},
+    "other units and labels": {
+        "units": 64,
+        "align_bytes": 0,
+        "labels": lambda name, p: "vector" if p.ndim == 1 else None,
+    },
+    "some whole": {"ignored": ["blocks", "mask"]},
+}
+
+
+def values() -> dict[str, Tensor]:
+    """Dtypes that gloo can send, and some that it cannot."""
+    torch.manual_seed(0)
+    draw = lambda dtype: (9 * torch.randn(7, 3)).to(dtype)  # noqa: E731
+    dtypes = [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint16]
+    return {
+        **{f"a.{i}": draw(dtype) for i, dtype in enumerate(dtypes)},
+        "b.scalar": torch.tensor(3.0),
+        "b.empty": torch.zeros(0, 2),
+    }
+
+
+def mapped(fn: Any, tree: Any) -> Any:
+    return optree.tree_map(fn, tree)
+
+
+def same(a: fs.Sharded, b: fs.Sharded) -> bool:
+    alike = list(a) == list(b) and all((a[key].shape, a[key].dtype) == (b[key].shape, b[key].dtype) for key in a)
+    return alike and all(torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a)
+
+
+def moves_between(meshes: list[fs.Mesh]) -> dict[str, Any]:
+    """From every layout on every mesh to every other: which ones lost a bit, and which ones sent another amount."""
+    wrong, sent = [], {}
+    for source in (awkward(), values()):
+        options = OPTIONS if isinstance(source, nn.Module) else {"as planned": {}}
+        layouts = {
+            (m, what): fs.plan(source, mesh, **o) for m, mesh in enumerate(meshes) for what, o in options.items()
+        }
+        for old_name, old in layouts.items():
+            params = fs.shard(source, old)
+            for new_name, new in layouts.items():
+                with count_collectives() as seen:
+                    moved = fs.reshard(params, new)
+                case = (type(source).__name__, old_name, new_name)
+                wrong += [] if same(moved, fs.shard(source, new)) else [case]
+                sent[case] = (
+                    seen.nbytes("exchange"),
+                    planned_bytes(old, new),
+                    seen["exchange"],
+                    planned_buffers(old, new),
+                )
+    return {"wrong": wrong, "sent": sent}
+
+
+def moving(old: fs.Layout, new: fs.Layout) -> list[Any]:
+    home = [old.mesh.processes.index(process) for process in new.mesh.processes]
+    return [copy for copy in copy_plan(old, new, home) if home[copy.rank] != copy.source_rank]
+
+
+def planned_bytes(old: fs.Layout, new: fs.Layout) -> int:
+    mine = [copy for copy in moving(old, new) if copy.source_rank == old.mesh.rank]
+    return sum(copy.numel * new.buffers[copy.key].dtype.itemsize for copy in mine)
+
+
+def planned_buffers(old: fs.Layout, new: fs.Layout) -> int:
+    return len({copy.key for copy in moving(old, new)})
+
+
+def meshes_of_two() -> list[fs.Mesh]:
+    return [fs.init_mesh(), fs.init_mesh({"replicate": 2}), fs.init_mesh({"shard": 2, "replicate": 1})]
+
+
+def meshes_of_four() -> list[fs.Mesh]:
+    return [fs.init_mesh(), fs.init_mesh(GRID), fs.init_mesh({"shard": 2, "replicate": 2})]
+
+
+def move_and_train(num_ranks: int) -> dict[str, Any]:
+    """All that two or four ranks are asked, in one start of the processes."""
+    meshes = meshes_of_two() if num_ranks == 2 else meshes_of_four()
+    return {
+        **moves_between(meshes),
+        "train": train_in_phases(lambda phase: meshes[phase % 2], torch.optim.AdamW, lr=0.01),
+        "unchanged": moved_to_the_same_layout(meshes[0]),
+        "state": carried_state(meshes),
+        "errors": errors(meshes),
+    }
+
+
+def moved_to_the_same_layout(mesh: fs.Mesh) -> int:
+    layout = fs.plan(awkward(), mesh)
+    with count_collectives() as seen:
+        fs.reshard(fs.shard(awkward(), layout), layout)
+    return seen.nbytes("exchange")
+
+
+def carried_state(meshes: list[fs.Mesh]) -> Any:
+    """Parameters, moments, step counts and None together; there and back."""
+    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
+    layouts = [fs.plan(awkward(), mesh, **o) for mesh, o in zip(meshes, OPTIONS.values(), strict=False)]
+    params = fs.shard(awkward(), layouts[0])
+    tree: Any = (*opt.step(params, grads=params, state=opt.init(params)), {"none": mapped(lambda _: None, params)})
+    moved: Any = tree
+    for layout in (*layouts[1:], layouts[0]):
+        moved = fs.reshard(moved, layout)
+    assert_trees_close(moved, tree, rtol=0, atol=0)
+    return moved[1]["step"]
+
+
+def errors(meshes: list[fs.Mesh]) -> dict[str, str]:
+    """What this rank is told when the last one does something else than the others."""
+    model, last = two_layers(), dist.get_rank() == dist.get_world_size() - 1
+    layout = fs.plan(model, meshes[0])
+    params = fs.shard(model, layout)
+    stale = on_one_rank(two_layers((5, 8, 3)), meshes[1])
+    other = on_one_rank(model, meshes[1], units=64)
+    planned = on_one_rank(model, meshes[1])
+    full = fs.gather(params, lazy=False)
+    ema = mapped(lambda x: x + 1, params)
+    calls = {
+        "a stale layout": (params, stale if last else planned),
+        "another layout": (params, other if last else planned),
+        "no layout": (params, None if last else planned),
+        "a whole tree": (full if last else params, layout),
+        "one tree more": ((params, ema) if last else (params,), planned),
+        "other leaves": (mapped(lambda x: None if last else x, params), planned),
+        "a simulated mesh": (params, fs.plan(model, fs.simulated_mesh(4))),
+    }
+    return {what: told(*arguments) for what, arguments in calls.items()}
+
+
+def on_one_rank(model: nn.Module, mesh: fs.Mesh, **options: Any) -> fs.Layout:
+    """A layout that no other rank has been asked about."""
+    return fs.plan(model, fs.simulated_mesh(mesh.axes), **options).on(mesh)
+
+
+def told(tree: Any, layout: Any) -> str:
+    try:
+        fs.reshard(tree, layout)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(move_and_train, request.param, request.param)
+
+
+def test_every_bit_arrives_between_any_two_meshes_and_layouts(answers: list[dict[str, Any]]) -> None:
+    assert [answer["wrong"] for answer in answers] == [[]] * len(answers)
+    assert len(answers[0]["sent"]) == (3 * len(OPTIONS)) ** 2 + 9
+
+
+def test_only_what_moves_is_sent_in_one_exchange_a_buffer(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        for case, (sent, planned, exchanges, buffers) in answer["sent"].items():
+            assert (case, sent, exchanges) == (case, planned, buffers)
+        assert answer["unchanged"] == 0
+    assert sum(sent for answer in answers for sent, *_ in answer["sent"].values()) > 0
+
+
+def test_training_freezes_and_thaws_on_changing_meshes_as_in_plain_torch(answers: list[dict[str, Any]]) -> None:
+    reference = train_unsharded(torch.optim.AdamW, lr=0.01)
+    for answer in answers:
+        run: Run = answer["train"]
+        assert run.losses == pytest.approx(reference.losses, rel=1e-10, abs=1e-10)
+        assert_trees_close(run.full, reference.full, rtol=1e-10, atol=1e-10)
+
+
+def test_optimizer_state_comes_back_bitwise(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert {x.item() for x in answer["state"].values()} == {1.0}
+
+
+def test_a_rank_with_a_wrong_layout_gets_an_error_on_all_ranks(answers: list[dict[str, Any]]) -> None:
+    *others, last = [answer["errors"] for answer in answers]
+    rank = len(others)
+    for told_others in others:
+        for what in ("a stale layout", "no layout", "a whole tree"):
+            assert f"RuntimeError: reshard failed on rank {rank}" in told_others[what], what
+        for what in ("another layout", "one tree more", "other leaves"):
+            assert "RuntimeError: reshard: the ranks disagree. First difference:" in told_others[what], what
+    assert (
+        "'0.weight': (7, 5), torch.float32 in the tree; (8, 5), torch.float32 in the layout" in last["a stale layout"]
+    )
+    assert "TypeError: reshard: layout: got NoneType" in last["no layout"]
+    assert "TypeError: reshard: tree: got a Full" in last["a whole tree"]
+    for answer in answers:
+        assert "the layout on simulated ranks" in answer["errors"]["a simulated mesh"]
+
+
+def on_a_part_of_the_world() -> list[bool]:
+    """Ranks 3, 1, 4 and 2 of five, in meshes of two axes, of one, and in another order."""
+    grid = DeviceMesh("cpu", torch.tensor([[1, 2], [3, 4]]), mesh_dim_names=("replicate", "shard"))
+    row = DeviceMesh("cpu", torch.tensor([1, 2, 3, 4]), mesh_dim_names=("shard",))
+    other = DeviceMesh("cpu", torch.tensor([[1, 3], [2, 4]]), mesh_dim_names=("replicate", "shard"))
+    if dist.get_rank() == 0:
+        return []
+    model, meshes = awkward(), [fs.Mesh.from_device_mesh(mesh) for mesh in (grid, row, other)]
+    assert meshes[0].processes == (1, 2, 3, 4)
+    assert meshes[2].processes == (1, 3, 2, 4)
+    layouts = [fs.plan(model, mesh) for mesh in meshes]
+    pairs = [(old, new) for old in layouts for new in layouts]
+    return [same(fs.reshard(fs.shard(model, old), new), fs.shard(model, new)) for old, new in pairs]
+
+
+def test_meshes_of_a_part_of_the_world_exchange_among_themselves() -> None:
+    assert run_ranks(on_a_part_of_the_world, 5) == [[], *[[True] * 9] * 4]
+
+
+def shards_on_this_rank() -> Any:
+    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
+    params = fs.shard(awkward(), fs.plan(awkward(), fs.init_mesh()))
+    return opt.step(params, grads=params, state=opt.init(params))
+
+
+def test_trees_that_ranks_left_behind_are_read_without_them() -> None:
+    ranks = run_ranks(shards_on_this_rank, 3)  # pickled, as in files
+    for mesh in (fs.simulated_mesh(2), fs.init_mesh()):
+        layout = fs.plan(awkward(), mesh, units=64)
+        opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
+        params = fs.shard(awkward(), layout)
+        expected = opt.step(params, grads=params, state=opt.init(params))
+        assert_trees_close(fs.reshard(ranks, layout), expected, rtol=1e-13, atol=1e-16)

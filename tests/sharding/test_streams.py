@@ -1,0 +1,157 @@
+"""Whatever stream asks for a unit waits until it is there, and its memory is not given away before that is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.communication.backend import Flight
+from functorch_shard.sharding import prefetch as residency
+from functorch_shard.sharding.prefetch import Cell, Part, Session
+from functorch_shard.sharding.streams import Made, Streams, streams_of
+
+some_laws = settings(max_examples=100, deadline=None)
+
+
+class Stream:
+    """A stream that knows all work that is done before what is put on it next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.behind: set[Any] = set()
+        self.waits = 0
+
+    def record_event(self) -> frozenset[Any]:
+        return frozenset(self.behind)
+
+    def wait_event(self, event: frozenset[Any]) -> None:
+        self.behind |= event
+        self.waits += 1
+
+
+class Device:
+    """Some streams, one of which is current, and the streams that the allocator was told of, by memory."""
+
+    def __init__(self, number: int) -> None:
+        self.streams = [Stream(f"stream {i}") for i in range(number)]
+        self.now = self.streams[0]
+        self.told: dict[int, set[Stream]] = {}
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextmanager
+    def at_work(self) -> Iterator[Streams]:
+        tell = lambda x, stream: self.told.setdefault(x.data_ptr(), set()).add(stream)  # noqa: E731
+        with mock.patch.object(Tensor, "record_stream", tell):
+            yield Streams(lambda: self.now, self.on)
+
+
+def test_the_stream_that_made_something_does_not_wait_for_it() -> None:
+    device = Device(1)
+    with device.at_work() as streams:
+        streams.made().take([torch.ones(1)])
+    assert device.now.waits == 0
+    assert device.told == {}
+
+
+def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
+    device, x = Device(3), torch.ones(1)
+    first, second, third = device.streams
+    with device.at_work() as streams:
+        first.behind.add("made")
+        made = Made(streams)
+        first.behind.add("later")
+        for stream in (second, second, third, first):
+            with device.on(stream):
+                made.take([x])
+    assert [stream.waits for stream in device.streams] == [0, 1, 1]
+    assert (second.behind, third.behind) == ({"made"}, {"made"})
+    assert device.told == {x.data_ptr(): {second, third}}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_device_without_streams_does_everything_in_order(device: str) -> None:
+    streams = streams_of(torch.device(device))
+    assert streams.current() is None
+    with streams.on(streams.current()):
+        streams.made().take([torch.ones(1)])
+
+
+class Units:
+    """A session of a device with some streams; what each landing and each sending left on them is known."""
+
+    def __init__(self, device: Device, streams: Streams, number: int, **options: Any) -> None:
+        tensors = {f"u{i}.w": torch.zeros(7) for i in range(number)}
+        layout = fs.plan(tensors, fs.init_mesh(), **options)
+        self.device, self.session = device, Session(layout, streams=streams)
+        parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
+        self.cells = [self.session.cell(part, [torch.zeros(7)]) for part in parts]
+        self.landed: dict[Cell, Any] = {}
+        self.memory_of: dict[Cell, Stream] = {}  # whose memory it is
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        flight = Cell._flight
+
+        def watched(cell: Cell, *args: Any) -> Flight:
+            sent = flight(cell, *args)
+            self.memory_of[cell] = self.device.now
+            return Flight([], lambda: (self._land(cell), sent.land())[-1])
+
+        with mock.patch.object(Cell, "_flight", watched):
+            yield
+
+    def _land(self, cell: Cell) -> None:
+        assert self.device.now is self.memory_of[cell]  # what is let go on the way is of that stream too
+        self.landed[cell] = object()
+        self.device.now.behind.add(self.landed[cell])
+
+    def use(self, unit: int, stream: int) -> None:
+        cell, now = self.cells[unit], self.device.streams[stream]
+        with self.device.on(now):
+            memory = self.session.data(cell, 0).data_ptr()
+        assert self.landed[cell] in now.behind
+        assert now is self.memory_of[cell] or now in self.device.told[memory]
+
+
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from([None, 1, 2])), max_size=30),
+    reshard=st.booleans(),
+)
+@some_laws
+def test_no_stream_uses_a_unit_before_it_is_there_or_after_its_memory_is_given_away(
+    uses: list[tuple[int, int, int | None]], reshard: bool
+) -> None:
+    device = Device(3)
+    with device.at_work() as streams:
+        units = Units(device, streams, 4, reshard_after_forward=reshard)
+        with units.watched():
+            for unit, stream, number in uses:
+                with mock.patch.object(residency, "backward_pass", return_value=number):
+                    units.use(unit, stream)
+
+
+def test_one_stream_alone_never_waits() -> None:
+    device = Device(2)
+    with device.at_work() as streams:
+        units = Units(device, streams, 4)
+        with units.watched():
+            for unit in (0, 1, 2, 3, 3, 2, 1, 0):
+                units.use(unit, 1)
+    assert [stream.waits for stream in device.streams] == [0, 0]
+    assert device.told == {}

@@ -1,0 +1,215 @@
+"""What holds on any device, as functions of it: run on the CPU everywhere, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support import steps
+from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
+from tests.support.models import awkward
+
+Law = Callable[[torch.device], None]
+tree_map: Any = optree.tree_map
+TWICE_THREE = {"replicate": 2, "shard": 3}
+ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+WIDTH, DEPTH, BATCH = 48, 6, 8
+
+
+def one_rank(device: torch.device) -> fs.Mesh:
+    return fs.Mesh(tuple(fs.init_mesh(device="cpu")), device)
+
+
+def six_ranks(device: torch.device) -> fs.Mesh:
+    return fs.simulated_mesh(TWICE_THREE, device=device)
+
+
+def on_cpu(tree: Any) -> Any:
+    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, tree)
+
+
+def devices_of(tree: Any) -> set[torch.device]:
+    return {x.device for x in optree.tree_leaves(tree) if isinstance(x, Tensor)}
+
+
+# one body for one rank and for simulated ones
+
+
+def values_come_back_bitwise(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:
+    model = awkward()
+    params = fs.shard(model, fs.plan(model, make(device)))
+    assert devices_of(params) == {device}
+    for lazy in (None, False):
+        full = fs.gather(params, lazy=lazy)
+        assert {x.device for x in full.values()} == {device}
+        for name, x in model.named_parameters():
+            assert name not in full or torch.equal(full[name].cpu(), x)
+    again = fs.shard(fs.gather(params, lazy=False), params.layout)
+    assert all(torch.equal(again[key], x) for key, x in params.items())
+
+
+def gradients_are_those_of_the_unsharded_model(device: torch.device, ranks: int, task: str) -> None:
+    mesh, data = (one_rank if ranks == 1 else six_ranks)(device), Data(ranks)
+    actual = on_cpu(on_mesh(mesh, data, [task])[task])
+    actual = actual if ranks > 1 else tree_map(lambda x: x[None], actual)
+    replicas = 2 if ranks > 1 else 1
+    if task in LOCAL:
+        rows = tree_map(lambda x: x.flatten(0, 1) if ranks > 1 else x, actual)
+        assert_trees_close(rows, expected(task, data, "mean"), rtol=1e-9, atol=1e-11)
+    else:
+        assert_trees_close(whole(actual, replicas), expected(task, data, "mean"), rtol=1e-9, atol=1e-11)
+
+
+def steps_are_those_of_torch(device: torch.device, make: Callable[[torch.device], fs.Mesh], case: str) -> None:
+    params = steps.run(steps.optimizer(case), steps.planned(make(device)))
+    assert devices_of(params) == {device}
+    full = on_cpu(dict(fs.gather(params, lazy=False)))
+    assert_trees_close(full, {**steps.stock(case), **steps.FROZEN}, rtol=1e-9, atol=1e-11)
+
+
+def clipping_is_that_of_torch(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:
+    values = steps.values(3)
+    grads, norm = fs.clip_by_global_norm(fs.shard(values, fs.plan(values, make(device))), 0.5)
+    plain = [nn.Parameter(torch.zeros_like(x)) for x in values.values()]
+    for parameter, x in zip(plain, values.values(), strict=True):
+        parameter.grad = x.clone()
+    total = torch.nn.utils.clip_grad_norm_(plain, 0.5)
+    assert norm.device == device
+    assert_trees_close(norm.cpu(), total)
+    clipped = on_cpu(dict(fs.gather(grads, lazy=False)))
+    assert_trees_close(clipped, {name: p.grad for name, p in zip(values, plain, strict=True)})
+
+
+def an_overflow_skips_the_step(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:
+    scaling, values = fs.LossScale.dynamic(initial=8.0), {"a": torch.tensor([8.0, 16.0, 24.0])}
+    layout = fs.plan(values, make(device))
+    fine = fs.shard(values, layout)
+    grads, finite = scaling.unscale(fine, scaling.init(fine))
+    assert bool(finite.all())
+    assert fs.gather(grads, lazy=False)["a"].tolist() == [1, 2, 3]
+    over = fs.shard({"a": torch.tensor([8.0, 16.0, float("inf")])}, layout)
+    _, finite = scaling.unscale(over, scaling.init(over))
+    assert not bool(finite.any())
+    assert scaling.update(scaling.init(over), finite)["scale"].flatten()[0].item() == 4
+    old = scaling.select(finite, over, fine)
+    assert devices_of(old) == {device}
+    assert all(torch.equal(old[key], x) for key, x in fine.items())
+
+
+def a_checkpoint_comes_back_bitwise(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:
+    model = awkward()
+    params = fs.shard(model, fs.plan(model, make(device)))
+    state = ADAMW.init(params)
+    tree = {"model": params, "optim": {"state": state}}
+    with TemporaryDirectory() as directory:
+        fs.checkpoint.save(f"{directory}/step-1", tree)
+        loaded = fs.checkpoint.load(f"{directory}/step-1", tree_map(torch.zeros_like, tree))
+        fs.checkpoint.export_safetensors(params, f"{directory}/model")
+        imported = fs.checkpoint.import_safetensors(f"{directory}/model", params.layout)
+    assert devices_of([loaded["model"], imported]) == {device}
+    assert_trees_close(loaded, tree, rtol=0, atol=0)
+    assert_trees_close(imported, params, rtol=0, atol=0)
+
+
+def initial_values_do_not_depend_on_the_ranks(device: torch.device) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+    before = torch.random.get_rng_state()
+    ranks = [fs.init_params(model, fs.plan(model, make(device))) for make in (one_rank, six_ranks)]
+    full = [dict(fs.gather(params, lazy=False)) for params in ranks]
+    assert devices_of(full) == {device}
+    assert_trees_close(full[0], full[1], rtol=0, atol=0)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def codes_and_dtypes_of_the_gather(device: torch.device) -> None:
+    bf16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    values = {"w": torch.linspace(-1, 1, 31)}
+    params = fs.shard(values, fs.plan(values, six_ranks(device), precision=bf16))
+    assert torch.equal(fs.gather(params)["w"].cpu(), values["w"].bfloat16())
+    coded = fs.gather(params, dtype=torch.float32, codec=fs.codecs.int8(block=8))["w"].cpu()
+    assert (coded - values["w"]).abs().max() <= 1 / 127
+
+
+# offloaded
+
+
+def stack_of_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
+
+
+def gradients_and_loss(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
+    loss = lambda params, x: functional_call(model, fs.gather(params), (x,)).square().mean()  # noqa: E731
+    return fs.grad_and_value(loss)(params, x)
+
+
+def gradients_of_offloaded_shards_are_the_same_every_time(device: torch.device, where: str, times: int = 50) -> None:
+    """Autograd brings gradients of what is on the CPU home in another thread than those of what is on a GPU."""
+    model = stack_of_layers().to(device)
+    params = fs.shard(model, fs.plan(model, one_rank(device)))
+    with TemporaryDirectory() as directory:
+        away = fs.offload(params, "cpu" if where == "cpu" else Path(directory))
+        for i in range(times):
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(device)
+            grads, value = gradients_and_loss(model, away, x)
+            wanted, right = gradients_and_loss(model, params, x)
+            assert devices_of(grads) == {torch.device("cpu")}
+            assert_trees_close(on_cpu([value, dict(grads)]), on_cpu([right, dict(wanted)]))
+
+
+def offloaded_training_is_that_on_the_device(device: torch.device, donate: bool) -> None:
+    model = stack_of_layers().to(device)
+    start = fs.shard(model, fs.plan(model, one_rank(device)))
+
+    def trained(params: fs.Sharded) -> fs.Sharded:
+        state = ADAMW.init(params)
+        for i in range(5):
+            x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(device)
+            grads, _ = gradients_and_loss(model, params, x)
+            grads, norm = fs.clip_by_global_norm(grads, 0.1)
+            assert norm.device == device
+            params, state = ADAMW.step(params, grads=grads, state=state, donate=donate)
+        return params
+
+    away = trained(fs.offload(tree_map(torch.clone, start), "cpu"))
+    assert devices_of(away) == {torch.device("cpu")}
+    assert_trees_close(dict(away), on_cpu(dict(trained(start))), rtol=1e-4, atol=1e-4)
+
+
+MESHES = {"one rank": one_rank, "six ranks": six_ranks}
+OF_ONE_MESH = {
+    "values come back bitwise": values_come_back_bitwise,
+    "clipping is that of torch": clipping_is_that_of_torch,
+    "an overflow skips the step": an_overflow_skips_the_step,
+    "a checkpoint comes back bitwise": a_checkpoint_comes_back_bitwise,
+}
+LAWS: dict[str, Law] = {
+    **{f"{name}, {on}": partial(law, make=make) for name, law in OF_ONE_MESH.items() for on, make in MESHES.items()},
+    **{
+        f"{task}, {ranks}": partial(gradients_are_those_of_the_unsharded_model, ranks=ranks, task=task)
+        for task in ON_RANK
+        for ranks in (1, 6)
+    },
+    **{
+        f"{case}, {on}": partial(steps_are_those_of_torch, make=make, case=case)
+        for case in steps.CASES
+        for on, make in MESHES.items()
+    },
+    "initial values do not depend on the ranks": initial_values_do_not_depend_on_the_ranks,
+    "codes and dtypes of the gather": codes_and_dtypes_of_the_gather,
+    "gradients of shards on the CPU": partial(gradients_of_offloaded_shards_are_the_same_every_time, where="cpu"),
+    "gradients of shards in files": partial(gradients_of_offloaded_shards_are_the_same_every_time, where="files"),
+    "training on the CPU": partial(offloaded_training_is_that_on_the_device, donate=False),
+    "training in place on the CPU": partial(offloaded_training_is_that_on_the_device, donate=True),
+}

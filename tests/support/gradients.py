@@ -1,0 +1,168 @@
+"""Everything one differentiates a sharded model for: what a rank computes, and what the unsharded model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.func import grad, grad_and_value, jvp, vjp, vmap
+
+import functorch_shard as fs
+from tests.support.models import awkward, loss_of
+from tests.support.reference import data_parallel_loss
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Data:
+    """A model, its trainable parameters, a direction, and different samples for every rank."""
+
+    num_ranks: int
+    seed: int = 0
+
+    def parameters(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        every = {name: p.detach() for name, p in awkward(self.seed).named_parameters()}
+        trainable = [name for name, p in awkward(self.seed).named_parameters() if p.requires_grad]
+        return {n: every[n] for n in trainable}, {n: x for n, x in every.items() if n not in trainable}
+
+    def direction(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        draw = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+        return {name: draw(x) for name, x in self.parameters()[0].items()}
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        draw = lambda n: torch.randn(self.num_ranks, 4, n, generator=generator, dtype=torch.float64)  # noqa: E731
+        return draw(5), draw(3)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A loss of one rank's samples, as a function of shards and of whole parameters."""
+
+    model: nn.Module
+    frozen: fs.Sharded
+    mesh: fs.Mesh
+
+    def of_full(self, full: Tree, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(self.model, {**full, **fs.gather(self.frozen)}, x, y)
+
+    def of_shards(self, params: Tree, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(self.model, fs.gather(params, self.frozen), x, y)
+
+
+def dot(a: fs.Sharded, b: fs.Sharded) -> Tensor:
+    """This rank's part of the scalar product of two trees; a whole buffer counts once among the shards."""
+    parts = {key: (a[key] * b[key]).sum() for key in a}
+    once = {key: buffer.num_shards / b.layout.num_shards for key, buffer in b.layout.buffers.items()}
+    return torch.stack([part * once[key] for key, part in parts.items()]).sum()
+
+
+def combined(part: Tensor, layout: fs.Layout) -> Tensor:
+    """What a rank returns so that the mean (or the sum) over ranks of it is the sum over shards of ``part``."""
+    if layout.reduction == "mean":
+        return fs.collectives.psum(part, layout.mesh["shard"]) if layout.num_shards > 1 else part
+    return part * layout.num_shards / layout.num_ranks
+
+
+# What each rank computes, from its trainable shards p, a direction v of the same form, and its samples.
+ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
+    "grad through gather": lambda s, p, v, x, y: grad(s.of_shards)(p, x, y),
+    "vjp through gather": lambda s, p, v, x, y: vjp(lambda p: s.of_shards(p, x, y), p)[1](y.new_ones(()))[0],
+    "fs.grad": lambda s, p, v, x, y: fs.grad(s.of_shards)(p, x, y),
+    "scatter_grads of full gradients": lambda s, p, v, x, y: fs.scatter_grads(grad(s.of_full)(fs.gather(p), x, y)),
+    "scatter_grads of fs.grad": lambda s, p, v, x, y: fs.scatter_grads(fs.grad(s.of_full)(fs.gather(p), x, y)),
+    "jvp": lambda s, p, v, x, y: jvp(lambda p: s.of_shards(p, x, y), (p,), (v,))[1],
+    "value": lambda s, p, v, x, y: grad_and_value(s.of_shards)(p, x, y)[1],
+    "forward over reverse": lambda s, p, v, x, y: jvp(lambda p: grad(s.of_shards)(p, x, y), (p,), (v,))[1],
+    "forward over fs.grad": lambda s, p, v, x, y: jvp(lambda p: fs.grad(s.of_shards)(p, x, y), (p,), (v,))[1],
+    "reverse over reverse": lambda s, p, v, x, y: grad(
+        lambda p: combined(dot(grad(s.of_shards)(p, x, y), v), v.layout)
+    )(p),
+    "reverse over forward": lambda s, p, v, x, y: grad(lambda p: jvp(lambda p: s.of_shards(p, x, y), (p,), (v,))[1])(p),
+    "forward over scatter_grads": lambda s, p, v, x, y: jvp(
+        lambda p: fs.scatter_grads(grad(s.of_full)(fs.gather(p), x, y)), (p,), (v,)
+    )[1],
+    "per-sample gradients, whole": lambda s, p, v, x, y: vmap(grad(s.of_full), (None, 0, 0))(fs.gather(p), x, y),
+    "per-sample gradients, sharded": lambda s, p, v, x, y: vmap(grad(s.of_shards), (None, 0, 0))(p, x, y),
+    "ensemble": lambda s, p, v, x, y: vmap(s.of_shards, (0, None, None))(
+        optree.tree_map(lambda a, b: torch.stack([a, a + b]), p, v), x, y
+    ),
+    "gradients of an ensemble": lambda s, p, v, x, y: vmap(grad(s.of_shards), (0, None, None))(
+        optree.tree_map(lambda a, b: torch.stack([a, a + b]), p, v), x, y
+    ),
+    "gradient penalty": lambda s, p, v, x, y: grad(lambda p: grad(lambda x: s.of_shards(p, x, y))(x).square().sum())(p),
+    "gradient of a mean over ranks": lambda s, p, v, x, y: grad(
+        lambda p: fs.collectives.pmean(s.of_shards(p, x, y), s.mesh)
+    )(p),
+}
+# Results that each rank has for itself; all others are shards of one value that all ranks share.
+LOCAL = {"jvp", "value", "per-sample gradients, whole", "ensemble"}
+
+
+def expected(task: str, data: Data, reduction: str) -> Tree:
+    """From the unsharded model: whole values, or for LOCAL tasks one row a rank."""
+    p, frozen = data.parameters()
+    v, (xs, ys) = data.direction(), data.samples()
+    model = awkward(data.seed)
+    plain = lambda p, x, y: loss_of(model, {**p, **frozen}, x, y)  # noqa: E731
+    total = lambda p: data_parallel_loss(plain, reduction, p, xs, ys)  # noqa: E731
+    moved = {n: p[n] + v[n] for n in p}
+    if task in LOCAL:
+        local = {
+            "jvp": lambda x, y: jvp(lambda p: plain(p, x, y), (p,), (v,))[1],
+            "value": lambda x, y: plain(p, x, y),
+            "per-sample gradients, whole": lambda x, y: vmap(grad(plain), (None, 0, 0))(p, x, y),
+            "ensemble": lambda x, y: torch.stack([plain(p, x, y), plain(moved, x, y)]),
+        }[task]
+        rows = [local(x, y) for x, y in zip(xs, ys, strict=True)]
+        return optree.tree_map(lambda *leaves: torch.stack(leaves), *rows)
+    if task == "per-sample gradients, sharded":
+        each = [grad(lambda p, i=i: data_parallel_loss(plain, reduction, p, xs[:, i], ys[:, i]))(p) for i in range(4)]
+        return optree.tree_map(lambda *leaves: torch.stack(leaves), *each)
+    if task == "gradients of an ensemble":
+        return optree.tree_map(lambda a, b: torch.stack([a, b]), grad(total)(p), grad(total)(moved))
+    if task == "gradient penalty":
+        penalty = lambda p, x, y: grad(plain, argnums=1)(p, x, y).square().sum()  # noqa: E731
+        return grad(lambda p: data_parallel_loss(penalty, reduction, p, xs, ys))(p)
+    if task == "gradient of a mean over ranks":
+        # every rank returns the mean: its mean over ranks is itself, its sum N times that
+        scale = 1 if reduction == "mean" else data.num_ranks
+        return grad(lambda p: scale * data_parallel_loss(plain, "mean", p, xs, ys))(p)
+    if "over" in task:
+        return jvp(grad(total), (p,), (v,))[1]
+    return grad(total)(p)
+
+
+def on_mesh(mesh: fs.Mesh, data: Data, tasks: list[str], **options: Any) -> dict[str, Tree]:
+    """Every task on ``mesh``: rows of all simulated ranks, or what this real rank has."""
+    model = awkward(data.seed).to(mesh.device)
+    layout = fs.plan(model, mesh, **options)
+    params, frozen = fs.partition(fs.shard(model, layout))
+    v = fs.shard(data.direction(), params.layout)
+    x, y = mesh.split(tuple(rows.flatten(0, 1).to(mesh.device) for rows in data.samples()))
+
+    def on_rank(task: str, p: Tree, frozen: Tree, v: Tree, x: Tensor, y: Tensor) -> Tree:
+        return ON_RANK[task](Sides(model, frozen, mesh), p, v, x, y)
+
+    return {task: mesh.spmd(partial(on_rank, task))(params, frozen, v, x, y) for task in tasks}
+
+
+def whole(rows: fs.Sharded, num_replicas: int = 1) -> dict[str, Tensor]:
+    """Shards of all ranks to whole values by plain indexing; replicas must agree bitwise."""
+    result = {}
+    for key, buffer in rows.layout.buffers.items():
+        stack = rows[key].flatten(0, len(rows.layout.axes) - 1)  # (ranks, batch.., shard)
+        copies = stack.unflatten(0, (num_replicas, -1))
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
+        flat = torch.cat(copies[0].unbind(0), -1) if buffer.num_shards > 1 else copies[0][0]
+        for slot in buffer.slots:
+            result[slot.name] = flat[..., slot.offset : slot.end].unflatten(-1, slot.shape or (1,))
+            result[slot.name] = result[slot.name] if slot.shape else result[slot.name].squeeze(-1)
+    return result

@@ -1,0 +1,114 @@
+"""Live bytes, counted and not sampled: every allocation and every free of torch's CPU allocator, kernels' own included.
+
+The allocator reports each one to the profiler, and so nothing is missed between two looks. What was allocated before
+counting began is not known, and its free is not reported: count from before the first tensor of interest. Nor are
+frees by gloo's threads, see :func:`settle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from functorch_shard.communication import backend
+from functorch_shard.communication.backend import Flight
+from functorch_shard.communication.gloo import GlooBackend
+
+_MEMORY, _MARK = "[memory]", "live_bytes: "
+
+
+@dataclass
+class LiveBytes:
+    """Count inside a ``with`` block; afterwards ask by the marks that were set there."""
+
+    _profile: Any = None
+    _history: list[tuple[str, int]] = field(default_factory=list)  # what happened, and the live bytes after it
+
+    def __enter__(self) -> LiveBytes:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True).__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._profile.__exit__(*exception)
+        live = 0
+        for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            if event.name() == _MEMORY or event.name().startswith(_MARK):
+                live += event.nbytes() if event.name() == _MEMORY else 0
+                self._history.append((event.name().removeprefix(_MARK), live))
+        self._profile = None
+
+    def mark(self, name: str) -> None:
+        """Name this moment; each name once."""
+        with record_function(_MARK + name):
+            pass
+
+    def at(self, mark: str) -> int:
+        """Bytes that are live there and were not when counting began."""
+        return self._between(mark, mark)[0]
+
+    def peak(self, first: str, last: str) -> int:
+        """The most bytes that are live at any moment from ``first`` to ``last``."""
+        return max(self._between(first, last))
+
+    def growth(self, first: str, last: str) -> int:
+        """The most bytes that are live at any moment from ``first`` to ``last`` and were not at ``first``."""
+        return self.peak(first, last) - self.at(first)
+
+    def allocations(self, first: str, last: str) -> list[int]:
+        """What was allocated from ``first`` to ``last``, in bytes each, whether it was freed again or not."""
+        return [after - before for before, after in pairwise(self._between(first, last)) if after > before]
+
+    def _between(self, first: str, last: str) -> list[int]:
+        names = [name for name, _ in self._history]
+        assert names.count(first) == names.count(last) == 1
+        return [live for _, live in self._history[names.index(first) : names.index(last) + 1]]
+
+
+def settle() -> None:
+    """From now on every flight of this process lands only when gloo's threads have let go of what it moved.
+
+    They do so a moment after the message was waited for. Whether a buffer that is dropped within that moment is freed
+    here or there, now or then, is up to the scheduler, and frees on their threads are not reported. An all-gather of a
+    few bytes never settles: plan before, and shard a mapping, of which nothing is compared.
+    """
+    land, gather, moved = Flight.land, backend._gather_into, {}
+
+    def gather_seen(out: Tensor, x: Tensor, **options: Any) -> Any:
+        work = gather(out, x, **options)
+        moved[id(work)] = out, x
+        return work
+
+    def land_settled(self: Flight) -> Tensor:
+        small = [x for work in self._works for x in moved.pop(id(work), ())]
+        under_way = bool(self._works)
+        result = land(self)
+        while under_way and _uses(result) > 1:
+            pass
+        while any(_uses(x) > 1 or x._use_count() > 1 for x in small):
+            pass
+        return result
+
+    Flight.land = land_settled
+    backend._gather_into = gather_seen
+
+
+def settle_scatters() -> None:
+    """The same for what this process scatters."""
+    scatter = GlooBackend.scatter
+
+    def scatter_settled(self: GlooBackend, out: Tensor, rows: Tensor | None, source: int) -> None:
+        scatter(self, out, rows, source)
+        while rows is not None and torch._C._storage_Use_Count(rows.untyped_storage()._cdata) > 2:
+            pass
+
+    GlooBackend.scatter = scatter_settled
+
+
+def _uses(x: Tensor) -> int:
+    """Of the memory of ``x``, by tensors: the count has one more, of what asks."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1

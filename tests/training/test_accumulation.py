@@ -1,0 +1,85 @@
+"""Accumulation, with a reduction at the end or with one for each microbatch: the gradient of the big batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.testing import CollectiveCounter, assert_trees_close
+from tests.support.accumulation import (
+    AXES,
+    NUM_MICROBATCHES,
+    WAYS,
+    all_tokens_at_once,
+    big_batch,
+    loss_sum,
+    tagger,
+    tokens,
+    weighted_by_tokens,
+)
+
+MESHES: list[dict[str, int]] = [*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}]
+every_mesh = pytest.mark.parametrize("axes", MESHES, ids=str)
+every_way = pytest.mark.parametrize("way", WAYS)
+
+
+def assert_reductions(counters: list[CollectiveCounter], layout: fs.Layout, way: str) -> None:
+    """None before the end, or one of each buffer for each microbatch; over replicas with them, or in the end."""
+    *microbatches, end = ({k: n for k, n in seen.by_kind.items() if k != "all_gather"} for seen in counters)
+    num = len(layout.buffers)
+    inside = {"psum_scatter": num}
+    across = {"psum": num} if layout.axis_size("replicate") > 1 else {}
+    expected = {
+        "full gradients": ({}, inside | across),
+        "shards": (inside | across, {}),
+        "shards within replicas": (inside, across),
+    }
+    assert len(microbatches) == NUM_MICROBATCHES
+    assert (microbatches, end) == ([expected[way][0]] * NUM_MICROBATCHES, expected[way][1])
+    assert counters[-1]["all_gather"] == 0
+    for one in (one for seen in counters for one in seen.issued if one.kind == "psum"):
+        assert one.axis == "replicate"
+        assert one.numel in {buffer.shard_numel for buffer in layout.buffers.values()}
+
+
+@pytest.mark.parametrize("axes", [*MESHES, {"replicate": 2, "shard": 4}], ids=str)
+@every_way
+def test_accumulated_gradients_are_those_of_the_big_batch(way: str, axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    grads, counters, layout = WAYS[way](mesh)
+    expected = big_batch(mesh.size)
+    assert all(grad.any() for grad in expected.values() if grad.numel())
+    assert_trees_close(grads, expected, rtol=1e-10, atol=1e-12)
+    assert_reductions(counters, layout, way)
+
+
+@every_mesh
+@every_way
+def test_losses_weighted_by_tokens_are_those_of_a_single_process(way: str, axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    actual, expected = weighted_by_tokens(mesh, way), all_tokens_at_once(mesh.size)
+    assert all(grad.any() for grad in expected[0].values())
+    assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_mean_over_ranks_of_means_over_tokens_is_another_number() -> None:
+    """What is avoided: a token of a rank with few of them would weigh more than one of a rank with many."""
+    mesh, model = fs.simulated_mesh(4), tagger()
+    params = fs.shard(model, fs.plan(model, mesh, reduction="mean"))
+
+    def mean_of_rank(p: fs.Sharded, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
+        sums = [loss_sum(model, fs.gather(p), x[i], y[i], counts[i]) for i in range(NUM_MICROBATCHES)]
+        return torch.stack(sums).sum() / counts.sum().clamp(min=1)
+
+    grads = fs.gather(mesh.spmd(fs.grad(mean_of_rank))(params, *tokens(4)))
+    expected = all_tokens_at_once(4)[0]
+    assert not torch.allclose(grads["head.bias"], expected["head.bias"], rtol=0.1)
+
+
+@every_way
+def test_ranks_without_a_token_change_nothing(way: str) -> None:
+    """Rank 1 of two has none: the gradient is that of rank 0 alone."""
+    alone = weighted_by_tokens(fs.simulated_mesh(1), way)
+    assert_trees_close(weighted_by_tokens(fs.simulated_mesh(2), way), alone, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,387 @@
+"""apply: BatchNorm and its like as pure functions, on any number of ranks and below any transform."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.refusals import refused
+
+Values = dict[str, Tensor]
+STEPS = 4
+
+
+def normalized(**options: Any) -> nn.Sequential:
+    """In float64; ``options`` for both of its BatchNorms."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 7), nn.BatchNorm1d(7, **options), nn.Tanh(), nn.Linear(7, 3), nn.BatchNorm1d(3, **options)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(num_ranks: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(num_ranks)
+    draw = lambda n: torch.randn(4 * num_ranks, n, generator=generator, dtype=torch.float64)  # noqa: E731
+    return [(3 * draw(5) + 1, draw(3)) for _ in range(STEPS)]
+
+
+def averaged(buffers: Values, mesh: fs.Mesh) -> Values:
+    """The mean of the statistics of all ranks; counts are the same everywhere."""
+    return {n: fs.collectives.pmean(x, mesh) if x.is_floating_point() else x for n, x in buffers.items()}
+
+
+def train(mesh: fs.Mesh, model: nn.Module, sync: bool = True) -> tuple[fs.Full, Values, list[float]]:
+    """SGD through apply: the last parameters and buffers, and the losses."""
+    layout = fs.plan(model, mesh)
+    params, opt = fs.shard(model, layout), fs.optimizer(torch.optim.SGD, lr=0.1)
+    buffers, state = fs.init_buffers(model, layout), opt.init(params)
+
+    def loss(params: fs.Sharded, buffers: Values, x: Tensor, y: Tensor) -> tuple[Tensor, Values]:
+        output, buffers = fs.apply(model, params, buffers, x)
+        return (output - y).square().mean(), buffers
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, buffers: Values, x: Tensor, y: Tensor) -> Any:
+        grads, (value, buffers) = fs.grad_and_value(loss, has_aux=True)(params, buffers, x, y)
+        buffers = averaged(buffers, mesh) if sync else buffers
+        return *opt.step(params, grads=grads, state=state), buffers, fs.collectives.pmean(value, mesh)
+
+    losses = []
+    for x, y in batches(mesh.size):
+        params, state, buffers, value = step(params, state, buffers, *mesh.split((x, y)))
+        losses.append(value.flatten()[0].item())
+    return fs.gather(params, lazy=False), buffers, losses
+
+
+def train_in_a_loop(num_ranks: int, model: nn.Module, sync: bool = True) -> tuple[Values, list[Values], list[float]]:
+    """The same in plain torch: a module for every rank, gradients and statistics averaged in a loop."""
+    ranks, losses = [copy.deepcopy(model) for _ in range(num_ranks)], []
+    for rank in ranks:
+        for module in rank.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.reset_running_stats()
+    for x, y in batches(num_ranks):
+        values = []
+        for rank, a, b in zip(ranks, x.chunk(num_ranks), y.chunk(num_ranks), strict=True):
+            rank.zero_grad()
+            values.append((rank(a) - b).square().mean())
+            values[-1].backward()
+        losses.append(sum(value.item() for value in values) / num_ranks)
+        with torch.no_grad():
+            for same in zip(*(rank.parameters() for rank in ranks), strict=True):
+                mean: Any = sum(p.grad for p in same) / num_ranks
+                for p in same:
+                    p -= 0.1 * mean
+            for same in zip(*(rank.buffers() for rank in ranks), strict=True):
+                if sync and same[0].is_floating_point():
+                    total = sum(x.clone() for x in same)
+                    for x in same:
+                        x.copy_(total / num_ranks)
+    return (
+        {n: p.detach() for n, p in ranks[0].named_parameters()},
+        [dict(rank.named_buffers()) for rank in ranks],
+        losses,
+    )
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.detach().flatten().view(torch.uint8)
+
+
+def stacked(trees: Sequence[Any]) -> Any:
+    return optree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
+
+
+@contextmanager
+def untouched(model: nn.Module, *trees: Any) -> Iterator[None]:
+    """Not one bit of ``model`` and ``trees``, nor which tensors the model has."""
+    held = lambda: {n: x for n, x in [*model.named_parameters(), *model.named_buffers()]}  # noqa: C416, E731
+    before = [*held().values(), *(x for tree in trees for x in optree.tree_leaves(tree))]
+    names, copies, versions = list(held()), [x.clone() for x in before], [x._version for x in before]
+    yield
+    assert list(held()) == names
+    assert all(x is y for x, y in zip(held().values(), before, strict=False))
+    assert [x._version for x in before] == versions
+    assert all(torch.equal(bits(x), bits(y)) for x, y in zip(before, copies, strict=True))
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_batchnorm_trains_as_in_a_loop_over_ranks(axes: dict[str, int], momentum: float | None, sync: bool) -> None:
+    mesh, model = fs.simulated_mesh(axes), normalized(momentum=momentum)
+    params, ranks, losses = train_in_a_loop(mesh.size, model, sync)
+    with untouched(model):
+        actual, buffers, actual_losses = train(mesh, model, sync)
+    assert_trees_close(dict(actual), params, rtol=1e-10, atol=1e-10)
+    rows = {name: torch.stack([rank[name] for rank in ranks]).unflatten(0, tuple(axes.values())) for name in ranks[0]}
+    assert_trees_close(buffers, rows, rtol=1e-10, atol=1e-10)
+    assert actual_losses == pytest.approx(losses, abs=1e-10)
+    assert (buffers["1.num_batches_tracked"] == STEPS).all()
+    if mesh.size > 1 and not sync:
+        assert not torch.equal(*buffers["1.running_mean"].flatten(0, len(axes) - 1)[:2])
+
+
+def plain(model: nn.Module, x: Tensor) -> tuple[Tensor, Values]:
+    """What the model itself does, on a copy."""
+    double = copy.deepcopy(model)
+    return double(x).detach(), dict(double.named_buffers())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "cumulative": {"momentum": None},
+    "untracked": {"track_running_stats": False},
+    "no affine": {"affine": False},
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("how", ["passed", "closed over"])
+def test_outputs_and_buffers_are_those_of_the_module(how: str, options: dict[str, Any], training: bool) -> None:
+    model, mesh = normalized(**options).train(training), fs.simulated_mesh(3)
+    x = 2 + torch.randn(3, 4, 5).double()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    rows = {name: b.expand(3, *b.shape).contiguous() for name, b in buffers.items()}
+    with untouched(model, params, buffers, rows, x):
+        if how == "passed":
+            actual = mesh.spmd(lambda b, x: fs.apply(model, params, b, x))(rows, x)
+        else:
+            actual = mesh.spmd(lambda x: fs.apply(model, params, buffers, x))(x)
+        one = fs.apply(model, params, buffers, x[0])
+    ranks = [plain(model, row) for row in x]
+    expected = stacked(ranks)
+    assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert_trees_close((one[0].detach(), one[1]), ranks[0], rtol=0, atol=0)
+    assert training is False or not options.get("track_running_stats", True) or actual[1]["1.running_mean"].any()
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "torch grad": lambda f, p: torch.func.grad(f, has_aux=True)(p),
+    "grad": lambda f, p: fs.grad(f, has_aux=True)(p),
+    "grad_and_value": lambda f, p: (lambda r: (r[0], r[1][1]))(fs.grad_and_value(f, has_aux=True)(p)),
+    "jvp": lambda f, p: torch.func.jvp(f, (p,), (tangents(p),), has_aux=True)[1:],
+    "jvp of grad": lambda f, p: torch.func.jvp(
+        lambda p: torch.func.grad(f, has_aux=True)(p), (p,), (tangents(p),), has_aux=True
+    )[1:],
+    "grad of grad": lambda f, p: torch.func.grad(penalty(f), has_aux=True)(p),
+}
+
+
+def tangents(params: Values) -> Values:
+    return {name: torch.ones_like(p).cumsum(0) / p.shape[0] for name, p in params.items()}
+
+
+def penalty(f: Callable[[Values], tuple[Tensor, Values]]) -> Callable[[Values], tuple[Tensor, Values]]:
+    def squared(p: Values) -> tuple[Tensor, Values]:
+        grads, buffers = torch.func.grad(f, has_aux=True)(p)
+        return sum((g.square().sum() for g in grads.values()), torch.zeros(()).double()), buffers
+
+    return squared
+
+
+def by_formula(p: Values, x: Tensor, y: Tensor) -> tuple[Tensor, Values]:
+    """The loss of ``normalized()`` in training, spelled out."""
+
+    def norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        centered = x - x.mean(0)
+        return centered / (centered.square().mean(0) + 1e-5).sqrt() * w + b
+
+    x = norm(x @ p["0.weight"].T + p["0.bias"], p["1.weight"], p["1.bias"]).tanh()
+    x = norm(x @ p["3.weight"].T + p["3.bias"], p["4.weight"], p["4.bias"])
+    return (x - y).square().mean(), {}
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_derivatives_are_those_of_the_formula_and_buffers_those_of_the_module(
+    transform: str, momentum: float | None
+) -> None:
+    model, mesh = normalized(momentum=momentum), fs.simulated_mesh(2)
+    params, buffers = {n: p.detach() for n, p in model.named_parameters()}, dict(model.named_buffers())
+    x, y = torch.randn(2, 6, 5).double(), torch.randn(2, 6, 3).double()
+
+    def loss(p: Values, x: Tensor, y: Tensor) -> tuple[Tensor, Values]:
+        output, after = fs.apply(model, p, buffers, x)
+        return (output - y).square().mean(), after
+
+    differentiate = TRANSFORMS[transform]
+    with untouched(model, params, buffers):
+        rows = mesh.spmd(lambda x, y: differentiate(lambda p: loss(p, x, y), params))(x, y)
+        alone = differentiate(lambda p: loss(p, x[0], y[0]), params)
+    expected = [differentiate(lambda p, i=i: by_formula(p, x[i], y[i]), params)[0] for i in range(2)]
+    assert_trees_close(rows[0], stacked(expected), rtol=1e-8, atol=1e-9)
+    assert_trees_close(alone[0], expected[0], rtol=1e-8, atol=1e-9)
+    ranks = [plain(model, row)[1] for row in x]
+    assert_trees_close(rows[1], stacked(ranks), rtol=1e-12, atol=1e-12)
+    assert_trees_close(alone[1], ranks[0], rtol=1e-12, atol=1e-12)
+
+
+def test_vmaps_of_ones_own_nest_on_either_side_of_the_ranks() -> None:
+    model, mesh = normalized(), fs.simulated_mesh(2)
+    params, buffers = {n: p.detach() for n, p in model.named_parameters()}, dict(model.named_buffers())
+    x = torch.randn(2, 3, 4, 5).double()  # (ranks, models, samples, features)
+    one = lambda x: fs.apply(model, params, buffers, x)[1]  # noqa: E731
+    rows = [[plain(model, x[r, m])[1] for m in range(3)] for r in range(2)]
+    expected = stacked([stacked(models) for models in rows])
+    assert_trees_close(mesh.spmd(torch.vmap(one))(x), expected, rtol=1e-12, atol=1e-12)
+    outside = torch.vmap(mesh.spmd(one), in_dims=1, out_dims=1)(x)
+    assert_trees_close(outside, expected, rtol=1e-12, atol=1e-12)
+
+
+class Stateful(nn.Module):
+    """Buffers that are assigned to, written in place, tied, counted, and kept; in all kinds of dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.last: Tensor
+        self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("flags", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("phase", torch.tensor([-0.0, torch.nan], dtype=torch.complex64))
+        shared = torch.zeros(2)
+        self.inner, self.other = nn.Module(), nn.Module()
+        self.inner.register_buffer("shared", shared, persistent=False)
+        self.other.register_buffer("shared", shared)
+
+    def forward(self, x: Tensor, params: Any = None, *, model: float = 1.0) -> dict[str, Any]:
+        state: Any = self
+        state.last = x * self.weight
+        state.seen += (x > 0).sum()
+        state.flags |= x > 0
+        state.other.shared += x
+        return {"y": state.inner.shared * model, "params": params}
+
+
+def test_buffers_that_are_assigned_written_tied_or_kept_come_back_as_they_are_afterwards() -> None:
+    model, mesh = Stateful(), fs.simulated_mesh(2)
+    params, buffers = {"weight": torch.tensor(3.0)}, dict(model.named_buffers())
+    assert list(buffers) == ["last", "seen", "flags", "phase", "inner.shared"]
+    x = torch.tensor([[1.0, -2.0], [3.0, 5.0]])
+    with untouched(model, buffers):
+        output, new = fs.apply(model, params, buffers, x[0], params="mine", model=10.0)
+        rows = mesh.spmd(lambda x: fs.apply(model, params, buffers, x)[1])(x)
+    assert output["params"] == "mine"
+    assert output["y"].tolist() == [10.0, -20.0]
+    assert {name: b.tolist() for name, b in new.items() if name != "phase"} == {
+        "last": [3.0, -6.0],
+        "seen": 1,
+        "flags": [True, False],
+        "inner.shared": [1.0, -2.0],
+    }
+    assert list(new) == list(buffers)
+    assert model.other.shared is model.inner.shared
+    assert rows["seen"].tolist() == [1, 2]
+    assert rows["inner.shared"].tolist() == x.tolist()
+    for phase in (new["phase"], *rows["phase"]):
+        assert torch.equal(phase.view(torch.int64), buffers["phase"].view(torch.int64))  # bit for bit
+
+
+def test_new_buffers_are_differentiable_where_the_model_is() -> None:
+    model = Stateful()
+    last = lambda w: fs.apply(model, {"weight": w}, dict(model.named_buffers()), torch.ones(2))[1]["last"].sum()  # noqa: E731
+    assert torch.func.grad(last)(torch.tensor(3.0)) == 2
+
+
+def test_sharded_and_full_parameters_are_taken_and_a_meta_model_runs() -> None:
+    model, mesh = normalized(), fs.simulated_mesh(2)
+    with torch.device("meta"):
+        empty = normalized()
+    params, x = fs.shard(model, fs.plan(model, mesh)), torch.randn(4, 5).double()
+    expected = plain(model, x)
+    buffers = dict(model.named_buffers())
+    for given in (params, fs.gather(params), dict(fs.gather(params))):
+        assert_trees_close(fs.apply(empty, given, buffers, x), expected, rtol=0, atol=0)
+    assert all(p.is_meta for p in [*empty.parameters(), *empty.buffers()])
+    inside, _ = mesh.spmd(lambda p, x: fs.apply(empty, p, buffers, x))(params, mesh.split(x))
+    assert_trees_close(inside, torch.stack([plain(model, half)[0] for half in x.chunk(2)]))
+
+
+def test_tied_parameters_go_by_any_of_their_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    x = torch.randn(2, 3)
+    for name in ("0.weight", "1.weight"):
+        assert torch.equal(fs.apply(model, {name: 2 * torch.eye(3)}, {}, x)[0], 4 * x)
+
+
+def test_what_is_missing_or_too_much_is_told_at_once() -> None:
+    model = normalized()
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    short = {name: p for name, p in params.items() if name != "3.bias"} | {"3.bais": params["3.bias"]}
+    wrong = {name: b for name, b in buffers.items() if name != "4.running_var"} | {"5.running_var": torch.zeros(3)}
+    text = refused(fs.apply, model, short, wrong, torch.zeros(2, 5).double())
+    assert text.startswith("ValueError: apply: 4 problems")
+    assert "'3.bias': missing" in text
+    assert "'3.bais': not in the model's parameters (did you mean '3.bias'?)" in text
+    assert "'4.running_var': missing" in text
+    assert "'5.running_var': not in the model's buffers (did you mean" in text
+    assert "TypeError: apply: model: got dict" in refused(fs.apply, params, params, buffers)
+    assert "TypeError: apply: buffers: got NoneType" in refused(fs.apply, model, params, None)
+    assert "TypeError: apply: params: got int" in refused(fs.apply, model, 3, buffers)
+    assert "'1.running_mean': got int" in refused(fs.apply, model, params, {**buffers, "1.running_mean": 3})
+
+
+class Rebellious(nn.Module):
+    """Changes which buffers there are while it runs."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        kept = torch.zeros(2)
+        self.register_buffer("kept", kept)
+        self.register_buffer("none", None)
+        self.twin = nn.Module()
+        self.twin.register_buffer("kept", kept)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m.register_buffer("cache", torch.ones(1)), "'cache': made"),
+        (lambda m: setattr(m, "none", torch.ones(1)), "'none': made"),
+        (lambda m: setattr(m, "kept", None), "'kept': dropped"),
+        (lambda m: delattr(m, "kept"), "'kept': dropped"),
+        (lambda m: setattr(m, "kept", torch.ones(2)), "'twin.kept': tied to 'kept', and one of them was assigned to"),
+    ],
+)
+def test_a_model_that_changes_which_buffers_it_has_is_refused_and_left_as_it_was(change: Any, told: str) -> None:
+    model = Rebellious(change)
+    with untouched(model):
+        text = refused(fs.apply, model, {}, dict(model.named_buffers()), torch.ones(2))
+    assert told in text
+    assert model.none is None
+    assert model.twin.kept is model.kept
+
+
+def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
+    model = Rebellious(lambda m: 1 / 0)
+    with untouched(model), pytest.raises(ZeroDivisionError):
+        fs.apply(model, {}, dict(model.named_buffers()), torch.ones(2))
+
+
+def test_a_cumulative_average_needs_one_count_for_all_simulated_ranks() -> None:
+    model, mesh = normalized(momentum=None), fs.simulated_mesh(2)
+    params = dict(model.named_parameters())
+    buffers = {n: b.expand(2, *b.shape).clone() for n, b in model.named_buffers()}
+    buffers["4.num_batches_tracked"] = torch.tensor([1, 2])
+    step = mesh.spmd(lambda b, x: fs.apply(model, params, b, x)[1])
+    text = refused(step, buffers, torch.ones(2, 3, 5).double())
+    assert "'4.num_batches_tracked': got [1, 2] on simulated ranks or in a batch, expected one number" in text
+    model.eval()
+    assert step(buffers, torch.ones(2, 3, 5).double())["4.num_batches_tracked"].tolist() == [1, 2]

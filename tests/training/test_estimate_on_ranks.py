@@ -1,0 +1,87 @@
+"""Estimates against gloo ranks: every collective of a step, and every byte that is allocated in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.communication import Counter, Traffic
+from functorch_shard.testing import run_ranks
+from tests.sharding.test_memory_on_ranks import (
+    OPTIMIZERS,
+    RANKS,
+    STEPS,
+    UNIT,
+    activations,
+    model_of_equal_units,
+    training,
+)
+from tests.sharding.test_strategies_on_ranks import equal_units
+
+AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
+Compared = dict[str, tuple[dict[Any, Traffic], dict[Any, Traffic]]]
+
+
+def frozen_first() -> nn.Sequential:
+    """Two frozen units in front, one frozen among trained ones, and one small one."""
+    model = nn.Sequential(*equal_units(), nn.Linear(5, 1).double())
+    for i in (0, 1, 3):
+        model[i].requires_grad_(False)
+    return model
+
+
+MODELS = {"equal units": equal_units, "frozen first": frozen_first}
+PLANS: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept": {"reshard_after_forward": False},
+    "half precision": {"precision": fs.MixedPrecision(torch.float32, torch.float64)},
+}
+
+
+def step_on_this_rank(axes: dict[str, int]) -> Compared:
+    """What was counted and what was estimated, of each model and plan."""
+    torch.set_num_threads(1)
+    mesh, compared = fs.init_mesh(axes), {}
+    for model_name, make in MODELS.items():
+        for plan_name, options in PLANS.items():
+            model, counter = make(), Counter()
+            layout = fs.plan(model, mesh, **options)
+            params = fs.shard(model, layout)
+            counted = fs.Sharded(params, layout.on(mesh.through(counter)))
+            x = torch.randn(3, 5, dtype=torch.float32 if "half" in plan_name else torch.float64)
+            fs.grad(lambda p, model=model, x=x: functional_call(model, fs.gather(p), (x,)).square().sum())(counted)
+            traffic = {key: Traffic(one.number, one.nbytes, one.sent) for key, one in counter.traffic.items()}
+            compared[f"{model_name}, {plan_name}"] = traffic, dict(fs.estimate(layout).traffic)
+    return compared
+
+
+@pytest.fixture(scope="module", params=AXES, ids=str)
+def compared(request: pytest.FixtureRequest) -> list[Compared]:
+    return run_ranks(step_on_this_rank, fs.simulated_mesh(request.param).size, request.param)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_sends_what_was_estimated(compared: list[Compared], model: str, plan: str) -> None:
+    for result in compared:
+        counted, expected = result[f"{model}, {plan}"]
+        assert counted == expected
+        assert {kind for _, kind in counted} >= {"all_gather", "psum_scatter"}
+
+
+def test_memory_is_what_was_estimated() -> None:
+    model, opt = model_of_equal_units(), OPTIMIZERS["adamw"]
+    expected = fs.estimate(fs.plan(model, fs.simulated_mesh(RANKS)), opt)
+    received = UNIT * (RANKS - 1) // RANKS  # gloo's
+    for live in training("adamw", "sockets"):
+        assert live.at("end 9") == expected.between_steps
+        forward = max(live.growth(f"forward {i}", f"backward {i}") for i in range(STEPS))
+        assert expected.gathered <= forward <= expected.gathered + activations()
+        peak = max(live.peak(f"step {i}", f"end {i}") for i in range(1, STEPS))
+        # not all is there at once: where the most is gathered, the last gradients are still to come
+        assert expected.peak - 2 * UNIT <= peak <= expected.peak + activations() + received

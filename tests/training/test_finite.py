@@ -1,0 +1,176 @@
+"""What is not finite is found by name, by its index in the parameter's own shape, and by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.testing import count_collectives
+from functorch_shard.training.finite import all_finite
+from tests.support.refusals import refused
+from tests.training.test_norms import FROZEN, INF, NAN, some_none, values, with_padding
+
+ADVICE = "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
+AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}]
+# Where a value is not finite, and what is to be said of it on two shards. The 527 elements of c.w lie in shards of 264,
+# and [8, 15] is element 263.
+Bad = dict[str, dict[tuple[int, ...], float]]
+BAD: dict[str, tuple[Bad, list[str]]] = {
+    "one": ({"a.w": {(2, 3): NAN}}, ["'a.w': 1 of 15 values not finite, the first is nan at [2, 3], on rank 1"]),
+    "first and last": (
+        {"a.w": {(0, 0): INF}, "c.w": {(16, 30): -INF}},
+        [
+            "'a.w': 1 of 15 values not finite, the first is inf at [0, 0], on rank 0",
+            "'c.w': 1 of 527 values not finite, the first is -inf at [16, 30], on rank 1",
+        ],
+    ),
+    "both shards": (
+        {"c.w": {(16, 0): NAN, (3, 7): -INF, (3, 8): INF}},
+        ["'c.w': 3 of 527 values not finite, the first is -inf at [3, 7], on ranks 0, 1"],
+    ),
+    "end of a shard": (
+        {"c.w": {(8, 15): NAN}},
+        ["'c.w': 1 of 527 values not finite, the first is nan at [8, 15], on rank 0"],
+    ),
+    "start of a shard": (
+        {"c.w": {(8, 16): NAN}},
+        ["'c.w': 1 of 527 values not finite, the first is nan at [8, 16], on rank 1"],
+    ),
+    "scalar": ({"b.s": {(): NAN}}, ["'b.s': 1 of 1 values not finite, the first is nan at [], on rank 0"]),
+}
+WHOLE = {"b": ["'b.w': 2 of 7 values not finite, the first is nan at [3], on ranks 0, 1"]}
+
+
+def spoiled(bad: Bad, dtypes: str = "float64") -> dict[str, Tensor]:
+    given = values(dtypes)
+    for name, places in bad.items():
+        for index, value in places.items():
+            given[name][index] = value
+    return {**given, **FROZEN}
+
+
+def sharded(mesh: fs.Mesh, bad: Bad, dtypes: str = "float64", **options: Any) -> fs.Sharded:
+    given = spoiled(bad, dtypes)
+    return fs.shard(given, fs.plan(given, mesh, **options))
+
+
+def told(tree: Any, what: str = "grads") -> list[str]:
+    """The lines about parameters; what stands around them is the same every time."""
+    with pytest.raises(FloatingPointError) as caught:
+        fs.assert_finite(tree, what)
+    title, *lines, advice = str(caught.value).splitlines()
+    assert title == f"assert_finite: {what}: {len(lines)} problem{'s' if len(lines) > 1 else ''}"
+    assert advice == ADVICE
+    return [line.removeprefix("  ") for line in lines]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_every_parameter_is_named_with_its_first_bad_index_and_its_ranks(case: str) -> None:
+    bad, lines = BAD[case]
+    tree = sharded(fs.simulated_mesh(2), bad)
+    assert told(tree) == lines
+    assert told(fs.gather(tree)) == [line.partition(", on rank")[0] for line in lines]  # whole, and of no rank
+
+
+def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
+    for axes in AXES:
+        mesh = fs.simulated_mesh(axes)
+        tree = sharded(mesh, {}, "float32", ignored=["b"], align_bytes=64)
+        assert any(x.isnan().any() for x in with_padding(tree, NAN).values())
+        for clean in (tree, some_none(tree), with_padding(tree, NAN), fs.gather(tree)):
+            fs.assert_finite(clean)
+
+
+@pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "complex", "mixed"])
+def test_every_dtype_is_looked_at(dtypes: str) -> None:
+    shown = "(nan+0j)" if dtypes == "complex" else "nan"
+    lines = told(sharded(fs.simulated_mesh(2), {"b.w": {(5,): NAN}}, dtypes), "tree")
+    assert lines[0].startswith(f"'b.w': 1 of 7 values not finite, the first is {shown} at [5], on rank ")
+
+
+def test_replicas_count_once_and_are_all_named() -> None:
+    bad: Bad = {"c.w": {(16, 0): NAN, (3, 7): INF}}
+    for axes, ranks in (
+        ({"replicate": 2, "shard": 2}, "0, 1, 2, 3"),
+        ({"shard": 2, "replicate": 3}, "0, 1, 2, 3, 4, 5"),
+    ):
+        line = f"'c.w': 2 of 527 values not finite, the first is inf at [3, 7], on ranks {ranks}"
+        assert told(sharded(fs.simulated_mesh(axes), bad)) == [line]
+    alone = sharded(fs.simulated_mesh({"shard": 2, "replicate": 2}), {})
+    alone["c"][1, 0, 0] = NAN  # one replica of the second shard, which is rank 2
+    assert told(alone)[0].endswith(", on rank 2")
+
+
+def test_what_every_rank_holds_whole_counts_once() -> None:
+    mesh = fs.simulated_mesh(2)
+    assert told(sharded(mesh, {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"])) == WHOLE["b"]
+
+
+def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
+    tree = sharded(mesh, {})
+    rows = fs.materialize(mesh.spmd(lambda tree: fs.gather(tree))(tree))
+    rows["c.w"][1, 0, 2, 5] = INF
+    rows["c.w"][1, 1, 1, 30] = NAN
+    rows["b.s"][0, 1] = NAN
+    assert told(rows) == [
+        "'b.s': 1 of 1 values not finite, the first is nan at [], on rank 1",
+        "'c.w': 1 of 527 values not finite, the first is nan at [1, 30], on ranks 2, 3",
+    ]
+
+
+def test_inside_spmd_it_says_to_look_outside() -> None:
+    mesh = fs.simulated_mesh(2)
+    text = refused(mesh.spmd(lambda tree: fs.assert_finite(tree, "grads")), sharded(mesh, {}))
+    assert text == (
+        "RuntimeError: assert_finite: grads: inside spmd the values of simulated ranks are not known yet. Return the "
+        "tree from the function, and call assert_finite outside."
+    )
+
+
+def test_what_is_no_tree_of_this_layout_is_refused() -> None:
+    tree = sharded(fs.simulated_mesh(2), {})
+    assert refused(fs.assert_finite, dict(tree)).endswith("tree: got dict, expected a Sharded or a Full.")
+    cut = fs.Sharded({key: x[..., :1] for key, x in tree.items()}, tree.layout)
+    assert refused(fs.assert_finite, cut, "cut").startswith(
+        "ValueError: assert_finite: cut: 4 problems\n  'a': got shape"
+    )
+    wrong = fs.gather(tree) | {"b.w": torch.zeros(3), "q": torch.zeros(())}
+    assert refused(fs.assert_finite, wrong).splitlines()[:3] == [
+        "ValueError: assert_finite: tree: 2 problems",
+        "  'q': not in the layout",
+        "  'b.w': got shape (3,), expected (7,)",
+    ]
+
+
+def test_other_names_of_tied_parameters_may_be_in_a_full() -> None:
+    linear = torch.nn.Linear(2, 2)
+    model = torch.nn.ModuleDict({"a": linear, "b": linear})
+    full = fs.gather(fs.shard(model, fs.plan(model, fs.simulated_mesh(2))))
+    assert told(full | {"b.weight": torch.tensor([[0.0, 1.0], [INF, 1.0]])}) == [
+        "'b.weight': 1 of 4 values not finite, the first is inf at [1, 0]"
+    ]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 1}, *AXES, {"replicate": 2}], ids=str)
+def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    for bad in (NAN, INF, -INF):
+        for ignored in ([], ["b"]):
+            clean = sharded(mesh, {}, "float32", ignored=ignored, align_bytes=64)
+            with count_collectives() as seen:
+                finite = mesh.spmd(all_finite)(with_padding(clean, bad))
+            assert finite.shape == tuple(axes.values())
+            assert finite.dtype == torch.bool
+            assert finite.all()
+            assert [(c.kind, c.axis, c.numel) for c in seen.issued] == [
+                ("psum", name, 1) for name, size in axes.items() if size > 1
+            ]
+            for rank in range(mesh.size):  # one rank alone, even of replicas that should be equal
+                one = sharded(mesh, {}, "float32", ignored=ignored, align_bytes=64)
+                one["a"].flatten(0, len(axes) - 1)[rank, 0] = bad
+                assert not mesh.spmd(all_finite)(one).any()

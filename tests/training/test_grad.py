@@ -1,0 +1,314 @@
+"""fs.grad gives torch.func's numbers everywhere, and frees activations where nobody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import maybe_current_level
+from torch.autograd import forward_ad
+from torch.func import jvp, vmap
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.models import awkward, loss_of
+
+Transform = Callable[..., Any]
+WHERE: dict[str, Callable[[Transform], Transform]] = {
+    "plain": lambda fn: fn,
+    "vmap": lambda fn: lambda *args: vmap(fn, in_dims=(0, None, None))(args[0].expand(3, *args[0].shape), *args[1:]),
+    "grad": lambda fn: torch.func.grad(lambda *args: tensor_sum(fn(*args))),
+    "twice": lambda fn: fs.grad(lambda *args: tensor_sum(fn(*args)), argnums=1),
+    "jvp": lambda fn: lambda *args: jvp(lambda x: fn(x, *args[1:]), args[:1], args[:1]),
+    "jacrev": lambda fn: lambda *args: torch.func.jacrev(lambda x: tensor_sum(fn(x, *args[1:])))(args[0]),
+}
+
+
+def tensor_sum(tree: Any) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for x in optree.tree_leaves(tree):
+        total = total + (x * x).sum()
+    return total
+
+
+def cubic(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return (x.sin() ** 3 * y * y).sum() + (z**3).sum() * x.sum()
+
+
+def cubic_aux(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return cubic(x, y, z), {"y": y * x, "z": z}
+
+
+def three() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return (
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(5, dtype=torch.float64),
+        torch.randn((), dtype=torch.float64),
+    )
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("argnums", [0, 1, -1, (1, -1, 0), (1,)], ids=str)
+def test_the_numbers_are_those_of_torch_func(argnums: Any, has_aux: bool, where: str) -> None:
+    fn, args = cubic_aux if has_aux else cubic, three()
+    for name in ("grad", "grad_and_value"):
+        ours, theirs = (getattr(module, name)(fn, argnums, has_aux) for module in (fs, torch.func))
+        assert_trees_close(WHERE[where](ours)(*args), WHERE[where](theirs)(*args), rtol=1e-12, atol=1e-12)
+
+
+def test_nested_trees_keyword_arguments_and_aux_of_any_kind() -> None:
+    tree = {"b": {"x": torch.tensor([1.0, 2.0])}, "a": [torch.tensor(3.0), (torch.tensor([4.0]), torch.tensor(2))]}
+
+    def fn(tree: Any, scale: float, *, power: Tensor) -> tuple[Tensor, Any]:
+        (a, (b, n)), x = tree["a"], tree["b"]["x"]
+        return scale * ((x**power).sum() + a * b.sum() * n), {"n": 3, "text": "yes", "none": None, "x": [x * 2]}
+
+    grads, (value, aux) = fs.grad_and_value(fn, has_aux=True)(tree, 0.5, power=torch.tensor(2.0))
+    assert list(grads) == ["b", "a"]
+    expected = {"b": {"x": torch.tensor([1.0, 2.0])}, "a": [torch.tensor(4.0), (torch.tensor([3.0]), None)]}
+    assert_trees_close(grads, expected)
+    assert_trees_close(
+        (value, aux), (torch.tensor(14.5), {"n": 3, "text": "yes", "none": None, "x": [2 * tree["b"]["x"]]})
+    )
+    in_func = vmap(
+        lambda x: fs.grad_and_value(fn, has_aux=True)({**tree, "b": {"x": x}}, 0.5, power=torch.tensor(2.0))[1][1]["x"][
+            0
+        ]
+    )
+    assert torch.equal(in_func(tree["b"]["x"][None])[0], aux["x"][0])
+
+
+MODEL = awkward()
+X, Y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+
+
+def awkward_loss(full: Any) -> Tensor:
+    return loss_of(MODEL, full, X, Y)
+
+
+def unsharded() -> dict[str, Tensor | None]:
+    parameters = dict(MODEL.named_parameters())
+    trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
+    rest = {name: p for name, p in parameters.items() if not p.requires_grad}
+    return {**torch.func.grad(lambda p: awkward_loss({**p, **rest}))(trainable), **dict.fromkeys(rest)}
+
+
+@pytest.mark.parametrize("mesh", [fs.simulated_mesh(1), fs.simulated_mesh(3), fs.init_mesh()], ids=str)
+@pytest.mark.parametrize("in_spmd", [False, True])
+def test_sharded_and_full_arguments_have_gradients_of_their_own_kind(mesh: fs.Mesh, in_spmd: bool) -> None:
+    params = fs.shard(MODEL, fs.plan(MODEL, mesh))
+    wrap = mesh.spmd if in_spmd else lambda fn: fn
+    expected = unsharded()
+    by_shards = wrap(fs.grad(lambda p: awkward_loss(fs.gather(p))))(params)
+    frozen = {key for key, buffer in params.layout.buffers.items() if not buffer.trainable}
+    assert isinstance(by_shards, fs.Sharded)
+    assert {key for key, x in by_shards.items() if x is None} == frozen
+    zeros = {key: torch.zeros_like(params[key]) for key in frozen}
+    whole = fs.gather(fs.Sharded({**by_shards, **zeros}, params.layout))
+    assert_trees_close(
+        {**whole, **{k: None for k, x in expected.items() if x is None}}, expected, rtol=1e-12, atol=1e-13
+    )
+    by_full = wrap(lambda p: fs.grad(awkward_loss)(fs.gather(p)))(params)
+    assert isinstance(by_full, fs.Full)
+    one_rank = {name: x[0] if x is not None and in_spmd and mesh.is_simulated else x for name, x in by_full.items()}
+    assert_trees_close(one_rank, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_what_is_not_used_has_zeros_and_what_is_not_differentiable_has_none() -> None:
+    args = {"used": torch.ones(2), "unused": torch.ones(3), "int": torch.ones(2, dtype=torch.int64), "flag": True}
+    expected = {"used": torch.full((2,), 2.0), "unused": torch.zeros(3), "int": None, "flag": None}
+    loss = lambda p: (2 * p["used"] * p["int"]).sum()  # noqa: E731
+    constant = lambda p: torch.tensor(3.0)  # noqa: E731
+    assert_trees_close(fs.grad(loss)(args), expected)
+    assert_trees_close(fs.grad(constant)(args), {**expected, "used": torch.zeros(2)})
+    assert_trees_close(fs.grad(loss, argnums=(0,))(args), (expected,))
+    assert fs.grad(lambda n: torch.tensor(1.0))(3) is None
+
+
+def test_integer_batches_ride_along_under_vmap() -> None:
+    args = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([2, 3])
+    grads = vmap(fs.grad(lambda x, n: (x**n).sum()))(*args)
+    assert torch.equal(grads, torch.tensor([[2.0, 4.0], [27.0, 48.0]]))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_an_argument_that_requires_grad_keeps_the_result_differentiable(has_aux: bool) -> None:
+    x, y, z = (t.requires_grad_() for t in three())
+    fn = cubic_aux if has_aux else cubic
+    ours, theirs = (module.grad_and_value(fn, has_aux=has_aux)(x, y, z) for module in (fs, torch.func))
+    assert_trees_close(
+        *([torch.autograd.grad(tensor_sum(out), (x, y, z)) for out in (ours, theirs)]), rtol=1e-12, atol=1e-12
+    )
+    by_constant = fs.grad(lambda a: (a * a * y).sum())(x.detach())
+    assert not by_constant.requires_grad  # closed over: documented to be a constant
+    passed = fs.grad(lambda a, y: (a * a * y).sum())(x.detach(), y)
+    assert torch.equal(torch.autograd.grad(passed.sum(), y)[0], 2 * x.detach())
+
+
+def test_a_plain_result_has_no_graph() -> None:
+    result = fs.grad_and_value(cubic_aux, (0, 1, 2), has_aux=True)(*three())
+    assert not any(x.requires_grad for x in optree.tree_leaves(result))
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors that were alive at one time, of those made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        call: Any = (args, kwargs)
+        given = {x.untyped_storage()._cdata for x in optree.tree_leaves(call) if isinstance(x, Tensor)}
+        for x in optree.tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                storage = x.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        return result
+
+
+def test_activations_are_freed_as_backward_goes() -> None:
+    x, layers = torch.rand(1000), 20
+
+    def deep(x: Tensor) -> Tensor:
+        for _ in range(layers):
+            x = x.sin()
+        return x.sum()
+
+    peaks = []
+    for module in (fs, torch.func):
+        with PeakBytes() as watch:
+            module.grad(deep)(x)
+        peaks.append(watch.peak / x.nbytes)
+    assert layers <= peaks[0] <= layers + 3
+    assert peaks[1] >= 2 * layers
+
+
+def test_model_and_inputs_are_left_as_they_are() -> None:
+    layout = fs.plan(MODEL, fs.simulated_mesh(2))
+    params = fs.shard(MODEL, layout)
+    inputs = [*params.values(), *MODEL.parameters(), X, Y]
+    before = [(x._version, x.requires_grad, x.grad, x.clone()) for x in inputs]
+    fs.grad(lambda p: awkward_loss(fs.gather(p)))(params)
+    fs.grad(awkward_loss)(fs.gather(params))
+    after = [(x._version, x.requires_grad, x.grad, x.clone()) for x in inputs]
+    assert_trees_close(after, before, rtol=0, atol=0)
+
+
+@contextmanager
+def no_mode() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad, no_mode])
+@pytest.mark.parametrize("made_in", [no_mode, torch.inference_mode])
+def test_grad_mode_and_inference_mode_around_a_call_change_nothing(around: Any, made_in: Any) -> None:
+    with made_in():
+        x, y, z = three()
+    expected = torch.func.grad_and_value(cubic_aux, has_aux=True)(*three())
+    with around():
+        result = fs.grad_and_value(cubic_aux, has_aux=True)(x, y, z)
+        mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        assert mode == (around not in (torch.no_grad, torch.inference_mode), around is torch.inference_mode)
+        assert_trees_close(result, expected, rtol=1e-12, atol=1e-12)
+    assert not any(x.requires_grad for x in optree.tree_leaves(result))
+
+
+def test_no_grad_inside_the_function_is_respected() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * x
+        return (x * y).sum()
+
+    x = torch.tensor([1.0, 2.0])
+    assert torch.equal(fs.grad(fn)(x), x * x)
+
+
+def test_forward_mode_goes_through() -> None:
+    x, t = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])
+    with forward_ad.dual_level():
+        result = forward_ad.unpack_dual(fs.grad(lambda x: (x**3).sum())(forward_ad.make_dual(x, t)))
+    assert result.tangent is not None
+    assert_trees_close((result.primal, result.tangent), (3 * x * x, 6 * x * t))
+
+
+def test_an_exception_in_the_function_leaves_nothing_behind() -> None:
+    args = three()
+
+    def broken(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        raise KeyError(cubic(x, y, z))
+
+    for wrap in (lambda fn: fn, lambda fn: lambda *args: jvp(lambda x: fn(x, *args[1:]), args[:1], args[:1])):
+        with pytest.raises(KeyError):
+            wrap(fs.grad(broken))(*args)
+        assert maybe_current_level() is None
+        assert torch.is_grad_enabled()
+        assert_trees_close(fs.grad(cubic)(*args), torch.func.grad(cubic)(*args))
+
+
+NOT_SCALAR = "grad: expected the function to return a floating-point scalar tensor, got"
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (lambda x, y: x, {}, TypeError, rf"{NOT_SCALAR} shape \(2,\), torch.float32"),
+    (lambda x, y: x.sum().long(), {}, TypeError, rf"{NOT_SCALAR} shape \(\), torch.int64"),
+    (lambda x, y: x.sum() * 1j, {}, TypeError, rf"{NOT_SCALAR} shape \(\), torch.complex64"),
+    (lambda x, y: 3.0, {}, TypeError, f"{NOT_SCALAR} float"),
+    (lambda x, y: (x.sum(), y), {}, TypeError, f"{NOT_SCALAR} tuple"),
+    (lambda x, y: x.sum(), {"has_aux": True}, TypeError, r"has_aux=True: .* return \(scalar, aux\), got Tensor"),
+    (lambda x, y: (x.sum(), y, y), {"has_aux": True}, TypeError, r"expected .* \(scalar, aux\), got tuple"),
+    (lambda x, y: (y, x.sum()), {"has_aux": True}, TypeError, rf"{NOT_SCALAR} shape \(2,\)"),
+    (lambda x, y: x.sum(), {"argnums": 2}, ValueError, "argnums: got 2, .* called with 2 positional arguments"),
+    (lambda x, y: x.sum(), {"argnums": (0, -3)}, ValueError, r"argnums: got \(0, -3\)"),
+    (lambda x, y: x.sum(), {"argnums": (0, -2)}, ValueError, r"got \(0, -2\), expected one or more different"),
+    (lambda x, y: x.sum(), {"argnums": ()}, ValueError, r"argnums: got \(\), expected one or more"),
+    (lambda x, y: x.sum(), {"argnums": "x"}, TypeError, "argnums: got 'x', expected an int or a sequence of ints"),
+]
+
+
+@pytest.mark.parametrize("where", [lambda fn: fn, vmap], ids=["plain", "vmap"])
+@pytest.mark.parametrize(("fn", "options", "kind", "text"), WRONG)
+def test_wrong_functions_and_argnums_are_named(fn: Any, options: Any, kind: Any, text: str, where: Any) -> None:
+    x = torch.ones(2) if where is not vmap else torch.ones(3, 2)
+    with pytest.raises(kind, match=text):
+        where(fs.grad(fn, **options))(x, x)
+
+
+def test_torch_still_tells_the_level_of_its_transforms() -> None:
+    """A private name: if torch renames or changes it, this is the place that says so."""
+    seen: list[int | None] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(maybe_current_level())
+        return x.sum()
+
+    x = torch.ones(2)
+    note(x)
+    torch.func.grad(note)(x)
+    vmap(note)(x[None])
+    jvp(note, (x,), (x,))
+    torch.func.grad(lambda x: vmap(note)(x[None]).sum())(x)
+    assert seen == [None, 1, 1, 1, 2]
+    assert maybe_current_level() is None
+
+
+def test_frozen_buffers_are_known_wherever_their_tree_stands() -> None:
+    values = {"a.w": torch.ones(3), "b.w": nn.Parameter(torch.ones(2), requires_grad=False)}
+    params = fs.shard(values, fs.plan(values, fs.init_mesh()))
+    grads = fs.grad(lambda tree: sum(x.sum() for x in fs.gather(tree["params"]).values()) * tree["scale"])(
+        {"params": params, "scale": torch.tensor(2.0)}
+    )
+    assert torch.equal(grads["params"]["a"], torch.full((3,), 2.0))
+    assert grads["params"]["b/frozen"] is None
+    assert grads["scale"] == 5

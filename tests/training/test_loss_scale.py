@@ -1,0 +1,393 @@
+"""Loss scales: the rule of torch's GradScaler, a step skipped on all ranks or on none, and float16 training."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import random
+from itertools import pairwise
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.models import two_layers
+from tests.support.refusals import refused
+from tests.support.steps import copied
+from tests.training.test_norms import FROZEN, INF, NAN, values, with_padding
+
+AXES: list[dict[str, int]] = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
+every_axes = pytest.mark.parametrize("axes", AXES, ids=str)
+F16, F32 = torch.float16, torch.float32
+SCALES = {
+    "dynamic": fs.LossScale.dynamic(initial=2.0**10, interval=3),
+    "static": fs.LossScale.static(128.0),
+    "none": fs.LossScale.none(),
+}
+every_scale = pytest.mark.parametrize("kind", SCALES)
+
+
+def sharded(mesh: fs.Mesh, dtypes: str = "float32", **options: Any) -> fs.Sharded:
+    given = {**values(dtypes), **FROZEN}
+    return fs.shard(given, fs.plan(given, mesh, **options))
+
+
+def as_grads(tree: fs.Sharded) -> fs.Sharded:
+    """As ``fs.grad`` returns them: nothing for what is not trainable."""
+    return fs.Sharded({key: x if tree.layout.buffers[key].trainable else None for key, x in tree.items()}, tree.layout)
+
+
+# --- the rule
+
+
+def by_torch(state: dict[str, Tensor], finite: bool, growth: float, backoff: float, interval: int) -> None:
+    """What ``GradScaler.update`` does, by the kernel that it calls."""
+    overflow = torch.tensor(0.0 if finite else 1.0)
+    torch._amp_update_scale_(state["scale"], state["good_steps"], overflow, growth, backoff, interval)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 7])
+@pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.1, 0.3), (1e30, 1e-30)])
+@pytest.mark.parametrize("odds", [0.0, 0.1, 0.5, 0.9])
+def test_the_sequence_of_scales_is_that_of_torch(interval: int, growth: float, backoff: float, odds: float) -> None:
+    scaling = fs.LossScale.dynamic(2.0**16, growth, backoff, interval, floor=0.0)
+    state = scaling.init(sharded(fs.simulated_mesh(1)))
+    state = {name: x[0] for name, x in state.items()}
+    expected = {"scale": torch.tensor(2.0**16), "good_steps": torch.tensor(0, dtype=torch.int32)}
+    draws, seen = random.Random(interval), {2.0**16}
+    for _ in range(200):
+        finite = draws.random() >= odds
+        state = scaling.update(state, torch.tensor(finite))
+        by_torch(expected, finite, growth, backoff, interval)
+        assert_trees_close(state, expected, rtol=0, atol=0)
+        seen.add(state["scale"].item())
+    assert len(seen) > 1
+
+
+def test_a_scale_never_grows_to_infinity_and_never_falls_below_the_floor() -> None:
+    scaling = fs.LossScale.dynamic(initial=2.0**126, interval=1, floor=2.0**125)
+    state = {"scale": torch.tensor(2.0**126), "good_steps": torch.tensor(0, dtype=torch.int32)}
+    scales = []
+    for finite in (True, True, True, False, False, False, False, True):
+        state = scaling.update(state, torch.tensor(finite))
+        scales.append(state["scale"].log2().item())
+    assert scales == [127, 127, 127, 126, 125, 125, 125, 126]
+
+
+def test_growth_comes_after_good_steps_in_a_row() -> None:
+    scaling, state = fs.LossScale.dynamic(8.0, interval=3), {"scale": torch.tensor(8.0), "good_steps": torch.tensor(0)}
+    scales = []
+    for finite in (True, True, False, True, True, True, True, True):
+        state = scaling.update(state, torch.tensor(finite))
+        scales.append((state["scale"].item(), state["good_steps"].item()))
+    assert scales == [(8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0), (8, 1), (8, 2)]
+
+
+@pytest.mark.parametrize("kind", ["static", "none"])
+def test_what_is_not_dynamic_never_changes(kind: str) -> None:
+    scaling, state = SCALES[kind], SCALES[kind].init(sharded(fs.simulated_mesh(2)))
+    for finite in (torch.tensor([True, True]), torch.tensor([False, False])):
+        assert scaling.update(state, finite) == state
+
+
+# --- one shape for all
+
+
+@every_scale
+@every_axes
+def test_all_kinds_have_states_of_one_form(kind: str, axes: dict[str, int]) -> None:
+    mesh, scaling = fs.simulated_mesh(axes), SCALES[kind]
+    params = sharded(mesh)
+    stacked, inside = scaling.init(params), mesh.spmd(scaling.init)(params)
+    for state in (stacked, inside, scaling.update(stacked, torch.ones(tuple(axes.values()), dtype=torch.bool))):
+        assert {name: x.dtype for name, x in state.items()} == {"scale": F32, "good_steps": torch.int32}
+        assert {x.shape for x in state.values()} == {tuple(axes.values())}
+    assert (stacked["scale"] == scaling.initial).all()
+
+
+@every_scale
+def test_configurations_and_states_survive_every_round_trip(kind: str) -> None:
+    scaling = SCALES[kind]
+    for again in (pickle.loads(pickle.dumps(scaling)), copy.deepcopy(scaling), dataclasses.replace(scaling)):
+        assert again == scaling
+        assert hash(again) == hash(scaling)
+        assert dataclasses.asdict(again) == dataclasses.asdict(scaling)
+    for field in dataclasses.fields(scaling):
+        changed = getattr(scaling, field.name) * 2 if field.name != "backoff" else 0.25
+        if field.name != "floor" or changed <= scaling.initial:
+            assert dataclasses.replace(scaling, **{field.name: changed}) != scaling
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(scaling, field.name, 1)
+    state: Any = scaling.init(sharded(fs.simulated_mesh(2)))
+    leaves, treedef = optree.tree_flatten(state)
+    assert len(leaves) == len(state) == 2
+    assert_trees_close(optree.tree_unflatten(treedef, leaves), state, rtol=0, atol=0)
+    assert_trees_close(pickle.loads(pickle.dumps(state)), state, rtol=0, atol=0)
+    assert len({SCALES[name] for name in SCALES}) == 3
+
+
+def test_the_null_object_touches_nothing_and_sends_nothing() -> None:
+    mesh, scaling = fs.simulated_mesh(2), fs.LossScale.none()
+    grads = as_grads(sharded(mesh))
+    grads["a"][1, 0] = NAN
+    state, loss = scaling.init(grads), torch.tensor(1.5, dtype=F16)
+    assert scaling.scale(loss, state) is loss
+    with count_collectives() as seen:
+        result, finite = scaling.unscale(grads, state)
+        inside, also_finite = mesh.spmd(scaling.unscale)(grads, state)
+    assert result is grads
+    assert_trees_close(inside, grads, rtol=0, atol=0)
+    assert finite.tolist() == also_finite.tolist() == [True, True]
+    assert scaling.select(torch.tensor(False), grads, state) is grads
+    assert seen.total == 0
+
+
+# --- scale and unscale
+
+
+def test_a_loss_in_half_precision_is_scaled_in_float32() -> None:
+    state = {"scale": torch.tensor(2.0**16), "good_steps": torch.tensor(0)}
+    scaling = fs.LossScale.dynamic()
+    for dtype, wide in ((F16, F32), (torch.bfloat16, F32), (F32, F32), (torch.float64, torch.float64)):
+        for loss in (torch.tensor(2.5, dtype=dtype), torch.full((3,), 2.5, dtype=dtype)):
+            scaled = scaling.scale(loss, state)
+            assert scaled.dtype == wide
+            assert (scaled == 2.5 * 2**16).all()
+
+
+@every_axes
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_unscaling_undoes_scaling_and_finds_all_finite(kind: str, axes: dict[str, int]) -> None:
+    mesh, scaling = fs.simulated_mesh(axes), SCALES[kind]
+    grads = as_grads(sharded(mesh, "mixed with float64", ignored=["b"]))
+    state = scaling.init(grads)
+    scaled = fs.Sharded({k: x if x is None else x * scaling.initial for k, x in grads.items()}, grads.layout)
+    before = copied(scaled)
+    for run in (lambda fn: fn, mesh.spmd):
+        with count_collectives() as seen:
+            unscaled, finite = run(scaling.unscale)(scaled, state)
+        assert_trees_close(unscaled, grads, rtol=0, atol=0)  # a power of two: bitwise, and in every dtype
+        assert finite.shape == tuple(axes.values())
+        assert finite.all()
+        assert [(c.kind, c.axis, c.numel) for c in seen.issued] == [
+            ("psum", n, 1) for n, size in axes.items() if size > 1
+        ]
+        assert_trees_close(scaled, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [3.0, 1e10, 12345.678])
+def test_gradients_are_multiplied_by_the_reciprocal_that_torch_takes(scale: float) -> None:
+    mesh = fs.simulated_mesh(2)
+    grads = as_grads(sharded(mesh))
+    unscaled, _ = fs.LossScale.static(scale).unscale(grads, fs.LossScale.static(scale).init(grads))
+    expected = [x.clone() for x in grads.values() if x is not None]
+    inverse = torch.tensor(scale).double().reciprocal().float()
+    torch._amp_foreach_non_finite_check_and_unscale_(expected, torch.zeros(1), inverse)
+    assert_trees_close([x for x in unscaled.values() if x is not None], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_divided_by_a_scale_that_it_cannot_hold_the_inverse_of(dtype: torch.dtype) -> None:
+    values = {"w": (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)}
+    for initial in (2.0**26, 1e6 / 3):
+        scale = fs.LossScale.static(initial)
+        expected = (values["w"].float() * torch.tensor(initial).double().reciprocal().float()).to(dtype)
+        for mesh in (fs.init_mesh(), fs.simulated_mesh(3)):
+            grads = fs.shard(values, fs.plan(values, mesh))
+            assert torch.equal(fs.gather(scale.unscale(grads, scale.init(grads))[0], lazy=False)["w"], expected)
+
+
+@every_axes
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_what_is_in_padding_does_not_skip_a_step(axes: dict[str, int], bad: float) -> None:
+    mesh, scaling = fs.simulated_mesh(axes), SCALES["dynamic"]
+    grads = as_grads(with_padding(sharded(mesh, align_bytes=64), bad))
+    assert any(x is not None and not x.isfinite().all() for x in grads.values())
+    assert scaling.unscale(grads, scaling.init(grads))[1].all()
+
+
+# --- a step that is skipped
+
+
+def model_and_tree(mesh: fs.Mesh, **options: Any) -> tuple[nn.Module, fs.Sharded]:
+    model = two_layers()
+    return model, fs.shard(model, fs.plan(model, mesh, **options))
+
+
+OPTIMIZERS: dict[str, fs.Optimizer] = {
+    "adamw": fs.optimizer(torch.optim.AdamW, lr=0.1),
+    "momentum": fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9),
+}
+
+
+def skipping_steps(mesh: fs.Mesh, name: str, bad_rank: int, num_steps: int = 4) -> list[Any]:
+    """Trees before and after each step; in the odd ones rank ``bad_rank`` alone has an infinite gradient."""
+    opt, scaling = OPTIMIZERS[name], SCALES["dynamic"]
+    _, params = model_and_tree(mesh)
+    state, scale = mesh.spmd(opt.init)(params), mesh.spmd(scaling.init)(params)
+
+    @mesh.spmd
+    def step(params: Any, state: Any, scale: Any, bad: Any) -> Any:
+        here = fs.collectives.axis_index(mesh) == bad_rank
+        spoil = lambda x: torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)  # noqa: E731
+        grads, finite = scaling.unscale(fs.trees.map_items(lambda key, x: spoil(x), params), scale)
+        new = opt.step(params, grads=grads, state=state)
+        return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite), finite
+
+    history = [(params, state, scale, None)]
+    for i in range(num_steps):
+        bad: Any = torch.tensor(i % 2 == 1)
+        bad = bad.expand(tuple(mesh.axes.values())) if mesh.is_simulated else bad
+        history.append(step(*history[-1][:3], bad))
+    return history
+
+
+def assert_odd_steps_were_skipped(history: list[Any]) -> None:
+    for i, (before, after) in enumerate(pairwise(history)):
+        params, _, scale, finite = after
+        skipped = i % 2 == 1
+        assert finite.all() != skipped
+        assert (finite.any()) != skipped
+        same = all(torch.equal(x, before[0][key]) for key, x in params.items())
+        assert same == skipped
+        if skipped:
+            assert_trees_close(after[:2], before[:2], rtol=0, atol=0)
+        assert ((scale["scale"] == before[2]["scale"] / 2) == skipped).all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(axes: dict[str, int], name: str) -> None:
+    mesh = fs.simulated_mesh(axes)
+    for bad_rank in range(mesh.size):
+        assert_odd_steps_were_skipped(skipping_steps(mesh, name, bad_rank))
+
+
+def test_selecting_outside_spmd_takes_stacked_trees() -> None:
+    mesh, scaling, opt = fs.simulated_mesh({"replicate": 2, "shard": 2}), SCALES["dynamic"], OPTIMIZERS["adamw"]
+    _, params = model_and_tree(mesh)
+    state = opt.init(params)
+    new = opt.step(params, grads=params, state=state)
+    kept = scaling.select(torch.zeros(2, 2, dtype=torch.bool), new, (params, state))
+    assert_trees_close(kept, (params, state), rtol=0, atol=0)
+    taken = scaling.select(torch.ones(2, 2, dtype=torch.bool), new, (params, state))
+    assert_trees_close(taken, new, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_momentum_that_is_not_there_yet_counts_as_zeros(axes: dict[str, int]) -> None:
+    mesh, scaling, opt = fs.simulated_mesh(axes), SCALES["static"], OPTIMIZERS["momentum"]
+    _, params = model_and_tree(mesh)
+    start = opt.init(params)
+    assert start["momentum_buffer"]["0"] is None
+    overflowed = opt.step(params, grads=fs.trees.map_items(lambda key, x: x * INF, params), state=start)
+    state = scaling.select(torch.zeros(tuple(axes.values()), dtype=torch.bool), overflowed, (params, start))
+    assert_trees_close(state[0], params, rtol=0, atol=0)
+    for _ in range(3):
+        state, start = opt.step(state[0], grads=params, state=state[1]), start
+    plain = (params, start)
+    for _ in range(3):
+        plain = opt.step(plain[0], grads=params, state=plain[1])
+    assert_trees_close(state, plain, rtol=0, atol=0)
+
+
+def test_trees_that_do_not_match_are_refused() -> None:
+    scaling, one = fs.LossScale.static(2.0), torch.ones(())
+    finite = torch.tensor(True)
+    assert "ValueError: LossScale.select: got 1 and 2: only tensors can differ" in refused(
+        scaling.select, finite, [1], [2]
+    )
+    assert "got None and tensor(1.)" in refused(scaling.select, finite, [None], [one])
+    assert refused(scaling.select, finite, {"a": one}, {"b": one}).startswith("ValueError")
+    assert scaling.select(finite, [1, None, one], [1, None, one]) == [1, None, one]
+
+
+# --- refusals
+
+
+def test_numbers_out_of_their_ranges_are_refused_all_at_once() -> None:
+    assert refused(fs.LossScale.dynamic, -1.0, 1.0, 1.0, 0, 2.0).splitlines() == [
+        "ValueError: LossScale: 5 problems",
+        "  initial: got -1.0, expected a positive number that float32 can hold",
+        "  growth: got 1.0, expected a number above 1",
+        "  backoff: got 1.0, expected a number between 0 and 1",
+        "  interval: got 0, expected 1 or more steps",
+        "  floor: got 2.0, expected 0 or more, not above -1.0",
+        "LossScale.dynamic() has the numbers that torch.amp.GradScaler has.",
+    ]
+    for value in (0.0, -2.0, NAN, INF, 1e39):
+        assert f"initial: got {value}" in refused(fs.LossScale.static, value)
+    assert "growth: got nan" in refused(fs.LossScale.dynamic, growth=NAN)
+    assert "interval: got 2.5" in refused(fs.LossScale.dynamic, interval=2.5)
+
+
+@every_scale
+def test_what_is_not_sharded_is_refused(kind: str) -> None:
+    tree, scaling = sharded(fs.simulated_mesh(2)), SCALES[kind]
+    full, state = fs.gather(tree), scaling.init(tree)
+    assert refused(scaling.init, full) == "TypeError: LossScale.init: params: got Full, expected a Sharded."
+    assert refused(scaling.unscale, full, state) == "TypeError: LossScale.unscale: grads: got Full, expected a Sharded."
+
+
+def test_grads_that_do_not_fit_are_refused() -> None:
+    tree, scaling = sharded(fs.simulated_mesh(2)), SCALES["dynamic"]
+    cut = fs.Sharded({key: x[..., :1] for key, x in tree.items()}, tree.layout)
+    assert "LossScale.unscale: grads: 4 problems\n  'a': got shape (2, 1)" in refused(
+        scaling.unscale, cut, scaling.init(tree)
+    )
+
+
+# --- training in float16
+
+
+def fp16_training(mesh: fs.Mesh, scaling: fs.LossScale, num_steps: int = 12) -> list[tuple[float, float, bool]]:
+    """Loss, scale and whether the step was taken, of a model whose float16 gradients vanish without a scale."""
+    model, params = model_and_tree(mesh, precision=fs.MixedPrecision(F16, F16))
+    opt = fs.optimizer(torch.optim.SGD, lr=5e8, momentum=0.5)
+    state, scale = opt.init(params), scaling.init(params)
+
+    def loss_of(params: Any, x: Tensor, y: Tensor) -> Tensor:
+        return ((functional_call(model, fs.gather(params), (x.half(),)).float() - y) ** 2).mean() * 1e-9
+
+    @mesh.spmd
+    def step(params: Any, state: Any, scale: Any, x: Tensor, y: Tensor) -> Any:
+        scaled = lambda params: scaling.scale(loss_of(params, x, y), scale)  # noqa: E731
+        grads, finite = scaling.unscale(fs.grad(scaled)(params), scale)
+        loss = fs.collectives.pmean(loss_of(params, x, y), mesh)
+        new = opt.step(params, grads=grads, state=state)
+        params, state = scaling.select(finite, new, (params, state))
+        return params, state, scaling.update(scale, finite), loss, finite
+
+    x = torch.arange(12 * 5.0).view(12, 5).sin()
+    log = []
+    for _ in range(num_steps):
+        params, state, scale, loss, finite = step(params, state, scale, *mesh.split((x, x[:, :3])))
+        assert {x.dtype for x in params.values()} == {F32}
+        log.append((loss.flatten()[0].item(), scale["scale"].flatten()[0].item(), bool(finite.all())))
+    return log
+
+
+DYNAMIC = fs.LossScale.dynamic(initial=2.0**50, backoff=0.25, interval=4)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_float16_training_learns_with_a_scale_and_not_without(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    log = fp16_training(mesh, DYNAMIC)
+    first, last = log[0][0], log[-1][0]
+    skipped = [i for i, (_, _, finite) in enumerate(log) if not finite]
+    assert skipped
+    assert skipped[0] == 0  # it starts too large
+    assert log[0][1] == 2.0**48
+    assert log[0][0] == log[1][0]  # a step that was skipped changes nothing
+    assert last < 0.1 * first
+    without = fp16_training(mesh, fs.LossScale.none())
+    assert without[-1][0] == first
+    assert all(finite and scale == 1.0 for _, scale, finite in without)
+    assert fp16_training(mesh, fs.LossScale.static(2.0**30))[-1][0] < 0.1 * first

@@ -1,0 +1,113 @@
+"""A loss that depends on nothing in its parameters is refused; one that leaves some of them out is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import functorch_shard as fs
+from functorch_shard.training.usage import depends_on
+from tests.support.models import two_layers
+from tests.support.refusals import refused
+
+MESHES = [fs.init_mesh(), fs.simulated_mesh(1), fs.simulated_mesh(3), fs.simulated_mesh({"replicate": 2, "shard": 2})]
+on_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
+WHERE: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda fn: fn,
+    "vmap": lambda fn: lambda p, x: vmap(fn, in_dims=(None, 0))(p, x[None]),
+    "jvp": lambda fn: lambda p, x: jvp(lambda x: fn(p, x)[0], (x,), (x,)),
+    "grad": lambda fn: lambda p, x: torch.func.grad(lambda x: sum(g.sum() for g in fn(p, x)[0].values()))(x),
+}
+
+
+def problem() -> tuple[nn.Sequential, Tensor]:
+    return two_layers((5, 7, 3)), torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+
+
+def refusals_of(mesh: fs.Mesh) -> dict[str, str]:
+    """What is said to a function that forgot its parameters, on simulated ranks and on real ones."""
+    model, x = problem()
+    params, rows = fs.shard(model, fs.plan(model, mesh)), mesh.split(x)
+
+    def forgetful(params: fs.Sharded, x: Tensor) -> Tensor:
+        fs.gather(params)
+        return model(x).square().mean()
+
+    by_shards = mesh.spmd(fs.grad_and_value(forgetful))
+    by_full = mesh.spmd(lambda p, x: fs.grad(lambda full: model(x).mean())(fs.gather(p)))
+    of_x = mesh.spmd(fs.grad(lambda params, x: x.square().mean(), argnums=(0, 1)))
+    constant = mesh.spmd(fs.grad(lambda params, x: torch.tensor(1.0)))
+    calls = {"Sharded": by_shards, "Full": by_full, "with x": of_x, "constant": constant}
+    return {name: refused(call, params, rows) for name, call in calls.items()}
+
+
+@on_meshes
+def test_a_forgotten_functional_call_is_refused(mesh: fs.Mesh) -> None:
+    said = refusals_of(mesh)
+    assert said["Sharded"].startswith(
+        "ValueError: grad: 1 problem\n  args[0]: the result of forgetful depends on nothing in this Sharded\n"
+    )
+    assert "functional_call(model, fs.gather(params), (x,)), or fs.apply" in said["Sharded"]
+    assert "depends on nothing in this Full" in said["Full"]
+    assert all("args[0]: the result of <lambda> depends on nothing" in said[kind] for kind in ("with x", "constant"))
+
+
+@pytest.mark.parametrize("where", WHERE)
+@on_meshes
+def test_it_is_refused_inside_of_other_transforms(mesh: fs.Mesh, where: str) -> None:
+    model, x = problem()
+    params = fs.shard(model, fs.plan(model, mesh))
+    wrong = WHERE[where](fs.grad_and_value(lambda p, x: (model(x) * len(fs.gather(p))).mean()))
+    assert "depends on nothing in this Sharded" in refused(mesh.spmd(wrong), params, mesh.split(x))
+    right = WHERE[where](fs.grad_and_value(lambda p, x: functional_call(model, fs.gather(p), (x,)).square().mean()))
+    mesh.spmd(right)(params, mesh.split(x))
+
+
+@on_meshes
+def test_parameters_that_are_used_in_part_are_not_refused(mesh: fs.Mesh) -> None:
+    model, x = problem()
+    params = fs.shard(model, fs.plan(model, mesh))
+    rows = mesh.split(x)
+    one = mesh.spmd(fs.grad(lambda p, x: (x @ fs.gather(p)["0.weight"].T).mean()))(params, rows)
+    assert one["0"].abs().sum() > 0
+    assert one["2"].abs().sum() == 0
+    both = mesh.spmd(fs.grad(lambda trees, x: fs.gather(trees[1])["2.bias"].sum()))((params, params), rows)
+    assert [tree["2"].abs().sum().item() > 0 for tree in both] == [False, True]
+    penalty = mesh.spmd(fs.grad(lambda p, x: sum(shard.square().sum() for shard in p.values())))(params, rows)
+    shards = mesh.axes[
+        "shard"
+    ]  # each rank returns its own part: their mean has the gradient of a shard's part of the sum
+    assert all(torch.equal(penalty[key], 2 * params[key] / shards) for key in params)
+
+
+@on_meshes
+def test_what_has_no_trainable_leaf_is_asked_for_nothing(mesh: fs.Mesh) -> None:
+    model, x = problem()
+    trainable, frozen = fs.partition(fs.shard(model, fs.plan(model.requires_grad_(False), mesh)))
+    for params in (trainable, frozen):
+        grads = mesh.spmd(fs.grad(lambda p, x: x.mean()))(params, mesh.split(x))
+        assert list(grads.values()) == [None] * len(params)
+    assert torch.equal(fs.grad(lambda tree: torch.tensor(1.0))({"w": torch.ones(2)})["w"], torch.zeros(2))
+
+
+def test_a_loss_that_is_the_parameter_itself_depends_on_it() -> None:
+    values = {"scale": torch.tensor(2.0)}
+    params = fs.Full(values, fs.plan(values, fs.init_mesh()))
+    assert fs.grad(lambda full: full["scale"])(params)["scale"] == 1
+
+
+def test_the_walk_ends_at_the_first_use_and_sees_through_checkpoints() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    loss = checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False).sum()
+    assert depends_on(loss, [y, x])
+    assert not depends_on(loss, [y])
+    assert not depends_on(torch.tensor(1.0), [x])
+    view = y * 2
+    assert depends_on(view[0], [view])
+    assert not depends_on(y.sum(), [view])
