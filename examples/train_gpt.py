@@ -122,7 +122,7 @@ def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
     try:
         fs.checkpoint.save(path, tree, keep=keep)
     except FileExistsError:
-        if fs.checkpoint.damage(path):
+        if fs.checkpoint.verify(path):
             if mesh.rank == 0:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
             if dist.is_initialized():

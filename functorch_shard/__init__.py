@@ -10,7 +10,7 @@ grads = scatter_grads(full_grads) reduced and sharded again
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import codecs, collectives, communication, testing
+from . import codecs, collectives, communication, debug, replicas, testing
 from .communication.axis import Axis
 from .layout.layout import Layout
 from .layout.planning import plan
@@ -18,12 +18,10 @@ from .layout.precision import MixedPrecision
 from .layout.trees import Full, Sharded
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh, simulated_mesh
-from .sharding.compression import scatter_encoded_grads
 from .sharding.gather import gather, materialize
 from .sharding.initialize import init_buffers, init_params
 from .sharding.one_rank import gather_to
-from .sharding.partition import partition
-from .sharding.replicas import across_replicas, within_replicas
+from .sharding.partition import combine, partition
 from .sharding.reshard import reshard
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import shard
@@ -31,10 +29,10 @@ from .storage.offloading import offload, reopen
 from .training.apply import apply
 from .training.call import call
 from .training.estimate import Estimate, estimate
-from .training.finite import assert_finite
+from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
 from .training.loss_scale import LossScale
-from .training.norms import clip_by_global_norm, global_norm, param_norms
+from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
 
 if TYPE_CHECKING:
@@ -51,15 +49,16 @@ __all__ = [
     "Optimizer",
     "Sharded",
     "accumulate",
-    "across_replicas",
+    "all_finite",
     "apply",
-    "assert_finite",
     "call",
     "checkpoint",
     "clip_by_global_norm",
     "codecs",
     "collectives",
+    "combine",
     "communication",
+    "debug",
     "estimate",
     "gather",
     "gather_to",
@@ -72,17 +71,15 @@ __all__ = [
     "materialize",
     "offload",
     "optimizer",
-    "param_norms",
     "partition",
     "plan",
     "reopen",
+    "replicas",
     "reshard",
-    "scatter_encoded_grads",
     "scatter_grads",
     "shard",
     "simulated_mesh",
     "testing",
-    "within_replicas",
 ]
 
 

@@ -22,7 +22,7 @@ from .names import PerRank
 from .safetensors.files import export_safetensors, import_safetensors
 from .saving import Saving
 
-__all__ = ["PerRank", "Saving", "damage", "export_safetensors", "import_safetensors", "latest", "load", "save"]
+__all__ = ["PerRank", "Saving", "verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, async_save: bool = False) -> Saving:
@@ -143,12 +143,33 @@ def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None
         (['step-10', 'step-9'], 'step-10')
     """
     folders = in_order(Path(path).absolute(), order_of)[::-1]
-    return next((folder for folder in folders if not verify or not damage(folder)), None)
+    return next((folder for folder in folders if not verify or not _problems(folder)), None)
 
 
-def damage(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint, file by file: every byte is read. Nothing, where it is good."""
+def verify(path: str | os.PathLike[str]) -> list[str]:
+    """What is wrong with a checkpoint, file by file: every byte is read. An empty list means that it is good.
+
+    Args:
+        path: the directory of one checkpoint.
+
+    Returns:
+        A sentence for each problem, which names the file. A directory that is not a checkpoint is one problem.
+
+    Cost:
+        Reads all bytes of the checkpoint, on every rank that asks.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as runs:
+        ...     _ = save(f"{runs}/step-8", {"step": 8})
+        ...     verify(f"{runs}/step-8"), len(verify(f"{runs}/step-9"))
+        ([], 1)
+    """
+    return _problems(Path(path).absolute())
+
+
+def _problems(path: Path) -> list[str]:
     try:
-        return Stored.open(Path(path).absolute()).damage()
+        return Stored.open(path).verify()
     except (OSError, RuntimeError) as error:
         return [str(error)]

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from ..codecs import Codec, Form, decode_rows, encode_rows
 from ..communication.axis import Axis
 from ..layout.precision import Travel
+from .codecs import Codec, Form, decode_rows, encode_rows
 from .operands import aside, fold, place_of, save_static, saved, stack
 from .rules import AllGather, PsumScatter, announce
 

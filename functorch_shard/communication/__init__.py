@@ -1,8 +1,9 @@
-"""Communication taken apart: backends for ``mesh.through``, which count, check or leave out what goes through them.
+"""Communication taken apart: backends for ``mesh.with_backend``, which count, check or leave out collectives.
 
-A backend is one axis of a mesh at work, and :meth:`Mesh.through` makes a handle of the same ranks with other backends.
-They stand before each other: what was passed last is asked first, so ``mesh.through(checked).through(counter)`` counts
-what the program issues, and a counter that stands behind ``without_all_gather`` counts what is really sent.
+A backend is one axis of a mesh at work, and :meth:`Mesh.with_backend` makes a handle of the same ranks with other
+backends. They stand before each other: what was passed last is asked first, so
+``mesh.with_backend(checked).with_backend(counter)`` counts what the program issues, and a counter that stands behind
+``without_all_gather`` counts what is really sent.
 
 Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, write a backend of your
 own and pass a function from an axis to it: a :class:`Wrapper` that changes one thing, or a :class:`Backend` that moves
@@ -41,7 +42,7 @@ def without_all_gather(axis: Axis) -> Backend:
     and indices stay valid. Results take memory as usual. What ``plan`` compares between ranks is still sent.
 
     Args:
-        axis: as ``mesh.through`` passes it: ``mesh.through(fs.communication.without_all_gather)``.
+        axis: as ``mesh.with_backend`` passes it: ``mesh.with_backend(fs.communication.without_all_gather)``.
 
     Returns:
         A backend that passes everything else on.
@@ -50,7 +51,7 @@ def without_all_gather(axis: Axis) -> Backend:
         No message; one copy of the result.
 
     Example:
-        >>> mesh = fs.simulated_mesh(2).through(fs.communication.without_all_gather)
+        >>> mesh = fs.simulated_mesh(2).with_backend(fs.communication.without_all_gather)
         >>> rows = torch.tensor([[1, 2], [3, 4]])   # row r = rank r
         >>> mesh.spmd(lambda x: fs.collectives.all_gather(x, mesh), out_dims=None)(rows)
         tensor([1, 2, 1, 2])
@@ -68,7 +69,7 @@ def without_reduction(axis: Axis) -> Backend:
     does not.
 
     Args:
-        axis: as ``mesh.through`` passes it: ``mesh.through(fs.communication.without_reduction)``.
+        axis: as ``mesh.with_backend`` passes it: ``mesh.with_backend(fs.communication.without_reduction)``.
 
     Returns:
         A backend that passes everything else on.
@@ -77,7 +78,7 @@ def without_reduction(axis: Axis) -> Backend:
         No message; one copy of the result.
 
     Example:
-        >>> mesh = fs.simulated_mesh(2).through(fs.communication.without_reduction)
+        >>> mesh = fs.simulated_mesh(2).with_backend(fs.communication.without_reduction)
         >>> rows = torch.tensor([[1, 2], [30, 40]])   # row r = rank r
         >>> mesh.spmd(lambda x: fs.collectives.psum_scatter(x, mesh))(rows)
         tensor([[ 1],

@@ -324,7 +324,7 @@ class DetachedBackend(Backend):
     def _refuse(self) -> NoReturn:
         raise RuntimeError(
             "this mesh was unpickled and its ranks are not here. Put the tree on a live mesh of the same sizes: "
-            "Sharded(tree, tree.layout.on(mesh))."
+            "tree.on(mesh)."
         )
 
 

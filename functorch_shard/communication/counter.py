@@ -40,15 +40,15 @@ class Traffic:
 
 
 class Counter:
-    """Counts what goes through it: ``mesh.through(counter)``, then ``counter["shard", "all_gather"]``.
+    """Counts what goes through it: ``mesh.with_backend(counter)``, then ``counter["shard", "all_gather"]``.
 
-    It sees every collective of the handle that :meth:`Mesh.through` returns, in whatever thread it is issued, on real
-    and on simulated ranks, and on both counts what one rank does. What ``plan`` compares between ranks has the kind
-    ``"exchange"``. One counter may count several meshes. Times are those of the host: on CUDA, of issuing.
+    It sees every collective of the handle that :meth:`Mesh.with_backend` returns, in whatever thread it is issued, on
+    real and on simulated ranks, and on both counts what one rank does. What ``plan`` compares between ranks has the
+    kind ``"exchange"``. One counter may count several meshes. Times are those of the host: on CUDA, of issuing.
 
     Example:
         >>> counter = fs.communication.Counter()
-        >>> mesh = fs.simulated_mesh(2).through(counter)
+        >>> mesh = fs.simulated_mesh(2).with_backend(counter)
         >>> _ = mesh.spmd(lambda x: fs.collectives.psum_scatter(x, mesh))(torch.ones(2, 4))
         >>> seen = counter["shard", "psum_scatter"]
         >>> seen.number, seen.nbytes, seen.sent   # half of 4 float32
@@ -60,7 +60,7 @@ class Counter:
         self._lock = Lock()
 
     def __call__(self, axis: Axis) -> Backend:
-        """What :meth:`Mesh.through` asks for each axis."""
+        """What :meth:`Mesh.with_backend` asks for each axis."""
         return _Counting(axis.backend, axis.name, axis.size, self)
 
     def __getitem__(self, axis_and_kind: tuple[str, str]) -> Traffic:

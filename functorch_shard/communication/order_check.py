@@ -32,9 +32,9 @@ _ADVICE = (
 def checked(axis: Axis) -> Backend:
     """Before each collective over ``axis``, make sure that all of its ranks are about to issue the same one.
 
-    For :meth:`Mesh.through`, which every rank calls: ``mesh = fs.init_mesh().through(fs.communication.checked)``.
-    Compared are the number in order, the kind, the elements of the operand and their dtype, and the buffer it is for.
-    Nothing that is computed changes.
+    For :meth:`Mesh.with_backend`, which every rank calls: ``mesh =
+    fs.init_mesh().with_backend(fs.communication.checked)``. Compared are the number in order, the kind, the elements of
+    the operand and their dtype, and the buffer it is for. Nothing that is computed changes.
 
     Args:
         axis: the axis to check, as ``through`` passes it.

@@ -30,7 +30,7 @@ class Wrapper(Backend):
         >>> class HalfSums(fs.communication.Wrapper):
         ...     def psum(self, x):
         ...         return self.inner.psum(x.bfloat16()).to(x.dtype)
-        >>> mesh = fs.simulated_mesh(2).through(lambda axis: HalfSums(axis.backend))
+        >>> mesh = fs.simulated_mesh(2).with_backend(lambda axis: HalfSums(axis.backend))
         >>> rows = torch.tensor([256.0, 1.0])   # row r = rank r; bfloat16 has no 257
         >>> mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
         tensor([256., 256.])

@@ -69,7 +69,7 @@ def unfit_dtensor(x: Any, mesh: Mesh) -> str:
     if odd := [text for text in form.placements if text != "R" and not text.startswith("S(")]:
         return f"a {form}; a parameter is Shard or Replicate, not {odd[0]}"
     try:
-        known = mesh.beside(*form.axis_names).device_mesh == x.device_mesh
+        known = mesh.sibling(*form.axis_names).device_mesh == x.device_mesh
     except KeyError as error:
         return f"a {form}; {error.args[0]}"
     return "" if known else f"a {form}, but on other ranks than those axes of the device mesh that {mesh} is a slice of"

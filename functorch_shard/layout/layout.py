@@ -92,7 +92,7 @@ class Layout(Static):
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
         """The ranks that the DTensors of this layout are distributed over, by names and sizes of their axes."""
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
-        return {axes: self.mesh.beside(*dict(axes)) for axes in every}
+        return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
 
     @property
     def num_shards(self) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..containers import opened
 from ..errors import table
+from ..mesh.mesh import Mesh
 from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
 from ..torch_internals.rnn import own_weights_again
 from .layout import Layout
@@ -47,6 +48,10 @@ class Sharded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    def on(self, mesh: Mesh) -> Sharded:
+        """The same shards on another mesh of the same sizes: after unpickling, or with other backends."""
+        return Sharded(self, self.layout.on(mesh))
 
     def __repr__(self) -> str:
         return _describe("Sharded", self._shards, "buffer", self.layout)

@@ -32,7 +32,7 @@ def check_shards(
     where = "with its rank dims, outside spmd" if ranks else "as one rank's"
     advice = (
         f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh; a tree that "
-        "was unpickled has a mesh of its own: put it on this one, Sharded(tree, tree.layout.on(mesh))."
+        "was unpickled has a mesh of its own: put it on this one, tree.on(mesh)."
     )
     reject(verb, problems, advice)
 

@@ -195,7 +195,7 @@ class Mesh(Static):
             )
         return tuple(0 if axis.backend.simulated else int(axis.backend.index()) for axis in self._axes)
 
-    def through(self, wrap: Callable[[Axis], Backend]) -> Mesh:
+    def with_backend(self, wrap: Callable[[Axis], Backend]) -> Mesh:
         """A handle of the same ranks whose collectives go through other backends: to count, check, replace or skip.
 
         Everything that is planned on it, or put on it by ``layout.on``, communicates that way; this handle stays as it
@@ -217,7 +217,7 @@ class Mesh(Static):
 
         Example:
             >>> counter = fs.communication.Counter()
-            >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2}).through(counter)
+            >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2}).with_backend(counter)
             >>> _ = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(torch.ones(2, 2, 3))
             >>> [(axis, kind, seen.number, seen.nbytes) for (axis, kind), seen in counter.traffic.items()]
             [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
@@ -229,7 +229,7 @@ class Mesh(Static):
         real = self._several()
         return agree(verb, build, describe, real, self.device, *advice) if real else build()
 
-    def tell(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""
         real = self._several()
         return gather_texts(text, real, self.device) if real else [text]
@@ -258,8 +258,8 @@ class Mesh(Static):
         processes = tuple(device_mesh.mesh.flatten().tolist())
         return Mesh(axes, device, processes, device_mesh)
 
-    def beside(self, *names: str) -> Mesh:
-        """The ranks along other axes of the device mesh that this one is a slice of, as ``mesh.beside("tensor")``.
+    def sibling(self, *names: str) -> Mesh:
+        """The ranks along other axes of the device mesh that this one is a slice of, as ``mesh.sibling("tensor")``.
 
         Raises:
             KeyError: the mesh is no slice of a device mesh with these axes.
@@ -330,8 +330,8 @@ def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
 def _checked_backend(backend: Backend) -> Backend:
     if not isinstance(backend, Backend):
         raise TypeError(
-            f"Mesh.through: wrap returned {type(backend).__name__}, expected a backend: a class that inherits from "
-            "functorch_shard.communication.Wrapper or Backend."
+            f"Mesh.with_backend: wrap returned {type(backend).__name__}, expected a backend: a class that inherits "
+            "from functorch_shard.communication.Wrapper or Backend."
         )
     return backend
 

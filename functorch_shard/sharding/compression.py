@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import as_codec
+from ..collectives.codecs import as_codec
 from ..errors import name_problems, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
@@ -56,7 +56,7 @@ def scatter_encoded_grads(
         >>> layout = fs.plan({"w": torch.zeros(2)}, mesh, reduction="sum")
         >>> rows = torch.tensor([[127.0, 1.4], [127.0, 0.0]])   # row r = rank r's gradient
         >>> codec = fs.codecs.int8(block=2)
-        >>> grads, error = fs.scatter_encoded_grads({"w": rows}, codec, layout=layout)
+        >>> grads, error = fs.codecs.scatter_encoded_grads({"w": rows}, codec, layout=layout)
         >>> error["(root)"].shape
         torch.Size([2, 2])
 

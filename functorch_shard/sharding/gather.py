@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..codecs import Codec, as_codec, recode
 from ..collectives.boundary import here, takes_mean
+from ..collectives.codecs import Codec, as_codec, recode
 from ..collectives.data_parallel import averaged, carried, scaled_gradient
 from ..collectives.encoded import gather_encoded
 from ..collectives.primitives import all_gather
@@ -86,7 +86,7 @@ def gather(
     Example:
         >>> mesh = fs.simulated_mesh(2)
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
-        >>> params = shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)
+        >>> params = fs.shard({"fc.w": torch.tensor([1.0, 2.0, 3.0])}, layout)
         >>> rows = torch.tensor([[1.0, 1.0, 1.0], [3.0, 3.0, 5.0]])   # row r = what rank r multiplies with
         >>> loss = lambda params, x: (gather(params)["fc.w"] * x).sum()
         >>> mesh.spmd(torch.func.grad(loss))(params, rows)["fc"]      # the mean of both rows, and zero padding

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
-from ..codecs import Codec
 from ..collectives.boundary import anchors_here, here, takes_mean
+from ..collectives.codecs import Codec
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..storage.memory_kind import home_of, working_device

@@ -18,7 +18,7 @@ from itertools import accumulate, groupby, pairwise
 import torch
 from torch import Tensor
 
-from ..codecs import Codec, decode_rows, encode_rows
+from ..collectives.codecs import Codec, decode_rows, encode_rows
 from ..communication.axis import Axis
 from ..communication.backend import Flight
 from ..layout.buffers import Buffer

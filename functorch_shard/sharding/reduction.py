@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
-from ..codecs import Codec
 from ..collectives.boundary import Boundary, anchors_here
+from ..collectives.codecs import Codec
 from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum
 from ..collectives.rules import scatter_sums

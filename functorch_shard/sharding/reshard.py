@@ -208,7 +208,7 @@ def _home(old: Mesh, new: Mesh) -> list[int]:
         problems = [f"the tree is on processes {list(old.processes)}, the layout on {to}"]
     advice = (
         "Real ranks move values between meshes of the same processes. Without them, pass the list of the trees of all "
-        "ranks; or put an unpickled tree on a live mesh of its sizes, Sharded(tree, tree.layout.on(mesh))."
+        "ranks; or put an unpickled tree on a live mesh of its sizes, tree.on(mesh)."
     )
     reject("reshard", problems, advice)
     return [old.processes.index(process) for process in new.processes]

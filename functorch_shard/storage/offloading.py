@@ -123,7 +123,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
     mesh = party_of(like)
     shelf = _Shelf.at(where, mesh)
     mine = mesh.agree("reopen", shelf.whole, lambda _: [])
-    everywhere = set.intersection(*({*json.loads(text)} for text in mesh.tell(json.dumps(mine))))
+    everywhere = set.intersection(*({*json.loads(text)} for text in mesh.gather_texts(json.dumps(mine))))
     if not everywhere:
         raise FileNotFoundError(shelf.nothing_here(mine))
     folder = shelf.folder / str(max(everywhere))
@@ -265,7 +265,7 @@ def _write(tree: Any, shelf: _Shelf) -> list[Tensor]:
     last = mesh.agree(
         "offload", lambda: _refuse(contents) or [shelf.open()], lambda _: [x.path for x in contents.leaves]
     )
-    number = 1 + max(json.loads(text)[0] for text in mesh.tell(json.dumps(last)))
+    number = 1 + max(json.loads(text)[0] for text in mesh.gather_texts(json.dumps(last)))
     folder = shelf.folder / str(number)
     try:
         mapped = mesh.agree("offload", lambda: _fill(folder, contents), lambda _: [])

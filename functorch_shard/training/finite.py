@@ -64,7 +64,7 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         )
     with torch.no_grad():
         found = list(_in_shards(tree, what) if isinstance(tree, Sharded) else _in_whole(tree, what))
-    texts = party_of(tree).tell(json.dumps([astuple(one) for one in found]) if found else "")
+    texts = party_of(tree).gather_texts(json.dumps([astuple(one) for one in found]) if found else "")
     by_name: dict[str, list[_Found]] = {name: [] for name in _slots_by_every_name(tree.layout)}
     for one in (_Found(*one) for text in texts if text for one in json.loads(text)):
         by_name[one.name].append(one)
@@ -76,10 +76,25 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
 
 
 def all_finite(tree: Sharded) -> Tensor:
-    """Whether every value on every rank is finite: bool, shape ``()``, the same on all of them.
+    """Whether every value on every rank is finite, as a tensor: for a step that is skipped on all ranks or on none.
 
-    Runs as one rank: on real ranks, or inside ``spmd``. Padding is not looked at. One psum of a number per axis, those
-    that DTensors lie along too.
+    Runs as one rank: on real ranks, or inside ``spmd``. Padding is not looked at.
+
+    Args:
+        tree: gradients, or any ``Sharded``. Integers and ``None`` are finite.
+
+    Returns:
+        A bool tensor of shape ``()``, the same on all ranks.
+
+    Cost:
+        One psum of a number per axis, also over the axes of DTensors.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"w": torch.zeros(4)}, mesh)
+        >>> grads = fs.shard({"w": torch.tensor([0.0, 1.0, 2.0, float("inf")])}, layout)
+        >>> mesh.spmd(all_finite)(grads)    # row r = rank r
+        tensor([False, False])
     """
     layout, device = tree.layout, tree.layout.mesh.device
     fine = [torch.ones((), dtype=torch.bool, device=device)]

@@ -35,7 +35,7 @@ def ours(
 ) -> Step:
     mesh, model = fs.init_mesh(device=device.type), work.model().to(device)
     for wrap in through:
-        mesh = mesh.through(wrap)
+        mesh = mesh.with_backend(wrap)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
     params = fs.shard(model, fs.plan(model, mesh, reshard_after_forward=reshard, precision=precision))
     model.to("meta")  # the shards are all that is needed

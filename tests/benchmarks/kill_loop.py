@@ -97,7 +97,7 @@ class Checkpoints:
         saved = range(EVERY, self.newest() + 1, EVERY)
         # Between publishing one and removing the oldest there is one more; who is killed there leaves it.
         assert steps in ([*saved[-KEEP:]], [*saved[-KEEP - 1 :]]), f"{steps} of {saved}"
-        damaged = {step: fs.checkpoint.damage(self.folder / f"step-{step:06d}") for step in steps}
+        damaged = {step: fs.checkpoint.verify(self.folder / f"step-{step:06d}") for step in steps}
         assert not any(damaged.values()), damaged
 
     def _names(self) -> list[str]:

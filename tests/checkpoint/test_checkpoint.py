@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import functorch_shard as fs
 from functorch_shard.__main__ import main as command
-from functorch_shard.checkpoint import PerRank, damage, latest, load, save, saving
+from functorch_shard.checkpoint import PerRank, latest, load, save, saving, verify
 from functorch_shard.checkpoint.dcp import stored
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from tests.storage.test_offloading import can_mount
@@ -369,7 +369,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import functorch_shard as fs
-from functorch_shard import folders, saving, stored
+from functorch_shard.checkpoint import saving
+from functorch_shard.checkpoint.dcp import stored
+from functorch_shard.storage import atomic_directory as folders
 from tests.checkpoint.test_checkpoint import tiny
 moment, directory = sys.argv[1:]
 where = {"complete": saving, "publish": folders.Draft, "close": stored.Writer, "rmtree": folders.shutil,
@@ -547,7 +549,7 @@ def test_what_only_looks_like_a_draft_stays(tmp_path: Path) -> None:
     (tmp_path / ".link.functorch_shard.draft").symlink_to(tmp_path / ".novel.draft")
     there = files_of(tmp_path)
     save(tmp_path / "x", tiny(), keep=1)
-    fs.checkpoint.export_safetensors(tiny()["model"], tmp_path / "y")
+    fs.checkpoint.export_safetensors(tmp_path / "y", tiny()["model"])
     assert files_of(tmp_path) == sorted([*there, "x", "y"])
 
 
@@ -565,7 +567,7 @@ def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_pat
     assert [program.wait(120) for program in programs] == [0, 0]
     names = files_of(tmp_path)
     assert 3 <= len(names) <= 4, "two that end together may each leave what the other has begun"
-    assert not any(damage(tmp_path / name) for name in names)
+    assert not any(verify(tmp_path / name) for name in names)
 
 
 # faults
@@ -587,7 +589,7 @@ def assert_damaged(runs: Path, name: str) -> None:
     assert text.startswith("RuntimeError")
     assert name in text
     assert "step-2" in text
-    assert any(name in problem for problem in damage(runs / "step-2"))
+    assert any(name in problem for problem in verify(runs / "step-2"))
     assert latest(runs, verify=True) == runs / "step-1"
     assert load(runs / "step-1", {"step": 0}) == {"step": 1}
 

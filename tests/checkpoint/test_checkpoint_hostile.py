@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from functorch_shard.__main__ import main as command
-from functorch_shard.checkpoint import damage, latest, load, save
+from functorch_shard.checkpoint import latest, load, save, verify
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.checkpoint.regions import Box, boxes, first_overlap
 from tests.support.refusals import refused
@@ -262,7 +262,7 @@ def test_everything_that_programs_save_is_read(tmp_path: Path) -> None:
     for name, x in tensors.items():
         assert torch.equal(loaded[name].view(-1).view(torch.uint8), x.detach().view(-1).view(torch.uint8)), name
     assert {name: loaded[name] for name in plain} == plain
-    assert damage(tmp_path / "x") == []
+    assert verify(tmp_path / "x") == []
 
 
 # manifests
@@ -292,7 +292,7 @@ def test_a_manifest_that_is_none_is_damage_though_its_digest_fits(
     body = (changed if isinstance(changed, str) else json.dumps(changed)).encode()
     file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     assert "functorch_shard.json" in told(folder)
-    assert any("functorch_shard.json" in problem for problem in damage(folder))
+    assert any("functorch_shard.json" in problem for problem in verify(folder))
     assert latest(tmp_path) is None
     assert command(["inspect", str(folder)]) == 1
     assert "functorch_shard.json" in capsys.readouterr().err
@@ -312,10 +312,10 @@ def test_a_manifest_of_a_later_version_is_named_as_such(tmp_path: Path) -> None:
 
 def test_damage_loads_the_values_of_a_checkpoint_that_has_no_checksums(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(100), "step": 3}, checkpoint_id=tmp_path / "x", no_dist=True)
-    assert damage(tmp_path / "x") == []
+    assert verify(tmp_path / "x") == []
     file = tmp_path / "x" / FILE
     file.write_bytes(random.Random(0).randbytes(file.stat().st_size))
-    problems = damage(tmp_path / "x")
+    problems = verify(tmp_path / "x")
     assert len(problems) == 2
     assert all(FILE in problem for problem in problems)
     assert any("'x'" in problem for problem in problems)
@@ -335,7 +335,7 @@ def test_a_value_that_is_not_plain_is_shown_as_such_beside_the_others(
     assert "it names argparse.Namespace" in text
     assert "altered" not in text
     assert "weights_only" not in text
-    assert damage(tmp_path / "x") == []  # its program wanted it so
+    assert verify(tmp_path / "x") == []  # its program wanted it so
 
 
 def test_inspect_shows_the_beginning_of_values_whose_text_would_never_end(

@@ -55,7 +55,7 @@ def planned(tensors: Any, axes: Any = 2, **options: Any) -> fs.Layout:
 def test_the_library_reads_what_was_exported(tmp_path: Path, axes: Any, max_shard_size: int) -> None:
     tensors = of_every_dtype()
     params = fs.shard(tensors, planned(tensors, axes, ignored=["m1.w", "m7.w"]))
-    export_safetensors(params, tmp_path / "new", max_shard_size=max_shard_size)
+    export_safetensors(tmp_path / "new", params, max_shard_size=max_shard_size)
     found: dict[str, Tensor] = {}
     files = sorted((tmp_path / "new").glob("*.safetensors"))
     for file in files:
@@ -87,7 +87,7 @@ def test_scales_of_eight_bits_go_there_and_back(tmp_path: Path) -> None:
     tensors = {"scale": torch.tensor([0.25, 1.0, 2.0]).to(torch.float8_e8m0fnu)}
     layout = planned(tensors)
     params = fs.shard(tensors, layout)
-    export_safetensors(params, tmp_path / "new")
+    export_safetensors(tmp_path / "new", params)
     header = (tmp_path / "new" / "model.safetensors").read_bytes()
     assert b'"F8_E8M0"' in header  # as the format's library spells it
     assert_same_bits(import_safetensors(tmp_path / "new", layout), params)
@@ -106,7 +106,7 @@ def test_keys_that_the_format_does_not_know_are_read_over(tmp_path: Path) -> Non
 @pytest.mark.parametrize("given", ["directory", "index", "files", "text"])
 def test_exported_at_one_layout_it_comes_back_in_any_other(tmp_path: Path, given: str) -> None:
     model = awkward()
-    export_safetensors(fs.shard(model, fs.plan(model, fs.simulated_mesh(3))), tmp_path / "new", max_shard_size=200)
+    export_safetensors(tmp_path / "new", fs.shard(model, fs.plan(model, fs.simulated_mesh(3))), max_shard_size=200)
     folder = tmp_path / "new"
     files: Any = {
         "directory": folder,
@@ -124,11 +124,11 @@ def test_tied_parameters_are_written_under_each_name_and_found_under_any(tmp_pat
     weight = torch.arange(15.0).view(3, 5)
     layout = planned({"embed": weight, "other": torch.ones(2), "head": weight})
     expected = fs.shard({"embed": weight, "other": torch.ones(2)}, layout)
-    export_safetensors(expected, tmp_path / "new")
+    export_safetensors(tmp_path / "new", expected)
     whole = {"embed": weight, "head": weight, "other": torch.ones(2)}
     assert_same_bits(load_file(tmp_path / "new" / "model.safetensors"), whole)
     assert_same_bits(import_safetensors(tmp_path / "new", layout), expected)
-    export_safetensors(expected, tmp_path / "once", names={"head": "embed"})
+    export_safetensors(tmp_path / "once", expected, names={"head": "embed"})
     assert load_file(tmp_path / "once" / "model.safetensors").keys() == {"embed", "other"}
     for name in ("embed", "head"):
         save_file({name: weight, "other": torch.ones(2)}, tmp_path / "one.safetensors")
@@ -145,7 +145,7 @@ def test_names_are_mapped_in_both_directions(tmp_path: Path) -> None:
     layout = planned(values())
     params = fs.shard(values(), layout)
     for i, names in enumerate([{"fc.bias": "b"}, lambda name: f"model.{name}"]):
-        export_safetensors(params, tmp_path / str(i), names=names)
+        export_safetensors(tmp_path / str(i), params, names=names)
         assert_same_bits(import_safetensors(tmp_path / str(i), layout, names=names), params)
     assert load_file(tmp_path / "0" / "model.safetensors").keys() == {"fc.weight", "b"}
     assert "'fc.wieght': not in the layout (did you mean 'fc.weight'?)" in refused(
@@ -225,7 +225,7 @@ def test_a_pipe_is_no_file_and_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [0, 7, 100, 200])
 def test_a_truncated_file_is_refused(tmp_path: Path, cut: int) -> None:
-    export_safetensors(fs.shard(values(), planned(values())), tmp_path / "new")
+    export_safetensors(tmp_path / "new", fs.shard(values(), planned(values())))
     file = tmp_path / "new" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
     assert refused(import_safetensors, tmp_path / "new", planned(values())).startswith("ValueError")
@@ -277,7 +277,7 @@ def test_what_exists_is_never_written_over(tmp_path: Path) -> None:
         if path.name == "dangling":
             path.symlink_to(tmp_path / "nothing")
         with pytest.raises(FileExistsError, match="is there already, and was not overwritten"):
-            export_safetensors(params, path)
+            export_safetensors(path, params)
     assert sorted(os.listdir(tmp_path)) == ["dangling", "there"]
 
 
@@ -287,7 +287,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(safetensors_writer, "write_numbers", full)
     with pytest.raises(OSError, match=r"export_safetensors: 'fc.weight'.*No space left"):
-        export_safetensors(fs.shard(values(), planned(values())), tmp_path / "new")
+        export_safetensors(tmp_path / "new", fs.shard(values(), planned(values())))
     assert os.listdir(tmp_path) == []
 
 
@@ -318,6 +318,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert "'z': torch.complex128, which safetensors files cannot hold" in refused(
         export_safetensors, fs.shard(complex128, planned(complex128)), tmp_path / "x"
     )
-    inside = layout.mesh.spmd(lambda params: export_safetensors(params, tmp_path / "x"))
+    inside = layout.mesh.spmd(lambda params: export_safetensors(tmp_path / "x", params))
     assert "called inside mesh.spmd" in refused(inside, params)
     assert os.listdir(tmp_path) == []

@@ -45,7 +45,7 @@ def there_and_back(mesh: fs.Mesh, folder: Path) -> None:
         layouts = [fs.plan(source, mesh), fs.plan(source, mesh, units=10**9, align_bytes=0, ignored=ignored)]
         for i, layout in enumerate(layouts):
             path = folder / f"{case}{i}"
-            export_safetensors(fs.shard(source, layout), path, max_shard_size=(10**9, 150)[i])
+            export_safetensors(path, fs.shard(source, layout), max_shard_size=(10**9, 150)[i])
             for other in layouts:
                 assert_same_bits(import_safetensors(path, other), fs.shard(source, other))
 
@@ -62,7 +62,7 @@ def held_while_exporting(params: fs.Sharded, path: Path) -> list[tuple[int, int]
         return whole
 
     safetensors_files.gather = gather_seen
-    export_safetensors(params, path)
+    export_safetensors(path, params)
     safetensors_files.gather = gather
     return seen
 
@@ -92,7 +92,7 @@ def on_this_rank(folder: Path) -> dict[str, Any]:
     there_and_back(mesh, folder)
     layout = fs.plan(linears(), mesh)
     params = fs.shard(linears(), layout)
-    export_safetensors(params, folder / "big")
+    export_safetensors(folder / "big", params)
     import_safetensors(folder / "big", layout)  # what is imported on the first call is read as well
     before = bytes_read()
     import_safetensors(folder / "big", layout)

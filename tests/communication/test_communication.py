@@ -64,7 +64,7 @@ def same_shapes(actual: fs.Sharded, expected: fs.Sharded) -> None:
 def test_a_counter_counts_per_axis_and_kind_what_one_rank_does(axes: dict[str, int]) -> None:
     counter, mesh = Counter(), fs.simulated_mesh(axes)
     with count_collectives() as seen:
-        actual = trained(mesh.through(counter))
+        actual = trained(mesh.with_backend(counter))
     assert_trees_close(actual, trained(mesh), rtol=0, atol=0)
     issued = {(c.axis, c.kind) for c in seen.issued}
     assert issued == set(counter.traffic)
@@ -84,7 +84,7 @@ def test_a_counter_counts_per_axis_and_kind_what_one_rank_does(axes: dict[str, i
 
 def test_a_counter_sees_every_thread() -> None:
     counter = Counter()
-    mesh = fs.simulated_mesh(2).through(counter)
+    mesh = fs.simulated_mesh(2).with_backend(counter)
     psum = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))
     with ThreadPoolExecutor(8) as pool, count_collectives() as seen:
         list(pool.map(lambda _: psum(torch.ones(2, 3)), range(200)))
@@ -112,7 +112,7 @@ class Slow(Wrapper):
 
 def test_time_that_is_computed_in_counts_as_under_way_but_not_as_waited_for() -> None:
     counter = Counter()
-    backend = fs.init_mesh().through(lambda axis: Slow(axis.backend)).through(counter)["shard"].backend
+    backend = fs.init_mesh().with_backend(lambda axis: Slow(axis.backend)).with_backend(counter)["shard"].backend
     for _ in range(2):
         flight = backend.start_all_gather(torch.ones(2))
         time.sleep(0.05)
@@ -127,7 +127,9 @@ def test_time_that_is_computed_in_counts_as_under_way_but_not_as_waited_for() ->
 
 def test_what_is_started_and_never_landed_is_no_trouble() -> None:
     counter = Counter()
-    backend = fs.init_mesh().through(lambda axis: Slow(axis.backend, landing=9.0)).through(counter)["shard"].backend
+    backend = (
+        fs.init_mesh().with_backend(lambda axis: Slow(axis.backend, landing=9.0)).with_backend(counter)["shard"].backend
+    )
     backend.start_all_gather(torch.ones(2))
     assert 0.01 <= counter["shard", "all_gather"].seconds < 9
 
@@ -143,10 +145,10 @@ SKIPS = {
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_a_step_runs_without_what_is_skipped(axes: dict[str, int], skipped: str) -> None:
     behind, before = Counter(), Counter()
-    mesh = fs.simulated_mesh(axes).through(behind)
+    mesh = fs.simulated_mesh(axes).with_backend(behind)
     for skip in SKIPS[skipped]:
-        mesh = mesh.through(skip)
-    actual, loss = trained(mesh.through(before))
+        mesh = mesh.with_backend(skip)
+    actual, loss = trained(mesh.with_backend(before))
     expected, expected_loss = trained(fs.simulated_mesh(axes))
     same_shapes(actual, expected)
     assert loss.shape == expected_loss.shape
@@ -160,7 +162,7 @@ def test_a_step_runs_without_what_is_skipped(axes: dict[str, int], skipped: str)
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
-    mesh = fs.simulated_mesh(2).through(without_all_gather).through(without_reduction)
+    mesh = fs.simulated_mesh(2).with_backend(without_all_gather).with_backend(without_reduction)
     rows = torch.randn(2, 4, 6)
     gathered = mesh.spmd(lambda x: fs.collectives.all_gather(x, mesh, dim=dim))(rows)
     assert torch.equal(gathered[0], torch.cat([rows[0], rows[0]], dim))
@@ -172,7 +174,7 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
 
 def test_an_axis_may_be_left_alone() -> None:
     one = lambda axis: without_reduction(axis) if axis.name == "replicate" else axis.backend  # noqa: E731
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3}).through(one)
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3}).with_backend(one)
     rows = torch.randn(2, 3, 4)
     result = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
     torch.testing.assert_close(result[1, 2], rows[0].sum(0))
@@ -187,7 +189,7 @@ class HalfSums(Wrapper):
 
 def test_a_backend_of_ones_own_reduces_as_the_precision_that_does_the_same() -> None:
     mesh = fs.simulated_mesh(3)
-    actual = trained(mesh.through(lambda axis: HalfSums(axis.backend)))
+    actual = trained(mesh.with_backend(lambda axis: HalfSums(axis.backend)))
     expected = trained(mesh, precision=fs.MixedPrecision(reduce_dtype=torch.bfloat16))
     assert_trees_close(actual, expected, rtol=0, atol=0)
     with pytest.raises(AssertionError):
@@ -207,7 +209,7 @@ def test_what_was_wrapped_last_is_asked_first() -> None:
     heard: list[Any] = []
     mesh = fs.simulated_mesh(2)
     for name in "ab":
-        mesh = mesh.through(lambda axis, name=name: Named(axis.backend, name, heard))
+        mesh = mesh.with_backend(lambda axis, name=name: Named(axis.backend, name, heard))
     mesh.spmd(lambda x: fs.collectives.pmax(x, mesh))(torch.ones(2))
     assert heard == ["b is told", "a is told", "b", "a"]
 
@@ -261,7 +263,7 @@ class ThreadBackend(Backend):
 def ranks_as_threads(size: int, fn: Callable[[fs.Mesh], Any]) -> list[Any]:
     here = threading.local()
     backend = ThreadBackend(size, lambda: here.rank, threading.Barrier(size), [torch.empty(0)] * size)
-    mesh = fs.simulated_mesh(size).through(lambda axis: backend)
+    mesh = fs.simulated_mesh(size).with_backend(lambda axis: backend)
 
     def as_rank(rank: int) -> Any:
         here.rank = rank
@@ -278,7 +280,9 @@ def test_a_backend_from_nothing_trains_as_simulated_ranks_do(size: int) -> None:
         assert_trees_close(dict(params), {key: x[rank] for key, x in expected.items()}, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(loss, expected_loss[rank])
     listening = Listening(fs.init_mesh()["shard"].backend)
-    ranks_as_threads(size, lambda mesh: trained(mesh.through(lambda axis: Listening(axis.backend, listening.heard)), 1))
+    ranks_as_threads(
+        size, lambda mesh: trained(mesh.with_backend(lambda axis: Listening(axis.backend, listening.heard)), 1)
+    )
     names = {key for kind, _, _, key in listening.heard if kind in ("all_gather", "psum_scatter")}
     assert names == {key for key, buffer in expected.layout.buffers.items()}
     assert ("exchange", 32, torch.uint8, "") in listening.heard
@@ -295,21 +299,23 @@ def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
 
 def test_only_backends_go_into_a_mesh() -> None:
     wrong: Any = lambda axis: axis  # noqa: E731
-    assert "Mesh.through: wrap returned Axis, expected a backend" in refused(fs.simulated_mesh(2).through, wrong)
+    assert "Mesh.with_backend: wrap returned Axis, expected a backend" in refused(
+        fs.simulated_mesh(2).with_backend, wrong
+    )
 
 
 def test_checking_needs_a_process_group_or_ranks_that_cannot_differ() -> None:
     for mesh in (fs.simulated_mesh(3), fs.init_mesh()):
-        assert mesh.through(checked)["shard"].backend is mesh["shard"].backend
+        assert mesh.with_backend(checked)["shard"].backend is mesh["shard"].backend
     backend = ThreadBackend(2, lambda: 0, threading.Barrier(2), [])
-    mesh = fs.simulated_mesh(2).through(lambda axis: backend)
-    text = refused(mesh.through, checked)
+    mesh = fs.simulated_mesh(2).with_backend(lambda axis: backend)
+    text = refused(mesh.with_backend, checked)
     assert "checked: axis 'shard': got a ThreadBackend, expected a process group" in text
 
 
 def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
     plain = fs.simulated_mesh({"replicate": 2, "shard": 3})
-    mesh = plain.through(Counter()).through(without_reduction)
+    mesh = plain.with_backend(Counter()).with_backend(without_reduction)
     assert (mesh.axes, mesh.size, mesh.rank, mesh.device, mesh.is_simulated) == (plain.axes, 6, 0, plain.device, True)
     assert repr(mesh) == repr(plain)
     assert copy.deepcopy(mesh) is mesh
@@ -319,14 +325,14 @@ def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
     assert plain["shard"].backend is not mesh["shard"].backend
     values = {"w": torch.arange(7.0)}
     params = fs.shard(values, fs.plan(values, plain))
-    moved = fs.Sharded(params, params.layout.on(mesh))
+    moved = params.on(mesh)
     assert torch.equal(fs.gather(moved)["w"], values["w"])
 
 
 def test_a_pickle_keeps_neither_ranks_nor_what_stands_before_them() -> None:
-    mesh = fs.simulated_mesh(2).through(Counter()).through(without_reduction)
+    mesh = fs.simulated_mesh(2).with_backend(Counter()).with_backend(without_reduction)
     thawed = pickle.loads(pickle.dumps(mesh))
     rows = torch.tensor([1.0, 2.0])
     assert torch.equal(thawed.spmd(lambda x: fs.collectives.psum(x, thawed))(rows), torch.tensor([3.0, 3.0]))
-    single = pickle.loads(pickle.dumps(fs.init_mesh().through(Counter())))
+    single = pickle.loads(pickle.dumps(fs.init_mesh().with_backend(Counter())))
     assert (single.axes, single.rank) == ({"shard": 1}, 0)

@@ -45,7 +45,7 @@ def train(mesh: fs.Mesh, model: nn.Module, layout: fs.Layout | None = None, **op
 
 def counted_on_this_rank(axes: dict[str, int]) -> tuple[Any, Any, dict[str, int]]:
     plain, counter, model = fs.init_mesh(axes), Counter(), units_of_different_sizes()
-    mesh = plain.through(counter)
+    mesh = plain.with_backend(counter)
     layout = fs.plan(model, mesh)
     planned = counter.traffic
     counter.clear()
@@ -87,7 +87,7 @@ def test_a_counter_counts_a_training_step_to_the_byte(axes: dict[str, int]) -> N
 
 def counted_in_a_thread() -> tuple[Traffic, Traffic, int]:
     counter, model = Counter(), units_of_different_sizes()
-    mesh = fs.init_mesh().through(counter)
+    mesh = fs.init_mesh().with_backend(counter)
     layout = fs.plan(model, mesh)
     counter.clear()
     with count_collectives() as seen:
@@ -130,9 +130,9 @@ def skipped_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[int, set[str]]
     expected: Any = None
     for name, skips in SKIPS.items():
         sent, model = Counter(), awkward()
-        mesh = fs.init_mesh(axes).through(sent)
+        mesh = fs.init_mesh(axes).with_backend(sent)
         for skip in skips:
-            mesh = mesh.through(skip)
+            mesh = mesh.with_backend(skip)
         layout = fs.plan(model, mesh)  # what it compares is compared whatever is skipped
         sent.clear()
         with CountMessages() as messages:
@@ -169,7 +169,7 @@ def test_what_is_skipped_is_not_sent_and_the_step_has_the_same_shapes(axes: dict
 
 
 def wrong_plan_on_this_rank() -> str:
-    mesh = fs.init_mesh().through(without_all_gather).through(without_reduction)
+    mesh = fs.init_mesh().with_backend(without_all_gather).with_backend(without_reduction)
     try:
         fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh)
     except RuntimeError as error:
@@ -194,7 +194,7 @@ class HalfSums(Wrapper):
 
 def half_sums_on_this_rank(axes: dict[str, int]) -> tuple[Any, list[Any], Any]:
     plain, model = fs.init_mesh(axes), units_of_different_sizes()
-    mesh = plain.through(lambda axis: HalfSums(axis.backend))
+    mesh = plain.with_backend(lambda axis: HalfSums(axis.backend))
     precision = fs.MixedPrecision(reduce_dtype=torch.bfloat16)
     kept = train(mesh, model, reshard_after_forward=False)
     return train(mesh, model), [kept, train(plain, model, precision=precision)], train(plain, model)
@@ -209,7 +209,7 @@ def test_a_backend_of_ones_own_trains_as_the_precision_that_does_the_same(axes: 
 
 
 def pickled_on_this_rank() -> tuple[fs.Mesh, int, bool]:
-    mesh = fs.init_mesh().through(Counter()).through(checked)
+    mesh = fs.init_mesh().with_backend(Counter()).with_backend(checked)
     return pickle.loads(pickle.dumps(mesh)), mesh.rank, mesh.in_spmd
 
 
@@ -223,12 +223,12 @@ def test_a_pickled_mesh_leaves_ranks_and_wraps_behind() -> None:
 def checked_training_on_this_rank(axes: dict[str, int]) -> None:
     plain, model = fs.init_mesh(axes), units_of_different_sizes()
     counter = Counter()
-    mesh = plain.through(counter).through(checked)
+    mesh = plain.with_backend(counter).with_backend(checked)
     expected = train(plain, model)
     assert_trees_close(train(mesh, model), expected, rtol=0, atol=0)
     assert_trees_close(train(mesh, model, reshard_after_forward=False), expected, rtol=0, atol=0)
     assert counter.total.number > 0
-    skipping = mesh.through(without_all_gather).through(without_reduction)  # what is not sent is not checked
+    skipping = mesh.with_backend(without_all_gather).with_backend(without_reduction)  # what is not sent is not checked
     with patch.object(RollCall, "exchange", side_effect=AssertionError("checked what is not sent")):
         train(skipping, model, fs.plan(model, plain).on(skipping))
 

@@ -104,10 +104,10 @@ def differ_on_this_rank() -> dict[str, tuple[str, str]]:
     plain, told = fs.init_mesh(), {}
     odd = plain.rank == plain.size - 1
     for name, case in DIFFERENT.items():
-        mesh = plain.through(checked)
+        mesh = plain.with_backend(checked)
         told[name] = error_of(case[1] if odd else case[0], mesh)
         assert psum(1 + ONES, mesh).tolist() == [2 * mesh.size] * 4  # and then the ranks are still in step
-    mesh = plain.through(checked)
+    mesh = plain.with_backend(checked)
     psum(ONES, mesh)
     twice = [error_of(lambda mesh: (pmax if odd else psum)(ONES, mesh), mesh)[1] for _ in range(2)]
     assert "Before that, the same" in twice[1]
@@ -176,7 +176,7 @@ class _Fails(nn.Module):
 def stay_away_on_this_rank() -> list[tuple[str, str, float]]:
     world, told = fs.init_mesh(), []
     for program, first_absent in ((stall, world.size - 1), (fail, 1)):
-        mesh, absent = short_mesh(PATIENCE).through(checked), world.rank >= first_absent
+        mesh, absent = short_mesh(PATIENCE).with_backend(checked), world.rank >= first_absent
         psum(ONES, mesh)
         start = time.monotonic()
         kind, text = error_of(lambda mesh, p=program, a=absent: p(mesh, a), mesh)
@@ -228,7 +228,7 @@ def test_ranks_that_raise_are_all_named(num_ranks: int) -> None:
 def end_on_this_rank(rank: int, num_ranks: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
-    mesh = fs.init_mesh().through(checked)
+    mesh = fs.init_mesh().with_backend(checked)
     psum(ONES, mesh)
     if rank == num_ranks - 1:
         os._exit(3)
@@ -269,12 +269,12 @@ class Broken(Wrapper):
 
 
 def broken_on_this_rank() -> tuple[str, str]:
-    mesh = fs.init_mesh().through(lambda axis: Broken(axis.backend)).through(checked)
+    mesh = fs.init_mesh().with_backend(lambda axis: Broken(axis.backend)).with_backend(checked)
     return error_of(lambda mesh: forward(mesh, "equal", [0, 1]), mesh)
 
 
 def traced_on_this_rank() -> tuple[str, str]:
-    return error_of(lambda mesh: linearize(lambda x: all_gather(x, mesh), ONES), fs.init_mesh().through(checked))
+    return error_of(lambda mesh: linearize(lambda x: all_gather(x, mesh), ONES), fs.init_mesh().with_backend(checked))
 
 
 def test_what_is_refused_keeps_its_error() -> None:

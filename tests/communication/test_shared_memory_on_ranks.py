@@ -129,7 +129,7 @@ def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_are_letters()
 def slots_of_training_on_this_rank() -> int:
     mesh = fs.init_mesh()
     with patch.object(functorch_shard.communication.gloo, "SMALL_LETTER", 0):
-        held_up = mesh.through(lambda axis: test_lazy._Delayed(axis.backend, random.Random(mesh.rank), 0.01))
+        held_up = mesh.with_backend(lambda axis: test_lazy._Delayed(axis.backend, random.Random(mesh.rank), 0.01))
         test_lazy.delayed_training(held_up, num_steps=20)
     return len(backend_of(mesh["shard"])._mail._sizes)
 

@@ -359,7 +359,7 @@ def layouts_travel_as_json_and_as_pickles(axes: DeviceMesh, mesh: fs.Mesh) -> No
     thawed = pickle.loads(pickle.dumps(params))
     assert thawed.layout == layout
     assert "its ranks are not here" in refused(fs.gather, thawed)
-    assert_all_same(fs.gather(fs.Sharded(thawed, thawed.layout.on(mesh))), values)
+    assert_all_same(fs.gather(thawed.on(mesh)), values)
 
 
 @check
@@ -379,14 +379,14 @@ def a_layout_of_another_place_is_refused(axes: DeviceMesh, mesh: fs.Mesh) -> Non
 @check
 def the_ranks_of_the_other_axes_are_found_beside_a_slice(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     """torch has no public way from a slice of a device mesh to another: this watches the private one."""
-    beside = mesh.beside("tensor")
+    beside = mesh.sibling("tensor")
     assert (beside.axes, beside.device_mesh) == ({"tensor": 2}, axes["tensor"])
     assert (*mesh.coordinate, *beside.coordinate) == tuple(axes.get_coordinate() or ())
-    assert mesh.beside("shard", "tensor").device_mesh == axes
+    assert mesh.sibling("shard", "tensor").device_mesh == axes
     total = psum(torch.tensor([1.0, float(beside.rank)]), beside)
     exactly(total, torch.tensor([2.0, 1.0]))
-    assert "Mesh(shard=2, cpu) has no axes 'tensr' beside it" in refused(mesh.beside, "tensr")
-    assert "has no axes 'tensor' beside it" in refused(fs.init_mesh().beside, "tensor")
+    assert "Mesh(shard=2, cpu) has no axes 'tensr' beside it" in refused(mesh.sibling, "tensr")
+    assert "has no axes 'tensor' beside it" in refused(fs.init_mesh().sibling, "tensor")
 
 
 @check
@@ -465,7 +465,7 @@ def half_precision_gathers_half_precision_parts(axes: DeviceMesh, mesh: fs.Mesh)
         grads = fs.grad(lambda p, g=gather, x=local: functional_call(model, g(p), (x,)).full_tensor().sum())(params)
         assert {grad.dtype for grad in grads.values()} == {torch.float32}
         expected = torch.autograd.grad(alone(rows).sum(), list(alone.parameters()))
-        exactly(whole_values(fs.Sharded(grads, layout.on(mesh)))["inp.weight"].float(), expected[0])
+        exactly(whole_values(grads.on(mesh))["inp.weight"].float(), expected[0])
         full = fs.gather(grads, dtype=torch.float32, lazy=False)
         exactly([whole(x) for x in full.values()], list(expected))
 
@@ -528,7 +528,7 @@ def a_norm_sums_over_the_axes_that_a_parameter_is_cut_over_and_counts_copies_onc
     total = torch.zeros((), dtype=torch.float64)
     for cut_over in {slot.dtensor.cut_over if slot.dtensor else (): 0 for slot in layout.slots.values()}:
         part = squares.get(cut_over, torch.zeros_like(total))
-        total = total + (psum(part, layout.mesh.beside(*cut_over)) if cut_over else part)
+        total = total + (psum(part, layout.mesh.sibling(*cut_over)) if cut_over else part)
     closely(psum(total, mesh), sum(whole(x).square().sum() for x in values.values()))
 
 
@@ -544,7 +544,7 @@ def norms_and_clipping_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh:
                 n: torch.linalg.vector_norm(x, p) if x.numel() else torch.zeros_like(norm) for n, x in wholes.items()
             }
             closely(fs.global_norm(params, p), norm)
-            closely(fs.param_norms(params, p), each)
+            closely(fs.debug.param_norms(params, p), each)
             clipped, _ = fs.clip_by_global_norm(params, 0.5 * norm.item(), p)
             factor = 0.5 * norm / (norm + 1e-6)
             closely(
@@ -632,7 +632,7 @@ def an_overflow_in_one_part_is_one_on_every_rank(axes: DeviceMesh, mesh: fs.Mesh
         _, finite = scale.unscale(grads, scale.init(grads))
         assert not finite
         for tree in (grads, fs.gather(grads)):
-            text = refused(fs.assert_finite, tree)
+            text = refused(fs.debug.assert_finite, tree)
             assert "'w': 1 of 2 values not finite, the first is inf at [" in text
             said = [None] * RANKS
             dist.all_gather_object(said, text)

@@ -197,7 +197,7 @@ def memory_of_a_long_report() -> tuple[float, bool]:
     """Peak of Python's own memory, in bytes for each byte that is told."""
     mesh, text = fs.init_mesh(), f"{dist.get_rank()}" * 2_000_000
     tracemalloc.start()
-    told = mesh.tell(text)
+    told = mesh.gather_texts(text)
     _, peak = tracemalloc.get_traced_memory()
     return peak / (len(text) * mesh.size), told == ["0" * 2_000_000, "1" * 2_000_000]
 

@@ -288,8 +288,8 @@ def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:
     params = fs.shard({"fc.w": torch.ones(3)}, fs.plan({"fc.w": torch.ones(3)}, mesh))
     thawed = pickle.loads(pickle.dumps(params))
     text = refused(mesh.spmd(lambda p: fs.gather(p)), thawed)
-    assert "unpickled has a mesh of its own: put it on this one, Sharded(tree, tree.layout.on(mesh))" in text
-    again = fs.Sharded(thawed, thawed.layout.on(mesh))
+    assert "unpickled has a mesh of its own: put it on this one, tree.on(mesh)" in text
+    again = thawed.on(mesh)
     assert torch.equal(mesh.spmd(lambda p: fs.gather(p)["fc.w"], out_dims=None)(again), torch.ones(3))
     assert "the layout is for shard=2, the mesh has shard=3" in refused(thawed.layout.on, fs.simulated_mesh(3))
 
@@ -318,7 +318,7 @@ def test_no_simulated_rank_is_told_that_it_is_number_0(axes: dict[str, int]) -> 
     for ask in (
         lambda x: x + mesh.rank,
         lambda x: x + mesh.coordinate[-1],
-        lambda x: x + mesh.through(lambda a: a.backend).rank,
+        lambda x: x + mesh.with_backend(lambda a: a.backend).rank,
     ):
         said = refused(mesh.spmd(ask), mesh.split(torch.zeros(6)))
         assert said.startswith("RuntimeError: mesh.rank and mesh.coordinate: inside spmd on simulated ranks")

@@ -15,21 +15,13 @@ import functorch_shard as fs
 MODULES = [importlib.import_module(module.name) for module in pkgutil.walk_packages(fs.__path__, "functorch_shard.")]
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 EXAMPLES = [test for module in MODULES for test in FINDER.find(module) if test.examples]
-COLLECTIVES = ["psum", "pmean", "pmax", "all_gather", "psum_scatter", "axis_index"]
-CHECKPOINT = ["save", "load", "latest", "import_safetensors", "export_safetensors"]
-COMMUNICATION = ["checked", "without_all_gather", "without_reduction"]
+NAMESPACES = ["checkpoint", "codecs", "collectives", "communication", "debug", "replicas", "testing"]
 FUNCTIONS: dict[str, Any] = {
-    **{name: getattr(fs, name) for name in fs.__all__ if inspect.isfunction(getattr(fs, name))},
-    **{f"collectives.{name}": getattr(fs.collectives, name) for name in COLLECTIVES},
-    **{f"communication.{name}": getattr(fs.communication, name) for name in COMMUNICATION},
-    **{
-        f"checkpoint.{name}": getattr(fs.checkpoint, name)
-        for name in ("save", "load", "latest", "import_safetensors", "export_safetensors")
-    },
-    **{
-        f"testing.{name}": getattr(fs.testing, name)
-        for name in ("run_ranks", "count_collectives", "assert_trees_close")
-    },
+    f"{space}.{name}".lstrip("."): function
+    for space in ["", *NAMESPACES]
+    for module in [getattr(fs, space) if space else fs]
+    for name in module.__all__
+    if inspect.isfunction(function := getattr(module, name))
 }
 
 

@@ -152,12 +152,12 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_passes_over_a_damage
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "whole", resumed)
     for step in ("step-000004", "step-000005"):
-        damage(resumed / step / "__1_0.distcp")
+        verify(resumed / step / "__1_0.distcp")
     output, errors = finish(start(*command, "--checkpoint", str(resumed), "--resume"))
     assert f"resumed from {resumed / 'step-000002'}" in errors
     assert outcome(results(output)) == outcome(whole)
     for step in ("step-000002", "step-000004", "step-000005"):
-        assert not fs.checkpoint.damage(resumed / step)
+        assert not fs.checkpoint.verify(resumed / step)
 
 
 def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(options: list[str], tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in ("losses", "val_bits_per_byte", "digest")}
 
 
-def damage(file: Path) -> None:
+def verify(file: Path) -> None:
     """Another bit in the middle."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

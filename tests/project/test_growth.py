@@ -179,7 +179,7 @@ def saved_and_loaded(params: fs.Sharded) -> None:
 
 def exported(params: fs.Sharded) -> None:
     with TemporaryDirectory() as directory:
-        fs.checkpoint.export_safetensors(params, f"{directory}/all")
+        fs.checkpoint.export_safetensors(f"{directory}/all", params)
 
 
 TREES: dict[str, Callable[[fs.Sharded], Any]] = {
@@ -191,8 +191,8 @@ TREES: dict[str, Callable[[fs.Sharded], Any]] = {
     "grad": MESH.spmd(fs.grad(loss)),
     "scatter_grads": MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params))),
     "norm": fs.global_norm,
-    "norms": MESH.spmd(fs.param_norms),
-    "finite": fs.assert_finite,
+    "norms": MESH.spmd(fs.debug.param_norms),
+    "finite": fs.debug.assert_finite,
     "repr": repr,
     "pieces": lambda params: list(pieces_of(Leaf(params, ()), params.layout.mesh)),
     "reshard": lambda params: fs.reshard(params, planned(len(params.layout.units), fs.simulated_mesh(3))),

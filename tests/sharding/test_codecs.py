@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
-from functorch_shard.codecs import decode_rows, encode_rows
+from functorch_shard.collectives.codecs import decode_rows, encode_rows
 from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.training.finite import all_finite
 from tests.support.odd_shards import FORMS
@@ -135,7 +135,7 @@ def scattered(axes: dict[str, int], codec: Any, steps: int, reduction: Any = "me
     for step in range(steps):
         torch.manual_seed(step)
         grads = {n: torch.randn(*axes.values(), *s.shape, dtype=s.dtype) for n, s in layout.slots.items()}
-        got, error = fs.scatter_encoded_grads(grads, codec, error, layout)
+        got, error = fs.codecs.scatter_encoded_grads(grads, codec, error, layout)
         results.append((got, fs.scatter_grads(grads, layout)))
     return layout, results, error
 
@@ -186,7 +186,7 @@ def test_encoded_reductions_move_the_bytes_of_the_codec() -> None:
     mesh = fs.simulated_mesh(4)
     layout = fs.plan({"w": torch.zeros(1000, 101)}, mesh)
     with count_collectives() as seen:
-        fs.scatter_encoded_grads({"w": torch.randn(4, 1000, 101)}, CODECS["int8"], layout=layout)
+        fs.codecs.scatter_encoded_grads({"w": torch.randn(4, 1000, 101)}, CODECS["int8"], layout=layout)
     (one,) = seen.issued
     assert one.kind == "all_to_all"
     assert one.nbytes <= 0.26 * 4 * 1000 * 101
@@ -195,7 +195,9 @@ def test_encoded_reductions_move_the_bytes_of_the_codec() -> None:
 def test_encoded_gradients_of_half_precision_are_added_up_in_float32() -> None:
     mesh = fs.simulated_mesh(2)
     layout = fs.plan({"w": torch.zeros(1)}, mesh, reduction="sum", precision=fs.MixedPrecision(torch.bfloat16))
-    grads, _ = fs.scatter_encoded_grads({"w": torch.tensor([[256.0], [1.0]]).bfloat16()}, CODECS["int8"], layout=layout)
+    grads, _ = fs.codecs.scatter_encoded_grads(
+        {"w": torch.tensor([[256.0], [1.0]]).bfloat16()}, CODECS["int8"], layout=layout
+    )
     assert grads["(root)"].flatten()[0] == 257.0
 
 
@@ -207,7 +209,7 @@ def recovery(mesh: fs.Mesh) -> list[tuple[list[bool], bool]]:
         if bad is not None:
             rows[1, 0] = bad
         mine = rows if mesh.is_simulated else rows[mesh.rank]
-        reduce = lambda g, e: fs.scatter_encoded_grads({"w": g}, fs.codecs.int8(block=4), e, layout)  # noqa: E731
+        reduce = lambda g, e: fs.codecs.scatter_encoded_grads({"w": g}, fs.codecs.int8(block=4), e, layout)  # noqa: E731
         grads, error = mesh.spmd(reduce)(mine, error)
         finite = mesh.spmd(all_finite)(grads)
         told.append((finite.flatten().tolist(), all(bool(x.isfinite().all()) for x in error.values())))
@@ -221,7 +223,7 @@ def test_error_feedback_recovers_from_an_overflow_that_the_gradients_still_show(
 def test_what_was_owed_before_an_overflow_is_owed_after_it() -> None:
     mesh = fs.simulated_mesh(2)
     layout, codec = fs.plan({"w": torch.zeros(4)}, mesh, reduction="sum"), fs.codecs.int8(block=2)
-    reduce = lambda rows, error: fs.scatter_encoded_grads({"w": rows}, codec, error, layout)  # noqa: E731
+    reduce = lambda rows, error: fs.codecs.scatter_encoded_grads({"w": rows}, codec, error, layout)  # noqa: E731
     _, before = reduce(torch.tensor([[127.0, 1.4, 127.0, 1.3], [127.0, 0.2, 127.0, 0.1]]), None)
     overflow = torch.tensor([[torch.inf, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     grads, after = reduce(overflow, before)
@@ -235,7 +237,7 @@ def test_encoded_reductions_know_per_sample_gradients_and_refuse_derivatives() -
     mesh = fs.simulated_mesh(2)
     layout = fs.plan({"w": torch.zeros(5)}, mesh)
     rows = torch.randn(2, 3, 5)
-    of = lambda g: fs.scatter_encoded_grads({"w": g}, CODECS["int8"], layout=layout)  # noqa: E731
+    of = lambda g: fs.codecs.scatter_encoded_grads({"w": g}, CODECS["int8"], layout=layout)  # noqa: E731
     batched, error = mesh.spmd(vmap(of))(rows)
     for i in range(3):
         alone, owed = mesh.spmd(of)(rows[:, i])
@@ -328,14 +330,16 @@ def test_an_error_that_does_not_fit_is_refused() -> None:
     mesh = fs.simulated_mesh(2)
     layout = fs.plan({"a.w": torch.zeros(5), "b.w": torch.zeros(3)}, mesh)
     grads = {"a.w": torch.zeros(2, 5), "b.w": torch.zeros(2, 3)}
-    refuse = lambda error: refused(fs.scatter_encoded_grads, grads, CODECS["int8"], error, layout)  # noqa: E731
+    refuse = lambda error: refused(fs.codecs.scatter_encoded_grads, grads, CODECS["int8"], error, layout)  # noqa: E731
     assert refuse({"a": torch.zeros(2, 5), "c": torch.zeros(2, 4)}) == (
         "ValueError: scatter_encoded_grads: error: 3 problems\n  'b': missing\n  'c': not in the layout\n"
         "  'a': got (5,), expected (6,)\nPass what the last call returned for this layout, or None."
     )
     assert refuse(3).startswith("TypeError: scatter_encoded_grads: error: got int, expected what the last call")
     assert refused(
-        fs.scatter_encoded_grads, fs.shard({"a.w": torch.zeros(5), "b.w": torch.zeros(3)}, layout), CODECS["int8"]
+        fs.codecs.scatter_encoded_grads,
+        fs.shard({"a.w": torch.zeros(5), "b.w": torch.zeros(3)}, layout),
+        CODECS["int8"],
     ).startswith("TypeError: scatter_encoded_grads: got a Sharded")
 
 

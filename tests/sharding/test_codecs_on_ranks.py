@@ -49,7 +49,7 @@ def reductions(mesh: fs.Mesh, codec: Any) -> Any:
         grads = {n: torch.randn(mesh.size, *s.shape, dtype=s.dtype) for n, s in layout.slots.items()}
         mine = {n: mesh.split(x) if mesh.is_simulated else mesh.split(x)[0] for n, x in grads.items()}
         mine = {n: x.squeeze(len(mesh.axes)) if mesh.is_simulated else x for n, x in mine.items()}
-        reduce = lambda g, e: fs.scatter_encoded_grads(g, codec, e, layout)  # noqa: E731
+        reduce = lambda g, e: fs.codecs.scatter_encoded_grads(g, codec, e, layout)  # noqa: E731
         reduced, error = mesh.spmd(reduce)(mine, error)
         told.append(
             {**{f"{step} {key}": x for key, x in reduced.items()}, **{f"owed {k}": x for k, x in error.items()}}

@@ -126,7 +126,7 @@ def handles_on_this_rank() -> tuple[fs.Sharded, str]:
     try:
         fs.gather(thawed)
     except RuntimeError as error:
-        again = fs.Sharded(thawed, thawed.layout.on(mesh))
+        again = thawed.on(mesh)
         assert_trees_close(fs.gather(again), fs.gather(params), rtol=0, atol=0)
         return params, str(error)
     raise AssertionError("gathered without ranks")

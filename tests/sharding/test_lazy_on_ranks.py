@@ -607,7 +607,7 @@ def delayed_training_on_this_rank() -> list[tuple[str, int]]:
     mesh = fs.init_mesh()
     expected, undelayed = delayed_training(mesh)
     values, issued = delayed_training(
-        mesh.through(lambda axis: _Delayed(axis.backend, random.Random(mesh.rank), 0.005))
+        mesh.with_backend(lambda axis: _Delayed(axis.backend, random.Random(mesh.rank), 0.005))
     )
     assert issued == undelayed
     assert_trees_close(values, expected, rtol=0, atol=0)

@@ -275,7 +275,7 @@ class SlowHome(Home):
 
 
 def slow_layout(started: Event, seconds: float) -> fs.Layout:
-    mesh = fs.simulated_mesh(2).through(lambda axis: SlowBackend(started, seconds))
+    mesh = fs.simulated_mesh(2).with_backend(lambda axis: SlowBackend(started, seconds))
     return fs.plan({"a.w": torch.zeros(8), "b.w": torch.zeros(8)}, mesh)
 
 

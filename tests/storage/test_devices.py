@@ -120,15 +120,15 @@ TASKS: dict[str, tuple[Callable[[fs.Sharded], Any], Callable[[fs.Sharded], Any] 
     "torch.func.grad": (torch.func.grad(loss), like),
     "forward mode": (lambda p: torch.func.jvp(loss, (p,), (p,)), DEVICE),
     "scatter_grads": (lambda p: fs.scatter_grads(full_grads(p), p.layout), DEVICE),
-    "encoded": (lambda p: fs.scatter_encoded_grads(full_grads(p), fs.codecs.int8(), layout=p.layout), DEVICE),
+    "encoded": (lambda p: fs.codecs.scatter_encoded_grads(full_grads(p), fs.codecs.int8(), layout=p.layout), DEVICE),
     "norm": (fs.global_norm, DEVICE),
     "largest": (lambda p: fs.global_norm(p, float("inf")), DEVICE),
-    "norms": (fs.param_norms, DEVICE),
+    "norms": (fs.debug.param_norms, DEVICE),
     "clip": (lambda p: fs.clip_by_global_norm(p, 1.0)[0], like),
     "unscale": (lambda p: unscaled(p)[0], like),
     "finite": (lambda p: unscaled(p)[1], DEVICE),
     "select": (selected, like),
-    "across replicas": (lambda p: fs.across_replicas(fs.within_replicas(p), p.layout), like),
+    "across replicas": (lambda p: fs.replicas.across_replicas(fs.replicas.within_replicas(p), p.layout), like),
     "step": (stepped, like),
 }
 

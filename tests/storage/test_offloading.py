@@ -476,7 +476,6 @@ def test_without_a_way_to_reserve_blocks_nothing_is_offloaded(tmp_path: Path, mo
 KILLED = """
 import os, signal, sys, torch
 import functorch_shard as fs
-from functorch_shard.homes import home_of
 from tests.storage.test_offloading import example
 module = sys.modules["functorch_shard.storage.offloading"]
 die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
@@ -629,7 +628,7 @@ def test_shards_on_the_cpu_are_gathered_on_the_device_of_the_mesh() -> None:
     """The meta device stands for a GPU: what is computed there shows where, if not what."""
     model = model_of()
     on_cpu = fs.shard(model, fs.plan(model, mesh_on("cpu")))
-    params = fs.Sharded(on_cpu, on_cpu.layout.on(mesh_on("meta")))
+    params = on_cpu.on(mesh_on("meta"))
     for lazy in (None, True, False):
         full = fs.gather(params, lazy=lazy)
         assert {x.device.type for x in full.values()} == {"meta"}

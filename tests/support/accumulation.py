@@ -105,10 +105,10 @@ def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveC
     dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
     for i in range(NUM_MICROBATCHES):
         with count_collectives() as seen:
-            parts.append(one(fs.within_replicas(params), frozen, x.select(dim, i), y.select(dim, i)))
+            parts.append(one(fs.replicas.within_replicas(params), frozen, x.select(dim, i), y.select(dim, i)))
         counters.append(seen)
     with count_collectives() as seen:
-        total = fs.across_replicas(added(parts), params.layout)
+        total = fs.replicas.across_replicas(added(parts), params.layout)
     return dict(fs.gather(total, lazy=False)), [*counters, seen], params.layout
 
 
@@ -174,10 +174,10 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
             return loss_sum(model, parameters, x[i, :end], y[i, :end], counts[i]) / total
 
         if way != "full gradients":
-            start = params if way == "shards" else fs.within_replicas(params)
+            start = params if way == "shards" else fs.replicas.within_replicas(params)
             results = [fs.grad_and_value(lambda p, i: loss(fs.gather(p), i))(start, i) for i in range(len(x))]
             grads = added([grad for grad, _ in results])
-            grads = grads if way == "shards" else fs.across_replicas(grads, params.layout)
+            grads = grads if way == "shards" else fs.replicas.across_replicas(grads, params.layout)
         else:
             results = [fs.grad_and_value(loss)(fs.gather(params), i) for i in range(len(x))]
             grads = fs.scatter_grads(added([grad for grad, _ in results]))

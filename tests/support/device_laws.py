@@ -114,7 +114,7 @@ def a_checkpoint_comes_back_bitwise(device: torch.device, make: Callable[[torch.
     with TemporaryDirectory() as directory:
         fs.checkpoint.save(f"{directory}/step-1", tree)
         loaded = fs.checkpoint.load(f"{directory}/step-1", tree_map(torch.zeros_like, tree))
-        fs.checkpoint.export_safetensors(params, f"{directory}/model")
+        fs.checkpoint.export_safetensors(f"{directory}/model", params)
         imported = fs.checkpoint.import_safetensors(f"{directory}/model", params.layout)
     assert devices_of([loaded["model"], imported]) == {device}
     assert_trees_close(loaded, tree, rtol=0, atol=0)

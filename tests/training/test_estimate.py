@@ -41,7 +41,7 @@ every_plan = pytest.mark.parametrize("options", PLANS)
 def step(axes: dict[str, int], options: str, opt: Any) -> tuple[fs.Layout, Any, Counter]:
     """The layout; parameters, gradients and state after a step, of all ranks; and what was sent meanwhile."""
     counter, model = Counter(), awkward()
-    mesh = fs.simulated_mesh(axes).through(counter)
+    mesh = fs.simulated_mesh(axes).with_backend(counter)
     layout = fs.plan(model, mesh, reshard_after_forward=False, **PLANS[options])
     params = fs.shard(model, layout)
     torch.manual_seed(1)

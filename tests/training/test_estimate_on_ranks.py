@@ -52,7 +52,7 @@ def step_on_this_rank(axes: dict[str, int]) -> Compared:
             model, counter = make(), Counter()
             layout = fs.plan(model, mesh, **options)
             params = fs.shard(model, layout)
-            counted = fs.Sharded(params, layout.on(mesh.through(counter)))
+            counted = fs.Sharded(params, layout.on(mesh.with_backend(counter)))
             x = torch.randn(3, 5, dtype=torch.float32 if "half" in plan_name else torch.float64)
             fs.grad(lambda p, model=model, x=x: functional_call(model, fs.gather(p), (x,)).square().sum())(counted)
             traffic = {key: Traffic(one.number, one.nbytes, one.sent) for key, one in counter.traffic.items()}

@@ -61,7 +61,7 @@ def sharded(mesh: fs.Mesh, bad: Bad, dtypes: str = "float64", **options: Any) ->
 def told(tree: Any, what: str = "grads") -> list[str]:
     """The lines about parameters; what stands around them is the same every time."""
     with pytest.raises(FloatingPointError) as caught:
-        fs.assert_finite(tree, what)
+        fs.debug.assert_finite(tree, what)
     title, *lines, advice = str(caught.value).splitlines()
     assert title == f"assert_finite: {what}: {len(lines)} problem{'s' if len(lines) > 1 else ''}"
     assert advice == ADVICE
@@ -82,7 +82,7 @@ def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
         tree = sharded(mesh, {}, "float32", ignored=["b"], align_bytes=64)
         assert any(x.isnan().any() for x in with_padding(tree, NAN).values())
         for clean in (tree, some_none(tree), with_padding(tree, NAN), fs.gather(tree)):
-            fs.assert_finite(clean)
+            fs.debug.assert_finite(clean)
 
 
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "complex", "mixed"])
@@ -125,7 +125,7 @@ def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> 
 
 def test_inside_spmd_it_says_to_look_outside() -> None:
     mesh = fs.simulated_mesh(2)
-    text = refused(mesh.spmd(lambda tree: fs.assert_finite(tree, "grads")), sharded(mesh, {}))
+    text = refused(mesh.spmd(lambda tree: fs.debug.assert_finite(tree, "grads")), sharded(mesh, {}))
     assert text == (
         "RuntimeError: assert_finite: grads: inside spmd the values of simulated ranks are not known yet. Return the "
         "tree from the function, and call assert_finite outside."
@@ -134,13 +134,13 @@ def test_inside_spmd_it_says_to_look_outside() -> None:
 
 def test_what_is_no_tree_of_this_layout_is_refused() -> None:
     tree = sharded(fs.simulated_mesh(2), {})
-    assert refused(fs.assert_finite, dict(tree)).endswith("tree: got dict, expected a Sharded or a Full.")
+    assert refused(fs.debug.assert_finite, dict(tree)).endswith("tree: got dict, expected a Sharded or a Full.")
     cut = fs.Sharded({key: x[..., :1] for key, x in tree.items()}, tree.layout)
-    assert refused(fs.assert_finite, cut, "cut").startswith(
+    assert refused(fs.debug.assert_finite, cut, "cut").startswith(
         "ValueError: assert_finite: cut: 4 problems\n  'a': got shape"
     )
     wrong = fs.gather(tree) | {"b.w": torch.zeros(3), "q": torch.zeros(())}
-    assert refused(fs.assert_finite, wrong).splitlines()[:3] == [
+    assert refused(fs.debug.assert_finite, wrong).splitlines()[:3] == [
         "ValueError: assert_finite: tree: 2 problems",
         "  'q': not in the layout",
         "  'b.w': got shape (3,), expected (7,)",

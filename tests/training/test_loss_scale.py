@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
+from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import two_layers
 from tests.support.refusals import refused
@@ -236,7 +237,7 @@ def skipping_steps(mesh: fs.Mesh, name: str, bad_rank: int, num_steps: int = 4) 
     def step(params: Any, state: Any, scale: Any, bad: Any) -> Any:
         here = fs.collectives.axis_index(mesh) == bad_rank
         spoil = lambda x: torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)  # noqa: E731
-        grads, finite = scaling.unscale(fs.trees.map_items(lambda key, x: spoil(x), params), scale)
+        grads, finite = scaling.unscale(map_items(lambda key, x: spoil(x), params), scale)
         new = opt.step(params, grads=grads, state=state)
         return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite), finite
 
@@ -286,7 +287,7 @@ def test_momentum_that_is_not_there_yet_counts_as_zeros(axes: dict[str, int]) ->
     _, params = model_and_tree(mesh)
     start = opt.init(params)
     assert start["momentum_buffer"]["0"] is None
-    overflowed = opt.step(params, grads=fs.trees.map_items(lambda key, x: x * INF, params), state=start)
+    overflowed = opt.step(params, grads=map_items(lambda key, x: x * INF, params), state=start)
     state = scaling.select(torch.zeros(tuple(axes.values()), dtype=torch.bool), overflowed, (params, start))
     assert_trees_close(state[0], params, rtol=0, atol=0)
     for _ in range(3):

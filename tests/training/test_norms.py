@@ -142,7 +142,7 @@ def test_tied_parameters_count_once() -> None:
     assert len(list(model.parameters())) == 3
     assert_trees_close(fs.global_norm(params), expected)
     assert_trees_close(mesh.spmd(fs.global_norm)(params)[1], expected)
-    assert list(fs.param_norms(params)) == ["a.weight", "a.bias", "b.bias"]
+    assert list(fs.debug.param_norms(params)) == ["a.weight", "a.bias", "b.bias"]
 
 
 @every_power
@@ -169,7 +169,7 @@ def test_the_norm_of_nothing_is_zero(p: float) -> None:
             assert_trees_close(norm, torch.tensor(0.0))
     none = fs.Sharded(dict.fromkeys(tree), tree.layout)
     assert fs.global_norm(none, p) == 0
-    assert fs.param_norms(none, p) == {}
+    assert fs.debug.param_norms(none, p) == {}
 
 
 # --- padding
@@ -189,7 +189,7 @@ def test_padding_never_reaches_the_norm(axes: dict[str, int], p: float, padding:
     tree = padded(mesh)
     dirty = with_padding(tree, padding)
     for run in (lambda fn: fn, mesh.spmd):
-        norms = run(lambda tree: (fs.global_norm(tree, p), fs.param_norms(tree, p)))
+        norms = run(lambda tree: (fs.global_norm(tree, p), fs.debug.param_norms(tree, p)))
         assert_trees_close(norms(dirty), norms(tree), rtol=0, atol=0)
         clip = run(lambda tree: fs.clip_by_global_norm(tree, 0.5, p))
         (clipped, _), (expected, _) = clip(dirty), clip(tree)
@@ -226,7 +226,7 @@ def test_one_number_is_sent_over_the_shard_axis_and_none_over_replicas(
         expected = [(kind, "shard", 1, 4)] if anything else []
         assert [(c.kind, c.axis, c.numel, c.nbytes) for c in seen.issued] == expected
     with count_collectives() as seen:
-        mesh.spmd(lambda tree: fs.param_norms(tree, p))(tree)
+        mesh.spmd(lambda tree: fs.debug.param_norms(tree, p))(tree)
     num_sharded = len(SHAPES) - (3 if ignored == "b whole" else 0)
     expected = [(kind, "shard", num_sharded, 4 * num_sharded)] if anything else []
     assert [(c.kind, c.axis, c.numel, c.nbytes) for c in seen.issued] == expected
@@ -297,10 +297,10 @@ def test_norms_by_name_are_those_of_each_tensor(axes: dict[str, int], p: float, 
         dtype = F64 if x.dtype in (F64, torch.complex128) else F32
         expected[name] = total({name: x}, p, dtype) if x.numel() else torch.zeros((), dtype=dtype)
     tolerance = {"rtol": 2e-6, "atol": 0.0}
-    outside = fs.param_norms(tree, p)
+    outside = fs.debug.param_norms(tree, p)
     assert list(outside) == list(expected)
     assert_trees_close(outside, expected, **tolerance)
-    inside = mesh.spmd(lambda tree: fs.param_norms(tree, p))(tree)
+    inside = mesh.spmd(lambda tree: fs.debug.param_norms(tree, p))(tree)
     assert list(inside) == list(expected)
     assert_trees_close({name: first(x, mesh) for name, x in inside.items()}, expected, **tolerance)
 
@@ -310,7 +310,9 @@ def test_a_long_sum_in_float32_keeps_its_digits() -> None:
     given = {"w": torch.full((1_000_003,), 0.1), "v": torch.full((77_777,), 0.3)}
     tree = fs.shard(given, fs.plan(given, mesh))
     exact = {name: x.double().norm().float() for name, x in given.items()}
-    assert_trees_close(mesh.spmd(fs.param_norms)(tree), {n: x.expand(2) for n, x in exact.items()}, rtol=1e-6, atol=0)
+    assert_trees_close(
+        mesh.spmd(fs.debug.param_norms)(tree), {n: x.expand(2) for n, x in exact.items()}, rtol=1e-6, atol=0
+    )
     together = torch.cat([x.double() for x in given.values()]).norm().float()
     assert_trees_close(mesh.spmd(fs.global_norm)(tree), together.expand(2), rtol=1e-6, atol=0)
 
@@ -319,7 +321,7 @@ def test_the_precision_to_compute_in_is_not_that_of_norms() -> None:
     mesh = fs.simulated_mesh(3)
     exact = sharded(mesh, "float32")
     half = sharded(mesh, "float32", precision=fs.MixedPrecision(BF16, BF16))
-    for verb in (fs.global_norm, fs.param_norms, fs.clip_by_global_norm):
+    for verb in (fs.global_norm, fs.debug.param_norms, fs.clip_by_global_norm):
         options = {"max_norm": 1.0} if verb is fs.clip_by_global_norm else {}
         for run in (lambda fn: fn, mesh.spmd):
             norms = [
@@ -436,7 +438,7 @@ def test_a_penalty_on_the_norm_of_the_gradient_trains_as_unsharded(
 
 
 @pytest.mark.parametrize(
-    "verb", [fs.global_norm, fs.param_norms, lambda tree, p=2.0: fs.clip_by_global_norm(tree, 1, p)]
+    "verb", [fs.global_norm, fs.debug.param_norms, lambda tree, p=2.0: fs.clip_by_global_norm(tree, 1, p)]
 )
 def test_what_is_no_norm_or_no_tree_is_refused(verb: Any) -> None:
     tree = sharded(fs.simulated_mesh(2))

@@ -56,8 +56,8 @@ def verbs(tree: fs.Sharded, p: float) -> dict[str, Any]:
         "norm of some": norm(some_none(tree)),
         "before": before,
         "clipped": dict(with_zero_padding(clipped)),
-        "by name": fs.param_norms(tree, p),
-        "by name of some": fs.param_norms(some_none(tree), p),
+        "by name": fs.debug.param_norms(tree, p),
+        "by name of some": fs.debug.param_norms(some_none(tree), p),
         "gradient": dict(grad(norm)(part)),
         "tangent": jvp(norm, (part,), (part,))[1] + torch.zeros(()),  # torch's ZeroTensor cannot be pickled
         "finite": all_finite(tree),
@@ -80,7 +80,7 @@ def issued_on(mesh: fs.Mesh) -> list[list[Any]]:
     for ignored in IGNORED:
         tree = sharded(mesh, "mixed", ignored)
         for p in (2.0, INF):
-            for verb in (fs.global_norm, lambda tree, p: fs.clip_by_global_norm(tree, 1.0, p), fs.param_norms):
+            for verb in (fs.global_norm, lambda tree, p: fs.clip_by_global_norm(tree, 1.0, p), fs.debug.param_norms):
                 with count_collectives() as seen:
                     mesh.spmd(lambda tree, p=p, verb=verb: verb(tree, p))(tree)
                 issued.append(seen.issued)
@@ -214,9 +214,9 @@ def told_on_this_rank(axes: dict[str, int]) -> dict[str, Any]:
     results["one rank, before"] = told(before_reduction(mesh))
     with count_collectives() as seen:
         clean = with_padding(spoiled(mesh, {}, "float32", align_bytes=64), NAN)
-        fs.assert_finite(clean)
-        fs.assert_finite(some_none(clean))
-        fs.assert_finite(fs.gather(spoiled(mesh, {}), lazy=False))
+        fs.debug.assert_finite(clean)
+        fs.debug.assert_finite(some_none(clean))
+        fs.debug.assert_finite(fs.gather(spoiled(mesh, {}), lazy=False))
     results["sent"] = [(c.kind, c.nbytes) for c in seen.issued if c.axis == "mesh" and c.nbytes < 32]
     dist.barrier()  # and afterwards the ranks are still in step
     return results

@@ -102,7 +102,7 @@ class Stored:
         """The plain value ``name``."""
         return self._value(name, self.entries[name].values[0])
 
-    def damage(self) -> list[str]:
+    def verify(self) -> list[str]:
         """What is wrong with the values themselves: every byte is read. Without checksums, each value is loaded."""
         problems = []
         for name, entry in self.entries.items():

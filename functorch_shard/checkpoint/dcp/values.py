@@ -162,5 +162,5 @@ class _Window(io.RawIOBase):
         self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence], 0)
         return self._at
 
-    def tell(self) -> int:
+    def gather_texts(self) -> int:
         return self._at

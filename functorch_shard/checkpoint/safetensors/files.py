@@ -28,7 +28,7 @@ _HINTS = 20  # each is a search among all names
 def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> Sharded:
     """Parameters from safetensors files, each rank reading the bytes of its own shard and no others.
 
-    ``import_safetensors(path, layout)`` after ``export_safetensors(params, path)`` has the values of ``params``
+    ``import_safetensors(path, layout)`` after ``export_safetensors(path, params)`` has the values of ``params``
     bitwise, whatever the ranks, units and labels of either layout are.
 
     Args:
@@ -62,7 +62,7 @@ def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> 
         >>> values = {"fc.w": torch.tensor([1.0, 2.0, 3.0])}
         >>> one, two = (fs.plan(values, fs.simulated_mesh(n)) for n in (1, 2))
         >>> with TemporaryDirectory() as folder:
-        ...     export_safetensors(fs.shard(values, one), f"{folder}/model", names={"fc.w": "model.fc.w"})
+        ...     export_safetensors(f"{folder}/model", fs.shard(values, one), names={"fc.w": "model.fc.w"})
         ...     params = import_safetensors(f"{folder}/model", two, names=lambda name: f"model.{name}")
         >>> params["fc"]   # row r = rank r
         tensor([[1., 2.],
@@ -79,7 +79,7 @@ def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> 
 
 
 def export_safetensors(
-    params: Sharded, path: StrPath, *, max_shard_size: int = MAX_SHARD_SIZE, names: Names = None
+    path: StrPath, params: Sharded, *, max_shard_size: int = MAX_SHARD_SIZE, names: Names = None
 ) -> None:
     """Whole parameters as safetensors files that Hugging Face, and everybody else, reads; one unit in memory at a time.
 
@@ -111,7 +111,7 @@ def export_safetensors(
         >>> values = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
         >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
         >>> with TemporaryDirectory() as folder:
-        ...     export_safetensors(params, f"{folder}/model", max_shard_size=24)
+        ...     export_safetensors(f"{folder}/model", params, max_shard_size=24)
         ...     for name in sorted(os.listdir(f"{folder}/model")):
         ...         print(name)
         model-00001-of-00002.safetensors

@@ -1,0 +1,6 @@
+"""Where a number comes from: norms of each parameter, and which parameter has a NaN or an infinity, on which rank."""
+
+from .training.finite import assert_finite
+from .training.norms import param_norms
+
+__all__ = ["assert_finite", "param_norms"]
