@@ -160,17 +160,19 @@ def _start(context: Any, rank: int, world_size: int, folder: str, work: bytes, t
 
 
 def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> None:
+    connection.send_bytes(_answer(rank, world_size, folder, work, timeout))
+    connection.poll(None)  # until all have answered: others may still be connecting to this rank
+
+
+def _answer(rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> bytes:
     try:
         fn, args, kwargs, environ = pickle.loads(work)
         os.environ.update(environ)  # the server's is as old as the server
         _join_group(rank, world_size, folder, timeout)
-        answer = True, fn(*args, **kwargs)
-        message = pickle.dumps(answer)
+        return pickle.dumps((True, fn(*args, **kwargs)))
     except BaseException as error:  # told to the parent, whatever it is
         text = "".join(traceback.format_exception(error))
-        message = pickle.dumps((False, (time.time(), _pickle_error(error), text)))
-    connection.send_bytes(message)
-    connection.poll(None)  # until all have answered: others may still be connecting to this rank
+        return pickle.dumps((False, (time.time(), _pickle_error(error), text)))
 
 
 def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None:

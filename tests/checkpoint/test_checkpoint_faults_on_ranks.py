@@ -12,8 +12,8 @@ from torch import nn
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, save
-from functorch_shard.testing import run_ranks
 from tests.support import faults
+from tests.support.pool import run_ranks
 from tests.support.refusals import refused
 
 RANKS = [2, 3]  # as many as have saved, and more

@@ -32,8 +32,9 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, loading, save, saving
 from functorch_shard.layout.trees import Sharded
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
 from tests.support.models import Awkward, two_layers
+from tests.support.pool import run_ranks
 from tests.support.tensor_parallel import Transformer, parallelize, tie, transformer
 
 exactly = partial(assert_trees_close, rtol=0, atol=0)

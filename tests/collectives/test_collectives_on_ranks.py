@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import CollectiveCounter, count_collectives, run_ranks
+from functorch_shard.testing import CollectiveCounter, count_collectives
+from tests.support.pool import run_ranks
 from tests.support.programs import PROGRAMS, TRANSFORMS, Case, as_rank, cases
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
 from tests.support.convention import (
     INNER,
     TASKS,
@@ -23,6 +23,7 @@ from tests.support.convention import (
     sharded_side,
     whole_parameters,
 )
+from tests.support.pool import run_ranks
 from tests.support.refusals import text_of
 
 LAZY = {"lazy": None, "at once": False}

@@ -17,8 +17,9 @@ import functorch_shard as fs
 from functorch_shard.collectives import pmax, psum
 from functorch_shard.communication import Counter, Traffic, Wrapper, checked, without_all_gather, without_reduction
 from functorch_shard.communication.backend import RollCall
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
+from tests.support.pool import run_ranks
 
 NUM_UNITS, NUM_STEPS = 5, 3
 AGAIN = [1, 2]  # backward still has the last two units of forward, and the first one's gradient needs no weights

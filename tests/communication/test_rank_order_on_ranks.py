@@ -10,7 +10,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import psum, psum_scatter
 from functorch_shard.communication.gloo import SMALL_LETTER, SMALL_SUM
 from functorch_shard.communication.headers import SMALL_MESSAGE
-from functorch_shard.testing import run_ranks
+from tests.support.pool import run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32]
 SPECIAL = [0.0, -0.0, 4e4, -4e4, float("inf"), -float("inf"), float("nan"), 1e-8, 256.0, 1.0]

@@ -20,8 +20,9 @@ import functorch_shard as fs
 import functorch_shard.communication.gloo
 from functorch_shard.communication.gloo import SMALL_LETTER, GlooBackend
 from functorch_shard.communication.headers import SMALL_MESSAGE
-from functorch_shard.testing import RankError, run_ranks
+from functorch_shard.testing import RankError
 from tests.sharding import test_lazy_on_ranks as test_lazy
+from tests.support.pool import run_ranks
 
 LARGE = SMALL_LETTER // 8 + 5  # elements of a part of 8 bytes each: large enough
 SUMMED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.int64, torch.int8]
@@ -215,7 +216,7 @@ def killed_on_this_rank(report: str) -> None:
 def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, start = set(os.listdir("/dev/shm")), time.monotonic()
     with pytest.raises(RankError, match="rank 1 died"):
-        run_ranks(killed_on_this_rank, 2, str(tmp_path / "report"), timeout=100)
+        fs.testing.run_ranks(killed_on_this_rank, 2, str(tmp_path / "report"), timeout=100)
     assert time.monotonic() - start < 90
     assert set(os.listdir("/dev/shm")) == before
 
@@ -237,5 +238,5 @@ def outlives_on_this_rank(report: str) -> None:
 def test_who_waits_for_a_rank_that_was_killed_gets_an_error_at_once(tmp_path: Path) -> None:
     report = tmp_path / "report"
     with pytest.raises(RankError, match="rank 1 died"):
-        run_ranks(outlives_on_this_rank, 2, str(report), timeout=100)
+        fs.testing.run_ranks(outlives_on_this_rank, 2, str(report), timeout=100)
     assert report.exists()

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.layout.test_precision import BF16, F16, F32, F64, RULES
+from tests.support.pool import run_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "a.w": (3, 5),

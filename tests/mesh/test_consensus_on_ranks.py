@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functorch_shard as fs
+from tests.support.pool import run_ranks
 
 LINEAR = nn.Linear(3, 5)
 ADVICE = "Every rank must plan the same model, from the same code and options."
@@ -123,7 +124,7 @@ def plan_everything() -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, 
 
 @cache
 def answers(num_ranks: int) -> list[Any]:
-    return fs.testing.run_ranks(plan_everything, num_ranks, timeout=60)
+    return run_ranks(plan_everything, num_ranks, timeout=60)
 
 
 both = pytest.mark.parametrize("num_ranks", [2, 3])
@@ -181,7 +182,7 @@ def count_collectives_of_plan() -> tuple[list[tuple[dict[str, int], int]], str]:
 
 
 def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis() -> None:
-    counts, layouts = zip(*fs.testing.run_ranks(count_collectives_of_plan, 4), strict=True)
+    counts, layouts = zip(*run_ranks(count_collectives_of_plan, 4), strict=True)
     one, two = ({"all_gather": 1}, 32), ({"all_gather": 2}, 32 + 64)  # the second axis passes on what the first gave
     assert list(counts) == [[one, one, two]] * 4
     assert len(set(layouts)) == 1

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.testing import count_collectives, run_ranks
+from functorch_shard.testing import count_collectives
 from tests.support.models import awkward
+from tests.support.pool import run_ranks
 from tests.support.refusals import text_of
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -11,9 +11,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import functorch_shard as fs
-from functorch_shard.testing import run_ranks
 from tests.project import test_peers_rows as rows
 from tests.project.test_peers_rows import assert_close, dense_and_experts, expected_of_experts, whole
+from tests.support.pool import run_ranks
 
 NAMES = [
     name for name, fn in vars(rows).items() if name.startswith("test_") and "mesh" in inspect.signature(fn).parameters

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
 from tests.support.containing import CONTAINERS, parts, train, unsharded, values
+from tests.support.pool import run_ranks
 from tests.support.ranking import dtypes_of, number_of
 from tests.training.test_usage import refusals_of
 

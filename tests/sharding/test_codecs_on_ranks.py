@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.sharding.test_codecs import CODECS, recovery, values
+from tests.support.pool import run_ranks
 
 AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
 FLOATS = ("a.w", "b.w", "c.s")

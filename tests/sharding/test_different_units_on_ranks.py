@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.testing import run_ranks
 from tests.communication.test_order_check_on_ranks import error_of
+from tests.support.pool import run_ranks
 
 LARGE, SMALL = 320, 24  # widths: 0.8 MB a unit in float64, and 4.8 KB
 Uses = Callable[[int, int], list[int]]  # the units that a rank uses in a step

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.testing import count_collectives, run_ranks
+from functorch_shard.testing import count_collectives
 from tests.support.live_bytes import LiveBytes, settle_scatters
 from tests.support.models import awkward, two_layers
+from tests.support.pool import run_ranks
 from tests.support.refusals import text_of
 
 DTYPES = [
@@ -127,7 +128,7 @@ def memory_on_this_rank() -> LiveBytes:
 
 
 def test_only_the_source_holds_more_than_its_shards_and_that_is_one_unit() -> None:
-    source, receiver = (live.growth("start", "sent") for live in run_ranks(memory_on_this_rank, RANKS))
+    source, receiver = (live.growth("start", "sent") for live in fs.testing.run_ranks(memory_on_this_rank, RANKS))
     shards = UNITS * UNIT // RANKS
     assert shards <= receiver < shards + 3000  # what is said about errors
     assert shards <= source < shards + UNIT + 3000

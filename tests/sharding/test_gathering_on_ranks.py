@@ -15,9 +15,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
 from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.support.models import awkward, loss_of, two_layers
+from tests.support.pool import run_ranks
 
 
 def derivatives_on_this_rank(axes: dict[str, int], reduction: str) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.communication import Wrapper
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.gradients import ON_RANK, Data, on_mesh
 from tests.support.models import awkward, loss_of, two_layers
+from tests.support.pool import run_ranks
 
 Gather = Callable[..., fs.Full]
 at_once = partial(fs.gather, lazy=False)

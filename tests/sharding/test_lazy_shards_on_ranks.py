@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from functorch_shard.testing import run_ranks
 from tests.support.odd_shards import BATCHES, FORMS, WRITES, check_batches, check_forms, check_writes
+from tests.support.pool import run_ranks
 
 
 def odd_shards_on_this_rank(axes: dict[str, int]) -> list[list[str]]:

@@ -12,8 +12,9 @@ from torch import nn
 
 import functorch_shard as fs
 from functorch_shard.sharding import one_rank
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward
+from tests.support.pool import run_ranks
 
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
 UNITS = 4

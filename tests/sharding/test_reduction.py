@@ -19,7 +19,8 @@ from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.layout.packing import pack
 from functorch_shard.sharding.reduction import Reductions, reduced_and_cast
 from functorch_shard.storage.memory_kind import Home
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
 
 # Parameters of one buffer each time: awkward ones, and with them more than a small message for each rank.
 SMALL: list[tuple[int, ...]] = [(3, 5), (), (0, 3), (7,), (1,), (17, 31), (0,), (2, 3, 5)]

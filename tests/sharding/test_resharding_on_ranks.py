@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import functorch_shard as fs
 from functorch_shard.layout.transfer_plan import copy_plan
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.freezing import Run, train_in_phases, train_unsharded
 from tests.support.models import awkward, two_layers
+from tests.support.pool import run_ranks
 
 GRID = {"replicate": 2, "shard": 2}
 OPTIONS: dict[str, dict[str, Any]] = {

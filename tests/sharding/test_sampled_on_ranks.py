@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
 from tests.support.sampling import Sample, samples
 
 

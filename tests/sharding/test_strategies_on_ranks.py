@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.testing import count_collectives, run_ranks
+from functorch_shard.testing import count_collectives
 from tests.sharding.test_strategies import (
     assert_full_precision_is_forced,
     assert_gradients,
@@ -23,6 +23,7 @@ from tests.sharding.test_strategies import (
     step,
     traffic,
 )
+from tests.support.pool import run_ranks
 
 STRATEGIES: dict[str, tuple[dict[str, int], bool]] = {
     "FULL_SHARD": ({"shard": 4}, True),

@@ -6,7 +6,7 @@ import multiprocessing
 from multiprocessing import forkserver
 
 MODULES = [
-    "functorch_shard.processes",
+    "functorch_shard.testing.processes",
     "hypothesis",
     "pytest",
     "torch._dynamo",  # torch.func imports it when a transform is used first

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
 from tests.support.accumulation import AXES, WAYS, all_tokens_at_once, big_batch, weighted_by_tokens
+from tests.support.pool import run_ranks
 from tests.training.test_accumulation import assert_reductions
 
 every_way = pytest.mark.parametrize("way", WAYS)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
 from tests.training.test_apply import Values, normalized, train, train_in_a_loop, untouched
 
 CASES = [(momentum, sync) for momentum in (0.1, None) for sync in (True, False)]

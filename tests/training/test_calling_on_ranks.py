@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
 from tests.support.recomputing import (
     STYLES,
     WITH_REENTRY,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.pool import run_ranks
 from tests.training.test_loss_scale import (
     DYNAMIC,
     OPTIMIZERS,

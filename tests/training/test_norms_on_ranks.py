@@ -13,9 +13,10 @@ from torch.func import grad, jvp
 from torch.nn.utils import clip_grad_norm_
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.training.finite import all_finite
 from tests.support.models import loss_of, two_layers
+from tests.support.pool import run_ranks
 from tests.training.test_finite import BAD, WHOLE, told
 from tests.training.test_finite import sharded as spoiled
 from tests.training.test_norms import (

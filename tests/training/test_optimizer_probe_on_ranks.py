@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
 from tests.training.test_optimizer_probe import ACCEPTED, assert_trains_as_by_itself, trained
 
 CHOSEN = [(cls, options) for cls, options, _ in ACCEPTED]

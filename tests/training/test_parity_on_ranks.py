@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from functorch_shard.testing import run_ranks
 from tests.support.parity import CASES, NUMBERS, Training, assert_alike, by_fully_shard, reference, sharded
+from tests.support.pool import run_ranks
 
 Result = dict[tuple[str, str], dict[str, Training]]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, run_ranks
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
 from tests.training.test_unused_parameters import (
     assert_unused_is_zeros_and_none_is_left_alone,
     assert_what_some_ranks_use_is_the_mean_with_zeros,

@@ -1,0 +1,112 @@
+"""Real ranks from processes that stay: what ``fs.testing.run_ranks`` does, without the start of processes.
+
+A call finds processes that have just joined a new group: the group of the call before is destroyed, and environment,
+directory, random numbers, default dtype, grad mode and filters of warnings are those of a new process. What was
+imported, cached or patched for good stays. So a test that ends a rank, compiles, measures memory or looks at imports
+calls ``fs.testing.run_ranks``.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from functorch_shard import processes
+
+Rank = tuple[Any, Connection]
+SEED = torch.initial_seed()  # of every process that has not chosen one
+
+_pool: list[Rank] = []  # the first n of them are the ranks of a call of n
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    """``fs.testing.run_ranks``, on processes that serve later calls too; those of a call that fails are ended."""
+    work = processes._pickled((fn, args, kwargs, dict(os.environ)))
+    deadline = time.monotonic() + timeout
+    ranks = _first(world_size)
+    try:
+        return _collect(ranks, work, deadline, timeout)
+    except BaseException:
+        _end(ranks)
+        raise
+
+
+def _collect(ranks: list[Rank], work: bytes, deadline: float, timeout: float) -> list[Any]:
+    folder = tempfile.mkdtemp(dir=_folder().name)
+    for rank, (_, connection) in enumerate(ranks):
+        connection.send((os.getcwd(), (rank, len(ranks), folder, work, timeout)))
+    results = processes._collect(ranks, deadline, timeout)
+    for _, connection in ranks:
+        connection.send("all have answered")
+    return results
+
+
+def _first(world_size: int) -> list[Rank]:
+    while len(_pool) < world_size:
+        _pool.append(_started())
+    return _pool[:world_size]
+
+
+def _started() -> Rank:
+    context = processes._context()
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="rank_pool_")
+
+
+def _end(ranks: list[Rank]) -> None:
+    for process, connection in ranks:
+        _pool.remove((process, connection))
+        process.kill()
+        process.join()
+        connection.close()
+
+
+def _serve(connection: Connection) -> None:
+    gc.freeze()  # what is loaded stays: a collection after each call need not look at it
+    try:
+        while True:
+            directory, task = connection.recv()
+            with _as_new(directory):
+                connection.send_bytes(processes._answer(*task))
+                connection.recv()  # until all have answered: others may still be connecting to this rank
+    except (EOFError, OSError):  # the tests are over
+        return
+
+
+@contextmanager
+def _as_new(directory: str) -> Iterator[None]:
+    environ = dict(os.environ)
+    os.chdir(directory)
+    torch.manual_seed(SEED)
+    random.seed()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environ)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        gc.collect()

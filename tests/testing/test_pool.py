@@ -1,0 +1,120 @@
+"""Ranks that stay are to each call what new processes are, and give way to new ones when one is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functorch_shard as fs
+from functorch_shard.testing import RankError
+from tests.support import pool
+from tests.support.pool import run_ranks
+
+
+def who_am_i(*args: Any) -> tuple[int, int, int, Any]:
+    total = fs.collectives.psum(torch.tensor(1), fs.init_mesh())
+    assert total == dist.get_world_size()
+    return os.getpid(), dist.get_rank(), dist.get_world_size(), args
+
+
+def pids(world_size: int) -> list[int]:
+    return [pid for pid, *_ in run_ranks(who_am_i, world_size)]
+
+
+def test_calls_of_any_number_of_ranks_share_processes() -> None:
+    first = run_ranks(who_am_i, 3, "x", 1)
+    assert [rest for _, *rest in first] == [[rank, 3, ("x", 1)] for rank in range(3)]
+    assert pids(2) == pids(3)[:2] == [pid for pid, *_ in first[:2]]
+    assert pids(4)[:3] == pids(3)
+
+
+def disturb(directory: str) -> None:
+    """Leave everything as no test should."""
+    fs.init_mesh({"replicate": 1, "shard": 2})
+    os.environ["LEFT_BY_A_TEST"] = "here"
+    del os.environ["HOME"]
+    os.chdir(directory)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.manual_seed(7)
+    random.seed(7)
+    warnings.simplefilter("error")
+
+
+def surroundings() -> dict[str, Any]:
+    warnings.warn("only a warning", stacklevel=1)
+    return {
+        "groups": dist.get_world_size(),
+        "environment": ("LEFT_BY_A_TEST" in os.environ, os.environ["HOME"]),
+        "directory": os.getcwd(),
+        "dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "drawn": torch.rand(3).tolist(),
+    }
+
+
+def test_a_call_finds_what_a_new_process_finds(tmp_path: Path) -> None:
+    before = pids(2)
+    run_ranks(disturb, 2, str(tmp_path))
+    assert run_ranks(surroundings, 2) == fs.testing.run_ranks(surroundings, 2)
+    assert pids(2) == before
+
+
+def test_ranks_see_the_environment_and_the_directory_of_the_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_ranks(who_am_i, 1)
+    monkeypatch.setenv("POOL_TEST", "here")
+    monkeypatch.chdir(tmp_path)
+    assert run_ranks(os.getenv, 2, "POOL_TEST") == ["here"] * 2
+    assert run_ranks(os.getcwd, 2) == [str(tmp_path)] * 2
+    monkeypatch.delenv("POOL_TEST")
+    assert run_ranks(os.getenv, 2, "POOL_TEST") == [None] * 2
+
+
+def fail(how: str) -> None:
+    """Rank 1 does as told; the others wait for it in a collective."""
+    if dist.get_rank() == 1:
+        {"raise": lambda: {}["absent"], "die": lambda: os._exit(3), "hang": lambda: time.sleep(600)}[how]()
+    dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text", "timeout"),
+    [
+        ("raise", KeyError, "absent", 60),
+        ("die", RankError, "rank 1 died without an answer, exit code 3", 60),
+        ("hang", RankError, r"no answer from rank \[0, 1, 2\] within 1 s; all were ended", 1),
+    ],
+)
+def test_after_a_failure_there_are_new_processes(how: str, kind: type[Exception], text: str, timeout: float) -> None:
+    before = pids(4)
+    with pytest.raises(kind, match=text) as caught:
+        run_ranks(fail, 3, how, timeout=timeout)
+    if how == "raise":
+        assert str(caught.value.__cause__).startswith("on rank 1:\nTraceback")
+        assert "test_pool.py" in str(caught.value.__cause__)
+    assert not [pid for pid in before[:3] if Path(f"/proc/{pid}").exists()]
+    assert not {*before[:3]} & {*pids(4)}
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_sent() -> None:
+    before = pids(2)
+    with pytest.raises(TypeError, match="cannot be sent to another process"):
+        run_ranks(lambda: None, 2)
+    assert pids(2) == before
+
+
+def test_a_process_ends_when_nobody_can_ask_it_any_more() -> None:
+    process, connection = pool._started()
+    connection.close()
+    process.join(60)
+    assert process.exitcode == 0
