@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functorch_shard import processes
+from functorch_shard.testing import processes
 
 Rank = tuple[Any, Connection]
 SEED = torch.initial_seed()  # of every process that has not chosen one
