@@ -151,7 +151,7 @@ def test_names_are_mapped_in_both_directions(tmp_path: Path) -> None:
     assert "'fc.wieght': not in the layout (did you mean 'fc.weight'?)" in refused(
         import_safetensors, tmp_path / "0", layout, names={"fc.wieght": "w"}
     )
-    text = refused(export_safetensors, params, tmp_path / "2", names=lambda name: "w")
+    text = refused(export_safetensors, tmp_path / "2", params, names=lambda name: "w")
     assert "'w': the name of two tensors" in text
     assert not (tmp_path / "2").exists()
 
@@ -310,10 +310,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     params = fs.shard(values(), layout)
     wrong: Any = values()
     assert refused(import_safetensors, tmp_path, wrong).startswith("TypeError: import_safetensors: layout: got dict")
-    assert refused(export_safetensors, wrong, tmp_path / "x").startswith("TypeError: export_safetensors: got dict")
+    assert refused(export_safetensors, tmp_path / "x", wrong).startswith("TypeError: export_safetensors: got dict")
     assert "files: got 3" in refused(import_safetensors, 3, layout)
     assert "names: got int" in refused(import_safetensors, tmp_path, layout, names=3)
-    assert "max_shard_size: got 0" in refused(export_safetensors, params, tmp_path / "x", max_shard_size=0)
+    assert "max_shard_size: got 0" in refused(export_safetensors, tmp_path / "x", params, max_shard_size=0)
     complex128 = {"z": torch.zeros(2, dtype=torch.complex128)}
     assert "'z': torch.complex128, which safetensors files cannot hold" in refused(
         export_safetensors, fs.shard(complex128, planned(complex128)), tmp_path / "x"

@@ -71,8 +71,8 @@ def faults(mesh: fs.Mesh, folder: Path) -> list[str]:
     mine, layout = folder / f"rank{mesh.rank}", fs.plan(linears(), mesh)
     params = fs.shard(linears(), layout)
     told = [text_of(import_safetensors, folder / ("big" if mesh.rank == 0 else "none"), layout)]
-    told.append(text_of(export_safetensors, params, folder / "big"))
-    told.append(text_of(export_safetensors, params, mine, names=3 if mesh.rank else None))
+    told.append(text_of(export_safetensors, folder / "big", params))
+    told.append(text_of(export_safetensors, mine, params, names=3 if mesh.rank else None))
     write = safetensors_writer.write_numbers
 
     def fills_up(file: Any, x: Tensor) -> None:
@@ -81,7 +81,7 @@ def faults(mesh: fs.Mesh, folder: Path) -> list[str]:
         write(file, x)
 
     safetensors_writer.write_numbers = fills_up
-    told.append(text_of(export_safetensors, params, folder / "full", max_shard_size=UNIT))
+    told.append(text_of(export_safetensors, folder / "full", params, max_shard_size=UNIT))
     safetensors_writer.write_numbers = write
     dist.barrier()  # nobody is left behind
     return told

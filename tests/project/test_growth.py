@@ -246,7 +246,7 @@ def unknown_policies(n: int) -> Callable[[], Any]:
 def unknown_names_of_files(n: int) -> Callable[[], Any]:
     params = sharded(n)
     names = {Name(f"block.{i}.w"): "w" for i in range(n)}
-    return lambda: refused(fs.checkpoint.export_safetensors, params, "nowhere", names=names)
+    return lambda: refused(fs.checkpoint.export_safetensors, "nowhere", params, names=names)
 
 
 def without_rank_dims(n: int) -> Callable[[], Any]:
