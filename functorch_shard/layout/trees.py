@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..containers import opened
 from ..errors import table
 from ..mesh.mesh import Mesh
+from ..torch_internals.checkpointing import swaps_of_functional_call
 from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
+from ..torch_internals.recomputation import plain_tensors_watched
 from ..torch_internals.rnn import own_weights_again
 from .layout import Layout
 
@@ -64,19 +67,34 @@ class Full(dict[str, Any]):
     the layout; what ``torch.save`` writes is a plain state dict, which ``torch.load`` reads with its defaults.
     """
 
-    __slots__ = ("layout",)
+    __slots__ = ("_calls", "layout")
 
     def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], layout: Layout) -> None:
         super().__init__(tensors)
         self.layout = layout
 
     def copy(self) -> Full:
+        if not torch.compiler.is_compiling():
+            self._begin(swaps_of_functional_call())
         return Full(self, self.layout)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         super().update(*args, **kwargs)
         if not torch.compiler.is_compiling():
             own_weights_again(self)
+            self._end(swaps_of_functional_call())
+
+    def _begin(self, module: nn.Module | None) -> None:
+        """Of a ``functional_call``, which copies the mapping that it is given."""
+        if module is not None and any(type(self.get(name)) is Tensor for name in self.layout.slots):
+            watch = ExitStack()
+            watch.enter_context(plain_tensors_watched(module))
+            self._calls = [*getattr(self, "_calls", ()), watch]
+
+    def _end(self, module: nn.Module | None) -> None:
+        """Of a ``functional_call``, which brings the mapping up to date."""
+        if module is not None and getattr(self, "_calls", None):
+            self._calls.pop().close()
 
     def __or__(self, other: Mapping[str, Any]) -> Full:
         """With other values for some names, as ``shard(full | edited, layout)`` takes them."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C._autograd import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
@@ -21,6 +22,8 @@ _CHECKPOINT = "torch.utils.checkpoint", "checkpoint"
 _REENTRANT = "torch.utils.checkpoint", "forward"
 
 _FUNCTIONAL_CALL = "torch.nn.utils.stateless", "_functional_call"
+_UNTIES = "torch.nn.utils.stateless", "_untie_named_tensors_map"
+_REPARAMETRIZES = "torch.nn.utils.stateless", "_reparametrize_module"
 
 
 def has_compiled() -> bool:
@@ -128,3 +131,30 @@ def _raised_at(error: BaseException) -> list[tuple[Any, str]]:
         places.append((trace.tb_frame.f_globals.get("__name__"), trace.tb_frame.f_code.co_name))
         trace = trace.tb_next
     return places
+
+
+def may_be_in_checkpoint() -> bool:
+    """A cheap answer: no where ``checkpointed_regions`` and ``reentrant_checkpoint`` find nothing."""
+    return not torch.is_grad_enabled() or _top_saved_tensors_default_hooks(False) is not None
+
+
+def swaps_of_functional_call() -> nn.Module | None:
+    """Asked by ``copy`` or ``update`` of a mapping: the module of the ``functional_call`` that calls it.
+
+    Torch copies the mapping before it swaps anything, updates it when all is swapped back, and raises nothing in
+    between but what ``strict`` finds.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    begins = frame is not None and _is_at(frame, _UNTIES)
+    frame = frame.f_back if frame is not None and begins else frame
+    if frame is None or not _is_at(frame, _REPARAMETRIZES):
+        return None
+    module, given, strict = (frame.f_locals[name] for name in ("module", "parameters_and_buffers", "strict"))
+    return None if begins and strict and not _has_exactly(module, given) else module
+
+
+def _has_exactly(module: nn.Module, names: Iterable[str]) -> bool:
+    """Whether these are all of its tensors, tied ones under any of their names."""
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    given = {id(own.get(name)) for name in names}
+    return all(name in own for name in names) and all(id(x) in given for x in own.values())

@@ -186,10 +186,15 @@ class _CompiledCall:
         self.module.__dict__[self.kind] = own
 
 
-def _compiled_call(module: nn.Module, places: Sequence[_Place]) -> _CompiledCall | None:
-    """That of ``torch.compile(module)`` or of ``module.compile()``."""
+def compiled_call(module: nn.Module) -> str | None:
+    """The attribute that holds the call of ``torch.compile(module)`` or of ``module.compile()``."""
     name = "forward" if "_orig_mod" in module._modules else "_compiled_call_impl"
-    if module.__dict__.get(name) is None:
+    return None if module.__dict__.get(name) is None else name
+
+
+def _compiled_call(module: nn.Module, places: Sequence[_Place]) -> _CompiledCall | None:
+    name = compiled_call(module)
+    if name is None:
         return None
     modules = set(module.modules())
     return _CompiledCall(module, name, [place for place in places if place.module in modules])

@@ -1,18 +1,19 @@
 """What ``torch.utils.checkpoint`` may not do in silence: recompute with other tensors than forward used.
 
 See Note [Recomputation] in parameter_swap.py. Under plain ``functional_call`` nothing puts the tensors back for the
-recomputation: it is refused, in forward where lazy tensors can tell, and else when backward meets what forward did not.
+recomputation: it is refused, in forward where lazy tensors or the ``Full`` that they come in can tell, and else when
+backward meets what forward did not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
@@ -21,13 +22,15 @@ from .checkpointing import (
     checkpointed_regions,
     given_to_checkpoint,
     has_compiled,
+    in_transform,
+    may_be_in_checkpoint,
     recomputed_region,
     reentrant_checkpoint,
     refused_checkpoint,
     refused_reentrant,
     swapped_around_checkpoint,
 )
-from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, around
+from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, around, compiled_call
 
 _USE_CALL = (
     "functional_call puts the module's own parameters back when it returns, so what a module that checkpoints itself "
@@ -51,10 +54,70 @@ def checkpoints_explained(verb: str) -> Iterator[None]:
 
 def refuse_swapped(is_in: Callable[[Iterable[Any]], bool]) -> None:
     """Refuse what a checkpoint uses, if it is ``is_in`` what a ``functional_call`` around that will take away again."""
-    if not checkpointed_regions() and reentrant_checkpoint() is None:
+    reentrant = reentrant_checkpoint() is not None
+    if not checkpointed_regions() and not reentrant:
         return
     if any(is_in(swapped.values()) for swapped in swapped_around_checkpoint()) and not is_in(_passed()):
-        raise RuntimeError(f"gather: a gathered parameter is used inside torch.utils.checkpoint. {_USE_CALL}")
+        more = f" And {NOT_REENTRANT}" if reentrant else ""
+        raise RuntimeError(f"gather: a gathered parameter is used inside torch.utils.checkpoint. {_USE_CALL}{more}")
+
+
+@contextmanager
+def plain_tensors_watched(module: nn.Module) -> Iterator[None]:
+    """While ``functional_call`` has plain tensors in ``module``: refuse them as lazy ones refuse themselves."""
+    if not torch.is_grad_enabled() or in_transform():
+        yield
+        return
+    calls = {m: name for m in module.modules() if (name := compiled_call(m))}
+    inside = {part for m in calls for part in m.modules()}  # torch.compile reads their tensors without asking
+    kinds = "_parameters", "_buffers"
+    places = [(m, kind) for m in module.modules() if m not in inside for kind in kinds if m.__dict__[kind]]
+    before = [(m.__dict__, name, m.__dict__[name]) for m, name in (*calls.items(), *places)]
+    for m, name in calls.items():
+        m.__dict__[name] = _refusing(m, m.__dict__[name])
+    for m, kind in places:
+        m.__dict__[kind] = _Watched(m.__dict__[kind])
+    try:
+        yield
+    finally:
+        for attributes, name, own in before:
+            if isinstance(held := attributes[name], _Watched):
+                own.clear()
+                own.update(dict.copy(held))  # with what the model may have made
+            attributes[name] = own
+
+
+class _Watched(dict[str, Any]):
+    """What a module has while ``functional_call`` runs it."""
+
+    def __getitem__(self, name: str) -> Any:
+        x = super().__getitem__(name)
+        if not torch.compiler.is_compiling() and may_be_in_checkpoint() and not isinstance(x, Parameter):
+            refuse_swapped(lambda values: any(x is y for y in values))
+        return x
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401  (that is this)
+
+    def values(self) -> Any:
+        return [self[name] for name in self]
+
+    def items(self) -> Any:
+        return [(name, self[name]) for name in self]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict.copy(self),)  # of a module that is copied while it runs
+
+
+def _refusing(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        for part in module.modules():
+            for kind in (part._parameters, part._buffers):
+                _Watched(kind).values()
+        return call(*args, **kwargs)
+
+    return refusing
 
 
 def _passed() -> list[Any]:

@@ -316,7 +316,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert "max_shard_size: got 0" in refused(export_safetensors, tmp_path / "x", params, max_shard_size=0)
     complex128 = {"z": torch.zeros(2, dtype=torch.complex128)}
     assert "'z': torch.complex128, which safetensors files cannot hold" in refused(
-        export_safetensors, fs.shard(complex128, planned(complex128)), tmp_path / "x"
+        export_safetensors, tmp_path / "x", fs.shard(complex128, planned(complex128))
     )
     inside = layout.mesh.spmd(lambda params: export_safetensors(tmp_path / "x", params))
     assert "called inside mesh.spmd" in refused(inside, params)

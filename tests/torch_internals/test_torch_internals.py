@@ -19,11 +19,13 @@ from functorch_shard.torch_internals.autograd import backward_comes_to, backward
 from functorch_shard.torch_internals.checkpointing import (
     checkpointed_regions,
     given_to_checkpoint,
+    may_be_in_checkpoint,
     recomputed_region,
     reentrant_checkpoint,
     refused_checkpoint,
     refused_reentrant,
     swapped_around_checkpoint,
+    swaps_of_functional_call,
 )
 from functorch_shard.torch_internals.pytree import torch_node
 from functorch_shard.torch_internals.rnn import own_weights_again
@@ -332,6 +334,50 @@ def test_an_rnn_has_its_own_weights_again_when_functional_call_is_done() -> None
     functional_call(model, Updated(others), (x,))
     assert all(kept is mine for kept, mine in zip(rnn._flat_weights, own, strict=True))
     Updated(others).update(others)  # nobody's module
+
+
+class Asked(dict[str, Any]):
+    """What ``functional_call`` takes, which asks whose it is."""
+
+    def __init__(self, tensors: Any, seen: list[Any]) -> None:
+        super().__init__(tensors)
+        self.seen = seen
+
+    def copy(self) -> Any:
+        self.seen.append(swaps_of_functional_call())
+        return super().copy()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(swaps_of_functional_call())
+
+
+def test_a_mapping_knows_the_module_that_functional_call_swaps_it_into_before_and_after() -> None:
+    model, x, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2), []
+    model[1].weight = model[0].weight
+    whole = Asked(dict(model.named_parameters()), seen)
+    functional_call(model, whole, (x,), strict=True)
+    functional_call(model, Asked({"0.bias": torch.ones(2)}, seen), (x,))
+    assert seen == [model] * 4
+    for names, reason in ((["0.bias"], "Missing"), ([*whole, "else"], "Unexpected")):
+        with pytest.raises(RuntimeError, match=reason):
+            functional_call(model, Asked(dict.fromkeys(names, torch.ones(2)), seen), (x,), strict=True)
+    with pytest.raises(AttributeError, match="no attribute"):
+        functional_call(model, Asked({"else.bias": x}, seen), (x,))
+    whole.copy()
+    whole.update()
+    assert seen[4:] == [None, None, model, model, None, None]
+
+
+def test_outside_of_checkpoints_a_cheap_question_says_so() -> None:
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(may_be_in_checkpoint())
+        return x.sin()
+
+    for reentrant in (False, True):
+        look(checkpoint(look, torch.ones(1, requires_grad=True), use_reentrant=reentrant))
+    assert seen == [True, False] * 2
 
 
 def test_an_error_of_functional_call_comes_through() -> None:

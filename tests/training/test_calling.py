@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -60,17 +61,76 @@ def test_ten_steps_are_bitwise_those_without_checkpointing(style: str) -> None:
     assert own_state(model)[: len(before)] == before
 
 
+@pytest.mark.parametrize("kind", [lambda full: full, dict], ids=["in the dict of gather", "in another dict"])
 @pytest.mark.parametrize("lazy", [None, False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_functional_call_of_them_is_refused_with_the_name_of_the_call_to_use(style: str, lazy: bool | None) -> None:
+def test_functional_call_of_them_is_refused_with_the_name_of_the_call_to_use(
+    style: str, lazy: bool | None, kind: Any
+) -> None:
     if style == "nested" and BEFORE_213:
         pytest.skip("after any error in nested checkpoints, torch before 2.13 leaves their hooks in place")
     model = build(style, WITHOUT_REENTRY)
     before = own_state(model)[:4]
-    text = refused(train, fs.init_mesh(), model, partial(by_functional_call, lazy=lazy))
+    run = lambda model, params, x: functional_call(model, kind(fs.gather(params, lazy=lazy)), (x,))  # noqa: E731
+    text = refused(train, fs.init_mesh(), model, run)
     assert "torch.utils.checkpoint" in text
     assert "functorch_shard.call(model, params, ...)" in text
     assert own_state(model)[:4] == before
+
+
+@pytest.mark.parametrize("more", [{}, {"unused": torch.ones(1)}])
+@pytest.mark.parametrize("lazy", [None, False, True])
+@pytest.mark.parametrize("how", [WITHOUT_REENTRY, WITH_REENTRY], ids=["without reentry", "with reentry"])
+@pytest.mark.parametrize("style", STYLES)
+def test_functional_call_of_them_is_refused_under_plain_autograd_too(
+    style: str, how: Any, lazy: bool | None, more: dict[str, Tensor]
+) -> None:
+    if style == "nested" and BEFORE_213:
+        pytest.skip("after any error in nested checkpoints, torch before 2.13 leaves their hooks in place")
+    model, mesh = build(style, how), fs.init_mesh()
+    leaves = leaves_of(fs.shard(model, fs.plan(model, mesh)))
+    kinds, before = _dicts(model), own_state(model)[:4]
+    full = fs.gather(leaves, lazy=lazy)
+    text = refused(lambda: functional_call(model, full | more if more else full, (inputs(),)))
+    assert "functorch_shard.call(model, params, ...)" in text
+    assert ("use_reentrant=False" in text) == (how is WITH_REENTRY)
+    assert (_dicts(model), own_state(model)[:4]) == (kinds, before)
+
+
+def test_functional_call_is_refused_where_the_gradient_is_that_of_the_input_alone() -> None:
+    model = Plain().requires_grad_(False)
+    full = fs.gather(fs.shard(model, fs.plan(model, fs.init_mesh())))
+    text = refused(lambda: functional_call(model, full, (inputs().requires_grad_(),)))
+    assert "functorch_shard.call(model, params, ...)" in text
+    with torch.no_grad():
+        assert_trees_close(functional_call(model, full, (inputs(),)), model(inputs()), rtol=0, atol=0)
+
+
+def test_functional_call_leaves_the_model_as_it_was_also_when_it_takes_nothing() -> None:
+    class Making(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            self.register_buffer("seen", x.detach())
+            self.layers[0].register_parameter("made", nn.Parameter(x[0].detach()))
+            return super().forward(x)
+
+    model = Making(how=_as_it_is)
+    model.layers[2].weight = model.layers[1].weight
+    full = fs.gather(leaves_of(fs.shard(model, fs.plan(model, fs.init_mesh()))))
+    kinds, before = _dicts(model), own_state(model)
+    assert "Missing key" in refused(
+        lambda: functional_call(model, fs.Full({"layers.0.bias": full["layers.0.bias"]}, full.layout), strict=True)
+    )
+    assert "Unexpected key" in refused(
+        lambda: functional_call(model, full | {"no": full["layers.0.bias"]}, strict=True)
+    )
+    with pytest.raises(AttributeError, match="other"):
+        functional_call(model, full | {"other.weight": torch.ones(1)}, inputs())
+    assert "not an instance of torch.Tensor" in refused(lambda: functional_call(model, full | {"layers.2.bias": 3}))
+    assert (_dicts(model), own_state(model)) == (kinds, before)
+    expected = functional_call(copy.deepcopy(model), dict(full), (inputs(),), strict=True)
+    assert torch.equal(functional_call(model, full, (inputs(),), strict=True), expected)
+    assert _dicts(model) == kinds
+    assert {name for name, _, _ in own_state(model)} - {name for name, _, _ in before} == {"seen", "layers.0.made"}
 
 
 def test_functional_call_of_a_model_on_meta_is_refused_too() -> None:
@@ -78,6 +138,7 @@ def test_functional_call_of_a_model_on_meta_is_refused_too() -> None:
     params = fs.shard(model, fs.plan(model, mesh))
     loss = lambda run, p: run(model.to("meta"), p, inputs()).sum()  # noqa: E731
     assert "functorch_shard.call" in refused(fs.grad(partial(loss, by_functional_call)), params)
+    gc.collect()
     assert_trees_close(
         dict(fs.grad(partial(loss, fs.call))(params)),
         dict(fs.grad(lambda p: by_functional_call(Plain(how=_as_it_is), p, inputs()).sum())(params)),
@@ -116,7 +177,10 @@ def test_a_frozen_part_is_recomputed_with_what_was_gathered() -> None:
     by_input = lambda run, model: fs.grad(partial(loss, run, model))(inputs())  # noqa: E731
     expected = by_input(by_functional_call, Plain(how=_as_it_is, frozen=True))
     assert torch.equal(by_input(fs.call, model), expected)
-    assert "may have other values" in refused(by_input, by_functional_call, model)
+    assert "functorch_shard.call" in refused(by_input, by_functional_call, model)
+    gc.collect()
+    in_a_dict = lambda model, params, x: functional_call(model, dict(fs.gather(params)), (x,))  # noqa: E731
+    assert "may have other values" in refused(by_input, in_a_dict, model)
     loss(fs.call, model, x).backward()
     assert torch.equal(x.grad, expected)  # pyright: ignore[reportArgumentType]
 
@@ -535,3 +599,32 @@ def test_compiled_parts_are_recomputed_with_the_parameters_of_forward(in_place: 
         assert _dicts(model) == kinds
         assert [dict(m.__dict__) for m in model.modules()] == calls
     assert_trees_close(results[2:], results[:2], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.parametrize("lazy", [None, False])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_parts_that_are_checkpointed_are_refused_under_functional_call(
+    in_place: bool, lazy: bool | None
+) -> None:
+    torch.compiler.reset()
+    model = Compiled(in_place, again)
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    kinds, calls = _dicts(model), [dict(m.__dict__) for m in model.modules()]
+    loss = lambda p: by_functional_call(model, p, inputs(), lazy).square().sum()  # noqa: E731
+    for text in (refused(fs.grad(loss), params), refused(loss, leaves_of(params))):
+        assert "functorch_shard.call(model, params, ...)" in text
+    assert _dicts(model) == kinds
+    assert [dict(m.__dict__) for m in model.modules()] == calls
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+def test_a_compiled_function_of_a_model_is_compiled_once_for_all_its_functional_calls() -> None:
+    torch.compiler.reset()
+    model, count = Plain(how=_as_it_is), CompileCounterWithBackend("aot_eager")
+    model.how = lambda fn, x: compiled(x)
+    compiled = torch.compile(lambda x: model.layers[1](model.layers[0](x)), backend=count, fullgraph=True)
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    for _ in range(3):
+        by_functional_call(model, leaves_of(params), inputs()).sum().backward()
+    assert count.frame_count == 1
