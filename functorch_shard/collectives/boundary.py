@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..torch_internals.autograd import backward_comes_to, nodes, nodes_behind
+from ..torch_internals.autograd import backward_comes_to, differentiates_twice, nodes, nodes_behind
 from ..torch_internals.transforms import current_level
 
 
@@ -87,10 +87,13 @@ def takes_mean(ctx: Any, boundary: Boundary | None) -> bool:
     """Whether the node ``ctx`` takes the mean itself, in the backward that is running.
 
     Raises:
-        RuntimeError: it does, and so would another one that this derivative is about to go through.
+        RuntimeError: it does, and so would another one that this derivative is about to go through. Or this is half of
+            a second derivative that takes backward for the transpose of forward, and the mean is not.
     """
     if boundary is not None and boundary.reached:
         return False
+    if not ctx.transposes and (name := differentiates_twice()):
+        raise RuntimeError(_NOT_THE_TRANSPOSE.format(name))
     if any(backward_comes_to(node) for node in nodes(*nodes_behind(ctx)) if getattr(node, "averages", False)):
         raise RuntimeError(_TWICE)
     return True
@@ -100,4 +103,9 @@ _TWICE = (
     "gather: this derivative goes through a gather of values that were computed from another gather, as in a gradient "
     "through a training step. torch.func.grad and backward() would take the mean over ranks at each of them. Let the "
     "outermost reverse-mode derivative be fs.grad (or fs.grad_and_value), which takes it once; inside, either will do."
+)
+_NOT_THE_TRANSPOSE = (
+    "gather: torch.autograd.functional.{} takes the backward of gather for its transpose. It is the mean (or the sum) "
+    "over ranks, and the result would be off by a factor. Use forward mode: torch.func.jvp(loss, (params,), (v,)), and "
+    "for the product of the Hessian with v torch.func.jvp(fs.grad(loss), (params,), (v,))."
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isclose, prod
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ def averaged(x: Tensor, axes: Sequence[Axis], divisors: tuple[float, float], red
     places: list[Any] = [(*place_of(axis), axis) for axis in axes if axis.size > 1]
     if not places and before * after != 1:
         places = [(None, None, _Nobody())]
-    last = len(places) - 1
+    last, transposes = len(places) - 1, isclose(before * after, prod(axis.size for axis in axes))
     for i in range(last, -1, -1):  # backward goes from the first to the last
-        how = (before if i == 0 else 1, after if i == last else 1, reduced, i == 0)
+        how = (before if i == 0 else 1, after if i == last else 1, reduced, transposes, i == 0)
         x = _Averaged.apply(x, *places[i], how)
     return x
 
@@ -44,13 +45,13 @@ class _Averaged(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
-        ctx.boundary, ctx.averages = here(), inputs[4][-1]
+        ctx.boundary, (*_, ctx.transposes, ctx.averages) = here(), inputs[4]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         if not takes_mean(ctx, ctx.boundary):
             return grad, None, None, None, None
-        *place, axis, (before, after, reduced, _) = saved(ctx)
+        *place, axis, (before, after, reduced, *_) = saved(ctx)
         addend = (grad if before == 1 else grad / before).to(reduced)
         total = psum_at(addend, place[0], place[1], axis) if isinstance(axis, Axis) else axis.psum(addend)
         total = total.to(grad.dtype)

@@ -177,6 +177,7 @@ class _FirstCopy(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, ctx.dim, ctx.averages = inputs
         ctx.size, ctx.boundary = x.shape[ctx.dim], here()
+        ctx.transposes = ctx.size == 1
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -35,7 +35,7 @@ from ..torch_internals.tensors import (
 )
 from ..torch_internals.transforms import in_transform
 from .prefetch import Cell, Part, Session
-from .reduction import copies, reduced, scattered
+from .reduction import copies, is_transpose, reduced, scattered
 
 aten = torch.ops.aten
 _PLAIN_COPY = (
@@ -278,6 +278,7 @@ class _Gather(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.part, *_ = inputs
         ctx.boundary, ctx.averages = here(), _has_mean(ctx.part)
+        ctx.transposes = all(is_transpose(buffer, ctx.part.layout) for buffer in ctx.part.buffers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from threading import RLock
 from typing import Any
 
@@ -149,6 +150,12 @@ def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
     """The axes whose ranks hold copies of a shard."""
     names = [layout.replicate_axis, *([layout.shard_axis] if buffer.num_shards == 1 else [])]
     return [layout.mesh[name] for name in names if layout.axis_size(name) > 1]
+
+
+def is_transpose(buffer: Buffer, layout: Layout) -> bool:
+    """Whether the mean (or the sum) over ranks is the transpose of a gather, for equal values of equal copies."""
+    divisor = layout.num_ranks if layout.reduction == "mean" else 1
+    return prod(axis.size for axis in copies(buffer, layout)) == divisor
 
 
 def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd.graph import _engine_run_backward
+
+from .frames import callers
 
 _BEFORE_ALL_OTHERS = 2**62
 
@@ -57,3 +60,15 @@ def nodes(*roots: Any) -> Iterator[Any]:
 def nodes_behind(node: Any) -> list[Any]:
     """Those that backward goes on to from ``node``, with ``None`` where it ends."""
     return [behind for behind, _ in node.next_functions]
+
+
+def differentiates_twice() -> str | None:
+    """Which function of ``torch.autograd.functional`` that differentiates its own gradient runs, in whatever thread.
+
+    Backward of what is on another device runs in a thread of that device, below nothing that called it.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    frames = [frame for top in sys._current_frames().values() for frame in callers(top)]
+    names = [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") == "torch.autograd.functional"]
+    return next((name for name in names if name in ("jvp", "hvp", "vhp", "hessian")), None)

@@ -16,6 +16,7 @@ from torch._C._autograd import (
 )
 
 from .autograd import backward_pass
+from .frames import callers, is_at
 
 _CHECKPOINT = "torch.utils.checkpoint", "checkpoint"
 
@@ -78,7 +79,7 @@ def reentrant_checkpoint() -> FrameType | None:
     """
     if torch.is_grad_enabled() or backward_pass() is not None:
         return None
-    return next((frame for frame in _callers() if _is_at(frame, _REENTRANT)), None)
+    return next((frame for frame in callers() if is_at(frame, _REENTRANT)), None)
 
 
 def swapped_around_checkpoint() -> Iterator[Mapping[str, Any]]:
@@ -87,27 +88,16 @@ def swapped_around_checkpoint() -> Iterator[Mapping[str, Any]]:
     The stack is torch's only record of it.
     """
     inside = True
-    for frame in _callers():
-        inside = inside and not _is_at(frame, _CHECKPOINT)
-        if not inside and _is_at(frame, _FUNCTIONAL_CALL):
+    for frame in callers():
+        inside = inside and not is_at(frame, _CHECKPOINT)
+        if not inside and is_at(frame, _FUNCTIONAL_CALL):
             yield frame.f_locals["parameters_and_buffers"]
 
 
 def given_to_checkpoint() -> Any:
     """The function that the innermost checkpoint runs, and its arguments."""
-    held = next((f.f_locals for f in _callers() if _is_at(f, _CHECKPOINT)), {})
+    held = next((f.f_locals for f in callers() if is_at(f, _CHECKPOINT)), {})
     return held.get("function"), held.get("args", ()), held.get("kwargs", {})
-
-
-def _callers() -> Iterator[FrameType]:
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_at(frame: FrameType, place: tuple[str, str]) -> bool:
-    return frame.f_code.co_name == place[1] and frame.f_globals.get("__name__") == place[0]
 
 
 def refused_checkpoint(error: BaseException) -> bool:
@@ -145,9 +135,9 @@ def swaps_of_functional_call() -> nn.Module | None:
     between but what ``strict`` finds.
     """
     frame: FrameType | None = sys._getframe(2)
-    begins = frame is not None and _is_at(frame, _UNTIES)
+    begins = frame is not None and is_at(frame, _UNTIES)
     frame = frame.f_back if frame is not None and begins else frame
-    if frame is None or not _is_at(frame, _REPARAMETRIZES):
+    if frame is None or not is_at(frame, _REPARAMETRIZES):
         return None
     module, given, strict = (frame.f_locals[name] for name in ("module", "parameters_and_buffers", "strict"))
     return None if begins and strict and not _has_exactly(module, given) else module

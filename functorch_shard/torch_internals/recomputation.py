@@ -22,7 +22,6 @@ from .checkpointing import (
     checkpointed_regions,
     given_to_checkpoint,
     has_compiled,
-    in_transform,
     may_be_in_checkpoint,
     recomputed_region,
     reentrant_checkpoint,
@@ -31,6 +30,7 @@ from .checkpointing import (
     swapped_around_checkpoint,
 )
 from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, around, compiled_call
+from .transforms import in_transform
 
 _USE_CALL = (
     "functional_call puts the module's own parameters back when it returns, so what a module that checkpoints itself "

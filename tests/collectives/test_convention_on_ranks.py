@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import functional
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
@@ -16,9 +17,11 @@ from tests.support.convention import (
     Samples,
     Side,
     autograd_grad,
+    direction,
     dot_over_ranks,
     expected,
     on_mesh,
+    plain_loss,
     sharded_loss,
     sharded_side,
     whole_parameters,
@@ -104,6 +107,70 @@ def test_torch_autograd_inside_of_fs_grad_and_products_by_anybody_are_exact(axes
     for results in run_ranks(products_on_this_rank, size(axes), axes):
         for result in results:
             assert_trees_close(result, {task: want[task] for task in result}, rtol=1e-10, atol=1e-13)
+
+
+def twice_on_this_rank(axes: dict[str, int], reduction: Any) -> list[Any]:
+    """What torch.autograd.functional makes of the loss: itself or an error, beside forward mode; and by the input."""
+    mesh = fs.init_mesh(axes)
+    layout = fs.plan(whole_parameters(), mesh, reduction=reduction)
+    params, v = fs.shard(whole_parameters(), layout), fs.shard(direction(), layout)
+    rows = Samples(*mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors())))
+    results = []
+    for lazy in LAZY.values():
+        loss = lambda p, x=rows.x, lazy=lazy: sharded_loss(p, x, rows.y, lazy)  # noqa: E731
+        of_shards = lambda *xs, loss=loss: loss(fs.Sharded(zip(params, xs, strict=True), layout))  # noqa: E731
+        product = torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1]
+        want = torch.func.jvp(loss, (params,), (v,))[1], *[tuple(product.values())] * 2
+        given = tuple(params.values()), tuple(v.values())
+        for function, value in zip((functional.jvp, functional.hvp, functional.vhp), want, strict=True):
+            told = text_of(function, of_shards, *given)
+            results.append(told or all_close(function(of_shards, *given)[1], value))
+        leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, layout)
+        by_input = functional.hvp(lambda x, loss=loss, leaves=leaves: loss(leaves, x), rows.x, rows.next_x)[1]
+        alone = functional.hvp(lambda x: plain_loss(whole_parameters(), x, rows.y), rows.x, rows.next_x)[1]
+        results.append(all_close(by_input, alone))
+    return results
+
+
+def all_close(a: Any, b: Any) -> bool:
+    assert_trees_close(a, b, rtol=1e-10, atol=1e-13)
+    return True
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@every_mesh
+def test_torch_autograd_functional_is_right_or_refused_on_every_rank(axes: dict[str, int], reduction: str) -> None:
+    copies, shards = axes.get("replicate", 1), axes["shard"]
+    right = (copies if reduction == "sum" else shards) == 1
+    for results in run_ranks(twice_on_this_rank, size(axes), axes, reduction):
+        for *twice, by_input in (results[:4], results[4:]):
+            assert by_input is True
+            for name, result in zip(("jvp", "hvp", "vhp"), twice, strict=True):
+                assert result is True if right else f"torch.autograd.functional.{name} takes the backward" in result
+
+
+def by_hand_on_this_rank(axes: dict[str, int]) -> list[Any]:
+    """Second derivatives of what ranks return and nobody sums: by fs.grad, and by backward()."""
+    mesh, tasks = fs.init_mesh(axes), ["reverse over reverse", "penalty on the norm of the gradient"]
+    mine = lambda a, b: torch.stack([(a[key] * b[key]).sum() for key in a]).sum()  # noqa: E731
+    norm = lambda a: mine(a, a).sqrt()  # noqa: E731
+    results = []
+    for lazy in LAZY.values():
+        loss = lambda p, x, y, lazy=lazy: sharded_loss(p, x, y, lazy)  # noqa: E731
+        results.append([on_mesh(mesh, Side(loss, autograd_grad(loss), o, mine, norm), tasks) for o in OUTER])
+    return results
+
+
+OUTER = fs.grad, autograd_outer
+
+
+@every_mesh
+def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(
+    axes: dict[str, int],
+) -> None:
+    for results in run_ranks(by_hand_on_this_rank, size(axes), axes):
+        for by_fs, by_backward in results:
+            assert_trees_close(by_backward, by_fs, rtol=1e-10, atol=1e-13)
 
 
 def penalty_by_closure(params: fs.Sharded, x: Tensor) -> Tensor:

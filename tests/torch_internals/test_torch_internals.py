@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, functional
 from torch.func import functional_call, grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
-from functorch_shard.torch_internals.autograd import backward_comes_to, backward_pass, differentiate_at_once, gradients
+from functorch_shard.torch_internals.autograd import (
+    backward_comes_to,
+    backward_pass,
+    differentiate_at_once,
+    differentiates_twice,
+    gradients,
+)
 from functorch_shard.torch_internals.checkpointing import (
     checkpointed_regions,
     given_to_checkpoint,
@@ -334,6 +340,34 @@ def test_an_rnn_has_its_own_weights_again_when_functional_call_is_done() -> None
     functional_call(model, Updated(others), (x,))
     assert all(kept is mine for kept, mine in zip(rnn._flat_weights, own, strict=True))
     Updated(others).update(others)  # nobody's module
+
+
+@pytest.mark.parametrize("name", ["jvp", "hvp", "vhp", "hessian"])
+def test_functions_that_differentiate_their_own_gradient_are_known_while_they_do(name: str) -> None:
+    class Asks(Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            with ThreadPoolExecutor(1) as other:  # as the thread of another device would
+                seen.extend([differentiates_twice(), other.submit(differentiates_twice).result()])
+            return grad * 2
+
+    seen: list[Any] = []
+    loss = lambda x: Asks.apply(x).square().sum()  # noqa: E731
+    x = torch.ones(2, requires_grad=True)
+    getattr(functional, name)(loss, x, *([] if name == "hessian" else [torch.ones_like(x)]))
+    assert set(seen[:2]) == {name}
+    seen.clear()
+    functional.vjp(loss, x)
+    functional.jacobian(loss, x, create_graph=True)
+    torch.autograd.grad(loss(x), x, create_graph=True)
+    assert set(seen) == {None}
 
 
 class Asked(dict[str, Any]):
