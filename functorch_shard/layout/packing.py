@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
 
     One concatenation: its gradient is one split, and padding has none. ``out`` takes it, in another dtype if need be.
     """
+    _refuse_sparse(tensors, buffer)
     like = tensors[buffer.slots[0].name]
     gaps = buffer.split_sizes()[1::2]
     pieces = [like.new_zeros(buffer.slots[0].offset)]
@@ -22,6 +24,26 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
         pieces += [tensors[slot.name].reshape(-1), like.new_zeros(gap)]
     pieces = [piece for piece in pieces if piece.numel()] or pieces[:1]
     return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
+
+
+def _refuse_sparse(tensors: Mapping[str, Tensor], buffer: Buffer) -> None:
+    sparse = [slot.name for slot in buffer.slots if tensors[slot.name].layout is not torch.strided]
+    if sparse:
+        raise ValueError(f"gather: the gradient of {', '.join(map(repr, sparse))} is sparse{_SPARSE}")
+
+
+@contextmanager
+def sparse_explained(verb: str) -> Iterator[None]:
+    """Torch's word that a parameter has a sparse gradient, where it is a view of its buffer, in words that help."""
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error).startswith("reshape is not implemented for sparse tensors"):
+            raise ValueError(f"{verb}: the gradient of a gathered parameter is sparse{_SPARSE}") from error
+        raise
+
+
+_SPARSE = ", as F.embedding(..., sparse=True) makes it, and buffers are dense. Pass sparse=False."
 
 
 def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:

@@ -121,6 +121,8 @@ def _misform(name: str, x: Any, slot: Slot, any_placements: bool = False) -> lis
 def _misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:
     if not isinstance(x, Tensor):
         return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}{arithmetic}"]
+    if x.layout is not torch.strided:
+        return [f"{name!r}: got layout {x.layout}, expected a dense tensor (.to_dense()) of shape {shape}, {dtype}"]
     if tuple(x.shape) == shape and x.dtype == dtype:
         return []
     return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}, expected {shape}, {dtype}{arithmetic}"]

@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
+from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, take_tensors
 from ..sharding.reduction import at_boundary
 from ..torch_internals.autograd import gradients
@@ -87,7 +88,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         TypeError: ``fn`` does not return a floating-point scalar tensor (and aux). Or an argument of ``argnums``, or
             aux, has tensors where no tree can reach them: in an object that is no container that is known.
         ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result depends on no leaf at
-            all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten.
+            all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten. Or the gradient of a
+            gathered parameter is sparse.
         RuntimeError: ``torch.utils.checkpoint`` recomputes with other parameters than forward used (``call`` helps), or
             runs with ``use_reentrant=True``.
         NotImplementedError: ``torch.utils.checkpoint`` on simulated ranks or inside a transform of ``torch.func``.
@@ -156,7 +158,8 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
         boundaries.append(boundary)
         return value, tensors
 
-    with checkpoints_explained("grad"), torch.inference_mode(False):  # in it, torch.func of 2.11 gives silent zeros
+    # in inference mode, torch.func of 2.11 gives silent zeros
+    with checkpoints_explained("grad"), sparse_explained("grad"), torch.inference_mode(False):
         grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
     return grads, value, put_back[0](aux), boundaries[0]
 
@@ -170,7 +173,7 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool
             value, aux = scalar(inputs)
         outputs = [x for x in (value, *boundary.take_anchors()) if x.requires_grad]
         if inputs and outputs:
-            with checkpoints_explained("grad"), only_what_forward_used(value):
+            with checkpoints_explained("grad"), sparse_explained("grad"), only_what_forward_used(value):
                 grads = gradients(outputs, [torch.ones_like(x) for x in outputs], inputs)
         else:
             grads = [torch.zeros_like(x) for x in inputs]

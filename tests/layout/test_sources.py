@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as torch_pytree
@@ -138,6 +139,34 @@ def test_embeddings_with_sparse_gradients_are_named(mesh: fs.Mesh, cls: Any) -> 
     model["words"].requires_grad_(False)
     fs.shard(model, fs.plan(model, mesh))
     fs.plan(cls(9, 6), mesh)
+
+
+def _of_rows(params: fs.Sharded, lazy: bool | None = None) -> Tensor:
+    full = fs.gather(params, lazy=lazy)
+    return (F.embedding(torch.tensor([1, 2, 1]), full["rows"], sparse=True) * full["scale"]).sum()
+
+
+@on_meshes
+@pytest.mark.parametrize("lazy", [None, False])
+def test_a_sparse_gradient_of_a_gathered_parameter_is_refused_in_our_words(mesh: fs.Mesh, lazy: bool | None) -> None:
+    values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
+    params = fs.shard(values, fs.plan(values, mesh))
+    step = mesh.spmd(fs.grad(lambda p: _of_rows(p, lazy)))
+    assert "is sparse, as F.embedding(..., sparse=True) makes it" in refused(step, params)
+    with torch.no_grad():
+        mesh.spmd(lambda p: _of_rows(p, lazy))(params)
+
+
+@pytest.mark.parametrize("differentiate", [fs.grad, torch.func.grad, lambda fn: lambda p: fn(p).backward()])
+def test_a_sparse_gradient_of_a_lazy_parameter_is_refused_by_name(differentiate: Any) -> None:
+    values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
+    layout = fs.plan(values, fs.init_mesh())
+    leaves = fs.Sharded({key: x.requires_grad_() for key, x in fs.shard(values, layout).items()}, layout)
+    said = refused(differentiate(lambda p: _of_rows(p, lazy=True)), leaves)
+    assert said.startswith("ValueError: gather: the gradient of 'rows' is sparse")
+    assert said.endswith("Pass sparse=False.")
+    grads = {"rows": torch.eye(9, 3).to_sparse(), "scale": torch.ones(3)}
+    assert "'rows': got layout torch.sparse_coo, expected a dense tensor" in refused(fs.scatter_grads, grads, layout)
 
 
 def test_all_kinds_of_problems_come_in_one_error() -> None:
