@@ -37,6 +37,7 @@ from tests.storage.test_offloading import can_mount
 from tests.support import faults
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.refusals import refused
+from tests.support.scripts import exit_code_of, start
 
 # Without a process group torch says that it saves in a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -386,8 +387,7 @@ fs.checkpoint.save(f"{directory}/second", tiny(2), keep=1)
     "moment", ["tensor", "plain", "close", "write_durably", "complete", "publish", "remove", "rmtree"]
 )
 def test_a_save_that_is_killed_leaves_what_was_there(tmp_path: Path, moment: str) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, moment, str(tmp_path)], timeout=120)
-    assert done.returncode == -9
+    assert exit_code_of(KILLED, moment, str(tmp_path)) == -9
     newest = latest(tmp_path, verify=True)
     assert newest is not None
     assert newest == latest(tmp_path)
@@ -563,8 +563,10 @@ for i in range(60):
 
 
 def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_path: Path) -> None:
-    programs = [subprocess.Popen([sys.executable, "-c", SAVE_MANY, name, str(tmp_path)]) for name in "ab"]
-    assert [program.wait(120) for program in programs] == [0, 0]
+    programs = [start(SAVE_MANY, name, str(tmp_path)) for name in "ab"]
+    for program in programs:
+        program.join(120)
+    assert [program.exitcode for program in programs] == [0, 0]
     names = files_of(tmp_path)
     assert 3 <= len(names) <= 4, "two that end together may each leave what the other has begun"
     assert not any(verify(tmp_path / name) for name in names)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import functorch_shard as fs
 from functorch_shard.mesh.rendezvous import meet
 from tests.support.refusals import refused
+from tests.support.scripts import start
 
 ROOT = Path(__file__).parents[2]
 RESTARTS = 4  # torch's own start gets through that many about once in a hundred times
@@ -163,19 +164,19 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("launcher", NUMBERED_BY)
-def test_processes_of_srun_and_mpirun_are_the_ranks_of_one_job(launcher: str) -> None:
+def test_processes_of_srun_and_mpirun_are_the_ranks_of_one_job(launcher: str, tmp_path: Path) -> None:
     port, (rank, size) = free_port(), NUMBERED_BY[launcher]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), size: "3", "PYTHONPATH": str(ROOT)}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command, pipe = [sys.executable, "-c", ADD_UP], subprocess.PIPE
-    ranks = [subprocess.Popen(command, env={**environment, rank: str(i)}, stdout=pipe, text=True) for i in range(3)]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), size: "3", "GLOO_SOCKET_IFNAME": "lo"}
+    files = [tmp_path / str(i) for i in range(3)]
+    ranks = [start(ADD_UP, environ={**environment, rank: file.name}, output=file) for file in files]
     try:
-        said = [process.communicate(timeout=120)[0] for process in ranks]
+        for process in ranks:
+            process.join(120)
     finally:
         for process in ranks:
             process.kill()
-    assert said == ["0 3 111\n", "1 3 111\n", "2 3 111\n"]
+    assert [file.read_text() for file in files] == ["0 3 111\n", "1 3 111\n", "2 3 111\n"]
 
 
 def test_what_the_environment_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

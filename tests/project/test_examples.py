@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,15 +13,18 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import functorch_shard as fs
+from tests.support.scripts import printed_by, printed_by_a_process
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+TRAIN_GPT = str(ROOT / "examples" / "train_gpt.py")
 STEPS, RANKS, BATCH_SIZE = 5, 2, 2
 TORCHRUN = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {RANKS}".split()
 # A program as it is started, where nothing but the package's two dependencies is installed.
@@ -80,12 +84,12 @@ def options(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def simulated(options: list[str]) -> dict[str, Any]:
-    return results(run("examples/train_gpt.py", *options, "--ranks", str(RANKS)))
+    return results(printed_by(TRAIN_GPT, *options, "--ranks", str(RANKS))[0])
 
 
 @pytest.fixture(scope="module")
 def real(options: list[str]) -> dict[str, Any]:
-    return results(run(*TORCHRUN, "examples/train_gpt.py", *options))
+    return results(run(*TORCHRUN, TRAIN_GPT, *options))
 
 
 def results(output: str) -> dict[str, Any]:
@@ -146,14 +150,14 @@ def train_unsharded(text: str) -> list[float]:
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_passes_over_a_damaged_checkpoint(
     options: list[str], simulated: dict[str, Any], tmp_path: Path
 ) -> None:
-    command = ["examples/train_gpt.py", *options, "--ranks", str(RANKS), "--dropout", "0.1", "--every", "2"]
-    whole = results(run(*command, "--checkpoint", str(tmp_path / "whole")))
+    command = [TRAIN_GPT, *options, "--ranks", str(RANKS), "--dropout", "0.1", "--every", "2"]
+    whole = results(printed_by(*command, "--checkpoint", str(tmp_path / "whole"))[0])
     assert whole["losses"][0] != simulated["losses"][0], "dropout is on"
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "whole", resumed)
     for step in ("step-000004", "step-000005"):
-        verify(resumed / step / "__1_0.distcp")
-    output, errors = finish(start(*command, "--checkpoint", str(resumed), "--resume"))
+        damage(resumed / step / "__1_0.distcp")
+    output, errors = printed_by_a_process(*command, "--checkpoint", str(resumed), "--resume")
     assert f"resumed from {resumed / 'step-000002'}" in errors
     assert outcome(results(output)) == outcome(whole)
     for step in ("step-000002", "step-000004", "step-000005"):
@@ -161,11 +165,13 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_passes_over_a_damage
 
 
 def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(options: list[str], tmp_path: Path) -> None:
-    command = ["examples/train_gpt.py", *options, "--global-batch", "6", "--every", "2"]
-    two = results(run(*command, "--ranks", "2", "--checkpoint", str(tmp_path / "two")))
+    command = [TRAIN_GPT, *options, "--global-batch", "6", "--every", "2"]
+    two = results(printed_by(*command, "--ranks", "2", "--checkpoint", str(tmp_path / "two"))[0])
     three = tmp_path / "three"
     shutil.copytree(tmp_path / "two" / "step-000002", three / "step-000002")
-    output, errors = finish(start(*command, "--ranks", "3", "--keep", "1", "--checkpoint", str(three), "--resume"))
+    output, errors = printed_by_a_process(
+        *command, "--ranks", "3", "--keep", "1", "--checkpoint", str(three), "--resume"
+    )
     assert f"resumed from {three / 'step-000002'}" in errors
     assert results(output)["ranks"] == 3
     assert results(output)["losses"][:2] == two["losses"][:2]
@@ -174,13 +180,14 @@ def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(options: l
 
 
 def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_taken_for_those_of_a_new_one(
-    text: str, tmp_path: Path
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fs.checkpoint.save(tmp_path / "step-000001", {"step": 1})
-    process = start("examples/train_gpt.py", "--text", text, "--checkpoint", str(tmp_path))
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert f"{tmp_path} has checkpoints of an earlier run: pass --resume, or another directory" in errors
+    argv = [TRAIN_GPT, "--text", text, "--checkpoint", str(tmp_path)]
+    with patch.object(sys, "argv", argv), pytest.raises(SystemExit, match="2"):
+        runpy.run_path(TRAIN_GPT, run_name="__main__")
+    refusal = f"{tmp_path} has checkpoints of an earlier run: pass --resume, or another directory"
+    assert refusal in capsys.readouterr().err
     assert fs.checkpoint.load(tmp_path / "step-000001", {"step": 0}) == {"step": 1}
 
 
@@ -188,7 +195,7 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
     options: list[str], real: dict[str, Any], tmp_path: Path
 ) -> None:
     save = ["--checkpoint", str(tmp_path), "--every", "1", "--resume"]
-    process = start(*TORCHRUN, "--max-restarts", "3", "examples/train_gpt.py", *options, *save)
+    process = start(*TORCHRUN, "--max-restarts", "3", TRAIN_GPT, *options, *save)
     deadline = time.monotonic() + 120
     while not (saved := fs.checkpoint.latest(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -209,7 +216,7 @@ def outcome(result: dict[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in ("losses", "val_bits_per_byte", "digest")}
 
 
-def verify(file: Path) -> None:
+def damage(file: Path) -> None:
     """Another bit in the middle."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

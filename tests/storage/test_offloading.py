@@ -28,6 +28,7 @@ import functorch_shard as fs
 from functorch_shard.storage.memory_kind import home_of
 from tests.support.models import awkward
 from tests.support.refusals import refused
+from tests.support.scripts import exit_code_of
 
 tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
 SAMPLES = torch.randn(4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -494,8 +495,7 @@ fs.offload(example(1), directory)
 @pytest.mark.parametrize("moment", ["new_file", "fill_file", "sync", "_write_index"])
 def test_a_process_that_is_killed_on_the_way_leaves_what_was_there(moment: str, tmp_path: Path) -> None:
     fs.offload(example(), tmp_path)
-    process = subprocess.run([sys.executable, "-c", KILLED, moment, str(tmp_path)], timeout=120)
-    assert process.returncode == -signal.SIGKILL
+    assert exit_code_of(KILLED, moment, str(tmp_path)) == -signal.SIGKILL
     assert len(list((tmp_path / "rank-0-of-1").iterdir())) == 2  # it was on its way
     assert same_bits(fs.reopen(example(2), tmp_path), example())
     fs.offload(example(2), tmp_path)
@@ -505,8 +505,7 @@ def test_a_process_that_is_killed_on_the_way_leaves_what_was_there(moment: str, 
 
 def test_a_process_that_is_killed_after_the_index_leaves_the_new_tree(tmp_path: Path) -> None:
     fs.offload(example(), tmp_path)
-    process = subprocess.run([sys.executable, "-c", KILLED, "keep", str(tmp_path)], timeout=120)
-    assert process.returncode == -signal.SIGKILL
+    assert exit_code_of(KILLED, "keep", str(tmp_path)) == -signal.SIGKILL
     assert same_bits(fs.reopen(example(2), tmp_path), example(1))
 
 

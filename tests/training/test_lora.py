@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +11,23 @@ import pytest
 import torch
 
 import functorch_shard as fs
+from tests.support.pool import run_ranks
+from tests.support.scripts import printed_by
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS, BATCH_SIZE, SEED, LORA_RANK = 4, 2, 2, 3, 4
 
 
-def run(*command: str) -> dict[str, Any]:
-    """The results that a run of the example prints, in a process of its own."""
-    options = [
-        "--pretrain-steps",
-        "0",
-        "--steps",
-        STEPS,
-        "--batch-size",
-        BATCH_SIZE,
-        "--seed",
-        SEED,
-        "--rank",
-        LORA_RANK,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    whole = [sys.executable, *command, *map(str, options), "--text", str(ROOT / "README.md"), "--json"]
-    done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def run_both(base_dtype: str) -> dict[str, dict[str, Any]]:
-    torchrun = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(RANKS)]
-    return {
-        "simulated": run("examples/lora.py", "--ranks", str(RANKS), "--base-dtype", base_dtype),
-        "gloo": run("-m", "torch.distributed.run", *torchrun, "examples/lora.py", "--base-dtype", base_dtype),
+    """The results that the example prints."""
+    numbers = f"--steps {STEPS} --batch-size {BATCH_SIZE} --seed {SEED} --rank {LORA_RANK} --pretrain-steps 0"
+    options = [*numbers.split(), "--base-dtype", base_dtype, "--text", str(ROOT / "README.md"), "--json"]
+    script = str(ROOT / "examples" / "lora.py")
+    printed = {
+        "simulated": printed_by(script, *options, "--ranks", str(RANKS)),
+        "gloo": run_ranks(printed_by, RANKS, script, *options)[0],
     }
+    return {ranks: json.loads(output.splitlines()[-1]) for ranks, (output, _) in printed.items()}
 
 
 @pytest.fixture(scope="module")
