@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.rank_laws import num_overlapping, run, spans_of
+import functorch_shard as fs
+from tests.support.pool import run_ranks
+from tests.support.rank_laws import TASKS, num_overlapping, run, spans_of
+
+
+def on_this_rank(task: str) -> None:
+    TASKS[task](fs.init_mesh(device="cpu"))
 
 
 @pytest.mark.parametrize("task", ["gradients", "training"])
 def test_on_two_gloo_ranks(task: str) -> None:
-    run(task, "cpu")
+    run_ranks(on_this_rank, 2, task)
+
+
+def test_on_two_gloo_ranks_that_torchrun_starts() -> None:
+    run("training", "cpu")
 
 
 def event(name: str, start: float, end: float, kind: Any = torch.autograd.DeviceType.CUDA) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.support.pool import run_ranks
 Result = dict[tuple[str, str], dict[str, Training]]
 
 
-def train_on_this_rank(axes: dict[str, int], cases: list[str]) -> Result:
+def train_on_this_rank(axes: dict[str, int], trainings: list[tuple[str, str]]) -> Result:
     """All sides in one process, with the same kernels."""
     torch.set_num_threads(1)
     mesh = fs.init_mesh(axes)
@@ -24,27 +25,32 @@ def train_on_this_rank(axes: dict[str, int], cases: list[str]) -> Result:
             "ours": sharded(CASES[case], mesh, kind.dtype, kind.precision),
             "FSDP2": by_fully_shard(CASES[case], axes, kind.dtype, kind.precision),
         }
-        for case in cases
-        for numbers, kind in NUMBERS.items()
+        for case, numbers in trainings
+        for kind in (NUMBERS[numbers],)
     }
 
 
-RUNS: dict[str, tuple[dict[str, int], list[str]]] = {
-    "2 ranks": ({"shard": 2}, list(CASES)),
-    "3 ranks": ({"shard": 3}, ["3x3", "17x257"]),
-    "HSDP, 4 ranks": ({"replicate": 2, "shard": 2}, ["blocks", "frozen", "tied across units", "3x3"]),
+F64, F32, MIXED = NUMBERS
+# Each case in all numbers on two ranks; in other runs each case once, and each numbers.
+RUNS: dict[str, tuple[dict[str, int], list[tuple[str, str]]]] = {
+    "2 ranks": ({"shard": 2}, list(product(CASES, NUMBERS))),
+    "3 ranks": ({"shard": 3}, [("3x3", F64), ("3x3", MIXED), ("17x257", F32)]),
+    "HSDP, 4 ranks": (
+        {"replicate": 2, "shard": 2},
+        [("blocks", MIXED), ("frozen", F32), ("tied across units", F64), ("3x3", F32)],
+    ),
 }
 
 
 @cache
 def results(run: str) -> list[Result]:
-    axes, cases = RUNS[run]
-    return run_ranks(train_on_this_rank, fs.simulated_mesh(axes).size, axes, cases)
+    axes, trainings = RUNS[run]
+    return run_ranks(train_on_this_rank, fs.simulated_mesh(axes).size, axes, trainings)
 
 
 every_training = pytest.mark.parametrize(
     ("run", "case", "numbers"),
-    [(run, case, numbers) for run, (_, cases) in RUNS.items() for case in cases for numbers in NUMBERS],
+    [(run, case, numbers) for run, (_, trainings) in RUNS.items() for case, numbers in trainings],
 )
 
 
