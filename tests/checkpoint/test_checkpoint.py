@@ -788,6 +788,7 @@ assert torch.equal(loaded["x"], small["x"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="no right to mount a small disk; a writer that fails stands for it below")
 def test_a_full_disk_is_an_error_and_what_was_there_stays() -> None:
     script = f"mount -t tmpfs -o size=1000k none /mnt && exec {sys.executable} -"

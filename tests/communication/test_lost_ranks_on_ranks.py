@@ -173,13 +173,17 @@ CASES: dict[str, tuple[int, Callable[[], None], Step, dict[str, int], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "killed before a psum"]
+
+
+@pytest.mark.parametrize("case", ["killed before a psum", *SLOW])
 def test_every_rank_that_is_left_names_the_one_that_is_lost(case: str, tmp_path: Path) -> None:
     victim, how, step, axes, what = CASES[case]
     answers = told_by_survivors(tmp_path, victim, how, step, axes)
     assert_each_names(victim, answers, f"({what})")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [end_by_kill, freeze])
 def test_the_rank_that_hosts_the_store_is_named_as_well(how: Callable[[], None], tmp_path: Path) -> None:
     answers = told_by_survivors(tmp_path, 0, how, in_psum, {"shard": 3})

@@ -190,6 +190,7 @@ def told_absences(num_ranks: int) -> list[list[tuple[str, str, float]]]:
     return run_ranks(stay_away_on_this_rank, num_ranks, timeout=90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_rank_that_stalls_is_named_on_all_others_and_is_told_when_it_comes(num_ranks: int) -> None:
     *waiting, (late, _) = told_absences(num_ranks)
@@ -214,6 +215,7 @@ def test_a_rank_that_stalls_is_named_on_all_others_and_is_told_when_it_comes(num
     assert LATE <= seconds < NO_LATER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_raise_are_all_named(num_ranks: int) -> None:
     (_, (kind, text, seconds)), *failed = told_absences(num_ranks)

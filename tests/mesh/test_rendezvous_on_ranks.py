@@ -41,6 +41,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_job_again_and_again(tmp_path: Path) -> None:
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
@@ -137,6 +138,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_without_torchrun_too_every_rank_names_those_that_did_not_come() -> None:
     port = free_port()
     ranks = [started(rank, 4, port) for rank in (0, 1, 3)]

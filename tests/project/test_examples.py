@@ -191,6 +191,7 @@ def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_taken_for_tho
     assert fs.checkpoint.load(tmp_path / "step-000001", {"step": 0}) == {"step": 1}
 
 
+@pytest.mark.slow
 def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
     options: list[str], real: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -208,6 +209,7 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
     assert outcome(results(output)) == outcome(real)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_again_and_again_loses_no_checkpoint() -> None:
     assert "bitwise those of the undisturbed job" in run("-m", "tests.benchmarks.kill_loop", "--kills", "4")
 

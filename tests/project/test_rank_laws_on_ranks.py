@@ -22,6 +22,7 @@ def test_on_two_gloo_ranks(task: str) -> None:
     run_ranks(on_this_rank, 2, task)
 
 
+@pytest.mark.slow
 def test_on_two_gloo_ranks_that_torchrun_starts() -> None:
     run("training", "cpu")
 

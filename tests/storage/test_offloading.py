@@ -453,6 +453,7 @@ assert torch.equal(fs.reopen(small, "/mnt/there")["x"], small["x"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="no right to mount a small disk; a limit on files stands for it above")
 def test_a_disk_that_is_full_is_an_error_and_what_was_there_stays() -> None:
     script = f"mount -t tmpfs -o size=1000k none /mnt && exec {sys.executable} -W error -"
