@@ -34,6 +34,7 @@ from .training.grad import grad, grad_and_value
 from .training.loss_scale import LossScale
 from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
+from .training.vectors import rademacher_like, randn_like, vdot
 
 if TYPE_CHECKING:
     from . import checkpoint
@@ -73,6 +74,8 @@ __all__ = [
     "optimizer",
     "partition",
     "plan",
+    "rademacher_like",
+    "randn_like",
     "reopen",
     "replicas",
     "reshard",
@@ -80,6 +83,7 @@ __all__ = [
     "shard",
     "simulated_mesh",
     "testing",
+    "vdot",
 ]
 
 

@@ -1,0 +1,223 @@
+"""Trees as vectors: inner products of the whole, and random numbers that know nothing of ranks, units or labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.func import functional_call, jvp, vmap
+
+import functorch_shard as fs
+from functorch_shard.layout.element_bits import normal
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.pool import run_ranks
+from tests.support.refusals import refused
+
+MESHES: list[Any] = [1, 2, 3, 5, 8, {"replicate": 2, "shard": 3}, {"replicate": 4}]
+OPTIONS: list[dict[str, Any]] = [{}, {"units": 1 << 20}, {"labels": lambda name, _: name[-1]}, {"align_bytes": 0}]
+SHAPES = {"a.w": (5, 3), "a.b": (7,), "b.w": (2, 3, 4), "b.scale": (), "b.none": (0, 4), "c.w": (11,)}
+
+
+def values(dtype: torch.dtype = torch.float64, start: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(start)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()}
+
+
+def sharded(mesh: Any, dtype: torch.dtype = torch.float64, start: int = 0, **options: Any) -> fs.Sharded:
+    whole = values(dtype, start)
+    return fs.shard(whole, fs.plan(whole, fs.simulated_mesh(mesh), **options))
+
+
+def flat(tree: fs.Sharded) -> Tensor:
+    full = fs.gather(tree, lazy=False)
+    return torch.cat([full[name].reshape(-1) for name in SHAPES])
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex128], ids=str)
+def test_vdot_is_that_of_the_whole_tensors(mesh: Any, dtype: torch.dtype) -> None:
+    a, b = sharded(mesh, dtype, 1), sharded(mesh, dtype, 2)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = torch.vdot(flat(a).to(wide), flat(b).to(wide))
+    tolerance = 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
+    torch.testing.assert_close(fs.vdot(a, b).to(wide), expected, rtol=tolerance, atol=tolerance)
+    inside = a.layout.mesh.spmd(fs.vdot)(a, b)
+    assert inside.shape == tuple(a.layout.mesh.axes.values())
+    assert (inside == fs.vdot(a, b)).all()
+
+
+def test_vdot_does_not_count_padding_or_what_is_not_there() -> None:
+    a = sharded(5)
+    spoiled = fs.Sharded({key: torch.where(x == 0, float("nan"), x) for key, x in a.items()}, a.layout)
+    torch.testing.assert_close(fs.vdot(spoiled, a), fs.vdot(a, a), rtol=0, atol=0)
+    absent = fs.Sharded({key: None if key.startswith("a") else x for key, x in a.items()}, a.layout)
+    assert fs.vdot(absent, a) < fs.vdot(a, a)
+    assert fs.vdot(absent, a) == fs.vdot(absent, absent)
+
+
+def test_vdot_costs_one_psum_of_a_number() -> None:
+    a = sharded({"replicate": 2, "shard": 3})
+    with count_collectives() as counted:
+        a.layout.mesh.spmd(fs.vdot)(a, a)
+    assert [(one.kind, one.axis, one.numel) for one in counted.issued] == [("psum", "shard", 1)]
+
+
+@pytest.mark.parametrize("mesh", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
+def test_the_gradient_of_vdot_is_that_of_the_whole(mesh: Any) -> None:
+    a, b = sharded(mesh, start=1), sharded(mesh, start=2)
+    run = a.layout.mesh.spmd(fs.grad(lambda a, b: fs.vdot(a, b) + 0.5 * fs.vdot(a, a)))
+    assert_trees_close(flat(run(a, b)), flat(a) + flat(b), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("draw", [fs.randn_like, fs.rademacher_like])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_random_trees_are_bitwise_the_same_for_any_ranks_and_units(draw: Any, dtype: torch.dtype) -> None:
+    expected = flat(draw(sharded(1, dtype), 3))
+    assert len(set(expected.tolist())) > 1
+    for mesh in MESHES:
+        for options in OPTIONS:
+            tree = draw(sharded(mesh, dtype, **options), 3)
+            assert torch.equal(flat(tree), expected), (mesh, options)
+            inside = tree.layout.mesh.spmd(lambda tree: draw(tree, 3))(tree)
+            assert torch.equal(flat(inside), expected), (mesh, options)
+
+
+def on_this_rank(axes: dict[str, int]) -> list[Tensor]:
+    mesh, whole = fs.init_mesh(axes), values(torch.float32)
+    params = fs.shard(whole, fs.plan(whole, mesh))
+    a, b = fs.randn_like(params, 3), fs.rademacher_like(params, 3)
+    return [flat(a), flat(b), fs.vdot(a, b)]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+def test_gloo_ranks_draw_what_simulated_ranks_draw(axes: dict[str, int]) -> None:
+    params = sharded(1, torch.float32)
+    a, b = fs.randn_like(params, 3), fs.rademacher_like(params, 3)
+    for drawn in run_ranks(on_this_rank, fs.simulated_mesh(axes).size, axes):
+        assert torch.equal(drawn[0], flat(a))
+        assert torch.equal(drawn[1], flat(b))
+        torch.testing.assert_close(drawn[2], fs.vdot(a, b), rtol=1e-6, atol=1e-6)
+
+
+def with_dtensors() -> tuple[Tensor, Tensor]:
+    """A matrix cut by rows, one by columns, a copy and a plain tensor: the drawn whole, and its inner product."""
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    cuts = {"a.w": Shard(0), "b.w": Shard(1), "c.w": Replicate()}
+    whole = {
+        name: distribute_tensor(x, axes["tensor"], [cuts[name]]) if name in cuts else x for name, x in values().items()
+    }
+    params = fs.shard(whole, fs.plan(whole, fs.Mesh.from_device_mesh(axes["shard"])))
+    drawn = fs.randn_like(params, 3)
+    full: Any = fs.gather(drawn, lazy=False)
+    parts = [x.full_tensor() if isinstance(x := full[name], DTensor) else x for name in SHAPES]
+    return torch.cat([x.reshape(-1) for x in parts]), fs.vdot(drawn, drawn)
+
+
+def test_dtensors_get_the_numbers_of_the_whole_and_count_once() -> None:
+    expected = flat(fs.randn_like(sharded(1), 3))
+    for drawn, product in run_ranks(with_dtensors, 4):
+        assert torch.equal(drawn, expected)
+        torch.testing.assert_close(product, expected.square().sum(), rtol=1e-13, atol=0)
+
+
+def test_padding_of_random_trees_is_zero() -> None:
+    tree = sharded(5)
+    owned = fs.shard({name: torch.ones_like(x) for name, x in values().items()}, tree.layout)
+    for key, x in fs.rademacher_like(tree, 1).items():
+        assert torch.equal(x.abs(), owned[key])
+
+
+def test_seeds_names_and_elements_give_different_numbers() -> None:
+    params = sharded(2)
+    drawn = torch.cat([flat(fs.randn_like(params, seed)) for seed in (0, 1, 2, -1, 2**40)])
+    assert drawn.unique().numel() == drawn.numel()
+
+
+def test_a_vmap_over_seeds_draws_a_tree_for_each() -> None:
+    params = sharded(1)
+    batch = vmap(lambda seed: fs.randn_like(params, seed))(torch.arange(4))
+    for seed in range(4):
+        for key, x in fs.randn_like(params, seed).items():
+            assert torch.equal(batch[key][seed], x)
+
+
+def test_normal_numbers_are_the_quantiles_of_their_bits() -> None:
+    bits = torch.cat([torch.randint(-(2**63), 2**63 - 1, (200_000,)), torch.tensor([0, -1, 1, 2**63 - 1, -(2**63)])])
+    uniform = (((bits >> 12) & (2**52 - 1)) * 2 + 1).double() * 2.0**-53
+    torch.testing.assert_close(normal(bits), torch.special.ndtri(uniform), rtol=1e-14, atol=1e-15)
+
+
+def test_normal_numbers_are_rounded_alike_wherever_they_are_in_a_vector() -> None:
+    bits = torch.randint(-(2**63), 2**63 - 1, (1000,))
+    whole = normal(bits)
+    assert all(torch.equal(normal(bits[i : i + n]), whole[i : i + n]) for i in range(0, 900, 7) for n in (1, 3, 17))
+
+
+def test_moments_of_random_trees_are_those_of_the_standard_normal() -> None:
+    whole = {"w": torch.zeros(300_000, dtype=torch.float64)}
+    x = fs.gather(fs.randn_like(fs.shard(whole, fs.plan(whole, fs.simulated_mesh(3))), 5))["w"]
+    n = x.numel() ** 0.5
+    assert abs(x.mean()) * n < 5
+    assert abs(x.square().mean() - 1) * n / 2**0.5 < 5
+    assert abs(x.pow(4).mean() - 3) * n / 96**0.5 < 5
+    assert abs((x[1:] * x[:-1]).mean()) * n < 5
+
+
+def test_lanczos_on_shards_finds_the_eigenvalues_of_the_hessian() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x, mesh = torch.randn(6, 3, dtype=torch.float64), fs.simulated_mesh(3)
+    params = fs.shard(model, fs.plan(model, mesh))
+
+    def loss(params: fs.Sharded) -> Tensor:
+        return functional_call(model, fs.gather(params), (x,)).square().mean()
+
+    hvp = mesh.spmd(lambda params, v: jvp(fs.grad(loss), (params,), (v,))[1])
+    found = lanczos(lambda v: hvp(params, v), fs.randn_like(params, 0), 21)
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    sizes = [p.numel() for p in own.values()]
+
+    def flat_loss(flat: Tensor) -> Tensor:
+        parts = zip(own.items(), flat.split(sizes), strict=True)
+        return functional_call(model, {name: part.view(p.shape) for (name, p), part in parts}, (x,)).square().mean()
+
+    hessian = torch.func.hessian(flat_loss)(torch.cat([p.flatten() for p in own.values()]))
+    expected = torch.linalg.eigvalsh(hessian)
+    torch.testing.assert_close(found[-1], expected[-1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
+
+
+def lanczos(matvec: Any, start: Any, steps: int) -> Tensor:
+    """Eigenvalues of the tridiagonal matrix, with full reorthogonalization."""
+
+    def axpy(a: Tensor, x: Any, y: Any) -> Any:
+        return optree.tree_map(lambda x, y: a * x + y, x, y)
+
+    basis: list[Any] = [optree.tree_map(lambda x: x / fs.vdot(start, start).sqrt(), start)]
+    alphas, betas = [], []
+    for _ in range(steps):
+        w = matvec(basis[-1])
+        alphas.append(fs.vdot(basis[-1], w))
+        for _ in range(2):
+            for q in basis:
+                w = axpy(-fs.vdot(q, w), q, w)
+        betas.append(fs.vdot(w, w).sqrt())
+        if betas[-1] < 1e-10:
+            break
+        basis.append(optree.tree_map(lambda x, beta=betas[-1]: x / beta, w))
+    off = torch.stack(betas[: len(alphas) - 1])
+    return torch.linalg.eigvalsh(torch.diag(torch.stack(alphas)) + torch.diag(off, 1) + torch.diag(off, -1))
+
+
+def test_what_is_not_a_vector_is_refused() -> None:
+    a, other = sharded(2), sharded(3)
+    assert "different layouts" in refused(fs.vdot, a, other)
+    assert "vdot: got dict, expected a Sharded" in refused(fs.vdot, a, dict(a))
+    assert "seed: got 1.5" in refused(fs.randn_like, a, 1.5)
+    assert "seed: got True" in refused(fs.rademacher_like, a, True)
+    assert "expected a Sharded" in refused(fs.randn_like, dict(a), 1)
