@@ -25,6 +25,7 @@ from .sharding.partition import combine, partition
 from .sharding.reshard import reshard
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import shard
+from .sharding.stream import stream
 from .storage.offloading import offload, reopen
 from .training.apply import apply
 from .training.call import call
@@ -82,6 +83,7 @@ __all__ = [
     "scatter_grads",
     "shard",
     "simulated_mesh",
+    "stream",
     "testing",
     "vdot",
 ]
