@@ -64,7 +64,7 @@ class Loading:
 
     def read(self) -> list[Any]:
         """Fill the memory, file after file; plain values are made."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for (name, value), parts in sorted(self.parts.items(), key=lambda x: (x[0][1].file, x[0][1].start)):
                 x = self.stored.tensor(name, value)
                 for target, source in parts:

@@ -121,7 +121,7 @@ def _on_all_ranks(
     def build() -> T:
         _check(verb, model, layout, seed)
         forked = [device] if device.type != "cpu" else []  # the CPU's random numbers always are
-        with torch.no_grad(), torch.random.fork_rng(forked, device_type=device.type):
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(forked, device_type=device.type):
             return fill(Resets.of(model, device, seed))
 
     return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}", *options])

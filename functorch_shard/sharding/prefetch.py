@@ -21,6 +21,7 @@ from torch import Tensor
 from ..collectives.codecs import Codec, decode_rows, encode_rows
 from ..communication.axis import Axis
 from ..communication.backend import Flight
+from ..communication.writes import content_of
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..storage.memory_kind import Home, working_device
@@ -75,7 +76,7 @@ class Cell:
         self.part, self.device = part, working_device(shards[0], part.layout.mesh.device)
         self._streams = streams or streams_of(self.device)
         self._shards = [shard.detach() for shard in shards]
-        self._versions = [version_of(shard) for shard in self._shards]
+        self._versions = [_version(shard) for shard in self._shards]
         self._flights: list[Flight] | None = None
         self.flats: list[Tensor] | None = None
         self.left_in: int | None = None  # the backward pass that is done with it
@@ -141,7 +142,7 @@ class Cell:
         return Flight([], lambda: decode_rows(rows(), form, codec).flatten(-2).to(dtype))
 
     def _check_unchanged(self) -> None:
-        if [version_of(shard) for shard in self._shards] != self._versions:
+        if [_version(shard) for shard in self._shards] != self._versions:
             keys = ", ".join(repr(buffer.key) for buffer in self.part.buffers)
             raise RuntimeError(
                 f"gather: {keys}: the shards were written to (by a step with donate=True, say) after they were "
@@ -323,3 +324,8 @@ def _in_front(layout: Layout) -> range:
 def _no_inference_mode() -> AbstractContextManager[object]:
     """What is made in inference mode may not be saved for a backward after it."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def _version(shard: Tensor) -> int:
+    """How often ``shard`` was written to; of an inference tensor, which does not count that, what it holds."""
+    return content_of(shard) if shard.is_inference() else version_of(shard)

@@ -79,7 +79,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
     mesh = _meeting(tree, layout)
     build = lambda: _prepare(tree, layout, fresh)  # noqa: E731
     move = mesh.agree("reshard", build, lambda move: list(move.lines())) if mesh else build()
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         return move.held.rebuild(move.nodes())
 
 

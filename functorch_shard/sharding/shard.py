@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..layout.dtensor import local_part
@@ -61,6 +62,9 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"shard: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    if torch.is_inference_mode_enabled():  # whose tensors do not count writes
+        with torch.inference_mode(False), torch.no_grad():
+            return shard(source, layout, from_rank=from_rank)
     if from_rank is None:
         tensors = _the_same(source, layout) if isinstance(source, nn.Module) else _checked(source, layout)
         return Sharded({key: cut_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}, layout)

@@ -289,6 +289,35 @@ def test_a_lazy_parameter_is_stale_after_its_shards_were_written_to(reshard: boo
     assert torch.equal(fs.gather(new, lazy=True)["2.bias"], used - 0.2 * used)
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_write_to_shards_that_count_none_is_noticed_too(reshard: bool) -> None:
+    """Tensors of inference mode have no count of writes."""
+    model = two_layers()
+    params = fs.shard(model, fs.plan(model, fs.init_mesh(), reshard_after_forward=reshard))
+    with torch.inference_mode():
+        for write in (lambda x: x.mul_(2), lambda x: x[-1:].neg_()):
+            made = fs.Sharded({key: x.clone() for key, x in params.items()}, params.layout)
+            full = fs.gather(made, lazy=True)
+            used = full["2.bias"].clone()
+            write(made["0"])
+            assert refused(lambda full=full: full["0.weight"] + 1).startswith(
+                "RuntimeError: gather: '0': the shards were"
+            )
+            assert torch.equal(full["2.bias"], used)
+        full = fs.gather(made, lazy=True)
+        assert_trees_close(dict(fs.materialize(full)), dict(fs.gather(made, lazy=False)), rtol=0, atol=0)
+
+
+def test_shards_that_are_made_in_inference_mode_count_writes() -> None:
+    model = two_layers()
+    layout = fs.plan(model, fs.init_mesh())
+    with torch.inference_mode():
+        made = [fs.shard(model, layout), fs.shard(dict(model.named_parameters()), layout, from_rank=0)]
+        made += [fs.init_params(model, layout), fs.reshard(made[0], layout)]
+        assert not any(x.is_inference() or x.requires_grad for params in made for x in params.values())
+    fs.grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(made[0])
+
+
 def test_a_step_that_is_not_donated_leaves_lazy_parameters_as_they_were() -> None:
     model = two_layers()
     params = fs.shard(model, fs.plan(model, fs.init_mesh()))
