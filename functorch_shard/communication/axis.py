@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ class Axis:
     size: int
     backend: Backend = field(repr=False)
     folded: int = field(default=1, repr=False)  # values of other simulated ranks inside an operand; see collectives
+    key: str = field(default="", repr=False)  # of the buffer that is communicated: ranks compare it where they compare
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group does not travel; a simulated axis is pickled with its mesh.
@@ -27,4 +28,8 @@ class Axis:
     def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
         """Tell whoever listens that each rank is about to pass ``numel`` elements to a collective."""
         record(kind, self.name, numel, dtype)
-        self.backend.announce(kind, numel, dtype, key)
+        self.backend.announce(kind, numel, dtype, key or self.key)
+
+    def of(self, key: str) -> Axis:
+        """The same ranks, for what belongs to buffer ``key``."""
+        return replace(self, key=key)

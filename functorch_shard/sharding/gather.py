@@ -137,7 +137,7 @@ def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
 
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from this rank's shard."""
-    axis = layout.mesh[layout.shard_axis] if buffer.num_shards > 1 else None
+    axis = layout.mesh[layout.shard_axis].of(buffer.key) if buffer.num_shards > 1 else None
     x = x.to(working_device(x, layout.mesh.device), non_blocking=True)
     if not buffer.differentiable:
         return all_gather(x, axis) if axis else x

@@ -60,7 +60,7 @@ def _scattered(packed: Tensor, buffer: Buffer, layout: Layout, dtypes: Travel) -
         return packed.to(dtypes.carried)
     before, _ = layout.divisors(dtypes.reduced)
     packed = packed if before == 1 else packed.to(dtypes.reduced) / before
-    return _times(scatter_sums(packed, layout.mesh[layout.shard_axis], dtypes), before)
+    return _times(scatter_sums(packed, layout.mesh[layout.shard_axis].of(buffer.key), dtypes), before)
 
 
 def reduced_encoded(
@@ -70,7 +70,7 @@ def reduced_encoded(
     packed = pack(_complete(grads, buffer, layout), buffer)
     wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
     owed = wide if error is None else wide + error
-    total, lost = scatter_encoded(owed, layout.mesh[layout.shard_axis], codec)
+    total, lost = scatter_encoded(owed, layout.mesh[layout.shard_axis].of(buffer.key), codec)
     dtypes = layout.travel(buffer, wide.dtype)
     return _returned(mean(total, copies(buffer, layout), layout.divisors(dtypes.reduced), dtypes), buffer, layout), lost
 
@@ -149,7 +149,7 @@ def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
 def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
     """The axes whose ranks hold copies of a shard."""
     names = [layout.replicate_axis, *([layout.shard_axis] if buffer.num_shards == 1 else [])]
-    return [layout.mesh[name] for name in names if layout.axis_size(name) > 1]
+    return [layout.mesh[name].of(buffer.key) for name in names if layout.axis_size(name) > 1]
 
 
 def is_transpose(buffer: Buffer, layout: Layout) -> bool:

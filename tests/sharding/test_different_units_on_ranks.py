@@ -123,3 +123,26 @@ def test_lazily_gathered_units_of_one_size_are_never_taken_for_each_other(num_ra
     for rank in range(num_ranks):
         assert any(line.startswith(f"  rank {rank}: ") and " for 'units." in line for line in lines), text
     assert "gather with lazy=False" in lines[-1]
+
+
+def by_backward_on_this_rank(axes: dict[str, int], dtype: Any) -> tuple[str, str]:
+    def step(mesh: fs.Mesh) -> None:
+        model = Units(2, SMALL)
+        params = fs.shard(model, fs.plan(model, mesh))
+        leaves = fs.Sharded({key: x.requires_grad_() for key, x in params.items()}, params.layout)
+        full = fs.gather(leaves, lazy=False, dtype=dtype)
+        x = inputs_of(SMALL, mesh.rank, 0).to(dtype or torch.float64)
+        functional_call(model, full, (x, [mesh.rank % 2])).backward()
+
+    return error_of(step, fs.init_mesh(axes))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_gradients_of_one_size_are_never_taken_for_each_other_by_backward(axes: dict[str, int], dtype: Any) -> None:
+    """What was gathered at once is reduced where backward comes to it: of another unit on each rank."""
+    results = run_ranks(by_backward_on_this_rank, fs.simulated_mesh(axes).size, axes, dtype)
+    for kind, text in results:
+        assert kind == "RuntimeError"
+        assert " for 'units.0'" in text, text
+        assert " for 'units.1'" in text, text
