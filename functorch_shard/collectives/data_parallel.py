@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..communication.axis import Axis
-from ..communication.backend import in_rank_order
+from ..communication.simulated import in_rank_order
 from ..layout.precision import Travel
 from .boundary import here, takes_mean
 from .operands import aside, fold, place_of, save_static, saved, stack

@@ -11,7 +11,7 @@ from ..communication.axis import Axis
 from ..layout.precision import Travel
 from .codecs import Codec, Form, decode_rows, encode_rows
 from .operands import aside, fold, place_of, save_static, saved, stack
-from .rules import AllGather, PsumScatter, announce
+from .rules import AllGather, PsumScatter
 
 
 def gather_encoded(x: Tensor, axis: Axis, dtypes: Travel, codec: Codec) -> Tensor:
@@ -27,8 +27,7 @@ class _GatherEncoded(Function):
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dtypes: Travel, codec: Codec
     ) -> Tensor:
         message, form = encode_rows(x.to(dtypes.stored), codec)
-        announce("all_gather", axis, message, axis.folded)
-        return _decoded(axis.backend.all_gather(message, x.ndim - 1), axis, form, codec).to(dtypes.gathered)
+        return _decoded(axis.issue("all_gather", message, dim=x.ndim - 1).wait(), axis, form, codec).to(dtypes.gathered)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -59,8 +58,7 @@ class _GatherEncoded(Function):
             x, batch_dim, _ = aside(x, in_dims[0])
             return _GatherEncoded.apply(x, index, others, fold(axis, info, in_dims), dtypes, codec), batch_dim
         message, form = encode_rows(stack(x, in_dims[0], axis).to(dtypes.stored), codec)
-        announce("all_gather", axis, message, axis.folded * axis.size)
-        gathered = axis.backend.all_gather(message, message.ndim - 2)
+        gathered = axis.issue("all_gather", message, dim=message.ndim - 2).wait()
         return _decoded(gathered, axis, form, codec).to(dtypes.gathered), None
 
 
@@ -86,8 +84,7 @@ class _ScatterEncoded(Function):
     ) -> tuple[Tensor, Tensor]:
         parts = _parts(x, axis)
         messages, form = encode_rows(parts, codec)
-        announce("all_to_all", axis, messages, axis.folded)
-        received = axis.backend.all_to_all(messages, messages.ndim - 2)
+        received = axis.issue("all_to_all", messages, dim=messages.ndim - 2).wait()
         return _added(received, form, codec), (parts - decode_rows(messages, form, codec)).flatten(-2)
 
     @staticmethod
@@ -111,8 +108,7 @@ class _ScatterEncoded(Function):
             return _ScatterEncoded.apply(x, index, others, fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
         parts = _parts(stack(x, in_dims[0], axis), axis)
         messages, form = encode_rows(parts, codec)
-        announce("all_to_all", axis, messages, axis.folded * axis.size)
-        received = axis.backend.all_to_all(messages, messages.ndim - 3)
+        received = axis.issue("all_to_all", messages, dim=messages.ndim - 3).wait()
         return (_added(received, form, codec), (parts - decode_rows(messages, form, codec)).flatten(-2)), (0, 0)
 
 

@@ -8,20 +8,20 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..communication.axis import Axis
-from .operands import aside
+from .operands import aside, fold, place_of, stack
 
 
-def of_rank(x: Tensor, axis: Axis, rank: int, kind: str, numel: int) -> Tensor:
-    """The ``x`` of one rank of a simulated axis, on every rank: bitwise, whatever the others hold.
+def of_rank(x: Tensor, axis: Axis, rank: int, kind: str) -> Tensor:
+    """What one rank of a simulated axis has in ``x``, bitwise, whatever the others hold. Not differentiable.
 
-    Recorded as a collective ``kind`` of ``numel`` elements, which does this on real ranks. Not differentiable.
+    By a ``"broadcast"`` every rank gets its ``x``, by a ``"scatter"`` rank r row r of it.
     """
-    return _OfRank.apply(x, axis.backend.index(), axis, rank, kind, numel)
+    return _OfRank.apply(x, *place_of(axis), axis, rank, kind)
 
 
 class _OfRank(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor, axis: Axis, rank: int, kind: str, numel: int) -> Tensor:
+    def forward(x: Tensor, index: Tensor, others: Tensor | None, axis: Axis, rank: int, kind: str) -> Tensor:
         raise AssertionError(f"no level of axis {axis.name!r} around this")
 
     @staticmethod
@@ -29,9 +29,12 @@ class _OfRank(Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor, axis: Axis, rank: int, kind: str, numel: int) -> Any:
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, index: Tensor, others: Tensor | None, axis: Axis, rank: int, kind: str
+    ) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = aside(x, in_dims[0])
-            return _OfRank.apply(x, index, axis, rank, kind, numel), batch_dim
-        axis.announce(kind, numel, x.dtype)
-        return x if in_dims[0] is None else x.select(in_dims[0], rank), None
+            x, batch_dim, _ = aside(x, in_dims[0], -1)  # rows stay in dim 0
+            axis = fold(axis, info, in_dims)
+            return _OfRank.apply(x, index, others, axis, rank, kind), batch_dim
+        received = axis.issue(kind, stack(x, in_dims[0], axis), source=rank).wait()
+        return received, 0 if kind == "scatter" else None

@@ -46,7 +46,3 @@ def fold(axis: Any, info: Any, in_dims: Any) -> Any:
 def stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
     """The values of all ranks in dim 0; a value without a batch dim is the same on every rank."""
     return x.expand(axis.size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
-def num_values_in(x: Tensor, dim: int | None, axis: Axis) -> int:
-    return axis.folded * (1 if dim is None else x.shape[dim])

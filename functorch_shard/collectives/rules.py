@@ -14,14 +14,13 @@ from torch.autograd import Function
 
 from ..communication.axis import Axis
 from ..layout.precision import Travel
-from .operands import aside, fold, num_values_in, place_of, save_static, saved, stack
+from .operands import aside, fold, place_of, save_static, saved, stack
 
 
 class Psum(Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        announce("psum", axis, x, axis.folded)
-        return axis.backend.psum(x)
+        return axis.issue("psum", x).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -40,8 +39,7 @@ class Psum(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = aside(x, in_dims[0])
             return Psum.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
-        announce("psum", axis, x, num_values_in(x, in_dims[0], axis))
-        return axis.backend.psum(stack(x, in_dims[0], axis)), None
+        return axis.issue("psum", stack(x, in_dims[0], axis)).wait(), None
 
 
 def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
@@ -52,8 +50,7 @@ def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) 
 class Pmax(Function):
     @staticmethod
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        announce("pmax", axis, x, axis.folded)
-        return axis.backend.pmax(x)
+        return axis.issue("pmax", x).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -77,8 +74,7 @@ class Pmax(Function):
         if in_dims[1] is None:
             x, batch_dim, _ = aside(x, in_dims[0])
             return Pmax.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
-        announce("pmax", axis, x, num_values_in(x, in_dims[0], axis))
-        return axis.backend.pmax(stack(x, in_dims[0], axis)), None
+        return axis.issue("pmax", stack(x, in_dims[0], axis)).wait(), None
 
 
 def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
@@ -93,8 +89,7 @@ class AllGather(Function):
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
     ) -> Tensor:
         x = x.to(dtypes.gathered) if dtypes else x
-        announce("all_gather", axis, x, axis.folded)
-        return axis.backend.all_gather(x, dim)
+        return axis.issue("all_gather", x, dim=dim).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -123,8 +118,7 @@ class AllGather(Function):
             x, batch_dim, shift = aside(x, in_dims[0])
             return AllGather.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
         x = x.to(dtypes.gathered) if dtypes else x
-        announce("all_gather", axis, x, num_values_in(x, in_dims[0], axis))
-        return axis.backend.all_gather(stack(x, in_dims[0], axis), dim), None
+        return axis.issue("all_gather", stack(x, in_dims[0], axis), dim=dim).wait(), None
 
 
 class PsumScatter(Function):
@@ -133,8 +127,7 @@ class PsumScatter(Function):
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
     ) -> Tensor:
         x = x.to(dtypes.reduced) if dtypes else x
-        announce("psum_scatter", axis, x, axis.folded)
-        total = axis.backend.psum_scatter(x, dim)
+        total = axis.issue("psum_scatter", x, dim=dim).wait()
         return total.to(dtypes.carried) if dtypes else total
 
     @staticmethod
@@ -164,8 +157,7 @@ class PsumScatter(Function):
             x, batch_dim, shift = aside(x, in_dims[0])
             return PsumScatter.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
         x = x.to(dtypes.reduced) if dtypes else x
-        announce("psum_scatter", axis, x, num_values_in(x, in_dims[0], axis))
-        total = axis.backend.psum_scatter(stack(x, in_dims[0], axis), dim)
+        total = axis.issue("psum_scatter", stack(x, in_dims[0], axis), dim=dim).wait()
         return total.to(dtypes.carried) if dtypes else total, 0
 
 
@@ -177,8 +169,3 @@ def gather_shards(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
 def scatter_sums(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
     """``psum_scatter`` of full gradients in the dtype to reduce in, a sum in the dtype that it is carried in."""
     return PsumScatter.apply(x, *place_of(axis), axis, 0, dtypes)
-
-
-def announce(kind: str, axis: Axis, x: Tensor, num_values: int) -> None:
-    """``num_values`` ranks are stacked in ``x``."""
-    axis.announce(kind, x.numel() // max(num_values, 1), x.dtype)

@@ -1,38 +1,46 @@
 """Communication taken apart: backends for ``mesh.with_backend``, which count, check or leave out collectives.
 
-A backend is one axis of a mesh at work, and :meth:`Mesh.with_backend` makes a handle of the same ranks with other
-backends. They stand before each other: what was passed last is asked first, so
-``mesh.with_backend(checked).with_backend(counter)`` counts what the program issues, and a counter that stands behind
-``without_all_gather`` counts what is really sent.
+Every collective goes through :meth:`Axis.issue`, which describes it once, as a :class:`Collective`, and hands it to the
+backend of the axis. A :class:`Backend` has one method that moves bytes, ``issue(op, x)``, which returns a
+:class:`Work`. :meth:`Mesh.with_backend` makes a handle of the same ranks with other backends. They stand before each
+other: what was passed last is asked first, so ``mesh.with_backend(checked).with_backend(counter)`` counts what the
+program issues, and a counter that stands behind ``without_all_gather`` counts what is really sent.
 
-Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, write a backend of your
-own and pass a function from an axis to it: a :class:`Wrapper` that changes one thing, or a :class:`Backend` that moves
-bytes itself. On real ranks a collective gets this rank's tensor and returns this rank's result. On simulated ranks
-(``simulated``) it gets the values of all ranks stacked in dim 0, and returns one value for all (``all_gather``,
-``psum``, ``pmax``) or a stack of one a rank (``psum_scatter``). Results are new memory, and the operand may be written
-to as soon as the collective has returned (of a ``start_`` form: landed). All ranks must do the same in the same order.
-Whatever the backend does, derivatives are those of the true collectives, whose transposes go through it as well.
+Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_reduce_scatter``, write a function
+``(op, x, send) -> Work`` and pass ``wrap(function)``, or a backend of your own that moves bytes itself. Whatever it
+does, derivatives are those of the true collectives, whose transposes go through it as well.
 
-Here bytes move between the ranks of one axis: ``backend``, ``gloo``, ``shared_memory``, ``headers``, ``dtypes``;
-``axis`` is an axis with its backend; ``wrapper``, ``counter``, ``order_check``, ``lost_ranks`` stand before a backend;
-``writes`` finds writes into what simulated ranks gathered. Imports ``torch_internals`` and ``errors`` alone; imported
-by ``mesh`` and above.
+Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backend``: the interface; ``simulated``,
+``process_group``, ``gloo`` with ``shared_memory``, ``headers`` and ``dtypes``: the backends; ``axis`` is an axis with
+its backend; ``wrapper``, ``counter``, ``order_check``, ``lost_ranks`` stand before a backend; ``writes`` finds writes
+into what simulated ranks gathered. Imports ``torch_internals`` and ``errors`` alone; imported by ``mesh`` and above.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .axis import Axis
-from .backend import Backend, Flight
+from .backend import Backend
+from .collective import Collective
 from .counter import Counter, Traffic
 from .order_check import checked
-from .wrapper import Wrapper
+from .work import Finished, Work
+from .wrapper import Issue, Wrapped, wrap
 
-__all__ = ["Backend", "Counter", "Flight", "Traffic", "Wrapper", "checked", "without_all_gather", "without_reduction"]
+__all__ = [
+    "Backend",
+    "Collective",
+    "Counter",
+    "Finished",
+    "Traffic",
+    "Work",
+    "checked",
+    "without_all_gather",
+    "without_reduction",
+    "wrap",
+]
 
 
 def without_all_gather(axis: Axis) -> Backend:
@@ -58,7 +66,14 @@ def without_all_gather(axis: Axis) -> Backend:
 
     Stands for ``FSDP_USE_FAKE_ALL_GATHER``.
     """
-    return _WithoutAllGather(axis.backend, axis.size)
+
+    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        if op.kind != "all_gather":
+            return send(op, x)
+        own = x[0] if axis.backend.simulated else x
+        return Finished(torch.cat([own.to(op.device or x.device, op.dtype)] * axis.size, op.dim))
+
+    return Wrapped(axis.backend, issue)
 
 
 def without_reduction(axis: Axis) -> Backend:
@@ -86,42 +101,21 @@ def without_reduction(axis: Axis) -> Backend:
 
     Stands for ``FSDP_USE_FAKE_REDUCE``.
     """
-    return _WithoutReduction(axis.backend, axis.size)
+    simulated = axis.backend.simulated
 
+    def own_part(x: Tensor, dim: int, rank: int) -> Tensor:
+        return x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).select(dim, rank)
 
-@dataclass(frozen=True)
-class _WithoutAllGather(Wrapper):
-    size: int
+    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        match op.kind:
+            case "psum_scatter" if simulated:
+                return Finished(torch.stack([own_part(row, op.dim, rank) for rank, row in enumerate(x.unbind(0))]))
+            case "psum_scatter":
+                return Finished(own_part(x, op.dim, int(axis.backend.index())).clone())
+            case "psum" | "pmax":
+                return Finished((x[0] if simulated else x).clone())
+            case "all_to_all":
+                return Finished(x.clone())
+        return send(op, x)
 
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        if kind != "all_gather":
-            super().announce(kind, numel, dtype, key)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat([x[0] if self.simulated else x] * self.size, dim)
-
-
-@dataclass(frozen=True)
-class _WithoutReduction(Wrapper):
-    size: int
-
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        if kind not in ("psum_scatter", "psum", "pmax", "all_to_all"):
-            super().announce(kind, numel, dtype, key)
-
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        if self.simulated:
-            return torch.stack([self._part(row, dim, rank) for rank, row in enumerate(x.unbind(0))])
-        return self._part(x, dim, int(self.index())).clone()
-
-    def psum(self, x: Tensor) -> Tensor:
-        return (x[0] if self.simulated else x).clone()
-
-    def pmax(self, x: Tensor) -> Tensor:
-        return self.psum(x)
-
-    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
-        return x.clone()
-
-    def _part(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        return x.unflatten(dim, (self.size, x.shape[dim] // self.size)).select(dim, rank)
+    return Wrapped(axis.backend, issue)

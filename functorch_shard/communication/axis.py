@@ -6,13 +6,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .backend import Backend, DetachedBackend, record
+from .backend import Backend, DetachedBackend
+from .collective import Collective, record
+from .work import Work
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One named direction of a mesh, as ``mesh["shard"]``: what a collective communicates over."""
+    """One named direction of a mesh, for example ``mesh["shard"]``: what a collective communicates over."""
 
     name: str
     size: int
@@ -25,11 +28,35 @@ class Axis:
         rank = 0 if self.backend.simulated else int(self.backend.index())
         return Axis, (self.name, self.size, DetachedBackend(rank))
 
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        """Tell whoever listens that each rank is about to pass ``numel`` elements to a collective."""
-        record(kind, self.name, numel, dtype)
-        self.backend.announce(kind, numel, dtype, key or self.key)
-
     def of(self, key: str) -> Axis:
         """The same ranks, for what belongs to buffer ``key``."""
         return replace(self, key=key)
+
+    def issue(
+        self,
+        kind: str,
+        x: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        key: str = "",
+        dim: int = 0,
+        device: torch.device | None = None,
+        source: int = 0,
+    ) -> Work:
+        """Start a collective over the ranks of this axis: the only way to one, so that all are counted and checked.
+
+        Args:
+            kind: see :class:`Collective`.
+            x: the operand, see :class:`Backend`.
+            dtype, key, dim, device, source: see :class:`Collective`; the dtype is that of ``x`` unless given.
+        """
+        op = Collective(kind, self.name, self._numel(kind, x), dtype or x.dtype, key or self.key, dim, device, source)
+        record(op)
+        return self.backend.issue(op, x)
+
+    def _numel(self, kind: str, x: Tensor) -> int:
+        """Elements of the operand of one rank, or of one row of it."""
+        stacked = self.backend.simulated
+        if kind == "scatter":
+            return x.shape[1 + stacked :].numel() // self.folded
+        return x.numel() // max(self.size * self.folded, 1) if stacked else x.numel()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import partial
 from threading import Lock
-from typing import Any
 
-import torch
+from torch import Tensor
 
 from .axis import Axis
 from .backend import Backend
-from .wrapper import Run, Wrapper
+from .collective import Collective
+from .work import Finished, Work
+from .wrapper import Issue, Wrapped
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class Traffic:
         sent: bytes that each rank has to send for them at least: ``N - 1`` times the operand of an ``all_gather`` or an
             ``exchange``, ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a
             ``psum``'s or ``pmax``'s, rounded up.
-        seconds: from start to landing.
-        blocked: of these, the seconds that the program spent in starting and landing; in the others it computed.
+        seconds: from the start to the end of waiting.
+        blocked: of these, the seconds that the program spent in starting and in waiting; in the others it computed.
     """
 
     number: int = 0
@@ -61,7 +62,23 @@ class Counter:
 
     def __call__(self, axis: Axis) -> Backend:
         """What :meth:`Mesh.with_backend` asks for each axis."""
-        return _Counting(axis.backend, axis.name, axis.size, self)
+        return Wrapped(axis.backend, partial(self._count, axis.size))
+
+    def _count(self, size: int, op: Collective, x: Tensor, send: Issue) -> Work:
+        start = time.perf_counter()
+        work = send(op, x)  # where it may be refused
+        issued = time.perf_counter()
+        passed = issued - start
+        self.add(op.axis, op.kind, Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, size), passed, passed))
+
+        def wait() -> Tensor:
+            again = time.perf_counter()
+            result = work.wait()
+            end = time.perf_counter()
+            self.add(op.axis, op.kind, Traffic(seconds=end - issued, blocked=end - again))
+            return result
+
+        return work if isinstance(work, Finished) else Work(wait)
 
     def __getitem__(self, axis_and_kind: tuple[str, str]) -> Traffic:
         return self.traffic.get(axis_and_kind, Traffic())
@@ -93,32 +110,6 @@ class Counter:
             sums = f"{t.number:8,d} {t.nbytes:13,d} {t.sent:13,d} {t.seconds:9.3f} {t.blocked:9.3f}"
             lines.append(f"{axis:10s} {kind:12s} {sums}")
         return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class _Counting(Wrapper):
-    axis: str
-    size: int
-    counter: Counter = field(repr=False)
-
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        super().announce(kind, numel, dtype, key)  # where it may be refused
-        nbytes = numel * dtype.itemsize
-        self.counter.add(self.axis, kind, Traffic(1, nbytes, bytes_sent(kind, nbytes, self.size)))
-
-    def around(self, kind: str) -> Run:
-        end: float | None = None  # of the part before
-
-        def timed(part: Callable[[], Any]) -> Any:
-            nonlocal end
-            start = time.perf_counter()
-            since = start if end is None else end
-            result = part()
-            end = time.perf_counter()
-            self.counter.add(self.axis, kind, Traffic(seconds=end - since, blocked=end - start))
-            return result
-
-        return timed
 
 
 def bytes_sent(kind: str, nbytes: int, size: int) -> int:

@@ -8,7 +8,7 @@ are those of ``in_rank_order`` on each way, as on simulated ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..torch_internals.tensors import version_of
-from .backend import Flight, GroupBackend, as_bytes, in_memory, in_rank_order, refuse_tracing
+from .collective import Collective
 from .dtypes import as_ordered, from_ordered
 from .headers import Call, Line
+from .process_group import GroupBackend, as_bytes, in_memory
 from .shared_memory import Mail, open_mail
+from .simulated import in_rank_order
+from .work import Work
 
 # Above so many bytes a rank, shared memory beats sockets. Two ranks on two busy cores (tests/benchmarks/gloo.py):
 # 512 KB a rank are gathered in 0.85 ms through shared memory and in 0.55 ms over sockets, 2 MB in 1.8 and 3.4 ms, 8 MB
@@ -39,8 +42,6 @@ class GlooBackend(GroupBackend):
     Operands on another device than the CPU go through it.
     """
 
-    _keys: dict[str, str] = field(default_factory=dict, repr=False, compare=False)  # of what was announced, by kind
-
     @cached_property
     def _line(self) -> Line:
         return Line(self.group, self.size)
@@ -50,90 +51,63 @@ class GlooBackend(GroupBackend):
         """Opened by the first large message, which comes at the same place in the program on every rank."""
         return open_mail(self.rank, self._exchange)
 
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        self._keys[kind] = key
+    def all_gather(self, op: Collective, x: Tensor) -> Work:
+        return self._share(op, x, lambda rows: rows.flatten(0, 1), op.dtype)
 
-    def start_all_gather(
-        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> Flight:
-        return self._share("all_gather", x, lambda rows: rows.flatten(0, 1), dtype, device)
+    def psum_scatter(self, op: Collective, x: Tensor) -> Work:
+        return self._sum(op, x.unflatten(0, (self.size, x.shape[0] // self.size)))
 
-    def exchange(self, rows: Tensor) -> Tensor:
-        return self._share("exchange", rows, lambda rows: rows.flatten(0, 1)).land()
-
-    def start_psum_scatter(self, x: Tensor) -> Flight:
-        refuse_tracing()
-        return self._start_sum("psum_scatter", x.unflatten(0, (self.size, x.shape[0] // self.size)))
-
-    def psum(self, x: Tensor) -> Tensor:
-        refuse_tracing()
+    def psum(self, op: Collective, x: Tensor) -> Work:
         if self.size == 2 or x.nbytes <= SMALL_SUM:
-            return self._share("psum", x, lambda rows: in_rank_order(rows.unbind(0))).land()
+            return self._share(op, x, lambda rows: in_rank_order(rows.unbind(0)))
         flat = pad(x.detach().flatten(), (0, -x.numel() % self.size))
-        part = self._start_sum("psum", flat.unflatten(0, (self.size, -1))).land()
-        whole = self._share("psum, second half", part, lambda rows: rows.flatten()).land()
-        return whole[: x.numel()].view(x.shape)
+        first, half = self._sum(op, flat.unflatten(0, (self.size, -1))), replace(op, kind="psum, second half")
+        whole = lambda part: self._share(half, part, lambda rows: rows.flatten()).wait()  # noqa: E731
+        return Work(lambda: whole(first.wait())[: x.numel()].view(x.shape))
 
-    def pmax(self, x: Tensor) -> Tensor:
-        ordered = as_ordered(x) if x.is_floating_point() else x
-        largest = self._share("pmax", ordered, lambda rows: rows.amax(0), named=x.dtype).land()
-        return from_ordered(largest, x.dtype) if x.is_floating_point() else largest
+    def pmax(self, op: Collective, x: Tensor) -> Work:
+        if not x.is_floating_point():
+            return self._share(op, x, lambda rows: rows.amax(0))
+        return self._share(op, as_ordered(x), lambda rows: from_ordered(rows.amax(0), x.dtype))
 
-    def all_to_all(self, x: Tensor, dim: int) -> Tensor:
-        refuse_tracing()
-        parts = in_memory(x.movedim(dim, 0).cpu(), x.dtype)
-        return self._swap("all_to_all", parts, torch.stack, x.device).land().movedim(0, dim)
+    def all_to_all(self, op: Collective, x: Tensor) -> Work:
+        return self._swap(op, in_memory(x.cpu(), x.dtype), torch.stack, x.device)
 
-    def scatter(self, out: Tensor, rows: Tensor | None, source: int) -> None:
-        refuse_tracing()
-        call, here = self._call("scatter", out.numel(), out.dtype), in_memory(out.cpu(), out.dtype)
-        if rows is not None:
-            out.copy_(rows[self.rank])
-            call.works = self._send(call, {rank: rows[rank].cpu() for rank in self._peers})
+    def scatter(self, op: Collective, x: Tensor) -> Work:
+        call, device = self._call(op, op.numel), op.device or x.device
+        if self.rank == op.source:
+            out = x[self.rank].clone(memory_format=_DENSE)
+            call.works = self._send(call, {rank: in_memory(x[rank].cpu(), op.dtype) for rank in self._peers})
         else:
-            call.works = self._receive(call, {source: here})
+            out = torch.empty(x.shape[1:], dtype=op.dtype)
+            call.works = self._receive(call, {op.source: out})
         call.post()
-        call.wait()
-        call.close()
-        if rows is None and here.data_ptr() != out.data_ptr():
-            out.copy_(here)
+        return _work(call, lambda: out.to(device))
 
-    def broadcast(self, x: Tensor, source: int) -> None:
-        refuse_tracing()
-        call = self._call("broadcast", x.numel(), x.dtype)
+    def broadcast(self, op: Collective, x: Tensor) -> Work:
+        call, broadcast = self._call(op, x.numel()), super().broadcast
         call.post()
-        call.wait()
-        call.close()
-        super().broadcast(x, source)
+        return _work(call, lambda: broadcast(op, x).wait())
 
     @property
     def _peers(self) -> list[int]:
         """The other ranks, nearest first: nobody is everybody's first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
-    def _call(self, kind: str, numel: int, dtype: torch.dtype) -> Call:
-        key = self._keys.pop(kind, "")
-        of_buffer = f" for {key!r}" if key else ""
-        return self._line.open(f"{kind} of {numel:,} {str(dtype).removeprefix('torch.')}{of_buffer}")
+    def _call(self, op: Collective, numel: int) -> Call:
+        return self._line.open(str(op if numel == op.numel else replace(op, numel=numel)))
 
     def _mail_for(self, nbytes: int) -> Mail | None:
         return self._mail if nbytes > SMALL_LETTER else None
 
     def _share(
-        self,
-        kind: str,
-        x: Tensor,
-        then: Callable[[Tensor], Tensor],
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        named: torch.dtype | None = None,
-    ) -> Flight:
+        self, op: Collective, x: Tensor, then: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+    ) -> Work:
         """``then`` of the ``x`` of all ranks, stacked; each cast to ``dtype`` on the way out."""
-        refuse_tracing()
-        x, device, dtype = x.detach().cpu(), device or x.device, dtype or x.dtype
+        x, device, dtype = x.detach().cpu(), op.device or x.device, dtype or x.dtype
         nbytes = x.numel() * dtype.itemsize
         mail = None if nbytes <= self._line.capacity else self._mail_for(nbytes)
-        call = self._call(kind, x.numel(), named or dtype)
+        call = self._call(op, x.numel())
         if nbytes <= self._line.capacity:
             call.post(_as_bytes(in_memory(x, dtype)))
             read = lambda: call.rows(nbytes, dtype).clone(memory_format=_DENSE).view(self.size, *x.shape)  # noqa: E731
@@ -146,7 +120,7 @@ class GlooBackend(GroupBackend):
             call.works += self._send(call, dict.fromkeys(self._peers, rows[self.rank]))
             call.post()
             read = lambda: rows  # noqa: E731
-        return _flight(call, lambda: then(read()).to(device))
+        return _work(call, lambda: then(read()).to(device))
 
     def _read_later(self, call: Call, mail: Mail, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Write ``x`` to shared memory; what reads it, and what the other ranks wrote there."""
@@ -160,30 +134,32 @@ class GlooBackend(GroupBackend):
 
         return read
 
-    def _start_sum(self, kind: str, parts: Tensor) -> Flight:
+    def _sum(self, op: Collective, parts: Tensor) -> Work:
         """The sum over ranks of this rank's part; ``parts`` has one for each rank."""
-        device, plain = parts.device, in_memory(parts.cpu(), parts.dtype)
+        device, plain = op.device or parts.device, in_memory(parts.cpu(), parts.dtype)
         if mail := self._mail_for(plain[0].nbytes):
-            call = self._call(kind, plain.numel(), plain.dtype)
+            call = self._call(op, plain.numel())
             call.mail = mail
             call.post(slot=mail.write([plain[: self.rank], plain[self.rank + 1 :]]))
-            return _flight(call, lambda: mail.read_sum(call.slots(), plain[self.rank]).to(device))
+            return _work(call, lambda: mail.read_sum(call.slots(), plain[self.rank]).to(device))
         sent = plain[0].nbytes > self._line.capacity  # then what is received is memory of its own
         into = lambda rows: rows[0 if self.rank else 1] if sent else None  # noqa: E731
-        return self._swap(kind, plain, lambda rows: in_rank_order(rows, into(rows)), device)
+        return self._swap(op, plain, lambda rows: in_rank_order(rows, into(rows)), device)
 
-    def _swap(self, kind: str, parts: Tensor, then: Callable[[list[Tensor]], Tensor], device: torch.device) -> Flight:
+    def _swap(
+        self, op: Collective, parts: Tensor, then: Callable[[list[Tensor]], Tensor], device: torch.device
+    ) -> Work:
         """``then`` of what the ranks have for this one; row r of ``parts`` is for rank r."""
-        call, nbytes = self._call(kind, parts.numel(), parts.dtype), parts[0].nbytes
+        call, nbytes = self._call(op, parts.numel()), parts[0].nbytes
         if nbytes <= self._line.capacity:
             call.post(_as_bytes(parts, self.size))
             rows = lambda: [row.view(parts.shape[1:]) for row in call.rows(nbytes, parts.dtype)]  # noqa: E731
-            return _flight(call, lambda: then(rows()).to(device))
+            return _work(call, lambda: then(rows()).to(device))
         got = [parts[rank] if rank == self.rank else torch.empty_like(parts[rank]) for rank in range(self.size)]
         call.works = self._receive(call, {rank: got[rank] for rank in self._peers})
         call.works += self._send(call, {rank: parts[rank] for rank in self._peers})
         call.post()
-        return _flight(call, lambda: then(got).to(device))
+        return _work(call, lambda: then(got).to(device))
 
     def _send(self, call: Call, rows: dict[int, Tensor]) -> list[Any]:
         to = {"group": self.group, "tag": call.tag}
@@ -194,19 +170,19 @@ class GlooBackend(GroupBackend):
         return [dist.irecv(_as_bytes(x), group_src=rank, **to) for rank, x in rows.items() if x.numel()]
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        self.announce("exchange", len(message), torch.uint8, "shared memory")
-        rows = self.exchange(torch.frombuffer(bytearray(message), dtype=torch.uint8)[None])
+        op = Collective("exchange", "", len(message), torch.uint8, "shared memory")
+        rows = self.all_gather(op, torch.frombuffer(bytearray(message), dtype=torch.uint8)[None]).wait()
         return [as_bytes(row) for row in rows]
 
 
-def _flight(call: Call, finish: Callable[[], Tensor]) -> Flight:
-    def landed() -> Tensor:
+def _work(call: Call, finish: Callable[[], Tensor]) -> Work:
+    def finished() -> Tensor:
         try:
             return finish()
         finally:
             call.close()
 
-    return Flight([call], landed, call.close)
+    return Work(finished, [call], call.close)
 
 
 def _as_bytes(x: Tensor, num_rows: int = 1) -> Tensor:

@@ -20,71 +20,57 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist  # for the store of the job and for who is in a group; no collectives
+from torch import Tensor
 
 from ..torch_internals.process_groups import job_store, timeout_of
-from .backend import Backend, GroupBackend
-from .wrapper import Run, Wrapper
+from .backend import Backend
+from .collective import Collective
+from .process_group import GroupBackend
+from .work import Finished, Work
+from .wrapper import Issue, Wrapped
 
 T = TypeVar("T")
 POLL = 0.1  # seconds between two looks, after an error
 _LOST = ("gloo/transport/", "Operation timed out")  # what gloo's errors say; all are plain RuntimeErrors
 
 
-def naming_lost_ranks(backend: GroupBackend, axis: str) -> Backend:
+def naming_lost_ranks(backend: GroupBackend) -> Backend:
     """``backend``, whose errors for want of another rank name it. One rank alone loses nobody."""
-    return _Naming(backend, axis, backend.group) if backend.size > 1 else backend
+    group = backend.group
+
+    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        work = _run(lambda: send(op, x), op, group)
+        return work if isinstance(work, Finished) else Work(lambda: _run(work.wait, op, group))
+
+    return Wrapped(backend, issue) if backend.size > 1 else backend
 
 
 def run_on_job(what: str, part: Callable[[], T]) -> T:
     """``part()``, which waits for ranks of the default group: an error for want of one names it."""
-    return _run(part, lambda: what, dist.group.WORLD)
+    return _run(part, what, dist.group.WORLD)
 
 
-class _Announced(NamedTuple):
-    numel: int
-    dtype: torch.dtype
-    key: str
-
-
-@dataclass(frozen=True, eq=False)
-class _Naming(Wrapper):
-    axis: str
-    group: Any
-    announced: dict[str, _Announced] = field(default_factory=dict)  # the last of each kind; its start comes next
-
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        self.announced[kind] = _Announced(numel, dtype, key)
-        super().announce(kind, numel, dtype, key)
-
-    def around(self, kind: str) -> Run:
-        announced = self.announced.get(kind)
-        return lambda part: _run(part, lambda: f"{kind}{_of(announced)} on axis {self.axis!r}", self.group)
-
-
-def _of(announced: _Announced | None) -> str:
-    if announced is None:
-        return ""
-    numel, dtype, key = announced
-    return f" of {key!r}" if key else f" of {numel:,} {str(dtype).removeprefix('torch.')}"
-
-
-def _run(part: Callable[[], T], what: Callable[[], str], group: Any) -> T:
+def _run(part: Callable[[], T], what: Collective | str, group: Any) -> T:
     try:
         return part()
     except RuntimeError as error:
         if not _is_for_want_of_ranks(error):
             raise
-        text = _explained(what(), group)
+        text = _explained(what if isinstance(what, str) else _text(what), group)
         if text is None:
             raise
         raise RuntimeError(text) from error
+
+
+def _text(op: Collective) -> str:
+    what = repr(op.key) if op.key else f"{op.numel:,} {str(op.dtype).removeprefix('torch.')}"
+    return f"{op.kind} of {what} on axis {op.axis!r}"
 
 
 def _is_for_want_of_ranks(error: RuntimeError) -> bool:

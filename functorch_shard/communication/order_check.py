@@ -12,15 +12,24 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from ..torch_internals.process_groups import timeout_of
 from .axis import Axis
-from .backend import Backend, GroupBackend, RollCall
-from .wrapper import Run, Wrapper
+from .backend import Backend
+from .collective import Collective
+from .process_group import GroupBackend, as_bytes
+from .work import Finished, Work
+from .wrapper import Issue, Wrapped, transport
 
+T = TypeVar("T")
 MESSAGE = 512  # bytes: a digest, and as much of the text as fits
 HISTORY = 5  # how many collectives before the failing one an error shows
 _ADVICE = (
@@ -60,35 +69,38 @@ def checked(axis: Axis) -> Backend:
 
     Stands for the execution order check of FSDP1 under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
-    carrier = axis.backend.carrier
-    if carrier.simulated or axis.size == 1:
+    group = transport(axis.backend)
+    if group.simulated or axis.size == 1:
         return axis.backend
-    if not isinstance(carrier, GroupBackend):
+    if not isinstance(group, GroupBackend):
         raise TypeError(
-            f"checked: axis {axis.name!r}: got a {type(carrier).__name__}, expected a process group to exchange "
+            f"checked: axis {axis.name!r}: got a {type(group).__name__}, expected a process group to exchange "
             "messages in. Take the mesh from init_mesh, and wrap its backends instead of replacing them."
         )
-    return _Checked(axis.backend, axis.name, RollCall(carrier.group))
+    return Wrapped(axis.backend, _Checks(axis.name, SideChannel(group.group)))
 
 
 @dataclass(frozen=True, eq=False)
-class _Checked(Wrapper):
-    axis: str
-    roll_call: RollCall
-    numbers: count[int] = field(default_factory=lambda: count(1))
-    history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY + 1))
+class _Checks:
+    """Compares each collective over one axis before it goes on."""
 
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        purpose = f" for {key!r}" if key else ""
-        mine = f"{next(self.numbers)}: {kind} of {numel:,} {str(dtype).removeprefix('torch.')}{purpose}"
-        self._check(mine, list(self.history)[-HISTORY:])
+    axis: str
+    channel: SideChannel
+    numbers: count[int] = field(default_factory=lambda: count(1))
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
+
+    def __call__(self, op: Collective, x: Tensor, send: Issue) -> Work:
+        mine, before = f"{next(self.numbers)}: {op}", list(self.history)
+        self._check(mine, before)
         self.history.append(mine)
-        super().announce(kind, numel, dtype, key)
+        run = partial(self._run, mine, before)
+        work = run(lambda: send(op, x))
+        return work if isinstance(work, Finished) else Work(lambda: run(work.wait))
 
     def _check(self, mine: str, before: list[str]) -> None:
         text = mine.encode()
         message = (hashlib.sha256(text).digest() + text)[:MESSAGE].ljust(MESSAGE)
-        messages, error = self.roll_call.exchange(message)
+        messages, error = self.channel.exchange(message)
         if error or len(set(messages.values())) > 1:
             raise RuntimeError(self._explained(mine, messages, before, error)) from error
 
@@ -97,32 +109,50 @@ class _Checked(Wrapper):
     ) -> str:
         wanted = {rank: message[32:].decode(errors="ignore").rstrip() for rank, message in messages.items()}
         lines = [f"  rank {rank}: {text}" for rank, text in sorted(wanted.items())]
-        lines += [f"  rank {rank}: did not come" for rank in self.roll_call.ranks if rank not in wanted]
+        lines += [f"  rank {rank}: did not come" for rank in self.channel.ranks if rank not in wanted]
         title = f"checked: axis {self.axis!r}: " + (self._absence(mine, wanted) if error else "the ranks differ.")
         return "\n".join([title, *lines, *_past(before), _ADVICE, *([f"torch said: {error}"] if error else [])])
 
     def _absence(self, mine: str, wanted: Mapping[int, str]) -> str:
-        absent = ", ".join(str(rank) for rank in self.roll_call.ranks if rank not in wanted)
+        absent = ", ".join(str(rank) for rank in self.channel.ranks if rank not in wanted)
         who = f"no message from rank {absent}" if absent else "a rank was gone again"
         return (
-            f"{who} before collective {mine}. Each waits {self.roll_call.timeout.total_seconds():g} s for the others, "
+            f"{who} before collective {mine}. Each waits {self.channel.timeout.total_seconds():g} s for the others, "
             "and who gives up or ends is gone for all."
         )
 
-    def around(self, kind: str) -> Run:
-        mine, before = self.history[-1] if self.history else kind, list(self.history)[:-1]
-
-        def explained(part: Callable[[], Any]) -> Any:
-            try:
-                return part()
-            except (NotImplementedError, torch.OutOfMemoryError):  # RuntimeErrors, but not for want of the others
-                raise
-            except RuntimeError as error:
-                text = f"checked: axis {self.axis!r}: all ranks agreed on {mine}, and then it failed: {error}"
-                raise RuntimeError("\n".join([text, *_past(before)])) from error
-
-        return explained
+    def _run(self, mine: str, before: list[str], part: Callable[[], T]) -> T:
+        try:
+            return part()
+        except (NotImplementedError, torch.OutOfMemoryError):  # RuntimeErrors, but not because of other ranks
+            raise
+        except RuntimeError as error:
+            text = f"checked: axis {self.axis!r}: all ranks agreed on {mine}, and then it failed: {error}"
+            raise RuntimeError("\n".join([text, *_past(before)])) from error
 
 
 def _past(before: list[str]) -> list[str]:
     return ["Before that, the same on all ranks:", *(f"  {text}" for text in before)] if before else []
+
+
+class SideChannel:
+    """Short messages between the ranks of a group: on the host, beside whatever is under way in the group itself.
+
+    Every rank of the group makes one at the same time. It waits as long as the group does.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.timeout: timedelta = timeout_of(group)
+        self._group = dist.new_group(self.ranks, self.timeout, "gloo", use_local_synchronization=True)
+
+    def exchange(self, message: bytes) -> tuple[dict[int, bytes], RuntimeError | None]:
+        """The messages by rank, as long as this one, of those that responded; why not all did. None is all zeros."""
+        sent = torch.frombuffer(bytearray(message), dtype=torch.uint8).repeat(len(self.ranks), 1)
+        got, error = torch.zeros_like(sent), None
+        try:
+            dist.all_to_all_single(got, sent, group=self._group)  # each directly from its sender
+        except RuntimeError as caught:
+            error = caught
+        rows = [as_bytes(row) for row in got]
+        return {rank: row for rank, row in zip(self.ranks, rows, strict=True) if any(row)}, error

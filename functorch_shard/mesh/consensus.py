@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..communication.backend import Backend, as_bytes, record
+from ..communication.axis import Axis
+from ..communication.process_group import as_bytes
 from ..errors import first_difference
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ def agree(
     verb: str,
     build: Callable[[], T],
     describe: Callable[[T], Sequence[str]],
-    axes: Sequence[Backend],
+    axes: Sequence[Axis],
     device: torch.device,
     advice: str = _ADVICE,
 ) -> T:
@@ -65,7 +66,7 @@ def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]]
     raise AssertionError("digests differ but lines do not")
 
 
-def gather_texts(text: str, axes: Sequence[Backend], device: torch.device) -> list[str]:
+def gather_texts(text: str, axes: Sequence[Axis], device: torch.device) -> list[str]:
     """``text`` of every rank, in rank order: one all-gather of 8 bytes per axis, and one more unless all are empty."""
     data = text.encode()
     lengths = [int.from_bytes(size, "big") for size in _gather_bytes(len(data).to_bytes(8, "big"), axes, device)]
@@ -75,11 +76,9 @@ def gather_texts(text: str, axes: Sequence[Backend], device: torch.device) -> li
     return [row[:length].decode() for row, length in zip(padded, lengths, strict=True)]
 
 
-def _gather_bytes(data: bytes, axes: Sequence[Backend], device: torch.device) -> list[bytes]:
+def _gather_bytes(data: bytes, axes: Sequence[Axis], device: torch.device) -> list[bytes]:
     """``data`` of every rank, in rank order; equally long everywhere, and not empty."""
     rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
     for axis in reversed(axes):
-        record("all_gather", "mesh", rows.numel(), rows.dtype)
-        axis.announce("exchange", rows.numel(), rows.dtype)
-        rows = axis.exchange(rows)
+        rows = axis.issue("exchange", rows).wait()
     return [as_bytes(row) for row in rows.cpu()]

@@ -128,7 +128,7 @@ def job_mesh() -> Mesh:
         return Mesh((Axis("job", 1, DetachedBackend()),), torch.device("cpu"))
     device = with_index(torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda"))  # of the group
     group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
-    return Mesh((Axis("job", group.size, naming_lost_ranks(group, "job")),), device)
+    return Mesh((Axis("job", group.size, naming_lost_ranks(group)),), device)
 
 
 def _patience(timeout: timedelta | float | None, several: bool) -> timedelta | None:

@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend, StackedBackend
+from ..communication.backend import Backend
 from ..communication.gloo import group_backend
 from ..communication.lost_ranks import naming_lost_ranks
+from ..communication.simulated import StackedBackend
+from ..communication.wrapper import transport
 from ..communication.writes import Gathered
 from ..containers import Static
 from ..errors import axes_text
@@ -253,8 +255,9 @@ class Mesh(Static):
         sizes, device = device_mesh.shape, with_index(torch.device(device_mesh.device_type))
         places = zip(names, coordinate, sizes, strict=True)
         groups = [group_backend(device_mesh.get_group(name), rank, size, device) for name, rank, size in places]
-        backends = [naming_lost_ranks(group, name) for group, name in zip(groups, names, strict=True)]
-        axes = tuple(Axis(name, size, backend) for name, size, backend in zip(names, sizes, backends, strict=True))
+        axes = tuple(
+            Axis(name, group.size, naming_lost_ranks(group)) for name, group in zip(names, groups, strict=True)
+        )
         processes = tuple(device_mesh.mesh.flatten().tolist())
         return Mesh(axes, device, processes, device_mesh)
 
@@ -278,12 +281,12 @@ class Mesh(Static):
             if gathered := backend.gathered.get():
                 gathered.add(key, whole, names)
 
-    def _several(self) -> list[Backend]:
-        return [axis.backend for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
+    def _several(self) -> list[Axis]:
+        return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
 
     def _stacked(self) -> list[StackedBackend]:
-        carriers = [axis.backend.carrier for axis in self._axes]
-        return [carrier for carrier in carriers if isinstance(carrier, StackedBackend)]
+        transports = [transport(axis.backend) for axis in self._axes]
+        return [backend for backend in transports if isinstance(backend, StackedBackend)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -330,8 +333,8 @@ def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
 def _checked_backend(backend: Backend) -> Backend:
     if not isinstance(backend, Backend):
         raise TypeError(
-            f"Mesh.with_backend: wrap returned {type(backend).__name__}, expected a backend: a class that inherits "
-            "from functorch_shard.communication.Wrapper or Backend."
+            f"Mesh.with_backend: wrap returned {type(backend).__name__}, expected a backend: that of "
+            "communication.wrap(function)(axis), or an object of a class that inherits from communication.Backend."
         )
     return backend
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..communication.backend import StackedBackend
+from ..communication.simulated import StackedBackend
 from ..communication.writes import Gathered
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..collectives.codecs import Codec, decode_rows, encode_rows
 from ..communication.axis import Axis
-from ..communication.backend import Flight
+from ..communication.work import Finished, Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
@@ -60,12 +60,12 @@ class Cell:
     """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
 
     __slots__ = (
-        "_flights",
         "_made",
         "_sent_on",
         "_shards",
         "_streams",
         "_versions",
+        "_works",
         "device",
         "flats",
         "left_in",
@@ -77,7 +77,7 @@ class Cell:
         self._streams = streams or streams_of(self.device)
         self._shards = [shard.detach() for shard in shards]
         self._versions = [_version(shard) for shard in self._shards]
-        self._flights: list[Flight] | None = None
+        self._works: list[Work] | None = None
         self.flats: list[Tensor] | None = None
         self.left_in: int | None = None  # the backward pass that is done with it
 
@@ -87,19 +87,19 @@ class Cell:
 
     def start(self) -> None:
         """Send for the whole buffers."""
-        if self.flats is None and self._flights is None:
+        if self.flats is None and self._works is None:
             self._check_unchanged()
             self._sent_on = self._streams.current()
             pairs = zip(self.part.buffers, self._shards, strict=True)
             with _no_inference_mode():
-                self._flights = [self._flight(buffer, shard) for buffer, shard in pairs]
+                self._works = [self._work(buffer, shard) for buffer, shard in pairs]
 
     def land(self) -> None:
         """Wait for them."""
         self.start()
-        if self._flights is not None:
+        if self._works is not None:
             with _no_inference_mode(), self._streams.on(self._sent_on):
-                self.flats, self._flights = [flight.land().contiguous() for flight in self._flights], None
+                self.flats, self._works = [work.wait().contiguous() for work in self._works], None
                 self._made = self._streams.made()
 
     def whole(self, index: int) -> Tensor:
@@ -110,36 +110,34 @@ class Cell:
 
     def drop(self) -> None:
         """Let them go."""
-        self.flats = self._flights = None
+        self.flats = self._works = None
 
-    def _flight(self, buffer: Buffer, shard: Tensor) -> Flight:
+    def _work(self, buffer: Buffer, shard: Tensor) -> Work:
         dtype = self.part.gathered_dtype(buffer)
         if buffer.num_shards == 1:
             whole = self._copied(shard, dtype)
-            return Flight([], lambda: whole)
+            return Finished(whole)
         if self.part.codec is None or not buffer.dtype.is_floating_point:
             return self._send(shard, dtype, buffer.key)
         return self._send_encoded(shard.to(self.device, non_blocking=True), dtype, buffer.key, self.part.codec)
 
-    def _send(self, x: Tensor, dtype: torch.dtype, key: str) -> Flight:
+    def _send(self, x: Tensor, dtype: torch.dtype, key: str) -> Work:
         """Ranks are laid side by side in the last dim."""
         axis = self.part.layout.mesh[self.part.layout.shard_axis]
         if x.ndim > 1:
             here = self._copied(x, dtype)
-            return Flight([], lambda: _gather_batch(axis, key, here))
-        axis.announce("all_gather", x.numel(), dtype, key)
-        return axis.backend.start_all_gather(x, dtype, self.device)
+            return Work(lambda: _gather_batch(axis, key, here))
+        return axis.issue("all_gather", x, dtype=dtype, key=key, device=self.device)
 
     def _copied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """As it is now, row-major in memory of its own: a shard may be a view, and may be written to meanwhile."""
         return x.new_empty(x.shape, dtype=dtype, device=self.device).copy_(x, non_blocking=True)
 
-    def _send_encoded(self, shard: Tensor, dtype: torch.dtype, key: str, codec: Codec) -> Flight:
+    def _send_encoded(self, shard: Tensor, dtype: torch.dtype, key: str, codec: Codec) -> Work:
         message, form = encode_rows(shard, codec)
-        flight = self._send(message, message.dtype, key)
         sizes = self.part.layout.num_shards, message.shape[-1]
-        rows = lambda: flight.land().unflatten(-1, sizes)  # noqa: E731
-        return Flight([], lambda: decode_rows(rows(), form, codec).flatten(-2).to(dtype))
+        work = self._send(message, message.dtype, key)
+        return work.then(lambda rows: decode_rows(rows.unflatten(-1, sizes), form, codec).flatten(-2).to(dtype))
 
     def _check_unchanged(self) -> None:
         if [_version(shard) for shard in self._shards] != self._versions:
@@ -292,8 +290,7 @@ class _Trail:
 
 
 def _gather_batch(axis: Axis, key: str, shards: Tensor) -> Tensor:
-    axis.announce("all_gather", shards.numel(), shards.dtype, key)
-    return axis.backend.all_gather(shards, shards.ndim - 1).contiguous()
+    return axis.issue("all_gather", shards, key=key, dim=shards.ndim - 1).wait().contiguous()
 
 
 def small_units(layout: Layout) -> frozenset[int]:

@@ -24,7 +24,7 @@ from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum
 from ..collectives.rules import scatter_sums
 from ..communication.axis import Axis
-from ..communication.backend import Flight
+from ..communication.work import Finished, Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack
@@ -247,12 +247,12 @@ class Reductions:
         before, _ = layout.divisors(dtypes.reduced)
         if buffer.num_shards == 1:  # nothing to add up here, and what was laid out may be the result
             packed = pack(grads, buffer).to(dtypes.carried)
-            return _Reduction(buffer, layout, dtypes, Flight([], lambda: packed), 1, averages)
+            return _Reduction(buffer, layout, dtypes, Finished(packed), 1, averages)
         packed = pack(grads, buffer, out=self._room_for(buffer, like, dtypes.reduced, place))
         packed = packed if before == 1 else packed.div_(before)
         axis = layout.mesh[layout.shard_axis]
-        axis.announce("psum_scatter", packed.numel(), packed.dtype, buffer.key)
-        return _Reduction(buffer, layout, dtypes, axis.backend.start_psum_scatter(packed), before, averages)
+        work = axis.issue("psum_scatter", packed, key=buffer.key)
+        return _Reduction(buffer, layout, dtypes, work, before, averages)
 
     def _room_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""
@@ -269,12 +269,12 @@ class _Reduction:
     buffer: Buffer
     layout: Layout
     dtypes: Travel
-    flight: Flight
+    work: Work
     divided: float  # what the addends were divided by
     averages: bool
 
     def land(self) -> Tensor:
-        total = self.flight.land().to(self.dtypes.carried)
+        total = self.work.wait().to(self.dtypes.carried)
         total = total if self.divided == 1 else total.mul_(self.divided)
         return self._mean(total) if self.averages else total
 
@@ -282,8 +282,7 @@ class _Reduction:
         before, after = self.layout.divisors(self.dtypes.reduced)
         total = (total if before == 1 else total.div_(before)).to(self.dtypes.reduced)
         for axis in copies(self.buffer, self.layout):
-            axis.announce("psum", total.numel(), total.dtype, self.buffer.key)
-            total = axis.backend.psum(total)
+            total = axis.issue("psum", total, key=self.buffer.key).wait()
         total = total.to(self.dtypes.carried)
         return (total if after == 1 else total.div_(after)).to(self.dtypes.stored)
 

@@ -10,8 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..communication.backend import connect, exchange
 from ..communication.lost_ranks import run_on_job
+from ..communication.process_group import connect, exchange
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout

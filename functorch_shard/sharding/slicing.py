@@ -49,22 +49,16 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
 def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
     """From the source to the shards beside it, and from each to its copies: nobody receives more than it keeps."""
     mesh, axes, at = layout.mesh, _axes(layout), _coordinates(source, layout.mesh)
-    shard = torch.empty(buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)
-    rows = _rows(tensors, buffer, layout) if mesh.rank == source else None
-    if rows is not None and buffer.num_shards == 1:
-        shard.copy_(rows[0])
+    x = torch.empty(0, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)  # rows of what this rank has
+    x = _rows(tensors, buffer, layout) if mesh.rank == source else x
     for i, axis in enumerate(axes):
-        backend = axis.backend
         if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
             continue  # these ranks get theirs from the next axis
         kind = _kind(axis, buffer, layout)
-        axis.announce(kind, shard.numel(), shard.dtype, buffer.key)
-        if kind == "scatter":
-            backend.scatter(shard, rows, at[axis.name])
-            rows = None
-        else:
-            backend.broadcast(shard, at[axis.name])
-    return shard
+        if kind == "broadcast":
+            x = x[0] if len(x) else x.new_empty(buffer.shard_numel)
+        x = axis.issue(kind, x, key=buffer.key, source=at[axis.name]).wait()[None]
+    return x[0]
 
 
 def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
@@ -72,8 +66,9 @@ def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, sourc
     at = _coordinates(source, layout.mesh)
     flat = near(pack(tensors, buffer).detach(), layout.mesh.device)
     for axis in _axes(layout):
-        flat = of_rank(flat, axis, at[axis.name], _kind(axis, buffer, layout), buffer.shard_numel)
-    return _own_row(flat, buffer, layout)
+        kind = _kind(axis, buffer, layout)
+        flat = of_rank(flat.view(layout.num_shards, -1) if kind == "scatter" else flat, axis, at[axis.name], kind)
+    return flat
 
 
 def _kind(axis: Axis, buffer: Buffer, layout: Layout) -> str:

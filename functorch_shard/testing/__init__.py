@@ -12,23 +12,12 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
+from ..communication.collective import Collective, RecordMode
 from ..containers import opened, place
-from ..torch_internals.tensors import FakeTensor, TorchDispatchMode
 from .processes import RankError, run_ranks
 
 __all__ = ["CollectiveCounter", "RankError", "assert_trees_close", "count_collectives", "run_ranks"]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective as it was issued: per rank, so simulated and real ranks count alike."""
-
-    kind: str
-    axis: str
-    numel: int
-    nbytes: int
 
 
 @dataclass
@@ -55,7 +44,7 @@ class CollectiveCounter:
         return sum(collective.nbytes for collective in self.issued if collective.kind == kind)
 
 
-class count_collectives(TorchDispatchMode):  # noqa: N801  (used as a function)
+class count_collectives(RecordMode):  # noqa: N801  (used as a function)
     """Count the collectives issued inside a ``with`` block, exactly, on simulated and on real ranks.
 
     Returns:
@@ -73,21 +62,12 @@ class count_collectives(TorchDispatchMode):  # noqa: N801  (used as a function)
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.counter = CollectiveCounter()
+        super().__init__(self.counter.issued.append)
 
     def __enter__(self) -> CollectiveCounter:
         super().__enter__()
         return self.counter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.functorch_shard.collective.default:
-            kind, axis, numel, itemsize = args
-            self.counter.issued.append(Collective(kind, axis, numel, numel * itemsize))
-        if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
-            # a subclass: what it does below, as the collectives of a lazy tensor, is seen one by one
-            return NotImplemented
-        return func(*args, **(kwargs or {}))
 
 
 def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None) -> None:

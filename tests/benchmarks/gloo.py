@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from functorch_shard.communication import gloo
-from functorch_shard.communication.backend import GroupBackend
+from functorch_shard.communication.axis import Axis
 from functorch_shard.communication.gloo import GlooBackend
+from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.testing import run_ranks
 
 SIZES = {  # of the whole buffer, in float32
@@ -31,14 +32,14 @@ SIZES = {  # of the whole buffer, in float32
     "16 MB": 1 << 22,
 }
 ROUNDS = 41
-Call = Callable[[GroupBackend], Tensor]
+Call = Callable[[Axis], Tensor]
 
 
 @dataclass(frozen=True)
 class Way:
     """A backend, and up to how many bytes it sends a message over sockets."""
 
-    backend: GroupBackend
+    axis: Axis
     small_letter: int = 1 << 40
 
     def time(self, call: Call) -> tuple[float, float]:
@@ -46,13 +47,13 @@ class Way:
         with patch.object(gloo, "SMALL_LETTER", self.small_letter):
             dist.barrier()
             start, work = time.perf_counter(), time.process_time()
-            call(self.backend)
+            call(self.axis)
             return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - work)
 
 
 def on_this_rank() -> list[str]:
     where = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    own, ours = GroupBackend(*where), GlooBackend(*where)
+    own, ours = (Axis("shard", where[2], kind(*where)) for kind in (GroupBackend, GlooBackend))
     ways = {
         "gloo's own": Way(own),
         "sockets": Way(ours),
@@ -62,10 +63,9 @@ def on_this_rank() -> list[str]:
     for size, numel in SIZES.items():
         whole = torch.randn(numel // where[2] * where[2])
         part = whole[: len(whole) // where[2]].clone()
-        lines.append(f"{where[2]} ranks, all_gather of {size}: {medians(lambda b, x=part: b.all_gather(x, 0), ways)}")
-        lines.append(
-            f"{where[2]} ranks, psum_scatter of {size}: {medians(lambda b, x=whole: b.psum_scatter(x, 0), ways)}"
-        )
+        for kind, x in (("all_gather", part), ("psum_scatter", whole)):
+            times = medians(lambda axis, kind=kind, x=x: axis.issue(kind, x).wait(), ways)
+            lines.append(f"{where[2]} ranks, {kind} of {size}: {times}")
     return sorted(lines, key=lambda line: "psum" in line)
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,14 +18,17 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import (
     Backend,
+    Collective,
     Counter,
-    Flight,
+    Finished,
     Traffic,
-    Wrapper,
+    Work,
     checked,
     without_all_gather,
     without_reduction,
+    wrap,
 )
+from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
 from tests.support.refusals import refused
@@ -92,45 +95,35 @@ def test_a_counter_sees_every_thread() -> None:
     assert (counter["shard", "psum"].number, counter["shard", "psum"].nbytes) == (200, 200 * 12)
 
 
-@dataclass(frozen=True)
-class Slow(Wrapper):
-    """Takes a while to start and a while to land."""
+def slow(waiting: float) -> Callable[[Any], Backend]:
+    """A gather takes a while to start and a while to wait for, all else is done at once, after a while."""
 
-    starting: float = 0.01
-    landing: float = 0.02
+    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        time.sleep(0.01)
+        return Work(lambda: (time.sleep(waiting), x)[1]) if op.kind == "all_gather" else Finished(x)
 
-    def start_all_gather(
-        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> Flight:
-        time.sleep(self.starting)
-        return Flight([], lambda: (time.sleep(self.landing), x)[1])
-
-    def psum(self, x: Tensor) -> Tensor:
-        time.sleep(self.landing)
-        return x
+    return wrap(issue)
 
 
 def test_time_that_is_computed_in_counts_as_under_way_but_not_as_waited_for() -> None:
     counter = Counter()
-    backend = fs.init_mesh().with_backend(lambda axis: Slow(axis.backend)).with_backend(counter)["shard"].backend
+    axis = fs.init_mesh().with_backend(slow(waiting=0.02)).with_backend(counter)["shard"]
     for _ in range(2):
-        flight = backend.start_all_gather(torch.ones(2))
+        work = axis.issue("all_gather", torch.ones(2))
         time.sleep(0.05)
-        flight.land()
-    backend.psum(torch.ones(2))
+        work.wait()
+    axis.issue("psum", torch.ones(2)).wait()
     gathers, sums = counter["shard", "all_gather"], counter["shard", "psum"]
     assert gathers.blocked >= 2 * 0.03
     assert gathers.seconds - gathers.blocked >= 2 * 0.05
-    assert sums.seconds == sums.blocked >= 0.02
+    assert sums.seconds == sums.blocked >= 0.01
     assert counter.total.seconds == pytest.approx(gathers.seconds + sums.seconds)
 
 
-def test_what_is_started_and_never_landed_is_no_trouble() -> None:
+def test_a_collective_that_nobody_waits_for_is_not_waited_for() -> None:
     counter = Counter()
-    backend = (
-        fs.init_mesh().with_backend(lambda axis: Slow(axis.backend, landing=9.0)).with_backend(counter)["shard"].backend
-    )
-    backend.start_all_gather(torch.ones(2))
+    axis = fs.init_mesh().with_backend(slow(waiting=9.0)).with_backend(counter)["shard"]
+    axis.issue("all_gather", torch.ones(2))
     assert 0.01 <= counter["shard", "all_gather"].seconds < 9
 
 
@@ -180,52 +173,34 @@ def test_an_axis_may_be_left_alone() -> None:
     torch.testing.assert_close(result[1, 2], rows[0].sum(0))
 
 
-class HalfSums(Wrapper):
-    """Gradients travel in bfloat16. Only the plain form is written."""
-
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.inner.psum_scatter(x.bfloat16(), dim).to(x.dtype)
+def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
+    """Gradients are reduced in bfloat16."""
+    if op.kind != "psum_scatter":
+        return send(op, x)
+    return send(replace(op, dtype=torch.bfloat16), x.bfloat16()).then(lambda total: total.to(x.dtype))
 
 
 def test_a_backend_of_ones_own_reduces_as_the_precision_that_does_the_same() -> None:
     mesh = fs.simulated_mesh(3)
-    actual = trained(mesh.with_backend(lambda axis: HalfSums(axis.backend)))
+    actual = trained(mesh.with_backend(wrap(half_sums)))
     expected = trained(mesh, precision=fs.MixedPrecision(reduce_dtype=torch.bfloat16))
     assert_trees_close(actual, expected, rtol=0, atol=0)
     with pytest.raises(AssertionError):
         assert_trees_close(actual, trained(mesh), rtol=0, atol=0)
 
 
-@dataclass(frozen=True)
-class Listening(Wrapper):
-    heard: list[tuple[str, int, torch.dtype, str]] = field(default_factory=list)
-
-    def announce(self, kind: str, numel: int, dtype: torch.dtype, key: str = "") -> None:
-        self.heard.append((kind, numel, dtype, key))
-        super().announce(kind, numel, dtype, key)
+def seen_by(seen: list[Collective]) -> Callable[[Any], Backend]:
+    """A wrapper that notes what goes through it."""
+    return wrap(lambda op, x, send: (seen.append(op), send(op, x))[1])
 
 
 def test_what_was_wrapped_last_is_asked_first() -> None:
-    heard: list[Any] = []
+    asked: list[str] = []
     mesh = fs.simulated_mesh(2)
     for name in "ab":
-        mesh = mesh.with_backend(lambda axis, name=name: Named(axis.backend, name, heard))
+        mesh = mesh.with_backend(wrap(lambda op, x, send, name=name: (asked.append(name), send(op, x))[1]))
     mesh.spmd(lambda x: fs.collectives.pmax(x, mesh))(torch.ones(2))
-    assert heard == ["b is told", "a is told", "b", "a"]
-
-
-@dataclass(frozen=True)
-class Named(Wrapper):
-    name: str
-    heard: list[str]
-
-    def announce(self, *args: Any) -> None:
-        self.heard.append(f"{self.name} is told")
-        super().announce(*args)
-
-    def around(self, kind: str) -> Callable[[Callable[[], Any]], Any]:
-        self.heard.append(self.name)
-        return super().around(kind)
+    assert asked == ["b", "a"]
 
 
 @dataclass(frozen=True)
@@ -240,17 +215,18 @@ class ThreadBackend(Backend):
     def index(self) -> int:
         return self.rank()
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._all(x), dim)
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        return Finished(self._result(op, torch.stack(self._all(x.to(op.dtype)))))
 
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.psum(x).chunk(self.size, dim)[self.rank()]
-
-    def psum(self, x: Tensor) -> Tensor:
-        return torch.stack(self._all(x)).sum(0)
-
-    def pmax(self, x: Tensor) -> Tensor:
-        return torch.stack(self._all(x)).amax(0)
+    def _result(self, op: Collective, rows: Tensor) -> Tensor:
+        match op.kind:
+            case "all_gather" | "exchange":
+                return torch.cat(rows.unbind(0), op.dim)
+            case "psum_scatter":
+                return rows.sum(0).chunk(self.size, op.dim)[self.rank()]
+            case "psum":
+                return rows.sum(0)
+        raise NotImplementedError(op.kind)
 
     def _all(self, x: Tensor) -> list[Tensor]:
         self.slots[self.rank()] = x
@@ -279,13 +255,10 @@ def test_a_backend_from_nothing_trains_as_simulated_ranks_do(size: int) -> None:
     for rank, (params, loss) in enumerate(ranks_as_threads(size, trained)):
         assert_trees_close(dict(params), {key: x[rank] for key, x in expected.items()}, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(loss, expected_loss[rank])
-    listening = Listening(fs.init_mesh()["shard"].backend)
-    ranks_as_threads(
-        size, lambda mesh: trained(mesh.with_backend(lambda axis: Listening(axis.backend, listening.heard)), 1)
-    )
-    names = {key for kind, _, _, key in listening.heard if kind in ("all_gather", "psum_scatter")}
-    assert names == {key for key, buffer in expected.layout.buffers.items()}
-    assert ("exchange", 32, torch.uint8, "") in listening.heard
+    seen: list[Collective] = []
+    ranks_as_threads(size, lambda mesh: trained(mesh.with_backend(seen_by(seen)), 1))
+    assert {op.key for op in seen if op.kind in ("all_gather", "psum_scatter")} == expected.layout.buffers.keys()
+    assert Collective("exchange", "shard", 32, torch.uint8) in seen
 
 
 def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
@@ -294,7 +267,7 @@ def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
             return 0
 
     make: Any = Half
-    assert "all_gather" in refused(make)
+    assert "issue" in refused(make)
 
 
 def test_only_backends_go_into_a_mesh() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,8 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
 from functorch_shard.collectives import pmax, psum
-from functorch_shard.communication import Counter, Traffic, Wrapper, checked, without_all_gather, without_reduction
-from functorch_shard.communication.backend import RollCall
+from functorch_shard.communication import (
+    Collective,
+    Counter,
+    Traffic,
+    Work,
+    checked,
+    without_all_gather,
+    without_reduction,
+    wrap,
+)
+from functorch_shard.communication.order_check import SideChannel
+from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
 from tests.support.pool import run_ranks
@@ -183,19 +194,16 @@ def test_ranks_that_skip_everything_still_agree_on_a_plan() -> None:
         assert text.startswith("plan: the ranks disagree")
 
 
-class HalfSums(Wrapper):
-    """Gradients travel in bfloat16. Only the plain form is written."""
-
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return self.inner.psum_scatter(x.bfloat16(), dim).to(x.dtype)
-
-    def psum(self, x: Tensor) -> Tensor:
-        return self.inner.psum(x.bfloat16()).to(x.dtype) if x.ndim else self.inner.psum(x)  # not the loss
+def half_sums(op: Collective, x: Tensor, send: Issue) -> Work:
+    """Gradients are reduced in bfloat16."""
+    if op.kind not in ("psum_scatter", "psum") or not x.ndim:  # nor the loss
+        return send(op, x)
+    return send(replace(op, dtype=torch.bfloat16), x.bfloat16()).then(lambda total: total.to(x.dtype))
 
 
 def half_sums_on_this_rank(axes: dict[str, int]) -> tuple[Any, list[Any], Any]:
     plain, model = fs.init_mesh(axes), units_of_different_sizes()
-    mesh = plain.with_backend(lambda axis: HalfSums(axis.backend))
+    mesh = plain.with_backend(wrap(half_sums))
     precision = fs.MixedPrecision(reduce_dtype=torch.bfloat16)
     kept = train(mesh, model, reshard_after_forward=False)
     return train(mesh, model), [kept, train(plain, model, precision=precision)], train(plain, model)
@@ -230,7 +238,7 @@ def checked_training_on_this_rank(axes: dict[str, int]) -> None:
     assert_trees_close(train(mesh, model, reshard_after_forward=False), expected, rtol=0, atol=0)
     assert counter.total.number > 0
     skipping = mesh.with_backend(without_all_gather).with_backend(without_reduction)  # what is not sent is not checked
-    with patch.object(RollCall, "exchange", side_effect=AssertionError("checked what is not sent")):
+    with patch.object(SideChannel, "exchange", side_effect=AssertionError("checked what is not sent")):
         train(skipping, model, fs.plan(model, plain).on(skipping))
 
 

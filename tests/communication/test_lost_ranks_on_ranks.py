@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.communication import lost_ranks as failures
+from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.process_groups import timeout_of
 
@@ -195,7 +196,8 @@ def test_the_rank_that_hosts_the_store_is_named_as_well(how: Callable[[], None],
 
 
 def timeouts_on_this_rank(axes: Mapping[str, int]) -> list[float]:
-    groups = [axis.backend.carrier.group for axis in fs.init_mesh(axes)]
+    backends: list[Any] = [transport(axis.backend) for axis in fs.init_mesh(axes)]
+    groups = [backend.group for backend in backends]
     with pytest.raises(ValueError, match=r"timeout: got 4, but the process group exists already: pass its timeout to"):
         fs.init_mesh(axes, timeout=4)
     return [timeout_of(group).total_seconds() for group in groups]

@@ -22,7 +22,8 @@ from torch.func import functional_call, linearize
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, pmax, psum, psum_scatter
-from functorch_shard.communication import Flight, Wrapper, checked
+from functorch_shard.communication import Collective, Work, checked, wrap
+from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import run_ranks
 
 WIDTHS = {"equal": [5, 5, 5, 5, 5], "different": [5, 6, 7, 8, 9]}
@@ -258,20 +259,17 @@ def test_a_rank_that_ended_is_named_at_once(num_ranks: int, tmp_path: Path) -> N
         assert seconds < 30
 
 
-class Broken(Wrapper):
-    """The wire is cut while a gather is under way."""
+def broken(op: Collective, x: Tensor, send: Issue) -> Work:
+    """The connection is cut while a gather is under way."""
+    return Work(cut) if op.kind == "all_gather" else send(op, x)
 
-    def start_all_gather(
-        self, x: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> Flight:
-        return Flight([], self._fail)
 
-    def _fail(self) -> Tensor:
-        raise RuntimeError("cut")
+def cut() -> Tensor:
+    raise RuntimeError("cut")
 
 
 def broken_on_this_rank() -> tuple[str, str]:
-    mesh = fs.init_mesh().with_backend(lambda axis: Broken(axis.backend)).with_backend(checked)
+    mesh = fs.init_mesh().with_backend(wrap(broken)).with_backend(checked)
     return error_of(lambda mesh: forward(mesh, "equal", [0, 1]), mesh)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.communication.gloo import GlooBackend
+from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.process_groups import timeout_of
 from tests.sharding.test_different_units_on_ranks import SMALL, alternately, assert_trained, train
@@ -40,9 +41,9 @@ def on_this_rank(start: Callable[..., None], folder: str, axes: dict[str, int]) 
     store = dist.FileStore(f"{folder}/store", size)
     start(store=store, rank=rank, world_size=size, timeout=timedelta(seconds=77))
     mesh = fs.init_mesh(axes, device="cpu")
-    carriers: list[Any] = [axis.backend.carrier for axis in mesh]
-    waits = {timeout_of(carrier.group).total_seconds() for carrier in carriers}
-    return {type(carrier) for carrier in carriers}, waits, train(mesh, *PROGRAM)
+    backends: list[Any] = [transport(axis.backend) for axis in mesh]
+    waits = {timeout_of(backend.group).total_seconds() for backend in backends}
+    return {type(backend) for backend in backends}, waits, train(mesh, *PROGRAM)
 
 
 @pytest.mark.parametrize("start", [without_a_name, named_for_each_device, wrapped_for_debugging])

@@ -18,8 +18,10 @@ from torch import Tensor
 
 import functorch_shard as fs
 import functorch_shard.communication.gloo
+from functorch_shard.communication import Work
 from functorch_shard.communication.gloo import SMALL_LETTER, GlooBackend
 from functorch_shard.communication.headers import SMALL_MESSAGE
+from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import RankError
 from tests.sharding import test_lazy_on_ranks as test_lazy
 from tests.support.pool import run_ranks
@@ -45,13 +47,13 @@ def assert_same_bytes(a: Tensor, b: Tensor) -> None:
 
 
 def backend_of(axis: Any) -> Any:
-    return axis.backend.carrier
+    return transport(axis.backend)
 
 
-def same_on_both_ways(axis: Any, call: Callable[[Any], Tensor]) -> None:
-    by_mail = call(axis.backend)
+def same_on_both_ways(axis: Any, call: Callable[[Any], Work]) -> None:
+    by_mail = call(axis).wait()
     with BY_SOCKETS():
-        assert_same_bytes(by_mail, call(axis.backend))
+        assert_same_bytes(by_mail, call(axis).wait())
 
 
 def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
@@ -60,20 +62,21 @@ def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
         size, backend = axis.size, backend_of(axis)
         for dtype in GATHERED:
             x = values((numel_of(dtype),), dtype, mesh.rank)
-            same_on_both_ways(axis, lambda b, x=x: b.all_gather(x, 0))
-            assert_same_bytes(backend.all_gather(x, 0).unflatten(0, (size, -1))[backend.rank], x)
+            same_on_both_ways(axis, lambda a, x=x: a.issue("all_gather", x))
+            assert_same_bytes(axis.issue("all_gather", x).wait().unflatten(0, (size, -1))[backend.rank], x)
         for dtype in SUMMED:
             x = values((numel_of(dtype) * size,), dtype, mesh.rank)
-            same_on_both_ways(axis, lambda b, x=x: b.psum_scatter(x, 0))
+            same_on_both_ways(axis, lambda a, x=x: a.issue("psum_scatter", x))
         matrix = values((7 * size, SMALL_LETTER // 8 * size), torch.float64, mesh.rank).mT  # not contiguous
         for dim in (0, 1):
-            same_on_both_ways(axis, lambda b, dim=dim, x=matrix: b.all_gather(x, dim))
-            same_on_both_ways(axis, lambda b, dim=dim, x=matrix: b.psum_scatter(x, dim))
+            same_on_both_ways(axis, lambda a, dim=dim, x=matrix: a.issue("all_gather", x, dim=dim))
+            same_on_both_ways(axis, lambda a, dim=dim, x=matrix: a.issue("psum_scatter", x, dim=dim))
         conjugated = values((LARGE * size,), torch.complex128, mesh.rank).conj()
-        same_on_both_ways(axis, lambda b, x=conjugated: b.all_gather(x, 0))
-        assert_same_bytes(backend.psum_scatter(conjugated, 0), backend.psum_scatter(conjugated + 0, 0))
-        narrow = lambda b: b.start_all_gather(values((4 * LARGE,), torch.float32, mesh.rank), torch.bfloat16).land()  # noqa: E731
-        same_on_both_ways(axis, narrow)
+        same_on_both_ways(axis, lambda a, x=conjugated: a.issue("all_gather", x))
+        resolved = axis.issue("psum_scatter", conjugated + 0).wait()
+        assert_same_bytes(axis.issue("psum_scatter", conjugated).wait(), resolved)
+        wide = values((4 * LARGE,), torch.float32, mesh.rank)
+        same_on_both_ways(axis, lambda a, x=wide: a.issue("all_gather", x, dtype=torch.bfloat16))
         assert backend._mail is not None
 
 
@@ -91,20 +94,20 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
         numel = shared.choice([1, 17, SMALL_MESSAGE // 8 + 1, LARGE, LARGE + shared.randint(1, LARGE)])
         parts = [torch.arange(numel * size, dtype=torch.float64) * (r + 1) + i for r in range(size)]
         if shared.random() < 0.5:
-            flight = backend.start_all_gather(parts[rank][:numel])
+            work = mesh["shard"].issue("all_gather", parts[rank][:numel])
             expected = torch.cat([part[:numel] for part in parts])
         else:
-            flight = backend.start_psum_scatter(parts[rank])
+            work = mesh["shard"].issue("psum_scatter", parts[rank])
             expected = sum(parts[1:], parts[0]).view(size, numel)[rank]
-        under_way.append((flight, expected))
-        del flight
+        under_way.append((work, expected))
+        del work
         time.sleep(own.random() * longest)
         while len(under_way) > shared.randint(0, 3):
-            flight, expected = under_way.pop(shared.randrange(len(under_way)))
+            work, expected = under_way.pop(shared.randrange(len(under_way)))
             if shared.random() < 0.2:
-                del flight  # nobody wants it
+                del work  # nobody wants it
             else:
-                assert torch.equal(flight.land(), expected), i
+                assert torch.equal(work.wait(), expected), i
     assert len(backend._mail._sizes) <= 8
 
 
@@ -130,8 +133,7 @@ def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_are_letters()
 def slots_of_training_on_this_rank() -> int:
     mesh = fs.init_mesh()
     with patch.object(functorch_shard.communication.gloo, "SMALL_LETTER", 0):
-        held_up = mesh.with_backend(lambda axis: test_lazy._Delayed(axis.backend, random.Random(mesh.rank), 0.01))
-        test_lazy.delayed_training(held_up, num_steps=20)
+        test_lazy.delayed_training(test_lazy.delayed(mesh, 0.01), num_steps=20)
     return len(backend_of(mesh["shard"])._mail._sizes)
 
 
@@ -142,14 +144,14 @@ def test_training_holds_no_more_letters_than_are_under_way_and_waited_for() -> N
 
 def rewrite_on_this_rank() -> Tensor:
     mesh = fs.init_mesh()
-    backend, x = backend_of(mesh["shard"]), torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
-    flight = backend.start_all_gather(x)
+    x = torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
+    work = mesh["shard"].issue("all_gather", x)
     x.zero_()
     with torch.inference_mode():
         made_there = torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
-        from_there = backend.start_all_gather(made_there)
+        from_there = mesh["shard"].issue("all_gather", made_there)
         made_there.zero_()
-    return torch.stack([flight.land(), from_there.land()]).view(2, 2, -1)[:, :, ::1000].clone()
+    return torch.stack([work.wait(), from_there.wait()]).view(2, 2, -1)[:, :, ::1000].clone()
 
 
 def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
@@ -170,10 +172,11 @@ def without_mail_on_this_rank(name: str, fails: Any) -> bool:
     x = values((3 * SMALL_LETTER,), torch.float32, mesh.rank)
     backend = backend_of(mesh["shard"])
     with patch.object(os, name, fails if mesh.rank == 1 else getattr(os, name)):
-        gathered = backend.all_gather(x, 0)
+        gathered = mesh["shard"].issue("all_gather", x).wait()
     expected = [values((3 * SMALL_LETTER,), torch.float32, rank) for rank in range(mesh.size)]
     assert torch.equal(gathered, torch.cat(expected))
-    assert torch.equal(backend.psum_scatter(x, 0), sum(expected[1:], expected[0]).view(3, -1)[mesh.rank])
+    part = mesh["shard"].issue("psum_scatter", x).wait()
+    assert torch.equal(part, sum(expected[1:], expected[0]).view(3, -1)[mesh.rank])
     return backend._mail is None
 
 
@@ -187,7 +190,7 @@ def test_one_rank_that_cannot_read_the_memory_of_others_keeps_all_of_them_on_soc
 def different_on_this_rank() -> str:
     mesh = fs.init_mesh()
     with pytest.raises(RuntimeError) as error:
-        mesh["shard"].backend.all_gather(torch.ones(SMALL_LETTER + mesh.rank), 0)
+        mesh["shard"].issue("all_gather", torch.ones(SMALL_LETTER + mesh.rank)).wait()
     return str(error.value)
 
 
@@ -199,15 +202,15 @@ def test_operands_of_different_sizes_are_refused_on_every_rank() -> None:
 
 def killed_on_this_rank(report: str) -> None:
     mesh = fs.init_mesh()
-    backend, x = backend_of(mesh["shard"]), torch.ones(SMALL_LETTER)
+    x = torch.ones(SMALL_LETTER)
     for i in range(10):
-        flights = [backend.start_all_gather(x), backend.start_psum_scatter(x)]
+        works = [mesh["shard"].issue("all_gather", x), mesh["shard"].issue("psum_scatter", x)]
         if mesh.rank == 1 and i == 7:
-            backend.start_all_gather(x)
+            mesh["shard"].issue("all_gather", x)
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            for flight in flights:
-                flight.land()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             Path(report).write_text(f"{i} {type(error).__name__}")
             raise
@@ -223,12 +226,12 @@ def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_pat
 
 def outlives_on_this_rank(report: str) -> None:
     mesh = fs.init_mesh()
-    backend, x = backend_of(mesh["shard"]), torch.ones(SMALL_LETTER)
-    backend.all_gather(x, 0)
+    x = torch.ones(SMALL_LETTER)
+    mesh["shard"].issue("all_gather", x).wait()
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        backend.all_gather(x, 0)
+        mesh["shard"].issue("all_gather", x).wait()
     except RuntimeError as error:
         Path(report).write_text(str(error))
         time.sleep(1)  # until the parent has seen who died

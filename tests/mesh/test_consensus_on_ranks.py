@@ -176,14 +176,14 @@ def count_collectives_of_plan() -> tuple[list[tuple[dict[str, int], int]], str]:
         with fs.testing.count_collectives() as seen:
             mesh = fs.init_mesh(axes)
             layout = fs.plan(model, mesh)
-        counts.append((dict(seen.by_kind), seen.nbytes("all_gather")))
+        counts.append((dict(seen.by_kind), seen.nbytes("exchange")))
     assert layout is not None
     return counts, layout.to_json()
 
 
 def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis() -> None:
     counts, layouts = zip(*run_ranks(count_collectives_of_plan, 4), strict=True)
-    one, two = ({"all_gather": 1}, 32), ({"all_gather": 2}, 32 + 64)  # the second axis passes on what the first gave
+    one, two = ({"exchange": 1}, 32), ({"exchange": 2}, 32 + 64)  # the second axis passes on what the first gave
     assert list(counts) == [[one, one, two]] * 4
     assert len(set(layouts)) == 1
 

@@ -95,7 +95,7 @@ def costs_on_this_rank(axes: dict[str, int]) -> list[tuple[dict[str, int], int]]
     for source in (model, dict(model.named_parameters()), fs.gather(fs.shard(model, layout), lazy=False)):
         with count_collectives() as seen:
             fs.shard(source, layout)
-        costs.append((dict(seen.by_kind), seen.nbytes("all_gather")))
+        costs.append((dict(seen.by_kind), seen.nbytes("exchange")))
     return costs
 
 
@@ -103,7 +103,7 @@ def costs_on_this_rank(axes: dict[str, int]) -> list[tuple[dict[str, int], int]]
 def test_a_module_costs_one_all_gather_of_32_bytes_per_axis_and_a_mapping_nothing(axes: dict[str, int]) -> None:
     num_ranks = fs.simulated_mesh(axes).size
     num_bytes = 32 if len(axes) == 1 else 32 + 64  # the second axis passes on what the first gave
-    expected = [({"all_gather": len(axes)}, num_bytes), ({}, 0), ({}, 0)]
+    expected = [({"exchange": len(axes)}, num_bytes), ({}, 0), ({}, 0)]
     assert run_ranks(costs_on_this_rank, num_ranks, axes) == [expected] * num_ranks
 
 

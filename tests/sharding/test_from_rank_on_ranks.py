@@ -65,7 +65,7 @@ def test_every_rank_gets_its_shard_of_the_values_of_one(axes: dict[str, int]) ->
     for rank, counts in enumerate(results):
         for source in range(len(results)):
             seen = dict(counts[f"awkward from {source}"])
-            assert seen.pop("all_gather") == len(axes)  # whether all ranks are well
+            assert seen.pop("exchange") == len(axes)  # whether all ranks are well
             assert seen == expected_counts(axes, rank, source, num_buffers)
 
 

@@ -7,7 +7,6 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,8 @@ from torch.func import functional_call, jacfwd, jacrev, linearize
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
-from functorch_shard.communication import Wrapper
+from functorch_shard.communication import Collective, Work, wrap
+from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.gradients import ON_RANK, Data, on_mesh
 from tests.support.models import awkward, loss_of, two_layers
@@ -569,22 +569,19 @@ def test_frozen_units_in_front_are_not_gathered_again() -> None:
         assert _units(issued, "psum_scatter") == [4, 3, 2]
 
 
-@dataclass(frozen=True)
-class _Delayed(Wrapper):
+def delayed(mesh: fs.Mesh, longest: float) -> fs.Mesh:
     """Holds up this rank alone, before it sends and before it looks at what arrived, a different time at every call."""
+    draw = random.Random(mesh.rank)
 
-    draw: random.Random
-    longest: float
+    def pause() -> None:
+        time.sleep(longest * draw.random())
 
-    def wait(self) -> None:
-        time.sleep(self.longest * self.draw.random())
+    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        pause()
+        work = send(op, x)
+        return Work(lambda: (pause(), work.wait())[1])
 
-    def announce(self, *args: Any) -> None:
-        self.wait()
-        super().announce(*args)
-
-    def around(self, kind: str) -> Callable[[Callable[[], Any]], Any]:
-        return lambda part: (self.wait(), part())[1]
+    return mesh.with_backend(wrap(issue))
 
 
 def delayed_training(mesh: fs.Mesh, num_steps: int = 6) -> tuple[list[Tensor], list[tuple[str, int]]]:
@@ -607,9 +604,7 @@ def delayed_training(mesh: fs.Mesh, num_steps: int = 6) -> tuple[list[Tensor], l
 def delayed_training_on_this_rank() -> list[tuple[str, int]]:
     mesh = fs.init_mesh()
     expected, undelayed = delayed_training(mesh)
-    values, issued = delayed_training(
-        mesh.with_backend(lambda axis: _Delayed(axis.backend, random.Random(mesh.rank), 0.005))
-    )
+    values, issued = delayed_training(delayed(mesh, 0.005))
     assert issued == undelayed
     assert_trees_close(values, expected, rtol=0, atol=0)
     return issued

@@ -44,7 +44,7 @@ def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
     gloo.SMALL_LETTER = SMALL_LETTERS[way]
     mesh, model = fs.init_mesh(), model_of_equal_units()
-    mesh["shard"].backend.all_gather(torch.empty(SMALL_LETTER), 0)  # the first letter opens the files of all ranks
+    mesh["shard"].issue("all_gather", torch.empty(SMALL_LETTER)).wait()  # the first letter opens the files of all ranks
     layout, opt = fs.plan(model, mesh), OPTIMIZERS[optimizer]
     assert [unit.buffers[0].nbytes for unit in layout.units] == [UNIT] * UNITS
     assert SMALL_MESSAGE < UNIT // RANKS < SMALL_LETTER  # gradients are sent from where they lie

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.communication.backend import Backend, Flight
+from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.layout.packing import pack
 from functorch_shard.sharding.reduction import Reductions, reduced_and_cast
@@ -248,20 +248,10 @@ class SlowBackend(Backend):
     def index(self) -> int:
         return 0
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat([x, x], dim)
-
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return 2 * x.chunk(2, dim)[0]
-
-    def psum(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-    def pmax(self, x: Tensor) -> Tensor:
-        return x
-
-    def start_psum_scatter(self, x: Tensor) -> Flight:
-        return Flight([], lambda: (self.started.set(), sleep(self.seconds), self.psum_scatter(x, 0))[-1])
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        if op.kind == "psum_scatter":
+            return Work(lambda: (self.started.set(), sleep(self.seconds), 2 * x.chunk(2, op.dim)[0])[-1])
+        return Finished(torch.cat([x, x], op.dim) if op.kind == "exchange" else 2 * x)
 
 
 class SlowHome(Home):

@@ -67,9 +67,9 @@ def moves_between(meshes: list[fs.Mesh]) -> dict[str, Any]:
                 case = (type(source).__name__, old_name, new_name)
                 wrong += [] if same(moved, fs.shard(source, new)) else [case]
                 sent[case] = (
-                    seen.nbytes("exchange"),
+                    seen.nbytes("send"),
                     planned_bytes(old, new),
-                    seen["exchange"],
+                    seen["send"],
                     planned_buffers(old, new),
                 )
     return {"wrong": wrong, "sent": sent}
@@ -113,7 +113,7 @@ def moved_to_the_same_layout(mesh: fs.Mesh) -> int:
     layout = fs.plan(awkward(), mesh)
     with count_collectives() as seen:
         fs.reshard(fs.shard(awkward(), layout), layout)
-    return seen.nbytes("exchange")
+    return seen.nbytes("send")
 
 
 def carried_state(meshes: list[fs.Mesh]) -> Any:

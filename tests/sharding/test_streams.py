@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.communication.backend import Flight
+from functorch_shard.communication import Work
 from functorch_shard.sharding import prefetch as residency
 from functorch_shard.sharding.prefetch import Cell, Part, Session
 from functorch_shard.sharding.streams import Made, Streams, streams_of
@@ -106,14 +106,14 @@ class Units:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        flight = Cell._flight
+        flight = Cell._work
 
-        def watched(cell: Cell, *args: Any) -> Flight:
+        def watched(cell: Cell, *args: Any) -> Work:
             sent = flight(cell, *args)
             self.memory_of[cell] = self.device.now
-            return Flight([], lambda: (self._land(cell), sent.land())[-1])
+            return Work(lambda: (self._land(cell), sent.wait())[-1])
 
-        with mock.patch.object(Cell, "_flight", watched):
+        with mock.patch.object(Cell, "_work", watched):
             yield
 
     def _land(self, cell: Cell) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import functorch_shard as fs
+from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.communication.axis import Axis
-from functorch_shard.communication.backend import Backend
 
 DEVICE, CPU = torch.device("lazy"), torch.device("cpu")  # one that every build of torch knows
 SGD = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -40,16 +40,17 @@ class Nccl(Backend):
     def index(self) -> int:
         return 1
 
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat([_taken(x)] * self.size, dim)
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        return Finished(self._result(op, x))
 
-    def psum_scatter(self, x: Tensor, dim: int) -> Tensor:
-        return _taken(x).unflatten(dim, (self.size, -1)).sum(dim)
-
-    def psum(self, x: Tensor) -> Tensor:
-        return _taken(x) * self.size
-
-    def pmax(self, x: Tensor) -> Tensor:
+    def _result(self, op: Collective, x: Tensor) -> Tensor:
+        match op.kind:
+            case "all_gather" | "exchange":
+                return torch.cat([_taken(x.to(op.device or x.device, op.dtype))] * self.size, op.dim)
+            case "psum_scatter":
+                return _taken(x).unflatten(op.dim, (self.size, -1)).sum(op.dim)
+            case "psum":
+                return _taken(x) * self.size
         return _taken(x).clone()
 
 

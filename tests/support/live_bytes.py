@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from functorch_shard.communication import backend
-from functorch_shard.communication.backend import Flight
+from functorch_shard.communication import process_group
+from functorch_shard.communication.collective import Collective
 from functorch_shard.communication.gloo import GlooBackend
+from functorch_shard.communication.work import Work
 
 _MEMORY, _MARK = "[memory]", "live_bytes: "
 
@@ -70,43 +71,46 @@ class LiveBytes:
 
 
 def settle() -> None:
-    """From now on every flight of this process lands only when gloo's threads have let go of what it moved.
+    """From now on every collective of this process ends only when gloo's threads have let go of what it moved.
 
     They do so a moment after the message was waited for. Whether a buffer that is dropped within that moment is freed
     here or there, now or then, is up to the scheduler, and frees on their threads are not reported. An all-gather of a
     few bytes never settles: plan before, and shard a mapping, of which nothing is compared.
     """
-    land, gather, moved = Flight.land, backend._gather_into, {}
+    wait, gather, moved = Work.wait, process_group._gather_into, {}
 
     def gather_seen(out: Tensor, x: Tensor, **options: Any) -> Any:
         work = gather(out, x, **options)
         moved[id(work)] = out, x
         return work
 
-    def land_settled(self: Flight) -> Tensor:
-        small = [x for work in self._works for x in moved.pop(id(work), ())]
-        under_way = bool(self._works)
-        result = land(self)
+    def wait_settled(self: Work) -> Tensor:
+        small = [x for handle in self._handles for x in moved.pop(id(handle), ())]
+        under_way = bool(self._handles)
+        result = wait(self)
         while under_way and _uses(result) > 1:
             pass
         while any(_uses(x) > 1 or x._use_count() > 1 for x in small):
             pass
         return result
 
-    Flight.land = land_settled
-    backend._gather_into = gather_seen
+    Work.wait = wait_settled
+    process_group._gather_into = gather_seen
 
 
 def settle_scatters() -> None:
     """The same for what this process scatters."""
     scatter = GlooBackend.scatter
 
-    def scatter_settled(self: GlooBackend, out: Tensor, rows: Tensor | None, source: int) -> None:
-        scatter(self, out, rows, source)
-        while rows is not None and torch._C._storage_Use_Count(rows.untyped_storage()._cdata) > 2:
-            pass
+    def scatter_settled(self: GlooBackend, op: Collective, x: Tensor) -> Work:
+        return scatter(self, op, x).then(lambda out: (_wait_for_uses(x), out)[1])
 
     GlooBackend.scatter = scatter_settled
+
+
+def _wait_for_uses(x: Tensor) -> None:
+    while _uses(x) > 1:
+        pass
 
 
 def _uses(x: Tensor) -> int:

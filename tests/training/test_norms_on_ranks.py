@@ -218,7 +218,7 @@ def told_on_this_rank(axes: dict[str, int]) -> dict[str, Any]:
         fs.debug.assert_finite(clean)
         fs.debug.assert_finite(some_none(clean))
         fs.debug.assert_finite(fs.gather(spoiled(mesh, {}), lazy=False))
-    results["sent"] = [(c.kind, c.nbytes) for c in seen.issued if c.axis == "mesh" and c.nbytes < 32]
+    results["sent"] = [(c.kind, c.nbytes) for c in seen.issued if c.kind == "exchange" and c.nbytes < 32]
     dist.barrier()  # and afterwards the ranks are still in step
     return results
 
@@ -263,5 +263,5 @@ def test_what_is_not_finite_is_found_on_real_ranks_as_on_simulated_ones(axes: di
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_when_all_is_well_eight_bytes_are_sent(axes: dict[str, int]) -> None:
     for results in all_told(tuple(axes.items())):
-        once = [("all_gather", 8), ("all_gather", 16)][: len(axes)]  # the second axis passes on what the first gave
+        once = [("exchange", 8), ("exchange", 16)][: len(axes)]  # the second axis passes on what the first gave
         assert results["sent"] == once * 3

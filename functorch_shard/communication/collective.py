@@ -1,0 +1,76 @@
+"""What is communicated, as a value: every collective is described once, where it is issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..torch_internals.tensors import FakeTensor, TorchDispatchMode
+
+# A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
+# testing.count_collectives sees it in any thread and below any transform, without state of ours.
+_LIBRARY = torch.library.Library("functorch_shard", "FRAGMENT")
+_LIBRARY.define("collective(str kind, str axis, int numel, ScalarType dtype, str key) -> ()")
+_LIBRARY.impl("collective", lambda kind, axis, numel, dtype, key: None, "CompositeExplicitAutograd")
+RECORD = torch.ops.functorch_shard.collective.default
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective, as every rank of an axis issues it.
+
+    Args:
+        kind: ``"all_gather"``, ``"psum_scatter"``, ``"psum"``, ``"pmax"``, ``"all_to_all"``, ``"scatter"``,
+            ``"broadcast"``; or ``"exchange"``, an all-gather of what ranks compare about their programs.
+        axis: the name of the axis.
+        numel: elements of the operand of one rank; of a ``"scatter"``, of what one rank receives.
+        dtype: of what is sent. An ``"all_gather"`` casts its operand to it on the way.
+        key: the buffer that it is for, such as ``"blocks.0"``, where that is known.
+        dim: where ranks are laid side by side, or what is split between them.
+        device: where the result is to be; ``None``: where the operand is.
+        source: the rank of the axis whose values a ``"scatter"`` or a ``"broadcast"`` sends.
+    """
+
+    kind: str
+    axis: str
+    numel: int
+    dtype: torch.dtype
+    key: str = ""
+    dim: int = 0
+    device: torch.device | None = None
+    source: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the operand of one rank."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        purpose = f" for {self.key!r}" if self.key else ""
+        return f"{self.kind} of {self.numel:,} {str(self.dtype).removeprefix('torch.')}{purpose}"
+
+
+def record(op: Collective) -> None:
+    """Show ``op`` to profilers and to ``testing.count_collectives``."""
+    RECORD(op.kind, op.axis, op.numel, op.dtype, op.key)
+
+
+class RecordMode(TorchDispatchMode):
+    """While it is entered, ``found`` gets each collective that this thread records, in order."""
+
+    def __init__(self, found: Callable[[Collective], None]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is RECORD:
+            self.found(Collective(*args))
+        if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
+            # a subclass: what it does below, as the collectives of a lazy tensor, is seen one by one
+            return NotImplemented
+        return func(*args, **(kwargs or {}))

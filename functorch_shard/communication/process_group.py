@@ -1,0 +1,147 @@
+"""Real ranks over a ``torch.distributed`` process group: with ``gloo``, the only file that calls its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import string_at
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..torch_internals.transforms import being_traced
+from .backend import Backend
+from .collective import Collective, record
+from .dtypes import as_ordered, as_real, as_wire, from_ordered, from_real
+from .work import Finished, Work
+
+# 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
+_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class GroupBackend(Backend):
+    """Real ranks, over a ``torch.distributed`` process group."""
+
+    group: Any = field(repr=False)
+    rank: int
+    size: int
+
+    def index(self) -> int:
+        return self.rank
+
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        refuse_tracing()
+        match op.kind:
+            case "all_gather" | "exchange":
+                return over_dim(self.all_gather, op, x)
+            case "psum_scatter":
+                return over_dim(self.psum_scatter, op, x)
+            case "psum":
+                return self.psum(op, x)
+            case "pmax":
+                return self.pmax(op, x)
+            case "all_to_all":
+                return over_dim(self.all_to_all, op, x)
+            case "scatter":
+                return self.scatter(op, x)
+            case "broadcast":
+                return self.broadcast(op, x)
+        raise NotImplementedError(f"{type(self).__name__} has no collective {op.kind!r}")
+
+    # What moves bytes, each with its ranks in dim 0.
+
+    def all_gather(self, op: Collective, x: Tensor) -> Work:
+        out = torch.empty((self.size, *x.shape), dtype=op.dtype, device=op.device or x.device)
+        out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
+        if not out.numel():
+            return Finished(out.flatten(0, 1))
+        rows = as_wire(out)
+        handle = _gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)
+        return Work(lambda: out.flatten(0, 1), [handle])
+
+    def psum_scatter(self, op: Collective, x: Tensor) -> Work:
+        rows = as_real(x.contiguous())
+        out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
+        handles = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
+        return Work(lambda: from_real(out, x.dtype), handles)
+
+    def psum(self, op: Collective, x: Tensor) -> Work:
+        return self._all_reduce(as_real(x), dist.ReduceOp.SUM).then(lambda total: from_real(total, x.dtype))
+
+    def pmax(self, op: Collective, x: Tensor) -> Work:
+        if not x.is_floating_point():
+            return self._all_reduce(x, dist.ReduceOp.MAX)
+        return self._all_reduce(as_ordered(x), dist.ReduceOp.MAX).then(lambda order: from_ordered(order, x.dtype))
+
+    def all_to_all(self, op: Collective, x: Tensor) -> Work:
+        sent = x.contiguous()
+        received = torch.empty_like(sent)
+        if not sent.numel():
+            return Finished(received)
+        handle = dist.all_to_all_single(as_wire(received), as_wire(sent), group=self.group, async_op=True)
+        return Work(lambda: received, [handle])
+
+    def scatter(self, op: Collective, x: Tensor) -> Work:
+        out = torch.empty(x.shape[1:], dtype=op.dtype, device=op.device or x.device)
+        rows = list(as_wire(x).unbind(0)) if self.rank == op.source else []
+        if out.numel():
+            dist.scatter(as_wire(out), rows, group=self.group, group_src=op.source)
+        return Finished(out)
+
+    def broadcast(self, op: Collective, x: Tensor) -> Work:
+        if x.numel():
+            dist.broadcast(as_wire(x), group=self.group, group_src=op.source)
+        return Finished(x)
+
+    def _all_reduce(self, x: Tensor, op: Any) -> Work:
+        out = x.clone(memory_format=torch.contiguous_format)
+        return Work(lambda: out, [dist.all_reduce(out, op, group=self.group, async_op=True)] if out.numel() else [])
+
+
+def over_dim(collective: Any, op: Collective, x: Tensor) -> Work:
+    """``collective``, whose ranks are in dim 0, along ``op.dim``."""
+    if not op.dim:
+        return collective(op, x)
+    return collective(op, x.movedim(op.dim, 0)).then(lambda result: result.movedim(0, op.dim))
+
+
+def refuse_tracing() -> None:
+    if being_traced():
+        raise NotImplementedError(
+            "make_fx, and so torch.func.linearize, cannot record a collective of real ranks: what it returned would be "
+            "what it saw once. Use torch.func.jvp, which gathers the tangents of each call."
+        )
+
+
+def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype: torch.dtype) -> None:
+    """Messages of ``dtype`` between processes, by their ranks in the default group; received in place.
+
+    All are posted before one is waited for, so their order cannot make two processes wait for each other.
+    """
+    record(Collective("send", "mesh", sum(x.numel() for x in sends.values()), dtype))
+    messages = [dist.P2POp(dist.irecv, as_wire(x), process) for process, x in receives.items()]
+    messages += [dist.P2POp(dist.isend, as_wire(x), process) for process, x in sends.items()]
+    for work in dist.batch_isend_irecv(messages) if messages else ():
+        work.wait()
+
+
+def connect(num_processes: int, device: torch.device) -> None:
+    """Before an :func:`exchange`: NCCL wants all ranks of a group there when it sends its first batch of messages."""
+    if num_processes == dist.get_world_size():
+        record(Collective("psum", "mesh", 1, torch.float32))
+        dist.all_reduce(torch.zeros(1, device=device))
+
+
+def in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of ``x`` in ``dtype``, as plain bytes in a row."""
+    plain = x.detach().to(dtype).resolve_conj().resolve_neg().contiguous()
+    return plain if type(plain) is Tensor else plain.clone()
+
+
+def as_bytes(x: Tensor) -> bytes:
+    """The memory of ``x``, which is contiguous and on the CPU."""
+    return string_at(x.data_ptr(), x.nbytes)

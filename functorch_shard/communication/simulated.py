@@ -1,0 +1,78 @@
+"""Ranks inside this process: a collective is arithmetic on the values of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .collective import Collective
+from .work import Finished, Work
+from .writes import Gathered
+
+
+@dataclass(frozen=True)
+class StackedBackend(Backend):
+    """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them."""
+
+    size: int
+    ranks: ContextVar[Tensor | None] = field(repr=False)
+    gathered: ContextVar[Gathered | None] = field(repr=False)  # of all axes, while spmd runs
+    siblings: tuple[ContextVar[Tensor | None], ...] = field(default=(), repr=False)
+    simulated: bool = field(default=True, init=False)
+
+    def index(self) -> Tensor:
+        index = self.ranks.get()
+        if index is None:
+            raise RuntimeError(
+                f"simulated ranks of axis {self.ranks.name!r} only exist inside mesh.spmd: decorate the function that "
+                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
+            )
+        return index
+
+    def others(self) -> Tensor | None:
+        indices = [index for index in (ranks.get() for ranks in self.siblings) if index is not None]
+        return sum(indices[1:], indices[0]) if indices else None
+
+    def ready(self) -> None:
+        self.index()
+
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        return Finished(self._result(op, x))
+
+    def _result(self, op: Collective, x: Tensor) -> Tensor:
+        """Dims of ``op`` are those of one rank's value, one less than in ``x``."""
+        match op.kind:
+            case "all_gather" | "exchange":
+                # a copy, as on real ranks: a view would let the result write to the operand
+                return torch.cat((x if _is_so(x, op) else x.to(op.device or x.device, op.dtype)).unbind(0), op.dim)
+            case "psum_scatter":
+                total = in_rank_order(x.unbind(0))
+                return total.unflatten(op.dim, (self.size, total.shape[op.dim] // self.size)).movedim(op.dim, 0)
+            case "psum":
+                return in_rank_order(x.unbind(0))
+            case "pmax":
+                return x.amax(0)
+            case "all_to_all":
+                return x.movedim(op.dim + 1, 0).movedim(1, op.dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
+            case "scatter" | "broadcast":
+                return x.select(0, op.source)
+        raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
+
+
+def _is_so(x: Tensor, op: Collective) -> bool:
+    return x.dtype == op.dtype and op.device in (None, x.device)
+
+
+def in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+    """The sum from the first to the last, rounded after each addend; ``into`` may be one of the first two."""
+    if len(rows) == 1:
+        return rows[0].clone()
+    total = torch.add(rows[0], rows[1]) if into is None else torch.add(rows[0], rows[1], out=into)
+    for row in rows[2:]:
+        total = total + row if into is None else total.add_(row)  # a zero tangent is not to be written to
+    return total

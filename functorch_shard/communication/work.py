@@ -1,0 +1,63 @@
+"""A collective that was issued and has a result later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+
+class Work:
+    """A collective under way: :meth:`wait` waits for it and gives its result, once.
+
+    On CUDA waiting orders the current stream behind the collective and does not stop the host.
+
+    Args:
+        finish: gives the result, after all ``handles`` were waited for.
+        handles: what is under way, each with a ``wait()``, such as ``torch.distributed``'s.
+        abandon: called instead of ``finish`` where nobody waits for the result.
+    """
+
+    __slots__ = ("_abandon", "_finish", "_handles")
+
+    def __init__(
+        self, finish: Callable[[], Tensor], handles: Sequence[Any] = (), abandon: Callable[[], None] | None = None
+    ) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._handles, self._abandon = handles, abandon
+
+    def wait(self) -> Tensor:
+        handles, finish = self._handles, self._finish
+        assert finish is not None, "a Work is waited for once"
+        self._handles, self._finish = (), None  # what was sent is let go with the closure
+        for handle in handles:
+            handle.wait()
+        return finish()
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Work:
+        """This work, whose result is ``change`` of the result."""
+        return Work(lambda: change(self.wait()))
+
+    def __del__(self) -> None:
+        # Nobody wants the result (a part of the model was skipped, or an error was thrown): other ranks still send it,
+        # and its memory must outlive that.
+        handles = getattr(self, "_handles", ())  # a compiler that traces may make one without __init__
+        for handle in handles:
+            with suppress(RuntimeError):
+                handle.wait()
+        if handles and self._abandon:
+            self._abandon()
+
+
+class Finished(Work):
+    """A result that is there already."""
+
+    __slots__ = ()
+
+    def __init__(self, result: Tensor) -> None:
+        super().__init__(lambda: result)
+
+    def then(self, change: Callable[[Tensor], Tensor]) -> Work:
+        return Finished(change(self.wait()))
