@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, DetachedBackend
-from .collective import Collective, record
+from .collective import collective, record
 from .work import Work
 
 
@@ -50,7 +50,7 @@ class Axis:
             x: the operand, see :class:`Backend`.
             dtype, key, dim, device, source: see :class:`Collective`; the dtype is that of ``x`` unless given.
         """
-        op = Collective(kind, self.name, self._numel(kind, x), dtype or x.dtype, key or self.key, dim, device, source)
+        op = collective(kind, self.name, self._numel(kind, x), dtype or x.dtype, key or self.key, dim, device, source)
         record(op)
         return self.backend.issue(op, x)
 

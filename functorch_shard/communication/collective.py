@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..torch_internals.tensors import FakeTensor, TorchDispatchMode
+from ..torch_internals.transforms import is_watched
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
@@ -55,9 +57,14 @@ class Collective:
         return f"{self.kind} of {self.numel:,} {str(self.dtype).removeprefix('torch.')}{purpose}"
 
 
+collective = lru_cache(maxsize=4096)(Collective)  # a program issues the same few again and again
+describe = lru_cache(maxsize=4096)(str)
+
+
 def record(op: Collective) -> None:
     """Show ``op`` to profilers and to ``testing.count_collectives``."""
-    RECORD(op.kind, op.axis, op.numel, op.dtype, op.key)
+    if torch.compiler.is_compiling() or is_watched():
+        RECORD(op.kind, op.axis, op.numel, op.dtype, op.key)
 
 
 class RecordMode(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..torch_internals.tensors import version_of
-from .collective import Collective
+from .collective import Collective, describe
 from .dtypes import as_ordered, from_ordered
 from .headers import Call, Line
 from .process_group import GroupBackend, as_bytes, in_memory
@@ -95,7 +95,7 @@ class GlooBackend(GroupBackend):
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def _call(self, op: Collective, numel: int) -> Call:
-        return self._line.open(str(op if numel == op.numel else replace(op, numel=numel)))
+        return self._line.open(describe(op if numel == op.numel else replace(op, numel=numel)))
 
     def _mail_for(self, nbytes: int) -> Mail | None:
         return self._mail if nbytes > SMALL_LETTER else None

@@ -45,20 +45,20 @@ def naming_lost_ranks(backend: GroupBackend) -> Backend:
     group = backend.group
 
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
-        work = _run(lambda: send(op, x), op, group)
-        return work if isinstance(work, Finished) else Work(lambda: _run(work.wait, op, group))
+        work = _run(op, group, send, op, x)
+        return work if isinstance(work, Finished) else Work(lambda: _run(op, group, work.wait))
 
     return Wrapped(backend, issue) if backend.size > 1 else backend
 
 
 def run_on_job(what: str, part: Callable[[], T]) -> T:
     """``part()``, which waits for ranks of the default group: an error for want of one names it."""
-    return _run(part, what, dist.group.WORLD)
+    return _run(what, dist.group.WORLD, part)
 
 
-def _run(part: Callable[[], T], what: Collective | str, group: Any) -> T:
+def _run(what: Collective | str, group: Any, part: Callable[..., T], *args: Any) -> T:
     try:
-        return part()
+        return part(*args)
     except RuntimeError as error:
         if not _is_for_want_of_ranks(error):
             raise

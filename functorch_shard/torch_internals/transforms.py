@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch._C import _DisableFuncTorch
+from torch._C import _DisableFuncTorch, _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import (
     CVmapInterpreterPtr,
     TransformType,
@@ -22,6 +23,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 def in_transform() -> bool:
     """Whether a ``torch.func`` transform or ``torch.compile`` sees what is computed here."""
     return maybe_current_level() is not None or torch.compiler.is_compiling()
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode, or the profiler, sees what is computed here."""
+    return _len_torch_dispatch_stack() > 0 or _profiler_enabled()
 
 
 def current_level() -> int:

@@ -1,0 +1,131 @@
+"""Every collective is described once and issued by one method: whoever stands before a backend sees each, once."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections import Counter as Multiset
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.collectives import all_gather, pmax, psum, psum_scatter
+from functorch_shard.communication import Collective, Counter, Finished, Work, wrap
+from functorch_shard.testing import count_collectives
+from tests.support.models import loss_of
+
+Seen = list[tuple[Any, ...]]
+KINDS = {"psum", "pmax", "all_gather", "psum_scatter", "all_to_all"}
+
+
+def shown(op: Collective) -> tuple[Any, ...]:
+    return op.kind, op.axis, op.numel, op.dtype, op.key
+
+
+def noting(seen: Seen) -> Callable[[Any], Any]:
+    return wrap(lambda op, x, send: (seen.append(shown(op)), send(op, x))[1])
+
+
+def every_kind(mesh: fs.Mesh) -> None:
+    """A step, a copy from one rank, encoded gradients, and each collective by itself, in forward and backward."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
+    layout = fs.plan(model, mesh)
+    ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()
+    rows = torch.ones(*ranks, 2 * mesh.size, dtype=torch.float64)
+
+    def one_rank(x: Tensor) -> Any:
+        params = fs.shard(model, layout, from_rank=1)
+        inputs, targets = x[:1].expand(2, 5), x[:1].expand(2, 3)
+        grads = fs.grad(lambda p: loss_of(model, fs.gather(p), inputs, targets))(params)
+        encoded = fs.codecs.scatter_encoded_grads(fs.gather(params, lazy=False), fs.codecs.int8(), layout=layout)
+        each = psum(x, mesh), pmax(x, mesh), all_gather(x, mesh), psum_scatter(x, mesh)
+        slope = fs.grad(lambda x: psum(x.square(), mesh).sum())(x)
+        return dict(grads), encoded[0], each, slope
+
+    mesh.spmd(one_rank)(rows)
+
+
+def records_of(plain: fs.Mesh) -> tuple[Seen, Seen, Seen, int]:
+    """What the recorder, two wrappers and a counter saw of one program."""
+    first, last, counter = list[Any](), list[Any](), Counter()
+    mesh = plain.with_backend(noting(first)).with_backend(counter).with_backend(noting(last))
+    with count_collectives() as recorded:
+        every_kind(mesh)
+    return list(map(shown, recorded.issued)), first, last, counter.total.number
+
+
+def in_threads(*works: Callable[[], Any]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+AXES = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
+
+
+def check_records(recorded: Seen, first: Seen, last: Seen, counted: int) -> None:
+    assert recorded == first == last
+    assert counted == len(recorded)
+    assert {kind for kind, *_ in recorded} >= KINDS
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_every_collective_is_seen_once_by_the_recorder_each_wrapper_and_the_counter(axes: dict[str, int]) -> None:
+    check_records(*records_of(fs.simulated_mesh(axes)))
+
+
+def test_every_collective_of_every_thread_is_seen_once() -> None:
+    recorded, *_ = records_of(fs.simulated_mesh(2))
+    seen: Seen = []
+    in_threads(*[lambda: every_kind(fs.simulated_mesh(2).with_backend(noting(seen)))] * 3)
+    assert Multiset(seen) == Multiset(3 * recorded)
+
+
+def issues_past_the_door(tree: ast.AST) -> list[int]:
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    issues = [call for call in calls if isinstance(call, ast.Attribute) and call.attr == "issue"]
+    return [call.lineno for call in issues if isinstance(call.value, ast.Attribute) and call.value.attr == "backend"]
+
+
+def test_an_axis_alone_hands_collectives_to_its_backend() -> None:
+    package = Path(fs.__file__).parent
+    trees = {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in package.rglob("*.py")}
+    assert [name for name, tree in trees.items() if issues_past_the_door(tree)] == ["communication/axis.py"]
+
+
+def test_a_work_is_waited_for_once_and_may_be_changed() -> None:
+    for work in (Finished(torch.ones(2)), Work(lambda: torch.ones(2))):
+        changed = work.then(lambda x: x + 1)
+        assert changed.wait().tolist() == [2, 2]
+        with pytest.raises(AssertionError, match="waited for once"):
+            changed.wait()
+
+
+class Handle:
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def wait(self) -> None:
+        self.log.append("waited")
+
+
+def test_what_nobody_waits_for_is_waited_for_and_abandoned_when_it_is_let_go() -> None:
+    log: list[str] = []
+    work = Work(lambda: torch.ones(1), [Handle(log)], lambda: log.append("abandoned"))
+    del work
+    assert log == ["waited", "abandoned"]
+    Work(lambda: (log.append("finished"), torch.ones(1))[1], [Handle(log)], lambda: log.append("abandoned")).wait()
+    assert log[2:] == ["waited", "finished"]
+
+
+def test_a_collective_says_what_it_is() -> None:
+    op = Collective("all_gather", "shard", 1024, torch.bfloat16, "blocks.0")
+    assert (str(op), op.nbytes) == ("all_gather of 1,024 bfloat16 for 'blocks.0'", 2048)
+    assert {op: 1}[Collective("all_gather", "shard", 1024, torch.bfloat16, "blocks.0")] == 1
