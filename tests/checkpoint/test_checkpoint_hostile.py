@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -29,6 +32,7 @@ from functorch_shard.__main__ import main as command
 from functorch_shard.checkpoint import latest, load, save, verify
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.checkpoint.regions import Box, boxes, first_overlap
+from tests.support.faults import Evil
 from tests.support.refusals import refused
 
 # Without a process group torch says that it saves in a single process.
@@ -218,9 +222,42 @@ def test_a_tensor_that_has_one_number_in_every_place_is_refused(tmp_path: Path) 
     assert load(one(tmp_path / "y", larger), {"x": torch.zeros(4)})["x"].tolist() == [1, 1, 1, 1]
 
 
+def on_storage(size: Any, stride: Any, offset: int = 0) -> Evil:
+    storage = torch.ones(4)._typed_storage()
+    return Evil((_rebuild_tensor_v2, (storage, offset, size, stride, False, OrderedDict())))
+
+
+ENDLESS = torch.ones(1).expand(2**60)
+CALLS: dict[str, Any] = {
+    "a view beyond its storage": on_storage((100,), (1,)),
+    "an offset beyond it": on_storage((4,), (1,), 1),
+    "a negative size": on_storage((-1,), (1,)),
+    "a set of an endless tensor": Evil((set, (ENDLESS,))),
+    "a size of one": Evil((torch.Size, (ENDLESS,))),
+    "a count of one": Evil((Counter, (ENDLESS,))),
+    "bytes of one": Evil((bytearray, (ENDLESS,))),
+    "a parameter of a text": Evil((_rebuild_parameter, ("text", False, OrderedDict()))),
+    "a class itself": set,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_torch_save_does_not_write_is_refused(tmp_path: Path, call: str) -> None:
+    raw = saved(CALLS[call])
+    folder = foreign(tmp_path / "x", {"x": ((4,), torch.float32, [((0,), (4,), raw)])}, {"p": raw})
+    assert "'x'" in told(folder)
+    assert "'p'" in told(folder, {"p": 0})
+
+
+def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    value: list[Any] = []
+    value.append(value)
+    assert "'p'" in told(foreign(tmp_path / "x", {}, {"p": saved(value)}), {"p": 0})
+
+
 def test_a_storage_that_claims_more_than_its_record_is_refused(tmp_path: Path) -> None:
     claims = zipfile.ZipFile(io.BytesIO(saved(torch.ones(4)))).read("archive/data.pkl").replace(b"K\4tq", b"K\xc8tq")
-    assert "which its record has not" in told(one(tmp_path / "x", rewritten(saved(torch.ones(4)), data=claims)))
+    assert "which its record does not have" in told(one(tmp_path / "x", rewritten(saved(torch.ones(4)), data=claims)))
 
 
 def test_random_bytes_as_a_value_or_a_few_changed_are_one_kind_of_error(tmp_path: Path) -> None:
@@ -247,12 +284,18 @@ def test_random_bytes_as_a_value_or_a_few_changed_are_one_kind_of_error(tmp_path
     assert len({*outcomes}) <= 2
 
 
+def bits(x: Tensor) -> list[int]:
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).tolist()
+
+
 def test_everything_that_programs_save_is_read(tmp_path: Path) -> None:
     numbers = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
     whole = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint64, torch.bool]
     small = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
     tensors = {str(dtype): torch.tensor([[0, 1, 1]]).to(dtype) for dtype in numbers + whole + small}
     tensors |= {"scalar": torch.tensor(2.0), "empty": torch.zeros(0, 3), "p": torch.nn.Parameter(torch.ones(2))}
+    complex_ = torch.tensor([1 + 2j, 3 - 4j])
+    tensors |= {"conjugate": complex_.conj(), "negative": complex_.conj().imag}
     plain = {
         "many": [1, 2.5, None, "text", (True, b"bytes"), {3, 4}, 2j, 2**80, -5, bytearray(b"x"), bytearray()],
         "torch": (torch.float32, torch.Size([2, 3]), torch.device("cpu"), torch.strided),
@@ -260,9 +303,20 @@ def test_everything_that_programs_save_is_read(tmp_path: Path) -> None:
     dcp.save({**tensors, **plain}, checkpoint_id=tmp_path / "x", no_dist=True)
     loaded = load(tmp_path / "x", {name: torch.zeros_like(x) for name, x in tensors.items()} | dict.fromkeys(plain, 0))
     for name, x in tensors.items():
-        assert torch.equal(loaded[name].view(-1).view(torch.uint8), x.detach().view(-1).view(torch.uint8)), name
+        assert bits(loaded[name]) == bits(x), name
     assert {name: loaded[name] for name in plain} == plain
     assert verify(tmp_path / "x") == []
+
+
+def test_containers_and_tensors_inside_a_plain_value_are_read(tmp_path: Path) -> None:
+    shared = torch.arange(6.0).view(2, 3)
+    value = [OrderedDict(a=1, b=[2]), Counter("aab"), shared, shared.t(), torch.nn.Parameter(torch.ones(2)), {(1,): 2}]
+    loaded = load(foreign(tmp_path / "x", {}, {"p": saved(value)}), {"p": 0})["p"]
+    assert [type(x) for x in loaded] == [type(x) for x in value]
+    assert (loaded[0], loaded[1], loaded[5]) == (value[0], value[1], value[5])
+    assert torch.equal(loaded[3], shared.t())
+    assert loaded[3].data_ptr() == loaded[2].data_ptr()  # one storage, as it was saved
+    assert loaded[4].requires_grad
 
 
 # manifests

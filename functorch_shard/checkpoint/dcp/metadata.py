@@ -18,7 +18,7 @@ from ...torch_internals.dcp import MemoryFormat, StorageInfo
 from ..chunks import SCALAR
 from ..names import Path, dotted
 from ..regions import Box
-from .unpickler import Accepts, Made, read
+from .unpickler import DTYPES, InertObject, is_class, read
 
 
 class Value(NamedTuple):
@@ -85,10 +85,12 @@ _CLASSES = (
     MemoryFormat,
     StorageInfo,
 )
-_ADMITTED = {(cls.__module__, cls.__name__) for cls in _CLASSES} | {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
+_ADMITTED = {f"{cls.__module__}.{cls.__name__}" for cls in _CLASSES} | {
+    *DTYPES,
+    *(f"pathlib{more}.{name}" for more in ("", "._local") for name in ("PosixPath", "WindowsPath")),  # not used
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
 }
 _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
 
@@ -100,7 +102,7 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         RuntimeError: it is no metadata, or names what metadata has no need of; nothing in it was executed.
     """
     try:
-        top = _fields(read(raw, _admits, _refuse_persistent), dcp.Metadata)
+        top = _fields(read(raw, _ADMITTED, _refuse_persistent), dcp.Metadata)
         paths = top.get("planner_data") or {}
         places = {_key(index): info for index, info in top["storage_data"].items()}
         described = top["state_dict_metadata"].items()
@@ -108,12 +110,6 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
     except Exception as error:  # whatever bytes that are no metadata lead to
         what = shown(f"{type(error).__name__}: {error}")
         raise RuntimeError(f"no metadata of a checkpoint, and nothing in it was executed ({what})") from error
-
-
-def _admits(module: str, name: str) -> Accepts | None:
-    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-    is_path = module.split(".")[0] == "pathlib"  # the place it was written to, which nobody asks for
-    return (lambda args: True) if is_dtype or is_path or (module, name) in _ADMITTED else None
 
 
 def _refuse_persistent(pid: Any) -> None:
@@ -128,7 +124,7 @@ def _fields(x: Any, cls: type) -> dict[str, Any]:
 
 
 def _is(x: Any, cls: type) -> bool:
-    return isinstance(x, Made) and type(x).name == f"{cls.__module__}.{cls.__name__}"
+    return isinstance(x, InertObject) and type(x).name == f"{cls.__module__}.{cls.__name__}"
 
 
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -161,14 +157,9 @@ def _dtype(properties: Any) -> torch.dtype:
     if not _is(properties, dcp.TensorProperties):
         raise TypeError("no properties of a tensor")
     named = properties.state[0]
-    found = getattr(torch, named.name.rpartition(".")[2]) if _is_class(named) else None
-    if not isinstance(found, torch.dtype):
+    if not is_class(named) or named.name not in DTYPES:
         raise TypeError("a tensor whose dtype is none")
-    return found
-
-
-def _is_class(x: Any) -> bool:
-    return isinstance(x, type) and issubclass(x, Made)
+    return DTYPES[named.name]
 
 
 def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:

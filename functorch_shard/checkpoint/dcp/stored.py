@@ -28,7 +28,7 @@ from ..regions import Box, first_overlap
 from .manifest import ALTERED, FORMAT, MANIFEST, lengths_of, read_manifest, read_plain
 from .metadata import Entry, Value, entries_of, metadata_of
 from .unpickler import NotPlainError
-from .values import load, open_regular
+from .values import parse, read_bytes
 
 METADATA = ".metadata"
 # Of a checkpoint without a manifest, nobody knows what it was when it was written.
@@ -116,42 +116,36 @@ class Stored:
 
     def _examine(self, name: str, entry: Entry, value: Value) -> None:
         if (value.file, value.start) in self.checks:
-            self._check(name, value)
+            self._bytes(name, value)
         elif entry.dtype is None:
             self._value(name, value)
         else:
             self.tensor(name, value)
 
     def _value(self, name: str, value: Value) -> Any:
-        self._check(name, value)
+        raw = self._bytes(name, value)
         try:
-            return load(self.folder / value.file, value)
-        except OSError:
-            raise
+            return parse(raw)
         except NotPlainError as error:
             what = f"no plain value and no tensor, and nothing else is loaded: {error}"
             raise self._damaged(name, value, what, "Load the others without it.") from error
-        except Exception as error:  # whatever bytes that are no value lead to
+        except Exception as error:  # arbitrary bytes raise arbitrary errors
             what = f"no plain value and no tensor ({type(error).__name__}: {_beginning(error)})"
             raise self._damaged(name, value, what) from error
+
+    def _bytes(self, name: str, value: Value) -> bytearray:
+        """The bytes of a value, which match their checksum."""
+        raw = read_bytes(self.folder / value.file, value)
+        expected = self.checks.get((value.file, value.start))
+        if expected is not None and (found := zlib.crc32(raw)) != expected:
+            raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
+        return raw
 
     def _damaged(self, name: str, value: Value, what: str, unproven: str = _UNKNOWN) -> RuntimeError:
         where = f"{value.nbytes:,} bytes at {value.start:,}"
         return RuntimeError(
             f"{self.folder / value.file}: {name!r}: {where}: {what}. {ALTERED if self.checks else unproven}"
         )
-
-    def _check(self, name: str, value: Value) -> None:
-        expected = self.checks.get((value.file, value.start))
-        if expected is None:
-            return
-        with open_regular(self.folder / value.file) as file:
-            file.seek(value.start)
-            found, left = 0, value.nbytes
-            while left and (part := file.read(min(left, 1 << 20))):
-                found, left = zlib.crc32(part, found), left - len(part)
-        if found != expected or left:
-            raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
 
 
 def _what_is_there(folder: Path) -> str:

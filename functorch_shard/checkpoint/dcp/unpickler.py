@@ -1,40 +1,40 @@
-"""Pickles of anybody, read into records: nothing that they name is called, and nothing that they reach is shared."""
+"""Reads pickles from untrusted sources into inert objects: no name in a pickle is imported or called."""
 
 from __future__ import annotations
 
 import io
 import pickle
 import pickletools
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Container
 from typing import Any
+
+import torch
 
 from ...errors import shown
 
-Accepts = Callable[[tuple[Any, ...]], bool]  # whether a name may be called with these arguments
+DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 _MEMO = ("PUT", "BINPUT", "LONG_BINPUT", "FRAME")
-# What is registered with copyreg would come without being asked for.
+# Objects registered with copyreg are made without find_class.
 _REFUSED = ("EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER")
 
 
 class NotPlainError(Exception):
-    """A pickle names what is not needed for plain values, and what may do harm."""
+    """A pickle contains something other than tensors and plain values."""
 
 
-class Made:
-    """What a pickle makes of a name: the arguments and the state that it gave, and no behaviour.
+class InertObject:
+    """An object named in a pickle: its class name, arguments and state, without behaviour.
 
-    A class of its own for each name and load. A pickle may set attributes of all that it is handed, classes too:
-    ``__setstate__`` is what it meets then, and of a class that cannot be called without an instance.
+    Each load makes one subclass for each name. A pickle may set attributes of every object that it names, classes
+    included: ``__setstate__`` receives them, and for a class it fails, because it needs an instance.
     """
 
     name: str
     args: tuple[Any, ...]
     state: Any = None
-    accepts: Accepts
 
-    def __new__(cls, *args: Any) -> Made:
-        if not cls.accepts(args):
-            raise NotPlainError(f"a call of {cls.name} that is none of a plain value")
+    def __new__(cls, *args: Any) -> InertObject:
         made = super().__new__(cls)
         made.args = args
         return made
@@ -43,24 +43,29 @@ class Made:
         self.state = state
 
 
-def read(raw: bytes, admits: Callable[[str, str], Accepts | None], persistent: Callable[[Any], None]) -> Any:
-    """What a pickle says, its objects as :class:`Made`.
+def read(raw: bytes, admitted: Container[str], persistent: Callable[[Any], Any]) -> Any:
+    """Unpickle ``raw`` into built-in values, :class:`InertObject` instances and subclasses of it.
 
     Args:
         raw: the pickle.
-        admits: by module and name, which calls of it are accepted; None: the name itself is refused.
-        persistent: is given what lies outside of the pickle.
+        admitted: the names that it may contain, for example ``"torch.Size"``.
+        persistent: returns the object for a persistent id.
 
     Raises:
-        NotPlainError: a name that is not admitted, or a call.
-        Exception: anything, of what is no pickle.
+        NotPlainError: a name that is not admitted.
+        Exception: any other, where ``raw`` is not a pickle.
     """
     _check_lengths(raw)
-    return _Unpickler(raw, admits, persistent).load()
+    return _Unpickler(raw, admitted, persistent).load()
+
+
+def is_class(x: Any) -> bool:
+    """Whether ``x`` is a name in the pickle itself, for example a dtype, and not a call of it."""
+    return isinstance(x, type) and issubclass(x, InertObject)
 
 
 def _check_lengths(raw: bytes) -> None:
-    """The unpickler makes room for what it is told to expect: refuse what is more than all the bytes that there are."""
+    """Refuse lengths larger than the pickle: the unpickler allocates what an opcode announces."""
     for opcode, arg, _ in pickletools.genops(raw):
         name = opcode.name
         if name in _MEMO and (arg or 0) > len(raw):
@@ -70,25 +75,18 @@ def _check_lengths(raw: bytes) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, raw: bytes, admits: Callable[[str, str], Accepts | None], persistent: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, raw: bytes, admitted: Container[str], persistent: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(raw))
-        self._admits, self._persistent = admits, persistent
-        self._classes: dict[tuple[str, str], type] = {}
+        self._admitted, self._persistent = admitted, persistent
+        self._classes: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._classes:
-            self._classes[module, name] = self._class(module, name)
-        return self._classes[module, name]
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # Python 2's name, in protocol 2
+        if full not in self._admitted:
+            raise NotPlainError(shown(f"it names {full}"))
+        if full == "collections.OrderedDict":  # the unpickler fills it item by item
+            return self._classes.setdefault(full, type("OrderedDict", (OrderedDict,), {"__init__": lambda self: None}))
+        return self._classes.setdefault(full, type("InertObject", (InertObject,), {"name": full}))
 
-    def _class(self, module: str, name: str) -> type:
-        accepts = self._admits(module, name)
-        if accepts is None:
-            raise NotPlainError(shown(f"it names {module}.{name}"))
-        if (module, name) == ("collections", "OrderedDict"):
-            return type("OrderedDict", (dict,), {"__init__": lambda self: None})  # of no arguments
-        return type("Made", (Made,), {"name": f"{module}.{name}", "accepts": staticmethod(accepts)})
-
-    def persistent_load(self, pid: Any) -> None:
-        self._persistent(pid)
+    def persistent_load(self, pid: Any) -> Any:
+        return self._persistent(pid)

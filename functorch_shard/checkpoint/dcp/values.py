@@ -1,166 +1,189 @@
-"""One value in a file, as ``torch.save`` wrote it: looked through before torch reads it, for torch believes it.
+"""Reads values, which ``torch.save`` wrote, without executing or trusting them.
 
-Note [Values]: torch's reader for ``weights_only=True`` executes nothing, but makes room for what a file claims: it
-unpacks compressed records, and calls ``bytearray``. So first the archive's directory is read, where all records must
-lie as they are and fit into the bytes that there are; then the pickle, for names and calls that ``torch.save`` never
-writes of tensors and plain values. Both are read strictly, so that torch cannot read them in another way.
+Note [Values]: a value is a zip archive of a pickle and one record of bytes for each storage. The pickle is read into
+inert objects (``unpickler``); from these, the functions in ``_MAKERS`` make tensors and plain values, and nothing else
+can be made. Records have to be uncompressed and inside the archive, and a tensor shares the memory that the archive
+was read into. So a value takes no more memory than its bytes.
 """
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from struct import unpack
+from struct import unpack_from
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from .metadata import Value
-from .unpickler import Accepts, Made, read
+from .unpickler import DTYPES, InertObject, is_class, read
 
-_ITEMSIZE = {
-    **{f"{name}Storage": 1 for name in ("Untyped", "Byte", "Char", "Bool")},
-    **{f"{name}Storage": 2 for name in ("Half", "BFloat16", "Short")},
-    **{f"{name}Storage": 4 for name in ("Float", "Int")},
-    **{f"{name}Storage": 8 for name in ("Double", "Long", "ComplexFloat")},
-    "ComplexDoubleStorage": 16,
-}
-_END, _LOCATOR, _END64 = b"PK\5\6", b"PK\6\7", b"PK\6\6"
-
-
-def _takes(*types: type) -> Accepts:
-    return lambda args: tuple(map(type, args)) == types
-
-
-_ANY: Accepts = lambda args: True  # noqa: E731
-_NEVER: Accepts = lambda args: False  # noqa: E731
-_ENCODE: Accepts = lambda args: len(args) == 2 and type(args[0]) is str and args[1] == "latin1"  # noqa: E731
-_BYTES: Accepts = lambda args: [getattr(x, "name", "") for x in args] in ([], ["_codecs.encode"])  # noqa: E731
-_ADMITTED: dict[tuple[str, str], Accepts] = {
-    **{("torch._utils", f"_rebuild_{what}"): _ANY for what in ("tensor", "tensor_v2", "tensor_v3", "parameter")},
-    ("torch.serialization", "_get_layout"): _takes(str),
-    ("torch", "device"): _ANY,
-    ("torch", "Size"): _takes(tuple),
-    ("collections", "OrderedDict"): _takes(),
-    ("collections", "Counter"): _takes(dict),
-    ("_codecs", "encode"): _ENCODE,  # bytes, and with another codec something of any length
-    ("builtins", "bytearray"): _BYTES,
-    ("builtins", "set"): _takes(list),
-    ("builtins", "complex"): _takes(float, float),
-}
-
-
-def load(path: Path, value: Value) -> Any:
-    """A tensor on the CPU, or a plain value; no other bytes are read.
-
-    Raises:
-        NotPlainError: it would take code to make it.
-        Exception: anything, of bytes that are no value.
-    """
-    with open_regular(path) as file:
-        window: Any = _Window(file, value)
-        records = _records(window, value.nbytes)
-        read(_pickle(window, records), _admits, lambda pid: _check_storage(pid, records))
-        window.seek(0)
-        try:
-            return torch.load(window, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:  # with advice to load it otherwise
-            raise ValueError("a pickle that torch does not read") from None
+_STORAGES = (
+    {"Untyped": torch.uint8, "Byte": torch.uint8, "Char": torch.int8, "Bool": torch.bool}
+    | {"Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64}
+    | {"Short": torch.int16, "Int": torch.int32, "Long": torch.int64}
+    | {"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
+)
+_STORAGE_OF = {f"{module}.{name}Storage": x for name, x in _STORAGES.items() for module in ("torch", "torch.storage")}
+_LAYOUTS = {str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)}
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """A regular file of the folder: never what a link points to."""
+    """Open a regular file; a symbolic link is an error."""
     return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
 
 
-def _records(file: IO[bytes], nbytes: int) -> dict[str, zipfile.ZipInfo]:
-    """What an archive has, by name without that of the archive."""
-    _check_end(file, nbytes)
-    with zipfile.ZipFile(file) as archive:
-        infos = archive.infolist()
-    if any(not _is_stored(info) for info in infos) or sum(info.file_size for info in infos) > nbytes:
-        raise ValueError("compressed, or more than its bytes: torch.save stores values as they are")
-    prefix = infos[0].orig_filename.partition("/")[0] + "/" if infos else ""
-    records = {info.orig_filename.removeprefix(prefix): info for info in infos}
-    if len({info.orig_filename.lower() for info in infos}) < len(infos):  # torch would take one of them
-        raise ValueError("two records of one name")
-    return records
+def read_bytes(path: Path, value: Value) -> bytearray:
+    """Read the bytes of one value; fewer, if the file is shorter."""
+    raw = bytearray(value.nbytes)
+    with open_regular(path) as file:
+        file.seek(value.start)
+        del raw[file.readinto(raw) :]  # pyright: ignore[reportAttributeAccessIssue]
+    return raw
 
 
-def _check_end(file: IO[bytes], nbytes: int) -> None:
-    """One directory, right before the end: programs differ in where else they look for it."""
-    file.seek(max(nbytes - 98, 0))
-    tail = file.read(98)
-    if tail[-22:-18] != _END or tail[-2:] != b"\0\0":
-        raise ValueError("no archive as torch.save writes it")
-    size, start = unpack("<II", tail[-10:-2])
-    end = nbytes - 22
-    if tail[-42:-38] == _LOCATOR:
-        end = nbytes - 98
-        if tail[:4] != _END64 or unpack("<Q", tail[-34:-26])[0] != end:
-            raise ValueError("an archive with two directories")
-        size, start = unpack("<QQ", tail[40:56])
-    if start + size != end:
-        raise ValueError("an archive whose directory lies elsewhere")
+def parse(raw: bytearray) -> Any:
+    """Make the tensor, on the CPU, or the plain value that ``raw`` holds. A tensor shares the memory of ``raw``.
+
+    Raises:
+        NotPlainError: it contains anything else.
+        Exception: any other, where ``raw`` is not an archive of ``torch.save``.
+    """
+    archive = _Archive.of(raw)
+    return _made(read(bytes(archive.record("data.pkl")), _ADMITTED, archive.storage), {})
 
 
-def _is_stored(info: zipfile.ZipInfo) -> bool:
-    extra = info.extra  # nothing, or the one field with sizes above 4 GiB
-    plain = not extra or (extra[:2] == b"\1\0" and len(extra) == 4 + int.from_bytes(extra[2:4], "little"))
-    stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
-    return plain and stored and not info.flag_bits & 1 and info.orig_filename.isascii() and "\0" not in info.filename
+@dataclass(frozen=True)
+class _Archive:
+    raw: bytearray
+    records: Mapping[str, zipfile.ZipInfo]  # by name, without that of the archive
+
+    @staticmethod
+    def of(raw: bytearray) -> _Archive:
+        with zipfile.ZipFile(_MemoryFile(raw)) as archive:
+            infos = archive.infolist()
+        if _is_ambiguous(raw, infos):
+            raise ValueError("not an archive as torch.save writes it")
+        if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in infos):
+            raise ValueError("compressed or encrypted: torch.save stores values as they are")
+        prefix = infos[0].orig_filename.partition("/")[0] + "/"
+        return _Archive(raw, {info.orig_filename.removeprefix(prefix): info for info in infos})
+
+    def record(self, name: str) -> memoryview:
+        info = self.records[name]
+        length_of_name, length_of_extra = unpack_from("<26xHH", self.raw, info.header_offset)
+        start = info.header_offset + 30 + length_of_name + length_of_extra
+        found = memoryview(self.raw)[start : start + info.file_size]
+        if len(found) != info.file_size:
+            raise ValueError(f"record {name!r} is outside of the archive")
+        return found
+
+    def storage(self, pid: Any) -> Tensor:
+        """The numbers of a storage, in one dimension."""
+        kind, storage, key, _, numel = pid
+        if kind != "storage" or not is_class(storage):
+            raise ValueError("not a storage of a tensor")
+        dtype, data = _STORAGE_OF[storage.name], self.record(f"data/{key}")
+        if type(numel) is not int or numel * dtype.itemsize != len(data):
+            raise ValueError(f"{numel} numbers of {storage.name}, which its record does not have")
+        return torch.frombuffer(data, dtype=dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def _pickle(file: IO[bytes], records: dict[str, zipfile.ZipInfo]) -> bytes:
-    info = records["data.pkl"]
-    file.seek(info.header_offset)
-    name, extra = unpack("<26xHH", file.read(30))
-    file.seek(info.header_offset + 30 + name + extra)
-    return file.read(info.file_size)
+def _is_ambiguous(raw: bytearray, infos: list[zipfile.ZipInfo]) -> bool:
+    """Whether programs would read other records: some search for the directory elsewhere, some take the first of two.
+
+    The directory has to be followed by the end records alone, the records have to begin with the archive.
+    """
+    locator = raw[-42:-22]
+    astray = locator[:4] == b"PK\6\7" and locator[8:16] != (len(raw) - 98).to_bytes(8, "little", signed=True)
+    around = raw[-22:-18] != b"PK\5\6" or raw[-2:] != b"\0\0" or min(info.header_offset for info in infos) != 0
+    return astray or around or len({info.orig_filename.lower() for info in infos}) < len(infos)
 
 
-def _admits(module: str, name: str) -> Accepts | None:
-    is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-    if is_dtype or (module in ("torch", "torch.storage") and name in _ITEMSIZE):
-        return _NEVER
-    return _ADMITTED.get(("builtins" if module == "__builtin__" else module, name))  # as protocol 2 spells it
+class _MemoryFile:
+    """Reads from memory like a file; ``io.BytesIO`` of a bytearray would copy it."""
 
-
-def _check_storage(pid: Any, records: dict[str, zipfile.ZipInfo]) -> None:
-    """Memory of a tensor: as many bytes as its record has."""
-    kind, storage, key, _, numel = pid
-    if kind != "storage" or not issubclass(storage, Made):
-        raise ValueError("no storage of a tensor")
-    name = storage.name.rpartition(".")[2]
-    if type(numel) is not int or numel * _ITEMSIZE[name] != records[f"data/{key}"].file_size:
-        raise ValueError(f"{numel} numbers of {name}, which its record has not")
-
-
-class _Window(io.RawIOBase):
-    """The bytes of one value, as a file of their own."""
-
-    def __init__(self, file: IO[bytes], value: Value) -> None:
-        self._file, self._start, self._nbytes, self._at = file, value.start, value.nbytes, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, memory: Any) -> int:
-        self._file.seek(self._start + self._at)
-        room = max(self._nbytes - self._at, 0)
-        read = self._file.readinto(memoryview(memory)[:room])  # pyright: ignore[reportAttributeAccessIssue]
-        self._at += read
-        return read
+    def __init__(self, raw: bytearray) -> None:
+        self._raw, self._at = memoryview(raw), 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence], 0)
+        self._at = max(offset + (0, self._at, len(self._raw))[whence], 0)
         return self._at
 
-    def gather_texts(self) -> int:
+    def tell(self) -> int:
         return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        start, self._at = self._at, len(self._raw) if size < 0 else self._at + size
+        return bytes(self._raw[start : self._at])
+
+
+def _made(x: Any, made: dict[int, Any]) -> Any:
+    """``x`` with tensors and plain values in the place of inert objects; ``made``: what is done, by ``id``."""
+    if id(x) not in made:
+        made[id(x)] = _make(x, lambda inner: _made(inner, made))
+    return made[id(x)]
+
+
+def _make(x: Any, of: Callable[[Any], Any]) -> Any:
+    if isinstance(x, InertObject):
+        return _MAKERS[x.name](*map(of, x.args))
+    if is_class(x):
+        return DTYPES[x.name]
+    if isinstance(x, dict):
+        return (OrderedDict if isinstance(x, OrderedDict) else dict)((of(key), of(item)) for key, item in x.items())
+    return type(x)(map(of, x)) if isinstance(x, (list, tuple, set, frozenset)) else x
+
+
+def _tensor(x: Tensor, offset: int, size: Any, stride: Any, grad: bool = False, _: Any = None, bits: Any = None) -> Any:
+    x = x.as_strided(size, stride, offset)
+    for bit, undo in (("conj", torch.conj), ("neg", torch.neg)):
+        x = undo(x) if bits and bits.get(bit) else x
+    return x.requires_grad_(grad)
+
+
+def _tensor_of_dtype(x: Tensor, offset: int, size: Any, stride: Any, grad: bool, _: Any, dtype: Any, *bits: Any) -> Any:
+    return _tensor(x.view(dtype), offset, size, stride, grad, None, *bits)
+
+
+def _parameter(x: Tensor, grad: bool, _: Any) -> Tensor:
+    return torch.nn.Parameter(x, grad)
+
+
+def _bytes(text: str, codec: str) -> bytes:
+    if codec != "latin1":  # others can make many bytes of few
+        raise ValueError(f"bytes encoded by {codec!r}, expected 'latin1'")
+    return text.encode("latin1")
+
+
+def _taking(cls: Callable[..., Any], argument: type) -> Callable[..., Any]:
+    """``cls`` of at most one argument of this type: an int is a length, and iteration over a tensor may not end."""
+
+    def make(*args: Any) -> Any:
+        if [type(x) for x in args] not in ([], [argument]):
+            raise ValueError(f"{cls.__name__}: got {len(args)} arguments, expected a {argument.__name__}")
+        return cls(*args)
+
+    return make
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.serialization._get_layout": _LAYOUTS.__getitem__,
+    "torch.device": torch.device,
+    "torch.Size": _taking(torch.Size, tuple),
+    "collections.Counter": _taking(Counter, dict),
+    "_codecs.encode": _bytes,
+    "builtins.bytearray": _taking(bytearray, bytes),
+    "builtins.set": _taking(set, list),
+    "builtins.complex": complex,
+}
+_ADMITTED = {*_MAKERS, *_STORAGE_OF, *DTYPES, "collections.OrderedDict"}
