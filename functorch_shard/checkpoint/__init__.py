@@ -1,11 +1,11 @@
-"""Checkpoints of sharded trees, in the format of ``torch.distributed.checkpoint``: for any ranks and other programs.
+"""Sharded checkpoints, in the format of ``torch.distributed.checkpoint``, which any number of ranks can load.
 
-Parameters lie there under their own names, in their true shapes, each rank's boxes in its own file; so ``dcp.load``
-reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
+Parameters are saved under their own names and in their original shapes, each rank's regions in its own file. So
+``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
-``saving`` and ``loading``: how a tree becomes files, and files a tree. ``names`` and ``chunks``: the names of leaves in
-files, and the parts of them that are here; ``regions``: a flat range of a tensor as boxes. ``dcp`` and ``safetensors``:
-the two formats. Imports ``sharding`` and below; nothing but the top imports it.
+``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
+``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats. ``cli``: ``python -m
+functorch_shard``. Imports ``sharding`` and below; only the top imports it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 from ..layout.rank_trees import party_of
 from ..storage.atomic_directory import in_order
-from .dcp.stored import Stored, order_of
+from .dcp.manifest import order_of
+from .dcp.reader import Reader
 from .loading import Loading
 from .names import PerRank
 from .safetensors.files import export_safetensors, import_safetensors
@@ -26,38 +27,38 @@ __all__ = ["PerRank", "Saving", "verify", "export_safetensors", "import_safetens
 
 
 def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, async_save: bool = False) -> Saving:
-    """Write a tree to a new directory, which becomes visible when it is complete and on the disk.
+    """Write a tree to a new directory, which becomes visible when it is complete and synced to the disk.
 
     ``load(path, tree)`` equals ``tree`` bitwise, and so does a load into any other layout of the same parameters, name
-    by name. Whatever ends a save, at whatever moment, earlier checkpoints are as they were.
+    by name. A save that fails or is killed, at any point, leaves earlier checkpoints unchanged.
 
     Args:
-        path: the checkpoint's own directory, as ``"runs/step-0100"``, on a disk that all ranks share. It must not be
-            there yet.
-        tree: a dict of ``Sharded`` trees, optimizer states, tensors, numbers, texts. ``{"model": params, "optim":
+        path: the directory of this checkpoint, for example ``"runs/step-0100"``, on a file system that all ranks share.
+            It must not exist.
+        tree: a dict of ``Sharded`` trees, optimizer states, tensors, numbers, strings. ``{"model": params, "optim":
             opt.state_dict(state, params)}`` has the names that torch's ``get_model_state_dict`` and
             ``get_optimizer_state_dict`` give. A tuple of trees is one dict: ``"model": (params, buffers)``. Tensors and
-            plain values are the first rank's; :class:`PerRank` ones are each rank's own. On a simulated mesh, the
-            stacked trees outside ``spmd``.
-        keep: how many checkpoints the directory above is to have afterwards, this one with them; of those that were
-            begun earlier the oldest are removed, those of other programs are not touched. ``None``: all.
-        async_save: write in a thread of its own while the program goes on. The tensors must stay as they are until
-            ``done()``; a step without ``donate=True`` leaves them so, and no tensor is copied.
+            plain values are saved by the first rank, :class:`PerRank` ones by each. On a simulated mesh, the stacked
+            trees outside ``spmd``.
+        keep: the number of checkpoints to keep in the parent directory, including this one. The oldest of those begun
+            earlier are removed; checkpoints of other programs are not. ``None``: all.
+        async_save: write in a thread, and return at once. The tensors must not be written to until ``done()``; a step
+            without ``donate=True`` does not. No tensor is copied.
 
     Returns:
-        A :class:`Saving`: its ``result()`` waits for all ranks and returns the path. Without ``async_save`` all is
-        done already.
+        A :class:`Saving`: its ``result()`` waits for all ranks and returns the path. Without ``async_save`` the save is
+        complete.
 
     Raises:
-        FileExistsError: ``path`` is there already; nothing was overwritten.
+        FileExistsError: ``path`` exists; it was not overwritten.
         TypeError: a value that cannot be read back without executing code.
         ValueError: two leaves of one name, trees of other ranks, a hidden ``path``, or ``keep`` below 1.
-        OSError: no room, say; nothing is left of this checkpoint.
-        RuntimeError: inside a transform; or another rank failed: every rank is told which one and why.
+        OSError: for example a full disk; this checkpoint is removed.
+        RuntimeError: inside a transform; or another rank failed: every rank reports which one and why.
 
     Cost:
-        No gather: each rank writes the boxes that its shards consist of, at most ``2 * ndim - 1`` a parameter; copies
-        are written once. Beside the tree, one box is in memory. Three all-gathers of 32 bytes per axis.
+        No gather: each rank writes the regions of its shards, at most ``2 * ndim - 1`` for a parameter; replicas are
+        written once. Memory: the tree and one region. Three all-gathers of 32 bytes per axis.
 
     Example:
         >>> import tempfile
@@ -80,28 +81,28 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
 
 
 def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> Any:
-    """The tree that a checkpoint holds, in the form of ``like``: any ranks, units, labels and strategies.
+    """Read a checkpoint into a tree like ``like``, which may have other ranks, units, labels and strategies.
 
     Args:
-        path: what ``save`` was given, or a directory that ``dcp.save`` has written.
-        like: a tree with the names to load, which gives structure, shapes, dtypes and places: what ``shard`` and
-            ``opt.init`` make. What else the checkpoint has is left alone. Its values are not used, but for padding; a
-            tensor on the meta device is made on the mesh's device.
-        donate: load into the memory of ``like``, which must not be used again; after an error it holds no tree.
+        path: a directory that :func:`save` or ``dcp.save`` has written.
+        like: a tree with the names to load, for example of ``shard`` and ``opt.init``. It gives structure, shapes,
+            dtypes and layout. Its values are not used, except for padding; a tensor on the meta device is allocated on
+            the mesh's device. Other names of the checkpoint are ignored.
+        donate: load into the memory of ``like``, which must not be used again, also after an error.
 
     Returns:
-        A tree like ``like``. ``None`` in an optimizer's state, which stands for what no gradient has made yet, becomes
-        a shard where the checkpoint has one.
+        A tree like ``like``. ``None`` in an optimizer's state, for what a gradient has not made yet, becomes a shard
+        where the checkpoint has one.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: parameters that the checkpoint has not, or in another shape or dtype; all of them at once.
+        FileNotFoundError: ``path`` is not a checkpoint.
+        ValueError: parameters that the checkpoint does not have, or in another shape or dtype; all of them at once.
         RuntimeError: files that are missing, truncated, altered or links; metadata that would execute code; inside a
-            transform; or another rank failed: every rank is told which one and why.
+            transform; or another rank failed: every rank reports which one and why.
 
     Cost:
-        Each rank reads the values that it has elements of, one at a time: beside the tree, one value is in memory. Two
-        all-gathers of 32 bytes per axis.
+        Each rank reads the values that contain elements of its shards. Memory: the tree and one value. Two all-gathers
+        of 32 bytes per axis.
 
     Example:
         >>> import tempfile
@@ -110,29 +111,29 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         ...     load(f"{runs}/step-7", {"scale": torch.zeros((), device="meta")})
         {'scale': tensor(2.)}
     """
-    party = party_of(like)
-    loading = party.agree("load", lambda: Loading.of(_existing(path), like, party, donate), Loading.lines)
-    return loading.tree(party.agree("load", loading.read, lambda _: []))
+    participants = party_of(like)
+    loading = participants.agree("load", lambda: Loading.of(_existing(path), like, participants, donate), Loading.lines)
+    return loading.tree(participants.agree("load", loading.read, lambda _: []))
 
 
 def _existing(path: str | os.PathLike[str] | None) -> Path:
     if path is None:
-        raise FileNotFoundError("load: path: got None, as latest() returns where there is no checkpoint: start afresh.")
+        raise FileNotFoundError("load: path: got None, which latest() returns without a checkpoint: start anew.")
     return Path(path).absolute()
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
-    """The newest complete checkpoint of a directory, by the order in which they were begun.
+    """Find the newest complete checkpoint in a directory, in the order in which they were begun.
 
     Args:
-        path: the directory in which ``save`` made checkpoints; it need not be there.
-        verify: read every byte and compare the checksums, and go back to the newest one that is good.
+        path: the directory that contains the checkpoints of ``save``; it need not exist.
+        verify: read every byte, compare the checksums, and skip damaged checkpoints.
 
     Returns:
-        Its directory, as ``load`` takes it; ``None`` where there is none, or no good one.
+        The directory of the checkpoint, for ``load``; ``None`` without one.
 
     Cost:
-        The names of a directory; with ``verify`` all bytes of a checkpoint, on every rank that asks.
+        Lists a directory; with ``verify`` reads all bytes of a checkpoint, on every rank that calls it.
 
     Example:
         >>> import tempfile
@@ -147,16 +148,17 @@ def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """What is wrong with a checkpoint, file by file: every byte is read. An empty list means that it is good.
+    """Read every byte of a checkpoint, and list what is wrong.
 
     Args:
         path: the directory of one checkpoint.
 
     Returns:
-        A sentence for each problem, which names the file. A directory that is not a checkpoint is one problem.
+        A sentence for each problem, with the file; empty if the checkpoint is valid. A directory that is not a
+        checkpoint is one problem.
 
     Cost:
-        Reads all bytes of the checkpoint, on every rank that asks.
+        Reads all bytes of the checkpoint, on every rank that calls it.
 
     Example:
         >>> import tempfile
@@ -170,6 +172,6 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 def _problems(path: Path) -> list[str]:
     try:
-        return Stored.open(path).verify()
+        return Reader.open(path).verify()
     except (OSError, RuntimeError) as error:
         return [str(error)]

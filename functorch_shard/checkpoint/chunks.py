@@ -1,4 +1,4 @@
-"""The parts of named tensors that are in this process, in their true shapes: views of shards, without communication."""
+"""Maps the shards in this process to regions of named tensors: views, without communication."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from torch import Tensor
 
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
+from ..layout.rank_trees import ranks_here
+from ..layout.transfer_plan import ranks_by_shard
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from .names import Leaf, Path, PerRank
-from .regions import Box, boxes
+from .regions import Region, regions
 
-SCALAR = Box((), ())
+SCALAR = Region((), ())
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor of ``shape`` and its elements here, a view; ``rank`` holds it, and writes it or leaves it."""
+class LocalChunk:
+    """A region of a tensor of ``shape``, and a view of its elements in this process.
+
+    ``rank`` holds it; ``writes``: whether that rank saves it, and not another one with the same elements.
+    """
 
     path: Path
     shape: tuple[int, ...]
-    box: Box
+    region: Region
     values: Tensor
     rank: int
     writes: bool
@@ -33,126 +38,113 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Place:
-    """One rank that is in this process, and which of the copies of a shard is its."""
+    """A rank in this process, its index in a stacked tensor, and its position among the ranks with the same shard."""
 
     rank: int
-    row: tuple[int, ...]  # of a stacked tensor
+    row: tuple[int, ...]
     shard: int
     copy: int
     copies: int
 
 
-def pieces_of(leaf: Leaf, party: Mesh) -> Iterator[Piece]:
-    """Of one leaf; ``party`` counts the ranks. Nothing of what is no tensor."""
+def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[LocalChunk]:
+    """The local chunks of one leaf; none for a plain value. ``participants``: the ranks that save or load."""
     if isinstance(leaf.value, Sharded):
-        yield from _of_sharded(leaf, leaf.value, party)
+        yield from _of_sharded(leaf, leaf.value, participants)
     elif isinstance(leaf.value, PerRank):
-        yield from _of_each_rank(leaf, leaf.value.tensor, party)
+        yield from _of_each_rank(leaf, leaf.value.tensor, participants)
     elif isinstance(leaf.value, Tensor):
         x = leaf.value.detach()
-        yield Piece(leaf.path(), tuple(x.shape), whole(x.shape), x, party.rank, party.rank == 0)
-
-
-def whole(shape: Sequence[int]) -> Box:
-    return Box((0,) * len(shape), tuple(shape))
+        yield LocalChunk(leaf.path(), tuple(x.shape), _all_of(x.shape), x, participants.rank, participants.rank == 0)
 
 
 def aliases_of(leaf: Leaf, name: str) -> tuple[Path, ...]:
-    """The further paths of a parameter that is tied, in a leaf that holds it."""
+    """The further paths of a tied parameter."""
     return tuple(leaf.path(alias) for alias in leaf.value.layout.aliases_of.get(name, ()))
 
 
 def is_number(x: Tensor, layout: Layout) -> bool:
-    """Whether a leaf of a ``Sharded`` is one number for its whole buffer; Note [Leaves of a buffer] in holdings.py."""
+    """Whether ``x`` is one number for its whole buffer; Note [Leaves of a buffer] in layout/rank_trees.py."""
     return x.ndim == (len(layout.axes) if layout.mesh.is_simulated else 0)
 
 
-def _of_sharded(leaf: Leaf, tree: Sharded, party: Mesh) -> Iterator[Piece]:
-    layout, first = tree.layout, _is_first_beside(tree.layout)
+def _all_of(shape: Sequence[int]) -> Region:
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def _of_sharded(leaf: Leaf, tree: Sharded, participants: Mesh) -> Iterator[LocalChunk]:
+    layout, places, first = tree.layout, _places(tree.layout), _is_first_sibling(tree.layout)
     for key, x in tree.items():
         if isinstance(x, Tensor) and is_number(x, layout):
-            yield from _of_number(leaf, layout.buffers[key], x.detach(), party)
+            yield from _of_number(leaf, layout.buffers[key], x.detach(), participants)
         elif isinstance(x, Tensor):
-            yield from _of_buffer(leaf, layout, layout.buffers[key], x.detach(), party, first)
+            for place in places:
+                yield from _of_shard(leaf, layout.buffers[key], x.detach(), place, participants, first)
 
 
-def _of_number(leaf: Leaf, buffer: Buffer, x: Tensor, party: Mesh) -> Iterator[Piece]:
-    """The one number under the names of all of its parameters."""
+def _of_number(leaf: Leaf, buffer: Buffer, x: Tensor, participants: Mesh) -> Iterator[LocalChunk]:
+    """The number, once under the name of each parameter of the buffer."""
     number = x[(0,) * x.ndim]
     for slot in buffer.slots:
         aliases = aliases_of(leaf, slot.name)
-        yield Piece(leaf.path(slot.name), (), SCALAR, number, party.rank, party.rank == 0, aliases)
+        yield LocalChunk(leaf.path(slot.name), (), SCALAR, number, participants.rank, participants.rank == 0, aliases)
 
 
-def _of_buffer(
-    leaf: Leaf, layout: Layout, buffer: Buffer, x: Tensor, party: Mesh, first: Mapping[str, bool]
-) -> Iterator[Piece]:
-    for place in _places(layout):
-        shard = x[place.row] if layout.mesh.is_simulated else x
-        shards = buffer.num_shards
-        copy, copies = (place.copy, place.copies) if shards > 1 else (place.rank, layout.mesh.size)
-        rank = place.rank if party.is_simulated else party.rank
-        for piece in buffer.slices(place.shard):
-            slot = layout.slots[piece.name]
-            mine = slot.index % copies == copy and first[slot.name]
-            shape, origin = _origin(layout, slot)
-            at = piece.offset
-            for box in boxes(slot.shape, piece.start, piece.numel):
-                values = shard[at : at + box.numel].view(box.sizes)
-                at += box.numel
-                aliases = aliases_of(leaf, slot.name)
-                yield Piece(leaf.path(slot.name), shape, box.shifted(origin), values, rank, mine, aliases)
-        for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):
-            empty, aliases = x.new_empty(slot.shape), aliases_of(leaf, slot.name)  # in no shard, and still in the files
-            yield Piece(leaf.path(slot.name), slot.shape, whole(slot.shape), empty, rank, place.rank == 0, aliases)
+def _of_shard(
+    leaf: Leaf, buffer: Buffer, x: Tensor, place: _Place, participants: Mesh, first: Mapping[str, bool]
+) -> Iterator[LocalChunk]:
+    layout = leaf.value.layout
+    shard = x[place.row] if layout.mesh.is_simulated else x
+    copy, copies = (place.copy, place.copies) if buffer.num_shards > 1 else (place.rank, layout.mesh.size)
+    rank = place.rank if participants.is_simulated else participants.rank
+    for part in buffer.slices(place.shard):
+        slot = layout.slots[part.name]
+        writes = slot.index % copies == copy and first[slot.name]
+        shape, origin = _origin(layout, slot)
+        path, aliases, at = leaf.path(slot.name), aliases_of(leaf, slot.name), part.offset
+        for region in regions(slot.shape, part.start, part.numel):
+            values = shard[at : at + region.numel].view(region.sizes)
+            at += region.numel
+            yield LocalChunk(path, shape, region.shifted(origin), values, rank, writes, aliases)
+    for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):  # in files, not in shards
+        empty, aliases = x.new_empty(slot.shape), aliases_of(leaf, slot.name)
+        yield LocalChunk(leaf.path(slot.name), slot.shape, _all_of(slot.shape), empty, rank, place.rank == 0, aliases)
 
 
-def _of_each_rank(leaf: Leaf, x: Tensor, party: Mesh) -> Iterator[Piece]:
-    x = x.detach()
-    if party.is_simulated:
-        rows = x.reshape(party.size, *x.shape[len(party.axes) :])
-        ranks: Sequence[int] = range(party.size)
-    else:
-        rows, ranks = x[None], [party.rank]
-    shape = (party.size, *rows.shape[1:])
-    for rank, row in zip(ranks, rows.split(1), strict=True):
-        box = Box((rank, *(0 for _ in shape[1:])), (1, *shape[1:]))
-        yield Piece(leaf.path(), shape, box, row, rank, True)
+def _of_each_rank(leaf: Leaf, x: Tensor, participants: Mesh) -> Iterator[LocalChunk]:
+    simulated = participants.is_simulated
+    rows = x.detach().reshape(participants.size, *x.shape[len(participants.axes) :]) if simulated else x.detach()[None]
+    shape = (participants.size, *rows.shape[1:])
+    for rank, row in zip(ranks_here(participants), rows.split(1), strict=True):
+        region = Region((rank, *(0 for _ in shape[1:])), (1, *shape[1:]))
+        yield LocalChunk(leaf.path(), shape, region, row, rank, True)
 
 
-def _places(layout: Layout) -> Iterator[_Place]:
+def _places(layout: Layout) -> list[_Place]:
     """The ranks of the layout that are in this process."""
-    mesh = layout.mesh
-    copies = mesh.size // layout.num_shards
-    coordinates = product(*map(range, mesh.axes.values())) if mesh.is_simulated else [mesh.coordinate]
-    for row in coordinates:
-        at = dict(zip(mesh.axes, row, strict=True))
-        rank, copy = _count(at, mesh.axes), _count({k: i for k, i in at.items() if k != layout.shard_axis}, mesh.axes)
-        yield _Place(rank, row, at.get(layout.shard_axis, 0), copy, copies)
-
-
-def _count(at: Mapping[str, int], axes: Mapping[str, int]) -> int:
-    """A position on some axes as one number, in row-major order."""
-    number = 0
-    for name, index in at.items():
-        number = number * axes[name] + index
-    return number
+    held = {
+        rank: (shard, copy, len(ranks))
+        for shard, ranks in enumerate(ranks_by_shard(layout))
+        for copy, rank in enumerate(ranks)
+    }
+    rows = [*product(*map(range, layout.mesh.axes.values()))]
+    return [_Place(rank, rows[rank], *held[rank]) for rank in ranks_here(layout.mesh)]
 
 
 def _origin(layout: Layout, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the parameter as others know it, and where in it this process's slot begins: of DTensors, a part."""
-    form = slot.dtensor
-    if form is None:
+    """The shape of the whole parameter, and where this process's slot begins in it: a DTensor's local tensor."""
+    spec = slot.dtensor
+    if spec is None:
         return slot.shape, (0,) * len(slot.shape)
-    return form.shape, form.local_start(layout.tensor_meshes[form.axes].coordinate)
+    return spec.shape, spec.local_start(layout.tensor_meshes[spec.axes].coordinate)
 
 
-def _is_first_beside(layout: Layout) -> dict[str, bool]:
-    """Whether this process, of those beside it on the axes of DTensors, is the one to write a parameter's elements."""
-    beside = {}
+def _is_first_sibling(layout: Layout) -> dict[str, bool]:
+    """Whether this process writes a parameter, and not another one with the same elements on the axes of DTensors."""
+    coordinates = {}
     for axes, mesh in layout.tensor_meshes.items():
-        beside.update(zip(dict(axes), mesh.coordinate, strict=True))
+        coordinates.update(zip(dict(axes), mesh.coordinate, strict=True))
     return {
-        name: not any(i for axis, i in beside.items() if slot.dtensor is None or axis not in slot.dtensor.cut_over)
+        name: not any(i for axis, i in coordinates.items() if slot.dtensor is None or axis not in slot.dtensor.cut_over)
         for name, slot in layout.slots.items()
     }

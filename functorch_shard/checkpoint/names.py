@@ -1,11 +1,11 @@
-"""Trees as named leaves, with the names that torch's own state dicts have.
+"""Flattens trees into named leaves, with the names of torch's own state dicts.
 
-Note [Names]: the entries of a tree, joined by dots, as ``torch.distributed.checkpoint`` joins those of a state dict:
-``{"model": params}`` is ``model.<parameter>``. Two things are said otherwise than they lie in memory. The state of an
-optimizer, a dict of ``Sharded`` below the top, goes name by name, ``optim.state.<parameter>.exp_avg``, as in
-``get_optimizer_state_dict``. And the parts of a tuple, ``(trainable, frozen)`` or ``(params, buffers)``, are one
-dict, as ``gather`` takes them: ``{"model": (params, buffers)}`` is all of the module's state dict. Any other tuple with
-tensors in it is a list; torch, which writes tuples as one value, does not find those.
+Note [Names]: a name joins the entries of a path by dots, as ``torch.distributed.checkpoint`` does for a state dict:
+``{"model": params}`` has the names ``model.<parameter>``. There are two exceptions. The state of an optimizer, a dict
+of ``Sharded`` below the top, is named parameter by parameter, ``optim.state.<parameter>.exp_avg``, as in
+``get_optimizer_state_dict``. And the parts of a tuple, ``(trainable, frozen)`` or ``(params, buffers)``, form one
+dict, as in ``gather``: ``{"model": (params, buffers)}`` has the names of the module's state dict. Any other tuple with
+tensors in it is a list; torch, which writes a tuple as one value, does not find its tensors.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import Tensor
 from ..layout.trees import Sharded
 
 Path = tuple[str | int, ...]
-_LONGEST_INT = 2039  # bits; with the sign, what a pickle has one byte for the length of
+_LONGEST_INT = 2039  # bits; a pickle stores the length of such an int in one byte
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value that each rank has for itself, as the state of its random generator: one tensor, of one shape everywhere.
+    """A tensor with a value of its own on each rank, for example the state of a random generator; one shape on all.
 
-    A checkpoint keeps it as one tensor of shape ``(ranks, *shape)``, and as many ranks can load it. On a simulated
-    mesh the tensor carries its rank dims.
+    A checkpoint stores one tensor of shape ``(ranks, *shape)``, which the same number of ranks can load. On a simulated
+    mesh the tensor has leading rank dims.
     """
 
     tensor: Tensor
 
 
 class Leaf(NamedTuple):
-    """A value and where it is; what a ``Sharded`` has for a parameter is named between ``before`` and ``after``."""
+    """A value and its path; in a ``Sharded``, a parameter's name is between ``before`` and ``after``."""
 
     value: Any
     before: Path
@@ -48,31 +48,35 @@ class Leaf(NamedTuple):
 
 
 def dotted(path: Path) -> str:
-    """The name of a place, ``"the tree"`` for the whole."""
+    """The name of a path; ``"the tree"`` for the empty one."""
     return ".".join(map(str, path)) or "the tree"
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """All leaves of a tree: ``Sharded``, :class:`PerRank`, tensors, and plain values."""
+    """List the leaves of a tree: ``Sharded``, :class:`PerRank`, tensors, and plain values."""
     found: list[Leaf] = []
     _visit(tree, (), found.append)
     return found
 
 
 def with_values(tree: Any, values: Iterator[Any]) -> Any:
-    """``tree`` with other values, in the order of :func:`leaves_of`."""
+    """Rebuild ``tree`` with other values, in the order of :func:`leaves_of`."""
     return _visit(tree, (), lambda _: next(values))
 
 
-def plain_problem(value: Any) -> str:
-    """Why ``value`` cannot be read back without executing code, if so.
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a leaf's value."""
+    values = value.values() if isinstance(value, Sharded) else [value]
+    values = [x.tensor if isinstance(x, PerRank) else x for x in values]
+    return [x for x in values if isinstance(x, Tensor)]
 
-    What torch writes of two more is not among what it reads with ``weights_only=True``.
-    """
+
+def plain_problem(value: Any) -> str:
+    """Why ``torch.load(weights_only=True)`` cannot read ``value`` back; empty if it can."""
     if type(value) is bytes and not value:
         return "got b'', which torch cannot read back; use None"
     if type(value) is int and value.bit_length() > _LONGEST_INT:
-        return f"got an int of {value.bit_length():,} bits, torch reads back {_LONGEST_INT:,}; use its text"
+        return f"got an int of {value.bit_length():,} bits, torch reads back {_LONGEST_INT:,}; use str(value)"
     if isinstance(value, (list, tuple, set)) and type(value) in (list, tuple, set):
         return next(filter(None, map(plain_problem, value)), "")
     if isinstance(value, dict) and type(value) is dict:
@@ -81,7 +85,7 @@ def plain_problem(value: Any) -> str:
 
 
 def twice(names: Iterator[str]) -> list[str]:
-    """Names that two leaves claim."""
+    """Names that several leaves have, as problems."""
     return [f"{name!r}: {count} leaves have this name" for name, count in Counter(names).items() if count > 1]
 
 
@@ -101,7 +105,7 @@ def _visit(x: Any, path: Path, make: Callable[[Leaf], Any]) -> Any:
 
 
 def _entry(entry: Any, container: Any) -> str | int:
-    """As torch.distributed.checkpoint: ints are places in a list, and keys of dicts are texts."""
+    """Ints are positions in a list, keys of dicts are strings, as in torch.distributed.checkpoint."""
     return entry if isinstance(entry, int) and not isinstance(container, Mapping) else str(entry)
 
 
@@ -114,7 +118,7 @@ def _is_union(x: Any) -> bool:
 
 
 def _is_leaf(x: Any) -> bool:
-    """As torch.distributed.checkpoint: dicts are always entered, lists and the like for tensors or dicts in them."""
+    """Dicts are always entered, other containers where they contain tensors or dicts, as in torch's format."""
     if isinstance(x, (Sharded, PerRank, Tensor)) or optree.tree_is_leaf(x, none_is_leaf=True):
         return True
     return not isinstance(x, Mapping) and not any(

@@ -1,8 +1,8 @@
-"""A flat range of a row-major tensor as boxes, which true shapes in files are made of: pure integers.
+"""Splits a flat range of a row-major tensor into N-dimensional regions: pure integers.
 
-Note [Boxes]: a shard holds a flat range of a parameter, ``p.flatten()[start:start + numel]``. In ``p`` itself that is
-the end of one row, some whole rows and the beginning of another; the rows at both ends are cut in the same way, down to
-single elements. So in N dims a range is at most ``2 * N - 1`` boxes.
+Note [Regions]: a shard holds a flat range of a parameter, ``p.flatten()[start:start + numel]``. In ``p`` itself that is
+the end of one row, some whole rows and the beginning of another; the rows at both ends are split in the same way, down
+to single elements. So in N dims a range is at most ``2 * N - 1`` regions.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 
-class Box(NamedTuple):
-    """The elements of a tensor from ``offsets`` up to ``offsets + sizes``; of a scalar, both are empty."""
+class Region(NamedTuple):
+    """The elements of a tensor from ``offsets`` up to ``offsets + sizes``; both are empty for a scalar."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -25,43 +25,43 @@ class Box(NamedTuple):
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """``p[box.index]`` are the elements, without a copy."""
+        """``p[region.index]`` are the elements, without a copy."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    def overlap(self, other: Box) -> Box | None:
-        """The elements that are in both, in the same coordinates; None where there are none."""
+    def overlap(self, other: Region) -> Region | None:
+        """The elements that both contain, in the same coordinates; None without any."""
         both = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
         starts = tuple(max(mine, theirs) for mine, _, theirs, _ in both)
         ends = tuple(min(mine + n, theirs + m) for mine, n, theirs, m in both)
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
 
-    def inside(self, outer: Box) -> Box:
-        """The same elements in the coordinates of ``outer``, which starts at zeros there."""
-        return Box(tuple(mine - start for mine, start in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+    def inside(self, outer: Region) -> Region:
+        """The same elements in coordinates that start at the offsets of ``outer``."""
+        return Region(tuple(mine - start for mine, start in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
-    def shifted(self, by: Sequence[int]) -> Box:
-        """The box as far on in each dim: the other way round, from coordinates inside a box that starts at ``by``."""
-        return Box(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+    def shifted(self, by: Sequence[int]) -> Region:
+        """The region moved by ``by``: the inverse of :meth:`inside`."""
+        return Region(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
 
 
-def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
-    """The boxes that ``p.flatten()[start:start + numel]`` of a ``p`` of this ``shape`` consists of.
+def regions(shape: Sequence[int], start: int, numel: int) -> list[Region]:
+    """Split ``p.flatten()[start:start + numel]``, for a ``p`` of this ``shape``, into regions of ``p``.
 
-    Row-major and one after the other they are that range: ``cat([p[box.index].flatten() for box in ...])`` equals it.
+    The regions are in order: ``cat([p[region.index].flatten() for region in regions(...)])`` equals the range.
 
     Args:
         shape: of the whole tensor; ``()`` is a scalar.
         start, numel: the range, in elements.
 
     Returns:
-        At most ``2 * len(shape) - 1`` boxes, none of them empty; of a scalar one, of an empty range none.
+        At most ``2 * len(shape) - 1`` regions, none of them empty; one for a scalar, none for an empty range.
 
     Raises:
         ValueError: the range is not inside the tensor.
 
     Example:
-        >>> for offsets, sizes in boxes((4, 3), start=2, numel=8):   # the end of row 0, two rows, the start of row 3
+        >>> for offsets, sizes in regions((4, 3), start=2, numel=8):   # the end of row 0, two rows, the start of row 3
         ...     print(offsets, sizes)
         (0, 2) (1, 1)
         (1, 0) (2, 3)
@@ -69,21 +69,21 @@ def boxes(shape: Sequence[int], start: int, numel: int) -> list[Box]:
     """
     if start < 0 or numel < 0 or start + numel > prod(shape):
         total = prod(shape)
-        raise ValueError(f"boxes: got elements {start} to {start + numel} of shape {tuple(shape)}, which has {total}")
-    return list(_boxes(tuple(shape), start, start + numel)) if numel else []
+        raise ValueError(f"regions: got elements {start} to {start + numel} of shape {tuple(shape)}, which has {total}")
+    return list(_regions(tuple(shape), start, start + numel)) if numel else []
 
 
-def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes of a tensor that have elements in common, if there are two.
+def first_overlap(regions: Sequence[Region]) -> tuple[Region, Region] | None:
+    """Find two regions of a tensor that have elements in common.
 
-    Boxes of ranks lie apart in one dim or the other: those that do in a dim are never compared. So a thousand that
-    tile a tensor by rows, by columns or by both take about as many steps, and not their square.
+    Regions of ranks are disjoint in one dim or another, and are then not compared in pairs. So regions that tile a
+    tensor by rows, by columns or by both take about as many steps as there are regions, not their square.
     """
-    groups = [[box for box in boxes if box.numel]]
+    groups = [[region for region in regions if region.numel]]
     while groups:
         group = groups.pop()
         dims = range(len(group[0].sizes)) if group else ()
-        parts = next((parts for dim in dims if len(parts := _apart(group, dim)) > 1), None)
+        parts = next((parts for dim in dims if len(parts := _disjoint(group, dim)) > 1), None)
         if parts:
             groups += [part for part in parts if len(part) > 1]
         elif found := next((pair for pair in combinations(group, 2) if pair[0].overlap(pair[1])), None):
@@ -91,22 +91,22 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     return None
 
 
-def _apart(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Groups that have no index of ``dim`` in common."""
-    groups: list[list[Box]] = []
+def _disjoint(regions: list[Region], dim: int) -> list[list[Region]]:
+    """Split into groups that have no index of ``dim`` in common."""
+    groups: list[list[Region]] = []
     end = 0
-    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        if not groups or box.offsets[dim] >= end:
+    for region in sorted(regions, key=lambda region: region.offsets[dim]):
+        if not groups or region.offsets[dim] >= end:
             groups.append([])
-        groups[-1].append(box)
-        end = max(end, box.offsets[dim] + box.sizes[dim])
+        groups[-1].append(region)
+        end = max(end, region.offsets[dim] + region.sizes[dim])
     return groups
 
 
-def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
-    """Those of a range that is not empty: a row that starts inside, whole rows, a row that ends inside."""
+def _regions(shape: tuple[int, ...], start: int, end: int) -> Iterator[Region]:
+    """Split a nonempty range: the end of a row, whole rows, the beginning of a row."""
     if not shape:
-        yield Box((), ())
+        yield Region((), ())
         return
     row = prod(shape[1:])
     first, last = -(-start // row), end // row  # the whole rows
@@ -116,12 +116,12 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
     if start < first * row:
         yield from _in_row(first - 1, shape, start, first * row)
     if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+        yield Region((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
     if last * row < end:
         yield from _in_row(last, shape, last * row, end)
 
 
-def _in_row(i: int, shape: tuple[int, ...], start: int, end: int) -> Iterator[Box]:
+def _in_row(i: int, shape: tuple[int, ...], start: int, end: int) -> Iterator[Region]:
     row = prod(shape[1:])
-    for offsets, sizes in _boxes(shape[1:], start - i * row, end - i * row):
-        yield Box((i, *offsets), (1, *sizes))
+    for offsets, sizes in _regions(shape[1:], start - i * row, end - i * row):
+        yield Region((i, *offsets), (1, *sizes))

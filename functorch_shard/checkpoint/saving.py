@@ -1,4 +1,4 @@
-"""How a tree becomes a directory: every rank writes its own, and the first makes one checkpoint of it."""
+"""Saves a tree: every rank writes its own values, and rank 0 completes and publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,96 +14,95 @@ from torch import Tensor
 
 from ..errors import reject
 from ..layout.layout import Layout
-from ..layout.rank_trees import party_of
+from ..layout.rank_trees import party_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
-from ..storage.atomic_directory import Draft, older, refuse_existing, remove
+from ..storage.atomic_directory import StagingDirectory, older, refuse_existing, remove
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import in_transform
-from .chunks import Piece, aliases_of, pieces_of
-from .dcp.stored import Writer, complete, has_index, order_of
-from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, twice
+from .chunks import LocalChunk, aliases_of, chunks_of
+from .dcp.manifest import order_of
+from .dcp.writer import Writer, complete, has_index
+from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensors_of, twice
 
-_POLL = 0.05  # seconds; until the last rank's index is there
+_POLL = 0.05  # seconds between looks for the index of the last rank
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What is saved: the leaves of a tree, and the ranks that hold them."""
+    """The leaves of a tree to save, and the ranks that hold them."""
 
     leaves: Sequence[Leaf]
-    party: Mesh
+    participants: Mesh
 
     @staticmethod
     def of(tree: Any) -> Contents:
         return Contents(leaves_of(tree), party_of(tree))
 
     def of_this_moment(self) -> Contents:
-        """With copies of lists and dicts, to which a program may add; tensors are the same ones."""
-        still = lambda x: isinstance(x, (Sharded, Tensor, PerRank))  # noqa: E731
-        leaves = [leaf if still(leaf.value) else leaf._replace(value=deepcopy(leaf.value)) for leaf in self.leaves]
-        return replace(self, leaves=leaves)
+        """Copy plain values, which a program may change while they are saved; tensors are not copied."""
 
-    def pieces(self) -> Iterator[Piece]:
+        def copied(leaf: Leaf) -> Leaf:
+            has_tensors = isinstance(leaf.value, (Sharded, Tensor, PerRank))
+            return leaf if has_tensors else leaf._replace(value=deepcopy(leaf.value))
+
+        return replace(self, leaves=[copied(leaf) for leaf in self.leaves])
+
+    def chunks(self) -> Iterator[LocalChunk]:
         for leaf in self.leaves:
-            yield from pieces_of(leaf, self.party)
+            yield from chunks_of(leaf, self.participants)
 
     def plain(self) -> Iterator[tuple[Leaf, Any]]:
-        """What is no tensor; the numbers in a ``Sharded`` under the names of its parameters."""
+        """The plain values; a number in a ``Sharded`` is listed under the name of each parameter of its buffer."""
         for leaf in self.leaves:
             if isinstance(leaf.value, Sharded):
                 yield from _plain_of(leaf, leaf.value)
             elif not isinstance(leaf.value, (Tensor, PerRank)):
                 yield leaf, leaf.value
 
-    def ranks(self) -> Sequence[int]:
-        return range(self.party.size)
-
     def versions(self) -> Sequence[tuple[Leaf, Tensor, int]]:
-        """How often each tensor has been written to, as far as tensors count it."""
-        tensors = [(leaf, x) for leaf in self.leaves for x in _tensors_of(leaf) if not x.is_inference()]
+        """Each tensor with autograd's count of writes to it; inference tensors do not have one."""
+        tensors = [(leaf, x) for leaf in self.leaves for x in tensors_of(leaf.value) if not x.is_inference()]
         return [(leaf, x, version_of(x)) for leaf, x in tensors]
 
     def check(self) -> None:
-        """Raise unless everything has one name, and values that can be read back without executing code."""
+        """Raise unless names are unique and all values can be read back without executing code."""
         names = [name for leaf in self.leaves for name in names_of(leaf)]
-        reject(
-            "save: names", twice(iter(names)), "Each leaf needs a name of its own: put one of them under another key."
-        )
-        tensors = [(leaf, x) for leaf in self.leaves for x in _tensors_of(leaf)]
+        reject("save: names", twice(iter(names)), "Each leaf needs a unique name: put one of them under another key.")
+        tensors = [(leaf, x) for leaf in self.leaves for x in tensors_of(leaf.value)]
         problems = [f"{dotted(leaf.path())}: without values, on the meta device" for leaf, x in tensors if x.is_meta]
         plain = [(leaf, plain_problem(value)) for leaf, value in self.plain()]
         problems += [f"{dotted(leaf.path())}: {problem}" for leaf, problem in plain if problem]
         advice = (
-            "Saved are tensors, numbers, texts, None, and lists, tuples, sets and dicts of them: a checkpoint is read "
-            "without executing what it contains. Of an optimizer pass its state, of a generator its get_state()."
+            "A checkpoint contains tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, which "
+            "can be read without executing code. Pass the state of an optimizer, and the get_state() of a generator."
         )
         reject("save", problems, advice, TypeError)
-        reject("save", self._strangers(), "Save trees of other ranks by themselves, or reshard them first.")
+        reject("save", self._of_other_ranks(), "Save trees of other ranks separately, or reshard them first.")
 
-    def _strangers(self) -> list[str]:
+    def _of_other_ranks(self) -> list[str]:
         """Trees whose ranks are not those that save."""
         trees = [(leaf, leaf.value.layout) for leaf in self.leaves if isinstance(leaf.value, Sharded)]
-        mine = [self.party.is_simulated, self.party.size]
+        mine = (self.participants.is_simulated, self.participants.size)
         others = [
             (leaf, layout.mesh)
             for leaf, layout in trees
-            if not layout.tensor_meshes and [layout.mesh.is_simulated, layout.mesh.size] != mine
+            if not layout.tensor_meshes and (layout.mesh.is_simulated, layout.mesh.size) != mine
         ]
-        return [f"{dotted(leaf.path())}: on {mesh}, expected one of the ranks of {self.party}" for leaf, mesh in others]
+        return [f"{dotted(leaf.path())}: on {mesh}, expected the ranks of {self.participants}" for leaf, mesh in others]
 
     def lines(self) -> Iterator[str]:
-        """What a difference between ranks is told in."""
+        """Lines that have to be equal on all ranks."""
         for leaf in self.leaves:
             kind = type(leaf.value).__name__
             x = leaf.value.tensor if isinstance(leaf.value, PerRank) else leaf.value
             yield f"{dotted(leaf.path())}: {kind}" + (f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else "")
         for layout in dict.fromkeys(leaf.value.layout for leaf in self.leaves if isinstance(leaf.value, Sharded)):
-            yield from layout.places() if not layout.tensor_meshes else _wholes(layout)
+            yield from layout.places() if not layout.tensor_meshes else _whole_shapes(layout)
 
 
 def names_of(leaf: Leaf) -> list[str]:
-    """Every name that a leaf's values have in files."""
+    """All names of a leaf in files."""
     if not isinstance(leaf.value, Sharded):
         return [dotted(leaf.path())]
     layout = leaf.value.layout
@@ -112,100 +111,93 @@ def names_of(leaf: Leaf) -> list[str]:
     return [dotted(path) for path in paths]
 
 
-def _wholes(layout: Layout) -> Iterator[str]:
-    """What is alike where DTensors have parts of other sizes, and so lie at other places."""
+def _whole_shapes(layout: Layout) -> Iterator[str]:
+    """What ranks have in common where their local tensors of DTensors differ in size, and so all offsets do."""
     for slot in layout.slots.values():
         yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
 
 
 def _plain_of(leaf: Leaf, tree: Sharded) -> Iterator[tuple[Leaf, Any]]:
     for key, x in tree.items():
-        if not isinstance(x, Tensor) and x is not None:  # None stands for what no gradient has made yet
+        if not isinstance(x, Tensor) and x is not None:  # None: a gradient has not made it yet
             for slot in tree.layout.buffers[key].slots:
                 yield Leaf(x, leaf.path(slot.name)), x
 
 
-def _tensors_of(leaf: Leaf) -> list[Tensor]:
-    values = leaf.value.values() if isinstance(leaf.value, Sharded) else [leaf.value]
-    values = [x.tensor if isinstance(x, PerRank) else x for x in values]
-    return [x for x in values if isinstance(x, Tensor)]
-
-
 @dataclass
 class Saving:
-    """A checkpoint on its way to ``path``: what ``save`` returns.
+    """A checkpoint that is being saved; ``save`` returns it.
 
-    ``result()`` waits for it and returns the path. Every rank calls it, at the same place in the program.
+    Every rank calls ``result()``, at the same point of the program, which waits for all ranks and returns the path.
     """
 
     path: Path
     _contents: Contents = field(repr=False)
     _keep: int | None = field(repr=False)
-    _draft: Draft = field(repr=False)
-    _versions: Sequence[tuple[Leaf, Tensor, int]] = field(repr=False)  # of the tensors, when ``save`` was called
+    _staging: StagingDirectory = field(repr=False)
+    _versions: Sequence[tuple[Leaf, Tensor, int]] = field(repr=False)  # when ``save`` was called
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: BaseException | None = field(default=None, repr=False)
     _hurry: threading.Event = field(default_factory=threading.Event, repr=False)
-    _left: threading.Event = field(default_factory=threading.Event, repr=False)  # the tensors are no longer looked at
+    _left: threading.Event = field(default_factory=threading.Event, repr=False)  # the tensors are no longer read
     _published: bool = field(default=False, repr=False)
     _settled: bool = field(default=False, repr=False)
 
     @staticmethod
     def begin(path: Path, tree: Any, keep: int | None, async_save: bool) -> Saving:
-        """Everything that can be known to be wrong, is, before anything is written; on every rank."""
+        """Validate everything on every rank before writing."""
         contents = Contents.of(tree)
-        draft = Draft(path)
+        staging = StagingDirectory(path)
 
         def prepare() -> Saving:
             if in_transform():
-                raise RuntimeError(
-                    "save: inside a transform, or inside spmd, where a tree is one rank's. Call it outside."
-                )
+                raise RuntimeError("save: inside a transform or spmd, where a tree is one rank's. Call it outside.")
             if keep is not None and (not isinstance(keep, int) or keep < 1):
-                raise ValueError(f"save: keep: got {keep!r}, expected a number of checkpoints, 1 or more")
+                raise ValueError(f"save: keep: got {keep!r}, expected an int, 1 or more")
             if path.name.startswith("."):
-                raise ValueError(f"save: path: got {path}: names with a dot in front are hidden, latest() passes them")
+                raise ValueError(f"save: path: got {path}: names that begin with a dot are hidden from latest()")
             contents.check()
             refuse_existing(path)
-            if contents.party.rank == 0:
-                draft.open(order_of)
-            return Saving(path, contents.of_this_moment(), keep, draft, contents.versions())
+            if contents.participants.rank == 0:
+                staging.open(order_of)
+            return Saving(path, contents.of_this_moment(), keep, staging, contents.versions())
 
         try:
             options = [str(path), f"keep={keep}, async_save={async_save}"]
-            return contents.party.agree("save", prepare, lambda _: [*options, *contents.lines()])
+            return contents.participants.agree("save", prepare, lambda _: [*options, *contents.lines()])
         except BaseException:
-            draft.abandon()
+            staging.abandon()
             raise
 
     def start(self) -> Saving:
-        """Write in a thread of its own. A daemon: whoever leaves without ``result()`` leaves without a checkpoint."""
+        """Write in a daemon thread: a process that exits before ``result()`` may leave no checkpoint."""
         self._thread = threading.Thread(target=self._in_background, name=f"save {self.path.name}", daemon=True)
         self._thread.start()
         return self
 
     def done(self) -> bool:
-        """Whether this rank has written all of its own, or failed: its tensors are the program's again."""
+        """Whether this rank has written all of its values, or failed: its tensors may be written to again."""
         return self._thread is None or self._left.is_set()
 
     def result(self) -> Path:
-        """Wait for all ranks; the path, when the checkpoint is there.
+        """Wait for all ranks, and return the path of the checkpoint.
 
         Raises:
-            OSError: the disk is full, say; nothing is left of this checkpoint, and earlier ones are as they were.
-            RuntimeError: a tensor was written to meanwhile, as by ``opt.step(donate=True)``; or another rank failed.
+            OSError: for example a full disk. This checkpoint is removed, earlier ones are unchanged.
+            RuntimeError: a tensor was written to meanwhile, for example by ``opt.step(donate=True)``; or another rank
+                failed.
         """
         if self._settled:
             return self.path
-        agree = self._contents.party.agree
+        agree = self._contents.participants.agree
         try:
             agree("save", self._written, lambda _: [])
             agree("save", self._publish, lambda _: [])
         except BaseException:
-            self._draft.abandon()
+            self._staging.abandon()
             raise
         self._settled = True
-        self._contents, self._versions = Contents((), self._contents.party), ()  # the tensors that were saved can go
+        self._contents, self._versions = Contents((), self._contents.participants), ()  # frees the tensors
         return self.path
 
     def _written(self) -> None:
@@ -221,59 +213,52 @@ class Saving:
         try:
             self._write()
             self._left.set()
-            if self._contents.party.rank == 0 and self._wait_for_others():
+            if self._contents.participants.rank == 0 and self._wait_for_others():
                 self._publish()
-        except BaseException as error:  # for result(), on this rank and on the others
+        except BaseException as error:  # raised by result(), on this rank and on the others
             self._error = error
-            self._draft.note_failure()
+            self._staging.note_failure()
         finally:
             self._left.set()
 
     def _wait_for_others(self) -> bool:
-        """Until all ranks have written; or ``result()`` takes over, which tells them all what failed on one."""
-        while not all(has_index(self._draft.folder, rank) for rank in self._writers()):
-            if self._draft.has_failed() or self._hurry.wait(_POLL):
+        """Wait until all ranks have written; False if one failed or ``result()`` was called, which continues."""
+        while not all(has_index(self._staging.folder, rank) for rank in range(self._contents.participants.size)):
+            if self._staging.has_failed() or self._hurry.wait(_POLL):
                 return False
         return True
 
     def __del__(self) -> None:
-        """Without ``result()`` nobody was told of a failure, and nobody else could write there."""
+        """Warn of a failure that ``result()`` did not raise, and free the path for another save."""
         if self._error is not None and not self._hurry.is_set():
-            self._draft.abandon()
-            warnings.warn(f"save: {self.path}: {self._error!r}, and nobody asked for result()", stacklevel=1)
+            self._staging.abandon()
+            warnings.warn(f"save: {self.path}: {self._error!r}; result() was not called", stacklevel=1)
 
     def _write(self) -> None:
-        writers = {rank: Writer(self._draft.folder, rank) for rank in self._own()}
+        writers = {rank: Writer(self._staging.folder, rank) for rank in ranks_here(self._contents.participants)}
         try:
-            for piece in self._contents.pieces():
-                if piece.writes:
-                    writers[piece.rank].tensor(piece.path, piece.shape, piece.box, piece.values, piece.aliases)
-            if self._contents.party.rank == 0:
+            for chunk in self._contents.chunks():
+                if chunk.writes:
+                    writers[chunk.rank].tensor(chunk.path, chunk.shape, chunk.region, chunk.values, chunk.aliases)
+            if self._contents.participants.rank == 0:
                 for leaf, value in self._contents.plain():
                     writers[0].plain(leaf.path(), value)
             changed = sorted({dotted(leaf.path()) for leaf, x, version in self._versions if version_of(x) != version})
             advice = "A step with donate=True writes into its inputs: use donate=False until done(), or save copies."
-            reject("save: written to while they were saved", changed, advice, RuntimeError)
+            reject("save: written to while being saved", changed, advice, RuntimeError)
             for writer in writers.values():
                 writer.close()
         finally:
             for writer in writers.values():
                 writer.abandon()
 
-    def _own(self) -> Sequence[int]:
-        """The ranks whose files this process writes."""
-        return self._contents.ranks() if self._contents.party.is_simulated else [self._contents.party.rank]
-
-    def _writers(self) -> Sequence[int]:
-        return self._contents.ranks()
-
     def _publish(self) -> None:
-        if self._published or self._contents.party.rank:
+        if self._published or self._contents.participants.rank:
             return
         parent = self.path.parent
-        order = self._draft.order
-        complete(self._draft.folder, self._writers(), order)
-        self._draft.publish()
+        order = self._staging.order
+        complete(self._staging.folder, range(self._contents.participants.size), order)
+        self._staging.publish()
         self._published = True
         if self._keep is not None:
             remove(older(parent, order_of, order, self._keep))

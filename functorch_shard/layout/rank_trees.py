@@ -1,4 +1,4 @@
-"""Trees of ``Sharded`` nodes as their ranks hold them: stacked, of one rank, or a list of all ranks', in one form.
+"""Trees of ``Sharded`` nodes by rank: of one rank, stacked, or a list of the trees of all ranks.
 
 Note [Leaves of a buffer]: for a buffer a node holds a *shard*, one *number* for the whole buffer (as a step count),
 ``None``, or nothing at all (an optimizer's state has no leaves for frozen buffers).
@@ -25,7 +25,7 @@ NOTHING = object()
 
 @dataclass(frozen=True)
 class Holding:
-    """The nodes of a tree, for the ranks whose part of it is in this process."""
+    """The nodes of a tree, for each rank in this process."""
 
     layout: Layout
     paths: Sequence[str]
@@ -37,11 +37,11 @@ class Holding:
         return next(iter(self.ranks.values()))[node].get(key, NOTHING)
 
     def kinds(self, node: int, key: str) -> list[str]:
-        """What forms the leaf has on the ranks: one, if they are alike."""
+        """The kinds of the leaf on the ranks; one, if they are alike."""
         return sorted({_kind(nodes[node].get(key, NOTHING)) for nodes in self.ranks.values()})
 
     def lines(self) -> Iterator[str]:
-        """What a difference between ranks is told in."""
+        """Lines that have to be equal on all ranks."""
         yield from self.layout.lines()
         for node, path in enumerate(self.paths):
             for key in self.layout.buffers:
@@ -49,19 +49,19 @@ class Holding:
 
 
 def ranks_here(mesh: Mesh) -> Sequence[int]:
-    """The ranks of ``mesh`` that live in this process."""
+    """The ranks of ``mesh`` in this process."""
     return range(mesh.size) if mesh.is_simulated else [mesh.rank]
 
 
 def mesh_of(tree: Any) -> Mesh:
-    """The ranks that a tree is sharded over; of a plain tree, those of the job."""
+    """The mesh that a tree is sharded over; for a plain tree, that of the job."""
     nodes = (x for x in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(x))
     node = next(nodes, None)
     return job_mesh() if node is None else node.layout.mesh
 
 
 def party_of(tree: Any) -> Mesh:
-    """Who takes part: the ranks of the trees, and those beside them where there are DTensors."""
+    """The ranks that take part in saving a tree: those of its mesh, or of the job if it has DTensors."""
     layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
     return job_mesh() if any(layout.tensor_meshes for layout in layouts) else mesh_of(tree)
 
@@ -71,7 +71,7 @@ def is_node(x: Any) -> bool:
 
 
 def holding(what: str, tree: Any) -> Holding:
-    """The nodes of ``tree``, checked: at least one, all of one layout, with leaves that fit it."""
+    """Split ``tree`` into nodes: at least one, all of one layout, with leaves that fit it."""
     trees = tree if isinstance(tree, list) else [tree]
     flat = [optree.tree_flatten(one, is_leaf=is_node, none_is_leaf=True) for one in trees]
     nodes = [[leaf for leaf in leaves if isinstance(leaf, Sharded)] for leaves, _ in flat]
@@ -82,7 +82,7 @@ def holding(what: str, tree: Any) -> Holding:
             f"{what}: got {got}, expected a pytree with Sharded nodes; shard(full, layout) slices whole parameters."
         )
     leaves, treedef = flat[0]
-    paths = [_path(path) for path, x in zip(treedef.paths(), leaves, strict=True) if isinstance(x, Sharded)]
+    paths = [path_text(path) for path, x in zip(treedef.paths(), leaves, strict=True) if isinstance(x, Sharded)]
     layout = nodes[0][0].layout
     problems = _list_problems(nodes, [treedef for _, treedef in flat]) if isinstance(tree, list) else []
     problems += [
@@ -113,12 +113,12 @@ def _by_rank(nodes: Sequence[Sequence[Sharded]], mesh: Mesh, of_all: bool) -> Ma
 
 
 def _row(node: Sharded, place: tuple[int, ...]) -> Mapping[str, Any]:
-    """One rank's leaves of a stacked node."""
+    """The leaves of one rank in a stacked node."""
     return {key: x[place] if isinstance(x, Tensor) else x for key, x in node.items()}
 
 
 def _kind(leaf: Any) -> str:
-    """A number with its value: two that differ are two kinds."""
+    """The kind of a leaf; that of a number contains its value."""
     if leaf is NOTHING:
         return "nothing"
     if not isinstance(leaf, Tensor):
@@ -126,7 +126,8 @@ def _kind(leaf: Any) -> str:
     return f"a shard of {leaf.dtype}" if leaf.ndim else f"{leaf.item()!r} ({leaf.dtype})"
 
 
-def _path(path: tuple[Any, ...]) -> str:
+def path_text(path: Sequence[Any]) -> str:
+    """The path of a leaf in errors, for example ``['optim'][0]``."""
     return "".join(f"[{entry!r}]" for entry in path) or "the tree"
 
 

@@ -48,7 +48,7 @@ def copy_plan(old: Layout, new: Layout, home: Sequence[int | None] | None = None
     """
     if home is None:
         home = [rank if rank < old.mesh.size else None for rank in range(new.mesh.size)]
-    old_ranks, new_ranks = _ranks_by_shard(old), _ranks_by_shard(new)
+    old_ranks, new_ranks = ranks_by_shard(old), ranks_by_shard(new)
     plan = []
     for buffer in new.buffers.values():
         takers = new_ranks if buffer.num_shards > 1 else [range(new.mesh.size)]
@@ -77,7 +77,7 @@ def _on_ranks(piece: Copy, holders: Sequence[int], takers: Sequence[int], home: 
         yield piece._replace(rank=rank, source_rank=own if own in holders else holders[rank % len(holders)])
 
 
-def _ranks_by_shard(layout: Layout) -> list[list[int]]:
+def ranks_by_shard(layout: Layout) -> list[list[int]]:
     """The ranks, in row-major order of the axes, that hold each shard: one, or as many as there are replicas."""
     ranks: list[list[int]] = [[] for _ in range(layout.num_shards)]
     names = [name for name, _ in layout.axes]

@@ -1,7 +1,7 @@
-"""Where the memory of a tensor is: on a device, on the host, pinned, or mapped from a file.
+"""Memory kinds of tensors: on a device, on the host, pinned, or memory-mapped from a file.
 
-``memory_kind``: where a shard lies, and what is made beside it. ``offloading``: ``offload`` and ``reopen``.
-``atomic_directory``: a directory of files that is visible when it is complete, or never.
+``memory_kind``: the kind of a tensor, and tensors of the same kind. ``offloading``: ``offload`` and ``reopen``.
+``atomic_directory``: directories that become visible when they are complete.
 
 Imports ``layout`` and below; imported by ``sharding``, ``training`` and ``checkpoint``.
 """

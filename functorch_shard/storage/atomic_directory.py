@@ -1,8 +1,9 @@
-"""Directories that are there as a whole or not at all, and the rows of checkpoints that they stand in.
+"""Directories that become visible when they are complete, and directories of checkpoints in the order they were begun.
 
-Note [Drafts]: what is being written has a hidden name beside its own, and gets its own by a rename when it is complete
-and on the disk. So whatever ends the writing, nobody finds half of it, and what was there before is still there. Its
-writer holds a lock, which ends with the writer: a draft without one is of somebody who was killed, and is removed.
+Note [Staging directories]: files are written to a hidden directory next to the target, which is renamed to the target
+when it is complete and synced to the disk. So a writer that is killed, at any point, leaves no incomplete target, and
+what existed before remains. The writer holds a lock, which ends with its process: a staging directory without a lock
+belongs to a process that was killed, and is removed.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system: drafts of others are left alone
+except ImportError:  # without locks, staging directories of other processes are not removed
     fcntl = None
 
-_DRAFT, _REMOVED = ".functorch_shard.draft", ".functorch_shard.removed"
-_ORDER, _FAILED = "order", "failed"  # files in a draft; what gets its name has neither
+_STAGING, _REMOVED = ".functorch_shard.staging", ".functorch_shard.removed"
+_ORDER, _FAILED = "order", "failed"  # files in a staging directory, not in the target
 Order = Callable[[Path], int | None]
 
 
 @dataclass
-class Draft:
-    """A directory on its way to be ``target``; of one process, the others write into ``folder``."""
+class StagingDirectory:
+    """A directory that becomes ``target``. One process owns it; others may write into ``folder``."""
 
     target: Path
-    order: int = 0  # among those of its directory, by when they were begun
+    order: int = 0  # in which the directories next to it were begun
     lock: int | None = None
 
     @property
     def folder(self) -> Path:
-        return self.target.with_name(f".{self.target.name}{_DRAFT}")
+        return self.target.with_name(f".{self.target.name}{_STAGING}")
 
     def open(self, order_of: Order = lambda _: None) -> None:
-        """Make the empty folder; remove what was left by who was killed.
+        """Make the empty folder, and remove those of processes that were killed.
 
         Raises:
-            FileExistsError: the target is there, or somebody is writing it.
+            FileExistsError: the target exists, or another process is writing it.
         """
         parent = self.target.parent
         parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +49,7 @@ class Draft:
             refuse_existing(self.target)
             for leftover in _hidden(parent):
                 _remove_orphan(leftover)
-            orders = [_draft_order(x) for x in _hidden(parent)] + [order for order, _ in _ordered(parent, order_of)]
+            orders = [_staging_order(x) for x in _hidden(parent)] + [order for order, _ in _ordered(parent, order_of)]
             self.order = 1 + max(orders, default=0)
             self._make()
 
@@ -62,7 +63,7 @@ class Draft:
         (self.folder / _ORDER).write_text(str(self.order))
 
     def publish(self) -> None:
-        """Give it its name, on the disk itself."""
+        """Rename the folder to the target, and sync it to the disk."""
         (self.folder / _ORDER).unlink()
         sync(self.folder)
         with _alone_in(self.target.parent):
@@ -72,7 +73,7 @@ class Draft:
         self._unlock()
 
     def note_failure(self) -> None:
-        """For the other processes that write into it: it will not be complete."""
+        """Record, for the other processes that write into it, that it will not be complete."""
         with suppress(OSError):
             (self.folder / _FAILED).touch()
 
@@ -80,7 +81,7 @@ class Draft:
         return (self.folder / _FAILED).exists()
 
     def abandon(self) -> None:
-        """Remove all of it, if it was opened here and has not been published."""
+        """Remove the folder, if this process has opened and not published it."""
         if self.lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
@@ -93,21 +94,21 @@ class Draft:
 
 def refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
-        raise FileExistsError(f"{target} is there already, and was not overwritten. Remove it, or take another name.")
+        raise FileExistsError(f"{target} exists already, and was not overwritten. Remove it, or use another name.")
 
 
 def in_order(parent: Path, order_of: Order) -> list[Path]:
-    """The directories that have an order, oldest first; hidden ones are drafts, or on their way out."""
+    """The visible directories that have an order, oldest first."""
     return [folder for _, folder in _ordered(parent, order_of)]
 
 
 def older(parent: Path, order_of: Order, order: int, keep: int) -> list[Path]:
-    """What is beyond the newest ``keep``, but for what was begun after ``order``, and was faster."""
+    """All but the newest ``keep`` directories, of those that were begun before ``order``."""
     return [folder for other, folder in _ordered(parent, order_of)[:-keep] if other < order]
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Each at once, by a name that nobody looks for; then its files. Somebody else may have been first."""
+    """Hide each folder by a rename, then remove its files. Another process may do the same."""
     for folder in folders:
         hidden = folder.with_name(f".{folder.name}{_REMOVED}")
         with suppress(FileNotFoundError):
@@ -115,11 +116,16 @@ def remove(folders: Iterable[Path]) -> None:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def sync(path: Path) -> None:
-    """What was written to a file, or the names in a directory, to the disk itself.
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that is complete and synced to the disk, or does not exist."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(data)
+    sync(new)
+    new.replace(path)
 
-    What is there after a power cut must not promise what the cut took.
-    """
+
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -129,7 +135,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
-    """While nobody else makes or names drafts there; for a moment."""
+    """Lock ``parent`` while staging directories in it are made or renamed."""
     handle = os.open(parent, os.O_RDONLY)
     try:
         if fcntl is not None:
@@ -148,19 +154,19 @@ def _try_to_lock(handle: int) -> bool:
     try:
         if fcntl is not None:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody else has it, or the file system has no locks
+    except OSError:  # another process has it, or the file system does not support locks
         return False
     return fcntl is not None
 
 
 def _visible(parent: Path) -> list[Path]:
-    """Directories themselves: a link to one is not another one."""
+    """Directories, without links to them."""
     folders = parent.iterdir() if parent.is_dir() else ()
     return [x for x in folders if not x.name.startswith(".") and x.is_dir() and not x.is_symlink()]
 
 
 def _hidden(parent: Path) -> list[Path]:
-    names = [x for x in parent.iterdir() if x.name.startswith(".") and x.name.endswith((_DRAFT, _REMOVED))]
+    names = [x for x in parent.iterdir() if x.name.startswith(".") and x.name.endswith((_STAGING, _REMOVED))]
     return [x for x in names if x.is_dir() and not x.is_symlink()]
 
 
@@ -168,17 +174,17 @@ def _ordered(parent: Path, order_of: Order) -> list[tuple[int, Path]]:
     return sorted((order, folder) for folder in _visible(parent) if (order := order_of(folder)) is not None)
 
 
-def _draft_order(draft: Path) -> int:
+def _staging_order(staging: Path) -> int:
     try:
-        return int((draft / _ORDER).read_text())
-    except (OSError, ValueError):  # it has its name meanwhile, or is being removed
+        return int((staging / _ORDER).read_text())
+    except (OSError, ValueError):  # it was published meanwhile, or is being removed
         return 0
 
 
 def _remove_orphan(folder: Path) -> None:
     try:
         handle = _open(folder)
-    except OSError:  # it has gone meanwhile
+    except OSError:  # another process has removed it
         return
     try:
         if _try_to_lock(handle):

@@ -1,9 +1,9 @@
-"""Where a tensor lives: on a device, in pinned memory, in a mapped file. What is made from a shard lives where it does.
+"""Memory kinds: on a device, pinned, or mapped from a file; and tensors of the same kind as another.
 
-Note [Homes]: a shard's gradient and its optimizer state are as large as the shard, so whoever has no room for the one
-has none for the others. The gradient of a shard on the CPU is brought to the CPU, and what is made from a shard in a
-mapped file is a mapped file too, without a name: unlinked as soon as it is mapped, it is let go with its tensor, and
-what of it was not written to the disk by then never will be.
+Note [Memory kinds]: a shard's gradient and its optimizer state are as large as the shard, so they have the shard's
+memory kind. The gradient of a shard on the CPU is copied to the CPU. A tensor made from a memory-mapped shard is mapped
+from an unnamed file: it is unlinked as soon as it is mapped, and freed with the tensor, without writing the rest of it
+to the disk.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from torch.nn import Parameter
 
 from ..torch_internals.transforms import in_transform
 
-# Only files of this name are homes: torch.load(mmap=True) maps files as well, and what is made from those is plain.
+# torch.load(mmap=True) maps files as well: tensors made from those are not mapped.
 SUFFIX = ".shard"
-NAMELESS = "nameless"
-_WRITTEN_AT_ONCE = 1 << 22  # elements; what cannot be written from where it is takes as much memory
+UNNAMED = "unnamed"
+_WRITTEN_AT_ONCE = 1 << 22  # elements; copies, for example of a strided tensor, take as much memory
 
 
 @dataclass(frozen=True)
 class Home:
-    """The memory that a tensor lies in; ``directory`` is that of mapped files, which lie one folder further down."""
+    """The kind of memory of a tensor; ``directory``: of mapped files, which are one level further down."""
 
     device: torch.device
     pinned: bool = False
     directory: Path | None = None
 
     def put(self, x: Tensor) -> Tensor:
-        """``x`` itself where it is at home already, as in any mapped file, or a copy that is."""
+        """``x`` itself if it has this kind of memory, in any directory, or else a copy in it."""
         mapped = self.directory is None or x.numel() == 0 or home_of(x).directory is not None
         return x if x.device == self.device and mapped else self.copy(x)
 
     def copy(self, x: Tensor) -> Tensor:
-        """A contiguous copy of ``x`` in this kind of memory, complete when this returns."""
+        """Make a contiguous copy of ``x`` in this kind of memory; it is complete on return."""
         if self.directory is not None and x.numel():
-            return _new_nameless(self.directory, x)
+            return _new_unnamed(self.directory, x)
         return torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=self.pinned).copy_(x.detach())
 
 
 def home_of(x: Tensor) -> Home:
-    """Inside a transform a tensor has no memory of its own, and only its device is known."""
+    """The memory kind of ``x``; inside a transform only its device, for ``x`` has no memory of its own."""
     if in_transform() or not x.is_cpu or type(x) not in (Tensor, Parameter):
         return Home(x.device)
     return Home(x.device, x.is_pinned(), _directory(x.untyped_storage().filename))
@@ -63,23 +63,23 @@ def _directory(filename: str | None) -> Path | None:
 
 
 def working_device(x: Tensor, device: torch.device) -> torch.device:
-    """Where to compute with ``x`` on a mesh of ``device``: the CPU's shards are moved there."""
+    """The device to compute with ``x`` on: ``device``, the mesh's, for a tensor on the CPU."""
     return device if x.is_cpu else x.device
 
 
 def near(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` where to compute with it, and where its ranks can talk: NCCL knows no tensor in the CPU's memory."""
+    """Copy ``x`` to the device for computation and collectives: NCCL does not take tensors on the CPU."""
     return x.to(working_device(x, device))
 
 
 def back_home(x: Tensor, given: Tensor) -> Tensor:
-    """``x``, which was made of ``given``, in the kind of memory that ``given`` has; with a graph, on its device."""
+    """``x`` in the memory kind of ``given``; under autograd, on the device of ``given``."""
     x = x.to(given.device)
     return x if in_transform() or x.requires_grad else home_of(given).put(x)
 
 
 def settle(tensors: Iterable[Any]) -> None:
-    """Wait until no copy under way reads from ``tensors``, which are about to be written to."""
+    """Wait for asynchronous copies that read from ``tensors``, before they are written to."""
     if not in_transform() and any(isinstance(x, Tensor) and x.is_pinned() for x in tensors):
         torch.cuda.synchronize()
 
@@ -89,12 +89,12 @@ def nbytes_of(x: Tensor) -> int:
 
 
 def new_file(path: Path, nbytes: int) -> None:
-    """A file of zeros that has its blocks from the start.
+    """Make a file of zeros with all of its blocks allocated.
 
-    So a full disk is an error here, and not a signal that ends the process when the tensor is written to.
+    So a full disk is an error here, and not a SIGBUS when the tensor is written to.
     """
     if not hasattr(os, "posix_fallocate"):
-        raise NotImplementedError("offload to files needs os.posix_fallocate, which this system has not. Use 'cpu'.")
+        raise NotImplementedError("offload to files needs os.posix_fallocate, not available on this system. Use 'cpu'.")
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         if nbytes:
@@ -104,10 +104,10 @@ def new_file(path: Path, nbytes: int) -> None:
 
 
 def fill_file(path: Path, x: Tensor) -> Tensor:
-    """The values of ``x`` in the file that was made for them, mapped.
+    """Write ``x`` to a file of :func:`new_file`, and map it.
 
-    By writes to the file: through the mapping each page would cost a fault. Measured on ext4, new files of 4 MB: 1.0 ms
-    of processor time each, 5.0 ms through the mapping, 1.5 ms for as much new memory.
+    Writes to the file, because each page would cost a fault through the mapping. Measured on ext4, new files of 4 MB:
+    1.0 ms of processor time each, 5.0 ms through the mapping, 1.5 ms to fill new memory.
     """
     with path.open("r+b", buffering=0) as file:
         write_numbers(file, x)
@@ -115,7 +115,7 @@ def fill_file(path: Path, x: Tensor) -> Tensor:
 
 
 def write_numbers(file: FileIO, x: Tensor) -> None:
-    """The numbers of ``x``, row-major, from where ``file`` stands."""
+    """Write the elements of ``x``, row-major, at the position of ``file``."""
     for part in x.detach().reshape(-1).split(_WRITTEN_AT_ONCE) if x.numel() else ():
         _write_all(file, _plain(part))
 
@@ -128,35 +128,35 @@ def _write_all(file: FileIO, x: Tensor) -> None:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """``x`` with its numbers as bytes one after the other: itself, or a copy of what lies otherwise or elsewhere."""
+    """``x`` itself if it is contiguous on the CPU, or else a copy that is."""
     if type(x) is Tensor and x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
 
 
 def map_file(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensor that a file of exactly its size holds; writing to it writes to the file."""
+    """Map a file of exactly the size of the tensor; a write to the tensor is a write to the file."""
     numel = prod(shape)
-    if not numel:  # there is nothing to map
+    if not numel:  # an empty file cannot be mapped
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.from_file(str(path), shared=True, size=numel, dtype=dtype, device="cpu").view(shape)
 
 
-def _new_nameless(directory: Path, x: Tensor) -> Tensor:
-    folder = directory / NAMELESS
+def _new_unnamed(directory: Path, x: Tensor) -> Tensor:
+    folder = directory / UNNAMED
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{uuid4().hex}{SUFFIX}"
     try:
         new_file(path, nbytes_of(x))
         return fill_file(path, x)
     except OSError as error:
-        raise no_room(error, directory, nbytes_of(x), "what is made from a shard in a file") from error
+        raise disk_full(error, directory, nbytes_of(x), "a tensor made from a memory-mapped shard") from error
     finally:
         path.unlink(missing_ok=True)
 
 
-def no_room(error: OSError, directory: Path, needed: int, what: str) -> OSError:
-    """``error``, of the same kind and number, with what was asked for and what there is."""
+def disk_full(error: OSError, directory: Path, needed: int, what: str) -> OSError:
+    """An error like ``error`` that reports the bytes needed and the bytes free."""
     free = disk_usage(directory).free
     text = f"{what}: {directory}: {needed:,} bytes needed, {free:,} bytes free there: {error.strerror}"
     return OSError(error.errno, text)

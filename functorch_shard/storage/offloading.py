@@ -1,9 +1,9 @@
-"""``offload`` and ``reopen``: trees in pinned memory or in mapped files, between steps and between runs.
+"""Offloading: shards may be stored on the CPU or in memory-mapped files.
 
-Note [Generations]: in a directory each rank has a folder of its own, and in that one folder for each time it offloaded
-there: a generation, numbered alike on all ranks. Its index is written last, so a generation with an index is whole, and
-one that is whole on every rank counts. Only then are older ones removed: whatever ends a process, and wherever, the
-last one that counted is still there.
+Note [Versions]: a directory contains a folder for each rank, which contains a folder for each version of the tree, with
+the same number on all ranks. The index of a version is written last, so a version with an index is complete, and
+``reopen`` takes the newest that is complete on every rank. Older ones are removed only when a newer one is complete on
+every rank. So a process that is killed, at any point, leaves a version that all ranks can reopen.
 """
 
 from __future__ import annotations
@@ -24,51 +24,51 @@ from torch import Tensor
 
 from ..containers import opened
 from ..errors import first_difference, reject
-from ..layout.rank_trees import party_of
+from ..layout.rank_trees import party_of, path_text
 from ..layout.trees import Full, Sharded, take_tensors
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.transforms import in_transform
-from .atomic_directory import sync
-from .memory_kind import NAMELESS, SUFFIX, fill_file, map_file, nbytes_of, new_file, no_room
+from .atomic_directory import sync, write_durably
+from .memory_kind import SUFFIX, UNNAMED, disk_full, fill_file, map_file, nbytes_of, new_file
 
 _FORMAT = 1
 _INDEX = "index.json"
-_OFFLOADED_ELSEWHERE = "Pass a tree of the form that was offloaded, from the same model on as many ranks."
+_OFFLOADED_ELSEWHERE = "Pass a tree of the same structure, from the same model on as many ranks."
 
 
 def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
-    """The same tree with its tensors in other memory: where a shard lives is only where its tensor is.
+    """Move the tensors of a tree to the CPU or to memory-mapped files.
 
-    Computation stays on the mesh's device: :func:`gather` brings each unit's shard there when it is fetched. What is
-    made from a shard lives where the shard does: gradients of the lazy gather, the state of ``opt.init``, the results
-    of ``opt.step``, which runs on the CPU. With ``donate=True`` the step writes into the memory itself.
+    Computation stays on the mesh's device: :func:`gather` copies the shard of each unit there when it is used. Tensors
+    made from a shard have its memory kind: gradients of the lazy gather, the state of ``opt.init``, the results of
+    ``opt.step``, which runs on the CPU. With ``donate=True`` the step writes into the memory itself.
 
-    ``"cpu"``: in the CPU's memory, pinned where there is CUDA. A tensor that is there already is passed through.
+    ``"cpu"``: memory of the CPU, pinned if CUDA is available. A tensor that is in such memory is passed through.
 
-    A directory: each tensor in a memory-mapped file, so that the system keeps in memory what fits, and trees may be
-    larger than that. A name says which leaf it is; gradients, and state that was made from mapped parameters, are files
-    without names, gone with their tensors, until they are offloaded themselves. A directory holds one tree; the next
-    one replaces it once it is whole. It is memory and no checkpoint: a step that is interrupted leaves it half updated.
+    A directory: each tensor in a memory-mapped file, named after its leaf. The system keeps in memory what fits, so
+    trees may be larger than that. Gradients, and state made from mapped parameters, are in unnamed files, which are
+    freed with their tensors. A directory contains one tree; offloading another replaces it when that is complete. It is
+    memory, not a checkpoint: a step that is interrupted leaves it partly updated.
 
     Args:
-        tree: any pytree: ``Sharded`` ones, optimizer state, plain tensors; with rank dims or without, outside
-            transforms. What is no tensor is passed through.
-        where: ``"cpu"``, or a directory, made where it is missing. Ranks may share it, and may have disks of their own.
-            On real ranks every rank offloads the same tree at the same time.
+        tree: any pytree: ``Sharded`` trees, optimizer state, plain tensors; with rank dims or without, outside
+            transforms. Leaves that are not tensors are passed through.
+        where: ``"cpu"``, or a directory, which is made if it does not exist. Ranks may share it, or have disks of their
+            own. On real ranks every rank offloads the same tree at the same time.
 
     Returns:
         The same tree of detached tensors with the same values. Copies and pickles of mapped ones are plain tensors.
 
     Raises:
-        ValueError: ``where`` names a device, or tensors without values or strides; all of them at once.
-        OSError: the directory cannot be written to, or has no room; with the bytes needed and the bytes free. What
-            it held before is still there, on every rank. While training, where a gradient has no room.
-        RuntimeError: another rank failed; every rank is told which one and why. Or inside a transform.
+        ValueError: ``where`` names a device; or tensors without values or strides, all of them at once.
+        OSError: the directory is not writable, or the disk is full; with the bytes needed and the bytes free. The
+            previous tree remains on every rank. While training, the disk is full for a gradient.
+        RuntimeError: another rank failed, every rank reports which one and why; or inside a transform.
 
     Cost:
-        ``"cpu"``: no collectives, a copy. A directory: a write of all bytes, and room for the tree that is replaced and
-        the new one at once; four small all-gathers per axis. A step needs room for its gradients as well.
+        ``"cpu"``: no collectives, one copy. A directory: a write of all bytes, disk space for the previous tree and the
+        new one, four small all-gathers per axis. A step needs disk space for its gradients as well.
 
     Example:
         >>> import tempfile
@@ -82,34 +82,34 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
         tensor([[0., 1.],
                 [2., 0.]])
 
-    Stands for FSDP2's ``CPUOffloadPolicy`` and FSDP1's ``CPUOffload``, and for parameters on disk as in ZeRO-Infinity.
+    Replaces FSDP2's ``CPUOffloadPolicy`` and FSDP1's ``CPUOffload``, and parameters on disk as in ZeRO-Infinity.
     """
     tree = opened(tree)
     tensors, put_back = take_tensors(tree)
     if where == "cpu":
         return put_back([_to_cpu(x.detach()) for x in tensors])
-    return put_back(_write(tree, _Shelf.at(where, party_of(tree))))
+    return put_back(_write(tree, _RankFolder.at(where, party_of(tree))))
 
 
 def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
-    """The tree that :func:`offload` left in a directory, mapped again: nothing is read until it is used.
+    """Map the tree that :func:`offload` wrote to a directory; its data are read when they are used.
 
     Args:
-        like: a tree of the same form, which gives structure, shapes and dtypes. Its values are not looked at: it may
-            have tensors on the meta device, or ``torch.zeros(()).expand(n)``, which need no memory.
+        like: a tree of the same structure, shapes and dtypes. Its values are not used: its tensors may be on the meta
+            device, or ``torch.zeros(()).expand(n)``, which need no memory.
         where: the directory, on every rank.
 
     Returns:
-        ``like`` with mapped tensors for its tensors. Two trees that map one file are the same memory.
+        ``like`` with mapped tensors. Two trees that map one file share memory.
 
     Raises:
-        FileNotFoundError: nothing was offloaded there as a whole, for this rank of as many.
-        ValueError: ``like`` has other leaves, shapes, dtypes or places of parameters; all of them at once.
-        RuntimeError: files are missing, or of another size than the index says, or it was altered; all of them at once.
-            Or another rank failed.
+        FileNotFoundError: the directory does not contain a complete tree of this rank and number of ranks.
+        ValueError: ``like`` has other leaves, shapes, dtypes or another layout; all of them at once.
+        RuntimeError: files are missing or have another size than in the index, or the index was altered; all of them at
+            once. Or another rank failed.
 
     Cost:
-        No bytes are read; three small all-gathers per axis.
+        Reads no data; three small all-gathers per axis.
 
     Example:
         >>> import tempfile
@@ -121,12 +121,12 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
     like = opened(like)
     _, put_back = take_tensors(like)
     mesh = party_of(like)
-    shelf = _Shelf.at(where, mesh)
-    mine = mesh.agree("reopen", shelf.whole, lambda _: [])
-    everywhere = set.intersection(*({*json.loads(text)} for text in mesh.gather_texts(json.dumps(mine))))
+    own = _RankFolder.at(where, mesh)
+    versions = mesh.agree("reopen", own.complete, lambda _: [])
+    everywhere = set.intersection(*({*json.loads(text)} for text in mesh.gather_texts(json.dumps(versions))))
     if not everywhere:
-        raise FileNotFoundError(shelf.nothing_here(mine))
-    folder = shelf.folder / str(max(everywhere))
+        raise FileNotFoundError(own.missing(versions))
+    folder = own.folder / str(max(everywhere))
     return put_back(mesh.agree("reopen", lambda: _mapped(folder, _Contents.of(like)), lambda _: [folder.name]))
 
 
@@ -139,7 +139,7 @@ def _to_cpu(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What the index says of one file."""
+    """One file in the index."""
 
     path: str
     file: str
@@ -153,7 +153,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The tensors of a tree as an index has them; ``places`` says what the numbers in its shards mean."""
+    """The tensors of a tree, as in the index; ``places``: the layout of its shards."""
 
     leaves: tuple[_Leaf, ...]
     places: tuple[str, ...]
@@ -180,12 +180,12 @@ class _Contents:
 
 
 def _leaf(i: int, path: Sequence[Any], x: Tensor) -> _Leaf:
-    name = "".join(f"[{entry!r}]" for entry in path) or "the tree"
-    return _Leaf(name, _file_name(i, path), str(x.dtype).removeprefix("torch."), tuple(x.shape), nbytes_of(x))
+    dtype = str(x.dtype).removeprefix("torch.")
+    return _Leaf(path_text(path), _file_name(i, path), dtype, tuple(x.shape), nbytes_of(x))
 
 
 def _file_name(i: int, path: Sequence[Any]) -> str:
-    """For people to read: the number alone makes it one of its kind. No entry can lead to another folder."""
+    """The number is unique, the path is for people to read. It is quoted, so it cannot name another folder."""
     return f"{i:04d}-{','.join(quote(str(entry), safe='') for entry in path)[:180]}{SUFFIX}"
 
 
@@ -197,55 +197,56 @@ def _places(tree: Any) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Shelf:
-    """This rank's folder in a directory, and the generations in it."""
+class _RankFolder:
+    """This rank's folder in a directory, and the versions in it."""
 
     folder: Path
     mesh: Mesh
 
     @staticmethod
-    def at(where: str | os.PathLike[str], mesh: Mesh) -> _Shelf:
+    def at(where: str | os.PathLike[str], mesh: Mesh) -> _RankFolder:
         if in_transform():
-            raise RuntimeError("offload: inside a transform, and inside spmd, a tensor has no memory of its own")
+            raise RuntimeError("offload: inside a transform, or inside spmd, a tensor has no memory of its own")
         if isinstance(where, str) and _is_device(where):
-            advice = f"'cpu', or a directory; one of this name is Path({where!r})"
+            advice = f"'cpu', or a directory; Path({where!r}) for one of this name"
             raise ValueError(f"offload: where: got {where!r}, expected {advice}. The mesh has a device of its own.")
-        return _Shelf(Path(where).resolve() / _folder_name(mesh), mesh)
+        return _RankFolder(Path(where).resolve() / _folder_name(mesh), mesh)
 
-    def generations(self) -> list[int]:
+    def versions(self) -> list[int]:
         return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())
 
-    def whole(self) -> list[int]:
-        """The generations that are whole here."""
+    def complete(self) -> list[int]:
+        """The versions that are complete on this rank."""
         if not self.folder.exists():
             return []
-        return [number for number in self.generations() if (self.folder / str(number) / _INDEX).exists()]
+        return [number for number in self.versions() if (self.folder / str(number) / _INDEX).exists()]
 
     def open(self) -> int:
-        """Make the folder, without what was left half done; the last number that was used."""
+        """Make the folder, remove incomplete versions, and return the last complete one, or 0."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.folder / NAMELESS, ignore_errors=True)  # of a process that was killed in between
-        whole = self.whole()
-        self.keep(whole)
-        return max(whole, default=0)
+        shutil.rmtree(self.folder / UNNAMED, ignore_errors=True)  # of a process that was killed
+        complete = self.complete()
+        self.keep(complete)
+        return max(complete, default=0)
 
     def keep(self, numbers: Sequence[int]) -> None:
-        """Remove the other generations. Tensors that are mapped still keep their values."""
-        for number in self.generations():
+        """Remove the other versions. Tensors that are mapped from them keep their values."""
+        for number in self.versions():
             if number not in numbers:
                 shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
-    def nothing_here(self, mine: Sequence[int]) -> str:
-        if mine:
-            return f"reopen: {self.folder.parent}: no tree is there as a whole on every rank. Offload it again."
+    def missing(self, versions: Sequence[int]) -> str:
+        """The error of a directory without a tree that is complete on every rank."""
+        if versions:
+            return f"reopen: {self.folder.parent}: no version is complete on every rank. Offload the tree again."
         siblings = self.folder.parent.iterdir() if self.folder.parent.is_dir() else ()
         others = sorted(entry.name for entry in siblings if entry.name != self.folder.name and entry.is_dir())
-        there = f"there are {', '.join(others)}" if others else "there is nothing"
-        return f"reopen: {self.folder}: nothing was offloaded here as a whole; beside it {there}."
+        there = ", ".join(others) or "nothing"
+        return f"reopen: {self.folder}: does not contain a complete tree; {self.folder.parent} contains {there}."
 
 
 def _folder_name(mesh: Mesh) -> str:
-    """Of a slice of the job the rank in the job: other slices may share the directory."""
+    """Named after the rank in the job, because several meshes of the job may share the directory."""
     if mesh.is_simulated:
         return f"all-{mesh.size}-simulated-ranks"
     rank, size = (mesh.processes[mesh.rank], job_mesh().size) if mesh.processes else (mesh.rank, mesh.size)
@@ -259,20 +260,18 @@ def _is_device(where: str) -> bool:
         return False
 
 
-def _write(tree: Any, shelf: _Shelf) -> list[Tensor]:
-    """All tensors of the tree into a new generation, which replaces the last one when it is whole on every rank."""
-    mesh, contents = shelf.mesh, _Contents.of(tree)
-    last = mesh.agree(
-        "offload", lambda: _refuse(contents) or [shelf.open()], lambda _: [x.path for x in contents.leaves]
-    )
+def _write(tree: Any, own: _RankFolder) -> list[Tensor]:
+    """Write all tensors to a new version, which replaces the last one when it is complete on every rank."""
+    mesh, contents = own.mesh, _Contents.of(tree)
+    last = mesh.agree("offload", lambda: _refuse(contents) or [own.open()], lambda _: [x.path for x in contents.leaves])
     number = 1 + max(json.loads(text)[0] for text in mesh.gather_texts(json.dumps(last)))
-    folder = shelf.folder / str(number)
+    folder = own.folder / str(number)
     try:
         mapped = mesh.agree("offload", lambda: _fill(folder, contents), lambda _: [])
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    shelf.keep([number])
+    own.keep([number])
     return mapped
 
 
@@ -286,7 +285,7 @@ def _refuse(contents: _Contents) -> None:
 
 
 def _fill(folder: Path, contents: _Contents) -> list[Tensor]:
-    """Room for everything first, then the values, then the index."""
+    """Allocate all files, then write the values, then the index."""
     needed = sum(leaf.nbytes for leaf in contents.leaves)
     pairs = list(zip(contents.leaves, contents.tensors, strict=True))
     try:
@@ -297,26 +296,19 @@ def _fill(folder: Path, contents: _Contents) -> list[Tensor]:
             mapped = [fill_file(folder / leaf.file, x) for leaf, x in pairs]
         for leaf in contents.leaves:
             sync(folder / leaf.file)
-        _write_index(folder / _INDEX, contents.to_json())
+        write_durably(folder / _INDEX, contents.to_json().encode())
+        sync(folder)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # so that what is free is told without what was taken just now
-        raise no_room(error, folder.parent, needed, f"offload: {len(pairs)} tensors") from error
+        shutil.rmtree(folder, ignore_errors=True)  # before the free bytes are reported
+        raise disk_full(error, folder.parent, needed, f"offload: {len(pairs)} tensors") from error
     return mapped
-
-
-def _write_index(path: Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    sync(new)
-    os.replace(new, path)
-    sync(path.parent)
 
 
 def _mapped(folder: Path, wanted: _Contents) -> list[Tensor]:
     there = _read_index(folder)
     _check_alike(folder, wanted, there)
     problems = [f"{leaf.path}: {problem}" for leaf in wanted.leaves if (problem := _file_problem(folder, leaf))]
-    altered = "The files were altered since; offload the tree again, or load a checkpoint."
+    altered = "The files were altered. Offload the tree again, or load a checkpoint."
     reject(f"reopen: {folder}", problems, altered, RuntimeError)
     pairs = zip(wanted.leaves, wanted.tensors, strict=True)
     return [map_file(folder / leaf.file, x.shape, x.dtype) for leaf, x in pairs]
@@ -326,7 +318,7 @@ def _read_index(folder: Path) -> _Contents:
     try:
         return _Contents.from_json((folder / _INDEX).read_text())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        text = f"reopen: {folder / _INDEX} is no index of offloaded files ({type(error).__name__}: {error})"
+        text = f"reopen: {folder / _INDEX} is not an index of offloaded files ({type(error).__name__}: {error})"
         raise RuntimeError(text) from error
 
 
@@ -352,5 +344,5 @@ def _file_problem(folder: Path, leaf: _Leaf) -> str | None:
         return f"{leaf.file} is missing, expected {leaf.nbytes:,} bytes"
     found = os.lstat(path)
     if not S_ISREG(found.st_mode):
-        return f"{leaf.file} is no regular file"
+        return f"{leaf.file} is not a regular file"
     return None if found.st_size == leaf.nbytes else f"{leaf.file}: {found.st_size:,} bytes, expected {leaf.nbytes:,}"

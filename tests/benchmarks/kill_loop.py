@@ -84,9 +84,9 @@ class Checkpoints:
     def newest(self) -> int:
         return max(self.steps(), default=0)
 
-    def drafts(self, since: float) -> list[str]:
+    def staging(self, since: float) -> list[str]:
         """Those that somebody has been writing since then; older ones are of the dead."""
-        return [name for name in self._names() if name.endswith(".draft") and self._changed(name) > since]
+        return [name for name in self._names() if name.endswith(".staging") and self._changed(name) > since]
 
     def check(self, before: int) -> None:
         """Raise unless all are whole and none is missing; ``before`` is the newest that was seen earlier."""
@@ -154,14 +154,14 @@ def wait_for(kill: Kill, checkpoints: Checkpoints, ranks: Sequence[Any], start: 
     while len(saves) < kill.save:
         if not any(process.is_alive() for process in ranks):
             return False
-        saves.update(checkpoints.drafts(since=start))
+        saves.update(checkpoints.staging(since=start))
         time.sleep(0.001)
     time.sleep(kill.after)
     return any(process.is_alive() for process in ranks)
 
 
 def moment_of(life: Path, checkpoints: Checkpoints, start: float) -> str:
-    if checkpoints.drafts(since=start):
+    if checkpoints.staging(since=start):
         return "in a save"
     return "between saves" if "step " in output_of(life, 0) else "in the start"
 

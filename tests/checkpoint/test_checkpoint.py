@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import functorch_shard as fs
-from functorch_shard.__main__ import main as command
 from functorch_shard.checkpoint import PerRank, latest, load, save, saving, verify
-from functorch_shard.checkpoint.dcp import stored
+from functorch_shard.checkpoint.cli import main as command
+from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from tests.storage.test_offloading import can_mount
 from tests.support import faults
@@ -209,7 +209,7 @@ def test_plain_values_tensors_and_what_each_rank_has_for_itself_come_back(tmp_pa
     assert "'rng.own': got shape (2, 5), torch.float32, the checkpoint has shape (6, 5), torch.float32" in text
 
 
-def test_halves_and_buffers_of_a_model_lie_under_one_name(tmp_path: Path) -> None:
+def test_partitions_and_buffers_of_a_model_are_saved_under_one_name(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
     model[0].weight.requires_grad_(False)
     params = fs.shard(model, planned({"shard": 3}, model))
@@ -325,7 +325,7 @@ def test_copies_are_written_once_by_one_rank_or_another(tmp_path: Path) -> None:
         params = fs.shard(awkward(), planned(axes))
         save(tmp_path / name, {"model": params})
         entries = entries_of((tmp_path / name / ".metadata").read_bytes())
-        values[name] = sum(value.box.numel for entry in entries.values() for value in entry.values)
+        values[name] = sum(value.region.numel for entry in entries.values() for value in entry.values)
     assert values["one"] == values["many"]
     assert len(list((tmp_path / "many").glob("*.distcp"))) == 6
 
@@ -371,12 +371,12 @@ import os, signal, sys
 from pathlib import Path
 import functorch_shard as fs
 from functorch_shard.checkpoint import saving
-from functorch_shard.checkpoint.dcp import stored
+from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.storage import atomic_directory as folders
 from tests.checkpoint.test_checkpoint import tiny
 moment, directory = sys.argv[1:]
-where = {"complete": saving, "publish": folders.Draft, "close": stored.Writer, "rmtree": folders.shutil,
-         "write_durably": stored, "tensor": stored.Writer, "plain": stored.Writer, "remove": saving}[moment]
+where = {"complete": saving, "publish": folders.StagingDirectory, "close": writer.Writer, "rmtree": folders.shutil,
+         "write_durably": writer, "tensor": writer.Writer, "plain": writer.Writer, "remove": saving}[moment]
 fs.checkpoint.save(f"{directory}/first", tiny(1))
 setattr(where, moment, lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL))
 fs.checkpoint.save(f"{directory}/second", tiny(2), keep=1)
@@ -398,16 +398,16 @@ def test_a_save_that_is_killed_leaves_what_was_there(tmp_path: Path, moment: str
     assert [x.name for x in tmp_path.iterdir()] == ["third"]
 
 
-def test_two_writers_of_one_checkpoint_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_writer_of_a_checkpoint_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    real = stored.Writer.plain
+    real = writer.Writer.plain
 
     def slow(*args: Any) -> None:
         inside.set()
         assert go_on.wait(60)
         real(*args)
 
-    monkeypatch.setattr(stored.Writer, "plain", slow)
+    monkeypatch.setattr(writer.Writer, "plain", slow)
     first = save(tmp_path / "x", tiny(1), async_save=True)
     assert inside.wait(60)
     with pytest.raises(FileExistsError, match="is being written by another process"):
@@ -437,21 +437,21 @@ def test_tensors_that_are_written_to_while_they_are_saved_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, go_on = threading.Event(), threading.Event()
-    real = saving.Saving._own
+    real = saving.ranks_here
 
-    def slow(self: Any) -> Any:
+    def slow(mesh: fs.Mesh) -> Any:
         inside.set()
         assert go_on.wait(60)
-        return real(self)
+        return real(mesh)
 
-    monkeypatch.setattr(saving.Saving, "_own", slow)
+    monkeypatch.setattr(saving, "ranks_here", slow)
     params, state = trained(planned({"shard": 2}))
     save_ = save(tmp_path / "x", {"model": params}, async_save=True)
     assert inside.wait(60)
     OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state, donate=True)
     go_on.set()
     text = refused(save_.result)
-    assert "save: written to while they were saved: 1 problem\n  model" in text
+    assert "save: written to while being saved: 1 problem\n  model" in text
     assert "donate=False" in text
     assert list(tmp_path.iterdir()) == []
 
@@ -459,14 +459,14 @@ def test_tensors_that_are_written_to_while_they_are_saved_are_an_error(
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch, only: str = "") -> Iterator[Callable[[], None]]:
     """Writers stop before the tensor called ``only``, or any, until what is yielded is called."""
-    go, real = threading.Event(), stored.Writer.tensor
+    go, real = threading.Event(), writer.Writer.tensor
 
     def tensor(self: Any, path: Any, *args: Any) -> None:
         assert (only and path[0] != only) or go.wait(60)
         real(self, path, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored.Writer, "tensor", tensor)
+        patch.setattr(writer.Writer, "tensor", tensor)
         yield go.set
 
 
@@ -506,7 +506,7 @@ def test_done_is_about_this_ranks_tensors_and_comes_after_a_failure_too(
         go()
         saving_.result()
         assert saving_.done()
-    monkeypatch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
+    monkeypatch.setattr(writer.Writer, "tensor", lambda *_: 1 / 0)
     saving_ = save(tmp_path / "y", {"t": torch.ones(3)}, async_save=True)
     assert saving_._thread is not None
     saving_._thread.join(60)
@@ -521,12 +521,12 @@ def drop(held: list[Any]) -> None:
     gc.collect()  # an error refers to where it was raised
 
 
-def test_a_failure_that_nobody_asked_for_is_told_and_leaves_the_path_free(
+def test_a_failure_without_a_call_of_result_is_a_warning_and_leaves_the_path_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(stored.Writer, "tensor", lambda *_: 1 / 0)
-        with pytest.warns(UserWarning, match="ZeroDivisionError.*nobody asked for result"):
+        patch.setattr(writer.Writer, "tensor", lambda *_: 1 / 0)
+        with pytest.warns(UserWarning, match="ZeroDivisionError.*result.. was not called"):
             drop([save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)])
     assert files_of(tmp_path) == []
     save(tmp_path / "x", {"t": torch.ones(3)})
@@ -542,11 +542,11 @@ def test_links_are_not_counted_as_checkpoints_and_not_touched(tmp_path: Path) ->
     assert latest(tmp_path) == tmp_path / "step-3"
 
 
-def test_what_only_looks_like_a_draft_stays(tmp_path: Path) -> None:
-    (tmp_path / ".novel.draft").mkdir()
+def test_what_only_looks_like_a_staging_directory_stays(tmp_path: Path) -> None:
+    (tmp_path / ".novel.staging").mkdir()
     (tmp_path / ".old.removed").mkdir()
-    os.mkfifo(tmp_path / ".pipe.functorch_shard.draft")
-    (tmp_path / ".link.functorch_shard.draft").symlink_to(tmp_path / ".novel.draft")
+    os.mkfifo(tmp_path / ".pipe.functorch_shard.staging")
+    (tmp_path / ".link.functorch_shard.staging").symlink_to(tmp_path / ".novel.staging")
     there = files_of(tmp_path)
     save(tmp_path / "x", tiny(), keep=1)
     fs.checkpoint.export_safetensors(tmp_path / "y", tiny()["model"])
@@ -676,17 +676,17 @@ def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) ->
     assert "the checkpoint has a tensor" in refused(load, path, {"model": {"scale": 1.0}})
 
 
-def test_there_is_nothing_to_load(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error_that_says_what_it_contains(tmp_path: Path) -> None:
     nothing: Any = latest(tmp_path)
-    assert "as latest() returns where there is no checkpoint" in refused(load, nothing, tiny())
-    assert "no checkpoint: there is no such directory" in refused(load, tmp_path / "missing", tiny())
-    assert "no checkpoint: there is no .metadata" in refused(load, tmp_path, tiny())
+    assert "which latest() returns without a checkpoint" in refused(load, nothing, tiny())
+    assert "not a checkpoint: there is no such directory" in refused(load, tmp_path / "missing", tiny())
+    assert "not a checkpoint: there is no .metadata" in refused(load, tmp_path, tiny())
     save(tmp_path / "step-7", tiny())
-    assert "but in it are step-7: pass one of them" in refused(load, tmp_path, tiny())
-    assert "leave out of it what is not in the checkpoint" in refused(load, tmp_path / "step-7", {"epoch": 0})
+    assert "it contains step-7: pass one of them" in refused(load, tmp_path, tiny())
+    assert "without what is not in the checkpoint" in refused(load, tmp_path / "step-7", {"epoch": 0})
 
 
-def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_values_that_cannot_be_read_back_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     tree = {"opt": torch.optim.SGD([torch.zeros(1)]), "layers": {"fn": len}, "deep": [1, [object()]], "ok": 1}
     text = refused(save, tmp_path / "x", tree)
     assert text.startswith("TypeError")
@@ -710,8 +710,8 @@ def test_what_torch_writes_and_does_not_read_back_is_refused(tmp_path: Path) -> 
 def test_trees_of_different_ranks_and_hidden_names_are_refused(tmp_path: Path) -> None:
     two, three = (fs.shard({"w": torch.ones(7)}, fs.plan({"w": torch.ones(7)}, fs.simulated_mesh(n))) for n in (2, 3))
     for tree in ({"a": two, "b": three}, {"b": three, "a": two}):
-        assert "expected one of the ranks of Mesh(shard=" in refused(save, tmp_path / "x", tree)
-    assert "names with a dot in front are hidden" in refused(save, tmp_path / ".x", {"a": two})
+        assert "expected the ranks of Mesh(shard=" in refused(save, tmp_path / "x", tree)
+    assert "names that begin with a dot are hidden" in refused(save, tmp_path / ".x", {"a": two})
     assert files_of(tmp_path) == []
 
 
@@ -802,7 +802,7 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     def fail(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(stored, "write_durably", fail)
+    monkeypatch.setattr(writer, "write_durably", fail)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path / "second", tiny(2))
     assert [x.name for x in tmp_path.iterdir()] == ["first"]
@@ -825,8 +825,8 @@ def test_the_manifest_lists_every_file_and_every_byte(four: Any) -> None:
 def test_inspect_lists_what_a_checkpoint_holds(four: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path, params, _ = four
     assert command(["inspect", str(path)]) == 0
-    told = capsys.readouterr().out
-    lines = {line.split()[0]: line.split() for line in told.splitlines() if line}
+    reported = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in reported.splitlines() if line}
     assert lines["model.out.weight"][1:4] == ["(3,", "7)", "float64"]
     assert lines["model.out.weight"][-1] == str(21 * 8)
     assert lines["step"] == ["step", "2"]
@@ -842,8 +842,8 @@ def test_consolidate_writes_the_model_for_others(four: Any, tmp_path: Path, caps
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert command(["consolidate", str(path), str(tmp_path / "out")]) == 1
     assert command(["consolidate", str(path), str(tmp_path / "new"), "--prefix", "ema."]) == 1
-    told = capsys.readouterr().err
-    assert "names begin with model, optim, step" in told
+    reported = capsys.readouterr().err
+    assert "names begin with model, optim, step" in reported
     assert not (tmp_path / "new").exists()
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is told on every real rank, whichever of them meets it, and nothing is changed."""
+"""A damaged checkpoint is reported on every real rank, whichever of them reads the damage; no file is changed."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def damage_all(runs: Path, outside: Path) -> dict[str, str]:
 
 def try_all(runs: Path, damaged: list[str]) -> dict[str, Any]:
     mesh = fs.init_mesh()
-    told: dict[str, Any] = {fault: refused(load, runs / fault, tree_of(mesh)) for fault in damaged}
-    told["other model"] = refused(load, runs / "good", tree_of(mesh, other_model()))
-    told["other dtype"] = refused(load, runs / "good", tree_of(mesh, plain().double()))
-    told["to overwrite"] = refused(save, runs / "good", tree_of(mesh))
-    told["step"] = load(runs / "good", tree_of(mesh))["step"]  # and all of them are still able to work together
-    return told
+    reported: dict[str, Any] = {fault: refused(load, runs / fault, tree_of(mesh)) for fault in damaged}
+    reported["other model"] = refused(load, runs / "good", tree_of(mesh, other_model()))
+    reported["other dtype"] = refused(load, runs / "good", tree_of(mesh, plain().double()))
+    reported["to overwrite"] = refused(save, runs / "good", tree_of(mesh))
+    reported["step"] = load(runs / "good", tree_of(mesh))["step"]  # and all of them are still able to work together
+    return reported
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -73,41 +73,42 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """By the number of ranks, what each of them was told; and the file to be named for each fault."""
+    """By the number of ranks, what each of them was reported; and the file to be named for each fault."""
     runs, outside = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("outside")
     save(runs / "good", tree_of(fs.simulated_mesh(2)))
     named = damage_all(runs, outside)
     before = files_of(runs)
-    told = {ranks: run_ranks(try_all, ranks, runs, list(named)) for ranks in RANKS}
+    reported = {ranks: run_ranks(try_all, ranks, runs, list(named)) for ranks in RANKS}
     assert files_of(runs) == before, "something was written"
     assert not (outside / "executed").exists()
     assert latest(runs, verify=True) == runs / "good"
-    return {"told": told, "named": named}
+    return {"reported": reported, "named": named}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_every_damage_is_told_on_every_rank_with_the_file_and_executes_nothing(tried: Any, ranks: int) -> None:
+def test_every_damage_is_reported_on_every_rank_with_the_file_and_executes_nothing(tried: Any, ranks: int) -> None:
     for fault, name in tried["named"].items():
-        for rank, told in enumerate(tried["told"][ranks]):
-            assert told[fault].startswith("RuntimeError"), f"{fault}, rank {rank}"
-            assert name in told[fault], f"{fault}, rank {rank}"
-            assert fault in told[fault], f"the directory, rank {rank}"
+        for rank, reported in enumerate(tried["reported"][ranks]):
+            assert reported[fault].startswith("RuntimeError"), f"{fault}, rank {rank}"
+            assert name in reported[fault], f"{fault}, rank {rank}"
+            assert fault in reported[fault], f"the directory, rank {rank}"
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_another_model_or_dtype_is_told_on_every_rank_with_what_differs(tried: Any, ranks: int) -> None:
-    for told in tried["told"][ranks]:
+def test_another_model_or_dtype_is_reported_on_every_rank_with_the_difference(tried: Any, ranks: int) -> None:
+    for reported in tried["reported"][ranks]:
         assert (
-            "'model.1.weight': got shape (4, 7), torch.float32, the checkpoint has shape (5, 7)" in told["other model"]
+            "'model.1.weight': got shape (4, 7), torch.float32, the checkpoint has shape (5, 7)"
+            in reported["other model"]
         )
         assert (
             "'model.0.bias': got shape (7,), torch.float64, the checkpoint has shape (7,), torch.float32"
-            in (told["other dtype"])
+            in (reported["other dtype"])
         )
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_rank_refuses_to_overwrite_and_works_on_after_all_of_it(tried: Any, ranks: int) -> None:
-    for told in tried["told"][ranks]:
-        assert "is there already, and was not overwritten" in told["to overwrite"]
-        assert told["step"] == 2
+    for reported in tried["reported"][ranks]:
+        assert "exists already, and was not overwritten" in reported["to overwrite"]
+        assert reported["step"] == 2

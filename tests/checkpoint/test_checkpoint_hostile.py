@@ -1,4 +1,4 @@
-"""Checkpoints of somebody who means harm, or whose disk did: an error that names the file, and no harm done."""
+"""Hostile and damaged checkpoints are refused with an error that names the file, and execute nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from functorch_shard.__main__ import main as command
 from functorch_shard.checkpoint import latest, load, save, verify
+from functorch_shard.checkpoint.cli import main as command
 from functorch_shard.checkpoint.dcp.metadata import entries_of
-from functorch_shard.checkpoint.regions import Box, boxes, first_overlap
+from functorch_shard.checkpoint.regions import Region, first_overlap, regions
 from tests.support.faults import Evil
 from tests.support.refusals import refused
 
@@ -85,7 +85,7 @@ def one(folder: Path, raw: bytes, shape: tuple[int, ...] = (4,)) -> Path:
     return foreign(folder, {"x": (shape, torch.float32, [((0,) * len(shape), shape, raw)])}, {})
 
 
-def told(folder: Path, like: Any = None) -> str:
+def refusal(folder: Path, like: Any = None) -> str:
     text = refused(load, folder, {"x": torch.zeros(4)} if like is None else like)
     assert text.startswith("RuntimeError")
     assert str(folder) in text
@@ -124,7 +124,7 @@ def test_metadata_cannot_alter_the_classes_that_it_names(tmp_path: Path, cls: ty
     ],
     ids=["memo", "memo in text", "bytearray", "bytes", "frame", "long"],
 )
-def test_metadata_of_a_few_bytes_does_not_make_room_for_gigabytes(raw: bytes) -> None:
+def test_metadata_of_a_few_bytes_does_not_allocate_gigabytes(raw: bytes) -> None:
     before = resident()
     assert "nothing in it was executed" in refused(entries_of, raw)
     assert resident() - before < 1 << 28
@@ -133,53 +133,55 @@ def test_metadata_of_a_few_bytes_does_not_make_room_for_gigabytes(raw: bytes) ->
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (((4,), "float32", [((0,), (4,), b"")]), "a tensor whose dtype is none"),
-        (((-4,), torch.float32, []), "no numbers of elements"),
-        (((4,), torch.float32, [((-1,), (4,), b"")]), "no numbers of elements"),
-        (((4,), torch.float32, [((0, 0), (4,), b"")]), "is no box of shape (4,)"),
-        (((4, 4), torch.float32, [((0,), (4, 4), b"")]), "is no box of shape (4, 4)"),
+        (((4,), "float32", [((0,), (4,), b"")]), "not a torch.dtype"),
+        (((-4,), torch.float32, []), "not non-negative integers"),
+        (((4,), torch.float32, [((-1,), (4,), b"")]), "not non-negative integers"),
+        (((4,), torch.float32, [((0, 0), (4,), b"")]), "is not a region of shape (4,)"),
+        (((4, 4), torch.float32, [((0,), (4, 4), b"")]), "is not a region of shape (4, 4)"),
         (((4,), torch.float32, [((1,), (4,), b"")]), "is outside of shape (4,)"),
         (((2**61,), torch.float32, [((0,), (2**61,), b"")]), "takes 9,223,372,036,854,775,808 bytes"),
     ],
     ids=["dtype", "shape", "offset", "long offsets", "short offsets", "outside", "huge"],
 )
-def test_what_cannot_be_in_metadata_is_told_with_the_file(
+def test_invalid_metadata_is_refused_with_the_name_of_the_file(
     tmp_path: Path, tensor: Any, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = foreign(tmp_path / "x", {"x": tensor}, {})
-    assert text in told(folder)
+    assert text in refusal(folder)
     assert command(["inspect", str(folder)]) == 1
     assert text in capsys.readouterr().err
 
 
-def test_boxes_that_overlap_are_refused_since_they_hide_holes(
+def test_regions_that_overlap_are_refused_because_they_hide_missing_elements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raw = saved(torch.ones(2))
     folder = foreign(tmp_path / "x", {"x": ((4,), torch.float32, [((0,), (2,), raw), ((1,), (2,), raw)])}, {})
-    assert "have elements in common" in told(folder)
+    assert "have elements in common" in refusal(folder)
     assert command(["consolidate", str(folder), str(tmp_path / "out"), "--prefix", ""]) == 1
     assert "have elements in common" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_an_overlap_is_found_among_any_boxes() -> None:
+def test_an_overlap_is_found_among_any_regions() -> None:
     draw = random.Random(0)
     for _ in range(300):
-        some = [Box((draw.randrange(6), draw.randrange(6)), (draw.randrange(4), draw.randrange(4))) for _ in range(5)]
+        some = [
+            Region((draw.randrange(6), draw.randrange(6)), (draw.randrange(4), draw.randrange(4))) for _ in range(5)
+        ]
         pairs = [(a, b) for i, a in enumerate(some) for b in some[:i] if a.overlap(b)]
         found = first_overlap(some)
         assert (found is None) == (not pairs)
         assert found is None or found[0].overlap(found[1])
     assert first_overlap([]) is None
-    assert first_overlap([Box((), ())]) is None
+    assert first_overlap([Region((), ())]) is None
 
 
-def test_many_boxes_are_looked_at_in_little_time() -> None:
+def test_an_overlap_among_many_regions_is_found_in_linear_time() -> None:
     begun = time.perf_counter()
-    assert first_overlap([Box((0, i), (5, 1)) for i in range(20_000)]) is None
-    assert first_overlap([Box((i, j), (1, 1)) for i in range(100) for j in range(100)]) is None
-    assert first_overlap([box for i in range(5000) for box in boxes((7000, 11), 13 * i, 13)]) is None
+    assert first_overlap([Region((0, i), (5, 1)) for i in range(20_000)]) is None
+    assert first_overlap([Region((i, j), (1, 1)) for i in range(100) for j in range(100)]) is None
+    assert first_overlap([region for i in range(5000) for region in regions((7000, 11), 13 * i, 13)]) is None
     assert time.perf_counter() - begun < 20  # a second or so; by pairs, minutes
 
 
@@ -201,8 +203,8 @@ def test_a_value_takes_no_more_memory_than_its_bytes(tmp_path: Path, bomb: str) 
     raw = BOMBS[bomb]()
     folder = foreign(tmp_path / "x", {"x": ((4,), torch.float32, [((0,), (4,), raw)])}, {"p": raw})
     before = resident()
-    assert "'x'" in told(folder)
-    assert "'p'" in told(folder, {"p": 0})
+    assert "'x'" in refusal(folder)
+    assert "'p'" in refusal(folder, {"p": 0})
     assert resident() - before < 1 << 28
 
 
@@ -212,12 +214,12 @@ def test_an_archive_that_programs_read_in_two_ways_is_refused(tmp_path: Path) ->
     elsewhere = raw[: len(raw) - 42] + struct.pack("<4sIQI", b"PK\6\7", 0, at - 1, 1) + raw[-22:]
     assert len(elsewhere) == len(raw)
     for i, other in enumerate((elsewhere, b"more" + raw, raw + b"more", raw[:-2] + b"\1\0c")):
-        assert "archive" in told(one(tmp_path / f"{i}", other))
+        assert "archive" in refusal(one(tmp_path / f"{i}", other))
 
 
-def test_a_tensor_that_has_one_number_in_every_place_is_refused(tmp_path: Path) -> None:
+def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
     raw = saved(torch.ones(1).expand(100))
-    assert "a tensor of 400 bytes in memory of 4" in told(one(tmp_path / "x", raw, (100,)), {"x": torch.zeros(100)})
+    assert "a tensor of 400 bytes in memory of 4" in refusal(one(tmp_path / "x", raw, (100,)), {"x": torch.zeros(100)})
     larger = saved(torch.ones(1000)[:4])  # all of it is in the file, so this is only wasteful
     assert load(one(tmp_path / "y", larger), {"x": torch.zeros(4)})["x"].tolist() == [1, 1, 1, 1]
 
@@ -245,19 +247,21 @@ CALLS: dict[str, Any] = {
 def test_a_call_that_torch_save_does_not_write_is_refused(tmp_path: Path, call: str) -> None:
     raw = saved(CALLS[call])
     folder = foreign(tmp_path / "x", {"x": ((4,), torch.float32, [((0,), (4,), raw)])}, {"p": raw})
-    assert "'x'" in told(folder)
-    assert "'p'" in told(folder, {"p": 0})
+    assert "'x'" in refusal(folder)
+    assert "'p'" in refusal(folder, {"p": 0})
 
 
 def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
     value: list[Any] = []
     value.append(value)
-    assert "'p'" in told(foreign(tmp_path / "x", {}, {"p": saved(value)}), {"p": 0})
+    assert "'p'" in refusal(foreign(tmp_path / "x", {}, {"p": saved(value)}), {"p": 0})
 
 
 def test_a_storage_that_claims_more_than_its_record_is_refused(tmp_path: Path) -> None:
     claims = zipfile.ZipFile(io.BytesIO(saved(torch.ones(4)))).read("archive/data.pkl").replace(b"K\4tq", b"K\xc8tq")
-    assert "which its record does not have" in told(one(tmp_path / "x", rewritten(saved(torch.ones(4)), data=claims)))
+    assert "which its record does not have" in refusal(
+        one(tmp_path / "x", rewritten(saved(torch.ones(4)), data=claims))
+    )
 
 
 def test_random_bytes_as_a_value_or_a_few_changed_are_one_kind_of_error(tmp_path: Path) -> None:
@@ -337,7 +341,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", MANIFESTS)
-def test_a_manifest_that_is_none_is_damage_though_its_digest_fits(
+def test_an_invalid_manifest_is_damage_although_its_digest_matches(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save(tmp_path / "bad", {"x": torch.ones(4)}).path
@@ -345,7 +349,7 @@ def test_a_manifest_that_is_none_is_damage_though_its_digest_fits(
     changed = MANIFESTS[kind](json.loads(file.read_text().split("\n", 1)[1]))
     body = (changed if isinstance(changed, str) else json.dumps(changed)).encode()
     file.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-    assert "functorch_shard.json" in told(folder)
+    assert "functorch_shard.json" in refusal(folder)
     assert any("functorch_shard.json" in problem for problem in verify(folder))
     assert latest(tmp_path) is None
     assert command(["inspect", str(folder)]) == 1
@@ -358,13 +362,13 @@ def test_a_manifest_of_a_later_version_is_named_as_such(tmp_path: Path) -> None:
     folder = save(tmp_path / "x", {"x": torch.ones(4)}).path
     body = b'{"format": 2}'
     (folder / "functorch_shard.json").write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-    assert "format 2, this version reads format 1" in told(folder)
+    assert "format 2, this version reads format 1" in refusal(folder)
 
 
 # without a manifest
 
 
-def test_damage_loads_the_values_of_a_checkpoint_that_has_no_checksums(tmp_path: Path) -> None:
+def test_verify_loads_the_values_of_a_checkpoint_without_checksums(tmp_path: Path) -> None:
     dcp.save({"x": torch.ones(100), "step": 3}, checkpoint_id=tmp_path / "x", no_dist=True)
     assert verify(tmp_path / "x") == []
     file = tmp_path / "x" / FILE
@@ -375,7 +379,7 @@ def test_damage_loads_the_values_of_a_checkpoint_that_has_no_checksums(tmp_path:
     assert any("'x'" in problem for problem in problems)
 
 
-def test_a_value_that_is_not_plain_is_shown_as_such_beside_the_others(
+def test_inspect_lists_a_value_that_is_not_plain_without_loading_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = {"x": torch.ones(4), "args": argparse.Namespace(a=1), "step": 3}
@@ -385,7 +389,7 @@ def test_a_value_that_is_not_plain_is_shown_as_such_beside_the_others(
     assert lines["args"].endswith("not plain, and not loaded: it names argparse.Namespace")
     assert lines["step"].split() == ["step", "3"]
     assert load(tmp_path / "x", {"x": torch.zeros(4), "step": 0})["step"] == 3
-    text = told(tmp_path / "x", {"args": 0})
+    text = refusal(tmp_path / "x", {"args": 0})
     assert "it names argparse.Namespace" in text
     assert "altered" not in text
     assert "weights_only" not in text

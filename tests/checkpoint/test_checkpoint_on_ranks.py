@@ -258,7 +258,7 @@ OTHER = {"ours": "FSDP2", "FSDP2": "ours"}
 
 def go_on(folder: Path, phase: int) -> dict[str, Any]:
     """Each program loads what the other one has saved on other ranks, trains, and saves."""
-    told = {}
+    reported = {}
     for name, program in PROGRAMS.items():
         run = program.new(seed=phase, lr=LR if phase == 0 else 7.0)
         if phase:
@@ -266,8 +266,8 @@ def go_on(folder: Path, phase: int) -> dict[str, Any]:
         loaded = run.values() if phase else {}  # asking torch for the state of a new optimizer counts as a step
         losses = [mean_of_ranks(run.step(mine(x), mine(y))) for x, y in batches(phase)]
         run.save(folder / f"{name}-{phase}")
-        told[name] = {"loaded": loaded, "losses": losses, "values": run.values()}
-    return told
+        reported[name] = {"loaded": loaded, "losses": losses, "values": run.values()}
+    return reported
 
 
 # --- saving while the program goes on ---------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def told(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
     except Exception as error:
@@ -323,7 +323,7 @@ def train_while_saving(folder: Path) -> dict[str, Any]:
         path = in_flight.result()
     exactly(by_name(load(path, fresh(mesh)))["model"], before["model"])
     exactly(by_name(load(path, fresh(mesh)))["optim"]["state"], before["optim"]["state"])
-    assert told(lambda: exactly(by_name(later)["model"], before["model"])).startswith("AssertionError")
+    assert error_of(lambda: exactly(by_name(later)["model"], before["model"])).startswith("AssertionError")
     return {"done before": done_before, "done": in_flight.done(), "path": path, "again": in_flight.result()}
 
 
@@ -335,7 +335,7 @@ def donate_while_saving(folder: Path, ranks: set[int]) -> str:
         in_flight = save(folder / "donated", tree, async_save=True)
         stepped(tree, donate=mesh.rank in ranks)
         go()
-        return told(in_flight.result)
+        return error_of(in_flight.result)
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -346,18 +346,18 @@ def full_disk(*_: Any, **__: Any) -> None:
 
 
 def fail(folder: Path) -> dict[str, str]:
-    """What this rank is told when the disk is full for rank 1, when its files are, or when rank 0 completes."""
+    """The error of this rank when the disk is full for rank 1, when its files are, or when rank 0 completes."""
     tree, last = started(fs.init_mesh()), dist.get_rank() == 1
     answers = {}
     for when, method in {"opened": "__init__", "written": "tensor", "closed": "close"}.items():
         for how in (False, True):
             with writers(**({method: full_disk} if last else {})):
                 call = lambda how=how: save(folder / "failed", tree, async_save=how).result()  # noqa: E731
-                answers[f"{when}, {'in background' if how else 'at once'}"] = told(call)
+                answers[f"{when}, {'in background' if how else 'at once'}"] = error_of(call)
     complete = saving.complete
     saving.complete = full_disk
-    answers["completed, at once"] = told(lambda: save(folder / "failed", tree))
-    answers["completed, in background"] = told(lambda: save(folder / "failed", tree, async_save=True).result())
+    answers["completed, at once"] = error_of(lambda: save(folder / "failed", tree))
+    answers["completed, in background"] = error_of(lambda: save(folder / "failed", tree, async_save=True).result())
     saving.complete = complete
     return answers
 
@@ -368,25 +368,25 @@ def disagree(folder: Path) -> dict[str, str]:
     other = {**tree, "more": 1}
     wrong = {**tree, "more": object()}
     answers = {
-        "another tree": told(lambda: save(folder / "failed", other if last else tree)),
-        "another path": told(lambda: save(folder / ("other" if last else "failed"), tree)),
-        "another keep": told(lambda: save(folder / "failed", tree, keep=2 if last else 3)),
-        "another way": told(lambda: save(folder / "failed", tree, async_save=last).result()),
-        "no plain value": told(lambda: save(folder / "failed", wrong if last else tree)),
-        "there already": told(lambda: save(folder / "good", tree)),
+        "another tree": error_of(lambda: save(folder / "failed", other if last else tree)),
+        "another path": error_of(lambda: save(folder / ("other" if last else "failed"), tree)),
+        "another keep": error_of(lambda: save(folder / "failed", tree, keep=2 if last else 3)),
+        "another way": error_of(lambda: save(folder / "failed", tree, async_save=last).result()),
+        "no plain value": error_of(lambda: save(folder / "failed", wrong if last else tree)),
+        "there already": error_of(lambda: save(folder / "good", tree)),
     }
     like = fresh(mesh)
     save(folder / "good too", stepped(tree))  # of the same shapes: only its values differ
     answers |= {
-        "another tree to load": told(lambda: load(folder / "good", {"step": 0} if last else like)),
-        "another checkpoint": told(lambda: load(folder / ("good too" if last else "good"), like)),
-        "no checkpoint": told(lambda: load(folder / ("none" if last else "good"), like)),
+        "another tree to load": error_of(lambda: load(folder / "good", {"step": 0} if last else like)),
+        "another checkpoint": error_of(lambda: load(folder / ("good too" if last else "good"), like)),
+        "no checkpoint": error_of(lambda: load(folder / ("none" if last else "good"), like)),
     }
-    read: Any = loading.Stored.tensor
+    read: Any = loading.Reader.tensor
     unreadable: Any = full_disk if last else read
-    loading.Stored.tensor = unreadable
-    answers["unreadable"] = told(lambda: load(folder / "good", like))
-    loading.Stored.tensor = read
+    loading.Reader.tensor = unreadable
+    answers["unreadable"] = error_of(lambda: load(folder / "good", like))
+    loading.Reader.tensor = read
     return answers
 
 
@@ -455,7 +455,7 @@ def first_of_two(folder: Path) -> dict[str, Any]:
 def then_three(folder: Path) -> dict[str, Any]:
     moved_on = move(folder / "two", folder / "three", None, "other units and labels", donate=True)
     like = {"rng": per_rank(fs.init_mesh())}
-    return {"loaded": moved_on, "go on": go_on(folder, 1), "random": told(lambda: load(folder / "random", like))}
+    return {"loaded": moved_on, "go on": go_on(folder, 1), "random": error_of(lambda: load(folder / "random", like))}
 
 
 def then_four(folder: Path) -> dict[str, Any]:
@@ -558,13 +558,13 @@ def test_steps_while_a_save_is_in_flight_do_not_reach_it(folder: Path, two: Any)
 
 
 def test_a_donated_step_under_a_save_is_an_error_on_every_rank_and_leaves_nothing(folder: Path, two: Any) -> None:
-    own, other = "RuntimeError: save: written to while they were saved", "RuntimeError: save failed on rank {}, "
+    own, other = "RuntimeError: save: written to while being saved", "RuntimeError: save failed on rank {}, "
     both, last, first = zip(*(answer["donated"] for answer in two), strict=True)
     assert [text.startswith(own) for text in both] == [True, True]
     assert (last[0].startswith(other.format(1)), last[1].startswith(own)) == (True, True)
     assert (first[0].startswith(own), first[1].startswith(other.format(0))) == (True, True)
     for text in (*both, *last, *first):
-        assert "written to while they were saved" in text
+        assert "written to while being saved" in text
         assert "model" in text
         assert "use donate=False until done()" in text
     assert [answer["untouched"] for answer in two] == [True, True]
@@ -576,15 +576,15 @@ def test_one_rank_that_fails_is_named_on_every_rank_and_leaves_nothing(folder: P
     first, last = (answer["fail"] for answer in two)
     assert len(first) == 8
     for what in first:
-        failing, told_it, rank = (first, last, 0) if what.startswith("completed") else (last, first, 1)
+        failing, other, rank = (first, last, 0) if what.startswith("completed") else (last, first, 1)
         assert failing[what] == "OSError: [Errno 28] No space left on device", what
         named = f"RuntimeError: save failed on rank {rank}, so no rank can go on. There:\nOSError: [Errno 28]"
-        assert told_it[what].startswith(named), what
+        assert other[what].startswith(named), what
     assert [answer["left"] for answer in two] == [[], []]
     assert sorted(x.name for x in (folder / "faults").iterdir()) == ["good", "good too"]
 
 
-def test_ranks_that_disagree_are_told_so_and_none_waits(two: Any) -> None:
+def test_ranks_that_disagree_raise_on_every_rank_and_none_waits(two: Any) -> None:
     first, last = (answer["disagree"] for answer in two)
     for what in ("another tree", "another path", "another keep", "another way"):
         assert first[what] == last[what]
@@ -613,4 +613,4 @@ def test_tensor_parallel_parameters_go_to_one_process_and_back(folder: Path, fou
     for answer in four:
         exactly(answer["parallel"]["same"], saved)
         exactly(answer["parallel"]["from plain"], plain)
-    assert told(lambda: exactly(plain, saved)).startswith("AssertionError")
+    assert error_of(lambda: exactly(plain, saved)).startswith("AssertionError")

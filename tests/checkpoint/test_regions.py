@@ -1,4 +1,4 @@
-"""Boxes are the flat range, in order, and few; tried on every range of small shapes, and on random ones."""
+"""Regions are the flat range, in order, and few; tried on every range of small shapes, and on random ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functorch_shard.checkpoint.regions import Box, boxes
+from functorch_shard.checkpoint.regions import Region, regions
 from tests.support.refusals import refused
 
 SMALL_SHAPES = [shape for dims in range(4) for shape in product((0, 1, 2, 3), repeat=dims)] + [
@@ -25,27 +25,27 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(prod(shape)).view(shape)
 
 
-def elements(found: list[Box], shape: tuple[int, ...]) -> list[int]:
+def elements(found: list[Region], shape: tuple[int, ...]) -> list[int]:
     whole = numbered(shape)
-    return [element for box in found for element in whole[box.index].flatten().tolist()]
+    return [element for region in found for element in whole[region.index].flatten().tolist()]
 
 
 @pytest.mark.parametrize("shape", SMALL_SHAPES, ids=str)
-def test_the_boxes_of_every_range_are_the_range_in_order(shape: tuple[int, ...]) -> None:
+def test_the_regions_of_every_range_are_the_range_in_order(shape: tuple[int, ...]) -> None:
     numel = prod(shape)
     for start in range(numel + 1):
         for end in range(start, numel + 1):
-            found = boxes(shape, start, end - start)
+            found = regions(shape, start, end - start)
             assert elements(found, shape) == list(range(start, end))
             assert len(found) <= max(2 * len(shape) - 1, 1)
-            assert all(box.numel == prod(box.sizes) > 0 for box in found)
+            assert all(region.numel == prod(region.sizes) > 0 for region in found)
 
 
 @given(SHAPES, st.data())
-def test_the_boxes_of_random_ranges_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_the_regions_of_random_ranges_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, prod(shape)))
     numel = data.draw(st.integers(0, prod(shape) - start))
-    found = boxes(shape, start, numel)
+    found = regions(shape, start, numel)
     assert elements(found, shape) == list(range(start, start + numel))
     assert len(found) <= max(2 * len(shape) - 1, 1)
 
@@ -53,44 +53,44 @@ def test_the_boxes_of_random_ranges_are_the_range_in_order(shape: tuple[int, ...
 def test_the_bound_is_reached() -> None:
     for dims in range(1, 6):
         shape = (3,) * dims
-        assert max(len(boxes(shape, 1, n)) for n in range(prod(shape))) == 2 * dims - 1
+        assert max(len(regions(shape, 1, n)) for n in range(prod(shape))) == 2 * dims - 1
 
 
-def test_a_scalar_is_one_box_and_what_is_empty_none() -> None:
-    assert boxes((), 0, 1) == [Box((), ())]
-    assert boxes((), 0, 1)[0].numel == 1
-    assert boxes((), 0, 0) == boxes((), 1, 0) == boxes((0, 3), 0, 0) == boxes((4, 5), 20, 0) == []
+def test_a_scalar_is_one_region_and_what_is_empty_none() -> None:
+    assert regions((), 0, 1) == [Region((), ())]
+    assert regions((), 0, 1)[0].numel == 1
+    assert regions((), 0, 0) == regions((), 1, 0) == regions((0, 3), 0, 0) == regions((4, 5), 20, 0) == []
 
 
-def test_the_whole_is_one_box() -> None:
+def test_the_whole_is_one_region() -> None:
     for shape in SMALL_SHAPES:
-        expected = [Box((0,) * len(shape), shape)] if prod(shape) else []
-        assert boxes(shape, 0, prod(shape)) == expected
+        expected = [Region((0,) * len(shape), shape)] if prod(shape) else []
+        assert regions(shape, 0, prod(shape)) == expected
 
 
 def test_a_list_is_a_shape() -> None:
-    assert boxes([2, 3], 0, 6) == [Box((0, 0), (2, 3))]
+    assert regions([2, 3], 0, 6) == [Region((0, 0), (2, 3))]
 
 
 @pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 7), (5, 2), (7, 0), (0, -1)])
 def test_a_range_outside_of_the_tensor_is_refused(start: int, numel: int) -> None:
-    text = f"ValueError: boxes: got elements {start} to {start + numel} of shape (2, 3), which has 6"
-    assert refused(boxes, (2, 3), start, numel) == text
+    text = f"ValueError: regions: got elements {start} to {start + numel} of shape (2, 3), which has 6"
+    assert refused(regions, (2, 3), start, numel) == text
 
 
 @st.composite
-def boxes_of_one_tensor(draw: st.DrawFn, number: int = 2) -> tuple[tuple[int, ...], list[Box]]:
+def regions_of_one_tensor(draw: st.DrawFn, number: int = 2) -> tuple[tuple[int, ...], list[Region]]:
     shape = draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
     found = []
     for _ in range(number):
         offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
         sizes = tuple(draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True))
-        found.append(Box(offsets, sizes))
+        found.append(Region(offsets, sizes))
     return shape, found
 
 
-@given(boxes_of_one_tensor())
-def test_the_overlap_is_what_is_in_both(case: tuple[tuple[int, ...], list[Box]]) -> None:
+@given(regions_of_one_tensor())
+def test_the_overlap_is_what_is_in_both(case: tuple[tuple[int, ...], list[Region]]) -> None:
     shape, (a, b) = case
     both = set(elements([a], shape)) & set(elements([b], shape))
     overlap = a.overlap(b)
@@ -99,21 +99,21 @@ def test_the_overlap_is_what_is_in_both(case: tuple[tuple[int, ...], list[Box]])
     assert overlap is None or overlap.numel == len(both)
 
 
-@given(boxes_of_one_tensor())
-def test_an_overlap_is_found_inside_of_both(case: tuple[tuple[int, ...], list[Box]]) -> None:
+@given(regions_of_one_tensor())
+def test_an_overlap_is_found_inside_of_both(case: tuple[tuple[int, ...], list[Region]]) -> None:
     shape, (a, b) = case
     whole, overlap = numbered(shape), a.overlap(b)
     if overlap:
-        for box in (a, b):
-            assert torch.equal(whole[box.index][overlap.inside(box).index], whole[overlap.index])
-            assert overlap.inside(box).shifted(box.offsets) == overlap
+        for region in (a, b):
+            assert torch.equal(whole[region.index][overlap.inside(region).index], whole[overlap.index])
+            assert overlap.inside(region).shifted(region.offsets) == overlap
 
 
-def test_scalars_overlap_and_empty_boxes_do_not() -> None:
-    assert Box((), ()).overlap(Box((), ())) == Box((), ())
-    assert Box((0,), (0,)).overlap(Box((0,), (3,))) is None
-    assert Box((0, 0), (2, 2)).overlap(Box((2, 0), (2, 2))) is None
+def test_scalars_overlap_and_empty_regions_do_not() -> None:
+    assert Region((), ()).overlap(Region((), ())) == Region((), ())
+    assert Region((0,), (0,)).overlap(Region((0,), (3,))) is None
+    assert Region((0, 0), (2, 2)).overlap(Region((2, 0), (2, 2))) is None
 
 
-def test_boxes_of_other_tensors_do_not_compare() -> None:
-    assert refused(Box((0,), (1,)).overlap, Box((0, 0), (1, 1))).startswith("ValueError")
+def test_regions_of_other_tensors_do_not_compare() -> None:
+    assert refused(Region((0,), (1,)).overlap, Region((0, 0), (1, 1))).startswith("ValueError")

@@ -70,9 +70,9 @@ def held_while_exporting(params: fs.Sharded, path: Path) -> list[tuple[int, int]
 def faults(mesh: fs.Mesh, folder: Path) -> list[str]:
     mine, layout = folder / f"rank{mesh.rank}", fs.plan(linears(), mesh)
     params = fs.shard(linears(), layout)
-    told = [text_of(import_safetensors, folder / ("big" if mesh.rank == 0 else "none"), layout)]
-    told.append(text_of(export_safetensors, folder / "big", params))
-    told.append(text_of(export_safetensors, mine, params, names=3 if mesh.rank else None))
+    reported = [text_of(import_safetensors, folder / ("big" if mesh.rank == 0 else "none"), layout)]
+    reported.append(text_of(export_safetensors, folder / "big", params))
+    reported.append(text_of(export_safetensors, mine, params, names=3 if mesh.rank else None))
     write = safetensors_writer.write_numbers
 
     def fills_up(file: Any, x: Tensor) -> None:
@@ -81,10 +81,10 @@ def faults(mesh: fs.Mesh, folder: Path) -> list[str]:
         write(file, x)
 
     safetensors_writer.write_numbers = fills_up
-    told.append(text_of(export_safetensors, folder / "full", params, max_shard_size=UNIT))
+    reported.append(text_of(export_safetensors, folder / "full", params, max_shard_size=UNIT))
     safetensors_writer.write_numbers = write
     dist.barrier()  # nobody is left behind
-    return told
+    return reported
 
 
 def on_this_rank(folder: Path) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def on_this_rank(folder: Path) -> dict[str, Any]:
     import_safetensors(folder / "big", layout)
     read = bytes_read() - before
     held = held_while_exporting(params, folder / "counted")
-    return {"read": read, "held": held, "told": faults(mesh, folder)}
+    return {"read": read, "held": held, "reported": faults(mesh, folder)}
 
 
 Ran = tuple[Path, list[dict[str, Any]]]
@@ -139,12 +139,12 @@ def test_one_unit_is_whole_at_a_time_while_it_is_exported(ran: Ran) -> None:
         assert rank["held"] == [(0, UNIT)] * UNITS
 
 
-def test_what_is_wrong_on_one_rank_is_told_on_every_rank_and_leaves_nothing(ran: Ran) -> None:
+def test_an_error_on_one_rank_is_reported_on_every_rank_and_leaves_nothing(ran: Ran) -> None:
     folder, ranks = ran
-    first, second = (rank["told"] for rank in ranks)
+    first, second = (rank["reported"] for rank in ranks)
     assert "no such file" in second[0]
     assert first[0].startswith("RuntimeError: import_safetensors failed on rank 1, so no rank can go on. There:\nValue")
-    assert first[1].startswith(f"FileExistsError: {folder / 'big'} is there already")
+    assert first[1].startswith(f"FileExistsError: {folder / 'big'} exists already")
     assert second[1].startswith("RuntimeError: export_safetensors failed on rank 0")
     assert second[2].startswith("TypeError: export_safetensors: names: got int")
     assert "failed on rank 1" in first[2]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.checkpoint.chunks import pieces_of
+from functorch_shard.checkpoint.chunks import chunks_of
 from functorch_shard.checkpoint.names import Leaf
 from functorch_shard.errors import name_problems
 from functorch_shard.sharding.reduction import _complete
@@ -194,7 +194,7 @@ TREES: dict[str, Callable[[fs.Sharded], Any]] = {
     "norms": MESH.spmd(fs.debug.param_norms),
     "finite": fs.debug.assert_finite,
     "repr": repr,
-    "pieces": lambda params: list(pieces_of(Leaf(params, ()), params.layout.mesh)),
+    "chunks": lambda params: list(chunks_of(Leaf(params, ()), params.layout.mesh)),
     "reshard": lambda params: fs.reshard(params, planned(len(params.layout.units), fs.simulated_mesh(3))),
     "save and load": lambda params: saved_and_loaded(params),
     "export": lambda params: exported(params),

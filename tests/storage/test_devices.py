@@ -137,7 +137,7 @@ TASKS: dict[str, tuple[Callable[[fs.Sharded], Any], Callable[[fs.Sharded], Any] 
 @pytest.mark.parametrize("mesh", [real_ranks, simulated_ranks])
 @pytest.mark.parametrize("stays", ["c", "nothing"])
 @pytest.mark.parametrize("task", TASKS)
-def test_what_enters_a_collective_is_on_the_device_and_what_is_made_of_a_shard_lives_where_it_does(
+def test_operands_of_collectives_are_on_the_device_and_results_have_the_memory_kind_of_their_shard(
     task: str, stays: str, mesh: Callable[[], fs.Mesh]
 ) -> None:
     fn, where = TASKS[task]

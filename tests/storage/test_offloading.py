@@ -119,7 +119,7 @@ def awkward_tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", awkward_tensors())
-def test_whatever_lies_awkwardly_in_memory_comes_back_as_it_was(name: str, tmp_path: Path) -> None:
+def test_tensors_of_any_strides_come_back_as_they_were(name: str, tmp_path: Path) -> None:
     x = awkward_tensors()[name]
     mapped = fs.offload(x, tmp_path)
     assert type(mapped) is Tensor
@@ -136,7 +136,7 @@ def test_a_write_to_a_mapped_tensor_is_a_write_to_its_file(tmp_path: Path) -> No
     assert fs.reopen(example(1), tmp_path)["a"][2, 1] == 42
 
 
-def test_what_is_no_tensor_is_passed_through(tmp_path: Path) -> None:
+def test_leaves_that_are_not_tensors_are_passed_through(tmp_path: Path) -> None:
     tree = {"a": torch.ones(2), "b": None, "c": (1.5, "text"), "d": print}
     for where in ("cpu", tmp_path):
         moved = fs.offload(tree, where)
@@ -190,7 +190,7 @@ def test_inside_a_transform_it_is_refused(tmp_path: Path) -> None:
 # names
 
 
-def test_names_of_leaves_lead_to_no_other_folder_and_to_no_other_leaf(tmp_path: Path) -> None:
+def test_names_of_leaves_cannot_name_another_folder_or_another_leaf(tmp_path: Path) -> None:
     keys = [
         "../../up",
         "/etc/x",
@@ -306,7 +306,7 @@ def gradient_of(params: fs.Sharded, x: Tensor = SAMPLES[0]) -> fs.Sharded:
     return fs.grad(loss)(params)
 
 
-def test_what_is_made_from_a_mapped_shard_is_a_file_without_a_name_beside_it(tmp_path: Path) -> None:
+def test_tensors_made_from_a_mapped_shard_are_in_unnamed_files_of_the_same_directory(tmp_path: Path) -> None:
     plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
     params = fs.offload(plain, tmp_path)
     files = files_in(tmp_path)
@@ -373,7 +373,7 @@ def test_gradients_of_every_kind_of_gather_are_those_in_memory(
     assert all(x.abs().sum() for x in leaves_of(in_files) if x.numel())
 
 
-def test_files_that_somebody_else_maps_are_no_homes(tmp_path: Path) -> None:
+def test_files_mapped_by_other_functions_are_not_of_the_memory_kind(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(4)}, tmp_path / "checkpoint.pt")
     loaded = torch.load(tmp_path / "checkpoint.pt", mmap=True)["w"]
     mapped = torch.from_file(str(tmp_path / "checkpoint.pt"), shared=True, size=4)
@@ -402,7 +402,7 @@ def refused_by_the_system(fn: Any, *args: Any) -> OSError:
     return caught.value
 
 
-def test_a_file_that_has_no_room_is_an_error_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_is_an_error_and_the_previous_tree_remains(tmp_path: Path) -> None:
     fs.offload(example(), tmp_path)
     before = files_in(tmp_path)
     larger = {**example(1), "a": torch.randn(100, 1000)}
@@ -418,13 +418,13 @@ def test_a_file_that_has_no_room_is_an_error_and_what_was_there_stays(tmp_path: 
     assert same_bits(fs.reopen(larger, tmp_path), larger)
 
 
-def test_a_gradient_that_has_no_room_is_an_error_and_the_parameters_stay(tmp_path: Path) -> None:
+def test_a_gradient_that_does_not_fit_is_an_error_and_the_parameters_remain(tmp_path: Path) -> None:
     plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
     params = fs.offload(plain, tmp_path)
     files = files_in(tmp_path)
     with largest_file(100):
         error = refused_by_the_system(gradient_of, params)
-    assert "what is made from a shard in a file" in str(error)
+    assert "a tensor made from a memory-mapped shard" in str(error)
     assert "bytes needed" in str(error)
     assert files_in(tmp_path) == files
     assert same_bits(fs.reopen(plain, tmp_path), plain)
@@ -482,18 +482,18 @@ from tests.storage.test_offloading import example
 module = sys.modules["functorch_shard.storage.offloading"]
 die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 moment, directory = sys.argv[1:]
-owner = module._Shelf if moment == "keep" else module
+owner = module._RankFolder if moment == "keep" else module
 real = getattr(owner, moment)
 calls = []
 def second_call_dies(*args):
     calls.append(args)
     return die() if len(calls) == 2 else real(*args)
-setattr(owner, moment, die if moment == "_write_index" else second_call_dies)
+setattr(owner, moment, die if moment == "write_durably" else second_call_dies)
 fs.offload(example(1), directory)
 """
 
 
-@pytest.mark.parametrize("moment", ["new_file", "fill_file", "sync", "_write_index"])
+@pytest.mark.parametrize("moment", ["new_file", "fill_file", "sync", "write_durably"])
 def test_a_process_that_is_killed_on_the_way_leaves_what_was_there(moment: str, tmp_path: Path) -> None:
     fs.offload(example(), tmp_path)
     assert exit_code_of(KILLED, moment, str(tmp_path)) == -signal.SIGKILL
@@ -527,7 +527,7 @@ def test_missing_and_truncated_files_are_all_named_with_what_was_expected(tmp_pa
     assert "3 problems" in text
     assert "['a']: 0000-a.shard is missing, expected 40 bytes" in text
     assert "['b']: 0001-b.shard: 39 bytes, expected 40" in text
-    assert "['c']: 0002-c.shard is no regular file" in text
+    assert "['c']: 0002-c.shard is not a regular file" in text
     assert files_in(tmp_path) == before
     assert (folder / "0001-b.shard").stat().st_size == 39  # torch itself would have let it grow
 
@@ -578,12 +578,12 @@ def test_an_index_that_was_altered_is_refused(alteration: str, tmp_path: Path) -
     assert "index" in text
 
 
-def test_where_nothing_is_the_error_says_what_is_there_instead(tmp_path: Path) -> None:
+def test_without_a_tree_the_error_lists_the_contents_of_the_directory(tmp_path: Path) -> None:
     layout = fs.plan({"w": torch.ones(3)}, fs.simulated_mesh(2))
     fs.offload(fs.shard({"w": torch.ones(3)}, layout), tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"nothing was offloaded here.*there are all-2-simulated-ranks"):
+    with pytest.raises(FileNotFoundError, match=r"does not contain a complete tree.*contains all-2-simulated-ranks"):
         fs.reopen({"w": torch.ones(3)}, tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="contains nothing"):
         fs.reopen({"w": torch.ones(3)}, tmp_path / "elsewhere")
 
 

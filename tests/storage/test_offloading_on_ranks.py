@@ -99,7 +99,7 @@ def test_training_in_files_is_bitwise_that_in_memory(axes: dict[str, int], tmp_p
 # what one rank alone meets
 
 
-def told(fn: Any, *args: Any) -> str:
+def error_of(fn: Any, *args: Any) -> str:
     try:
         fn(*args)
     except Exception as error:
@@ -114,7 +114,7 @@ def meet_troubles(directory: str) -> dict[str, Any]:
     before, changed = files_in(folder / f"rank-{mesh.rank}-of-2"), tree_map(lambda x: x + 1, tree)
     results: dict[str, Any] = {}
     with largest_file(100 if mesh.rank == 1 else 1 << 40):
-        results["full"] = told(fs.offload, changed, folder)
+        results["full"] = error_of(fs.offload, changed, folder)
     dist.barrier()
     results["intact"] = same_bits(fs.reopen(tree, folder), tree)
     results["clean"] = files_in(folder / f"rank-{mesh.rank}-of-2") == before
@@ -124,27 +124,30 @@ def meet_troubles(directory: str) -> dict[str, Any]:
     dist.barrier()
     results["one ahead"] = same_bits(fs.reopen(tree, folder), tree)
     results["again"] = same_bits(fs.reopen(fs.offload(changed, folder), folder), changed)
-    results["generations"] = {name.split("/")[0] for name in files_in(folder / f"rank-{mesh.rank}-of-2")}
+    results["versions"] = {name.split("/")[0] for name in files_in(folder / f"rank-{mesh.rank}-of-2")}
     dist.barrier()
     if mesh.rank == 1:
         next((folder / "rank-1-of-2" / "3").glob("0001-*")).unlink()
     dist.barrier()
-    results["missing"] = told(fs.reopen, tree, folder)
-    results["form"] = told(fs.reopen, {"another": tree} if mesh.rank == 1 else tree, folder)
+    results["missing"] = error_of(fs.reopen, tree, folder)
+    results["form"] = error_of(fs.reopen, {"another": tree} if mesh.rank == 1 else tree, folder)
     if mesh.rank == 1:
         shutil.rmtree(folder / "rank-1-of-2")
     dist.barrier()
-    results["nothing"] = told(fs.reopen, tree, folder)
-    results["different trees"] = told(fs.offload, {"ab"[mesh.rank]: tree}, folder)
+    results["nothing"] = error_of(fs.reopen, tree, folder)
+    results["different trees"] = error_of(fs.offload, {"ab"[mesh.rank]: tree}, folder)
     return results
 
 
-def test_every_rank_hears_of_the_trouble_of_one_and_keeps_what_it_had(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_is_reported_on_every_rank_and_keeps_the_previous_tree(tmp_path: Path) -> None:
     first, second = run_ranks(meet_troubles, 2, str(tmp_path))
     for one in (first, second):
         assert [one[name] for name in ("intact", "clean", "one ahead", "again")] == [True] * 4
-        assert one["generations"] == {"3"}
-        assert "no tree is there as a whole" in one["nothing"] or "nothing was offloaded here" in one["nothing"]
+        assert one["versions"] == {"3"}
+        assert (
+            "no version is complete on every rank" in one["nothing"]
+            or "does not contain a complete tree" in one["nothing"]
+        )
         assert "disagree" in one["different trees"]
     assert "OSError: [Errno 27] offload: 3 tensors" in second["full"]
     assert first["full"].startswith("RuntimeError: offload failed on rank 1, so no rank can go on. There:")

@@ -1,5 +1,6 @@
-"""The format of ``torch.distributed.checkpoint``, read without trusting it.
+"""Checkpoints in the format of ``torch.distributed.checkpoint``; reading executes nothing.
 
-``stored``: a checkpoint on the disk. ``metadata`` and ``manifest``: its index and our checksums. ``values`` and
-``unpickler``: plain values, without executing what a pickle asks for.
+``reader``, ``validation`` and ``writer``: the directory of one checkpoint. ``metadata``: ``.metadata``, torch's index.
+``manifest``: ``functorch_shard.json``, checksums. ``values`` and ``unpickler``: tensors and plain values from pickles
+of untrusted sources.
 """

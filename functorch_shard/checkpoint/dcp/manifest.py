@@ -1,4 +1,4 @@
-"""``functorch_shard.json``: lengths, checksums and order of a checkpoint, believed as far as it is well-formed."""
+"""Reads ``functorch_shard.json``: lengths, checksums and order of a checkpoint. Its form is verified, not trusted."""
 
 from __future__ import annotations
 
@@ -13,41 +13,50 @@ from typing import Any
 from ...errors import reject
 from .values import open_regular
 
-MANIFEST, FORMAT = "functorch_shard.json", 1
+METADATA, MANIFEST, FORMAT = ".metadata", "functorch_shard.json", 1
 ALTERED = "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
 
 
 def lengths_of(folder: Path) -> dict[str, int]:
-    """The bytes of each regular file; -1: it is something else, as a link out of the folder."""
+    """The length of each regular file; -1 for anything else, for example a symbolic link."""
     found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
     return {name: stat.st_size if S_ISREG(stat.st_mode) else -1 for name, stat in found.items()}
 
 
 def read_plain(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
-    """All of a regular file."""
-    what = "missing" if name not in lengths else "no regular file" if lengths[name] < 0 else ""
+    """Read a regular file."""
+    what = "missing" if name not in lengths else "not a regular file" if lengths[name] < 0 else ""
     reject(f"{folder}: damaged", [f"{name}: {what}"] if what else [], ALTERED, RuntimeError)
     with open_regular(folder / name) as file:
         return file.read()
 
 
 def read_manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
-    """Of a checkpoint that was saved here; empty for one that another program wrote."""
+    """Read the manifest; empty for a checkpoint of another program."""
     if MANIFEST not in lengths:
         return {}
     digest, _, body = read_plain(folder, MANIFEST, lengths).partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise RuntimeError(f"{folder}: damaged: {MANIFEST}: its digest differs. {ALTERED}")
+        raise RuntimeError(f"{folder}: {MANIFEST} is damaged: its digest differs. {ALTERED}")
     try:
         manifest = json.loads(body)
     except (ValueError, RecursionError):
         manifest = None
-    form = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(form) is int and form != FORMAT:
-        raise RuntimeError(f"{folder}: {MANIFEST}: format {form}, this version reads format {FORMAT}")
-    if not isinstance(manifest, dict) or form is None or not _is_manifest(manifest):
-        raise RuntimeError(f"{folder}: damaged: {MANIFEST}: it is none, though its digest fits. {ALTERED}")
-    return {**manifest, "digest": digest.decode()}  # of all values, by their checksums
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is int and version != FORMAT:
+        raise RuntimeError(f"{folder}: {MANIFEST}: format {version}, this version reads format {FORMAT}")
+    if not isinstance(manifest, dict) or version is None or not _is_manifest(manifest):
+        text = f"{folder}: {MANIFEST} is not a valid manifest, although its digest matches. {ALTERED}"
+        raise RuntimeError(text)
+    return {**manifest, "digest": digest.decode()}  # covers all values, by their checksums
+
+
+def order_of(folder: Path) -> int | None:
+    """The position among the checkpoints of a directory; None without a manifest that can be read."""
+    try:
+        return read_manifest(folder, lengths_of(folder))["order"]
+    except (OSError, RuntimeError, KeyError):
+        return None
 
 
 def _is_manifest(x: dict[str, Any]) -> bool:
@@ -63,7 +72,7 @@ def _is_manifest(x: dict[str, Any]) -> bool:
 
 
 def _is_check(row: Any) -> bool:
-    """Where a value starts, its bytes, and their checksum."""
+    """Start, length and checksum of a value."""
     return isinstance(row, list) and len(row) == 3 and all(map(_is_count, row))
 
 

@@ -1,4 +1,4 @@
-"""What ``.metadata`` says, in the classes of ``torch.distributed.checkpoint``: a pickle, read without executing it."""
+"""Reads and writes ``.metadata``: a pickle of classes of ``torch.distributed.checkpoint``. Reading executes nothing."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ...errors import shown
 from ...torch_internals.dcp import MemoryFormat, StorageInfo
 from ..chunks import SCALAR
 from ..names import Path, dotted
-from ..regions import Box
+from ..regions import Region
 from .unpickler import DTYPES, InertObject, is_class, read
 
 
 class Value(NamedTuple):
-    """One value in a file: a box of a tensor, or something else that is plain (``SCALAR``)."""
+    """One value in a file: a region of a tensor, or a plain value (``SCALAR``)."""
 
-    box: Box
+    region: Region
     file: str
     start: int
     nbytes: int
@@ -32,7 +32,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """All that a checkpoint has under one name; ``dtype`` None: a plain value and no tensor."""
+    """All values under one name. A plain value has ``dtype`` None."""
 
     path: Path
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Of the numbers of a tensor."""
+        """Of the tensor's elements."""
         return prod(self.shape) * self.dtype.itemsize if self.dtype else 0
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Entry:
 
 
 def metadata_of(indices: Sequence[Mapping[str, Any]]) -> bytes:
-    """The pickle that says what the files of all ranks hold, by the index of each."""
+    """Make the pickle that describes the files of all ranks, from the index of each."""
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
     places: dict[dcp.MetadataIndex, StorageInfo] = {}
     paths: dict[str, Path] = {}
@@ -66,7 +66,7 @@ def _add(tensors: dict[str, dcp.STORAGE_TYPES], name: str, row: Mapping[str, Any
     if row["dtype"] is None:
         tensors[name] = dcp.BytesStorageMetadata()
         return dcp.MetadataIndex(name)
-    offsets, sizes = map(torch.Size, row["box"])
+    offsets, sizes = map(torch.Size, row["region"])
     properties = dcp.TensorProperties(dtype=getattr(torch, row["dtype"]))
     entry = tensors.setdefault(name, dcp.TensorStorageMetadata(properties, torch.Size(row["shape"]), []))
     assert isinstance(entry, dcp.TensorStorageMetadata)
@@ -96,10 +96,10 @@ _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and whe
 
 
 def entries_of(raw: bytes) -> dict[str, Entry]:
-    """What a pickle says, looked at part by part: it may have put anything anywhere.
+    """Parse the pickle, and verify the type of every part of it.
 
     Raises:
-        RuntimeError: it is no metadata, or names what metadata has no need of; nothing in it was executed.
+        RuntimeError: it is not metadata, or names something that metadata does not need; nothing in it was executed.
     """
     try:
         top = _fields(read(raw, _ADMITTED, _refuse_persistent), dcp.Metadata)
@@ -107,19 +107,19 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         places = {_key(index): info for index, info in top["storage_data"].items()}
         described = top["state_dict_metadata"].items()
         return {_text(name): _entry(name, _path(paths.get(name, (name,))), x, places) for name, x in described}
-    except Exception as error:  # whatever bytes that are no metadata lead to
+    except Exception as error:  # arbitrary bytes raise arbitrary errors
         what = shown(f"{type(error).__name__}: {error}")
-        raise RuntimeError(f"no metadata of a checkpoint, and nothing in it was executed ({what})") from error
+        raise RuntimeError(f"not metadata of a checkpoint; nothing in it was executed ({what})") from error
 
 
 def _refuse_persistent(pid: Any) -> None:
-    raise ValueError("it refers to something outside of itself")
+    raise ValueError("it refers to an object outside of the pickle")
 
 
 def _fields(x: Any, cls: type) -> dict[str, Any]:
-    """What an object of ``cls`` was to have as attributes."""
+    """The attributes of an object of ``cls``."""
     if not _is(x, cls) or not isinstance(x.state, dict):
-        raise TypeError(f"a {getattr(type(x), 'name', type(x).__name__)} and no {cls.__name__}")
+        raise TypeError(f"got a {getattr(type(x), 'name', type(x).__name__)}, expected a {cls.__name__}")
     return x.state
 
 
@@ -136,29 +136,29 @@ def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
 def _path(x: Any) -> Path:
     path = tuple(x)
     if not all(isinstance(part, (str, int)) for part in path):
-        raise TypeError("a path that is not of texts and numbers")
+        raise TypeError("a path that is not of strings and integers")
     return path
 
 
 def _text(x: Any) -> str:
     if type(x) is not str:
-        raise TypeError(f"a {type(x).__name__}, expected a text")
+        raise TypeError(f"got a {type(x).__name__}, expected a string")
     return x
 
 
 def _integers(x: Any) -> tuple[int, ...]:
     found = tuple(x.args[0] if _is(x, torch.Size) else x)
     if not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError("sizes or offsets that are no numbers of elements")
+        raise ValueError("sizes or offsets that are not non-negative integers")
     return found
 
 
 def _dtype(properties: Any) -> torch.dtype:
     if not _is(properties, dcp.TensorProperties):
-        raise TypeError("no properties of a tensor")
+        raise TypeError("not the properties of a tensor")
     named = properties.state[0]
     if not is_class(named) or named.name not in DTYPES:
-        raise TypeError("a tensor whose dtype is none")
+        raise TypeError("not a torch.dtype")
     return DTYPES[named.name]
 
 
@@ -167,14 +167,14 @@ def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:
         return Entry(path, (), None, (_value(SCALAR, places[name, None]),))
     fields = _fields(described, dcp.TensorStorageMetadata)
     chunks = [_fields(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
-    boxes = [Box(_integers(chunk["offsets"]), _integers(chunk["sizes"])) for chunk in chunks]
-    values = dict.fromkeys(_value(box, places[name, box.offsets]) for box in boxes)  # one that is told twice is one
+    regions = [Region(_integers(chunk["offsets"]), _integers(chunk["sizes"])) for chunk in chunks]
+    values = dict.fromkeys(_value(region, places[name, region.offsets]) for region in regions)  # without duplicates
     return Entry(path, _integers(fields["size"]), _dtype(fields["properties"]), tuple(values))
 
 
-def _value(box: Box, info: Any) -> Value:
+def _value(region: Region, info: Any) -> Value:
     fields = _fields(info, StorageInfo)
     if transforms := fields.get("transform_descriptors"):
-        raise ValueError(f"values are stored through {transforms}, which is not supported")
+        raise ValueError(f"values with transforms ({transforms}) are not supported")
     start, nbytes = _integers((fields["offset"], fields["length"]))
-    return Value(box, _text(fields["relative_path"]), start, nbytes)
+    return Value(region, _text(fields["relative_path"]), start, nbytes)

@@ -1,8 +1,8 @@
-"""``import_safetensors`` and ``export_safetensors``: shards out of, and into, the files that everybody else reads."""
+"""Imports shards from safetensors files, and exports them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,40 +22,39 @@ from .writer import MAX_SHARD_SIZE, Entry, NewFiles, Nowhere, Sink
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 _IMPORT, _EXPORT = "import_safetensors", "export_safetensors"
-_HINTS = 20  # each is a search among all names
+_HINTS = 20  # missing names with a suggestion: each compares all names
 
 
 def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> Sharded:
-    """Parameters from safetensors files, each rank reading the bytes of its own shard and no others.
+    """Read parameters from safetensors files; each rank reads only the bytes of its own shards.
 
-    ``import_safetensors(path, layout)`` after ``export_safetensors(path, params)`` has the values of ``params``
-    bitwise, whatever the ranks, units and labels of either layout are.
+    ``import_safetensors(path, layout)`` after ``export_safetensors(path, params)`` equals ``params`` bitwise, name by
+    name, for any ranks, units and labels of the two layouts.
 
     Args:
-        files: one path or several: a file, an index of Hugging Face (``model.safetensors.index.json``), or a directory,
-            where the index is looked for, then ``model.safetensors``, then all files that end in ``.safetensors``.
-            An index leads to files in its own directory alone (or in that of blobs, in the cache of Hugging Face).
-        layout: from :func:`plan`; every parameter has to be in the files, in its shape. A tied one is there under any
-            of its names; under several, with equal values. What else the files hold, as a module's buffers, is not
-            looked at.
-        names: from a parameter's name in the layout to its name in the files: a mapping, for those whose name is
-            another, or a function, for all. ``None``: the names are the same.
+        files: one or several paths: of a file, an index of Hugging Face (``model.safetensors.index.json``), or a
+            directory, which contains an index, ``model.safetensors``, or files that end in ``.safetensors``. An index
+            may refer only to files in its own directory (in the cache of Hugging Face, also to blobs).
+        layout: from :func:`plan`. The files contain every parameter in its shape, a tied one under one of its names, or
+            under several with equal values. Other tensors in the files, for example a module's buffers, are ignored.
+        names: the name in the files for a parameter's name in the layout: a mapping, for names that differ, or a
+            function, for all names. ``None``: the names are equal.
 
     Returns:
-        A ``Sharded`` as of :func:`shard`: on the mesh's device, and stacked on simulated ranks. A floating-point tensor
-        of another floating-point dtype is cast to the layout's, as ``x.to(dtype)`` does.
+        A ``Sharded`` like that of :func:`shard`: on the mesh's device, and stacked on simulated ranks. Tensors of
+        another floating-point dtype are cast to the layout's, by ``x.to(dtype)``.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: files that are missing, truncated or no safetensors; names that are missing, other shapes, dtypes of
-            another kind, tied parameters that differ; all of them at once, and before any numbers are read (but for
-            the last). On every rank, if only one of them finds something wrong.
+        TypeError: an argument of the wrong type.
+        ValueError: files that are missing, truncated or invalid; missing names, other shapes, dtypes that are not cast,
+            tied parameters with different values; all of them at once, and (except the last) before data are read.
+            Every rank raises if one does.
         RuntimeError: the ranks see different files, or it is called inside ``spmd`` on simulated ranks.
         NotImplementedError: the layout has DTensors.
 
     Cost:
-        Two all-gathers of 32 bytes per axis. Every rank reads all headers, and of the numbers its shard. Memory: the
-        shards, and 16 MiB.
+        Two all-gathers of 32 bytes per axis. Every rank reads all headers, and the data of its shards. Memory: the
+        shards and 16 MiB.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -68,7 +67,7 @@ def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> 
         tensor([[1., 2.],
                 [3., 0.]])
 
-    Stands for ``load_state_dict`` of a whole model on every rank, or on one that sends it to the others.
+    Replaces ``load_state_dict`` of a whole model on every rank, or on one that broadcasts it.
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"{_IMPORT}: layout: got {type(layout).__name__}, expected a Layout from plan().")
@@ -81,28 +80,28 @@ def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> 
 def export_safetensors(
     path: StrPath, params: Sharded, *, max_shard_size: int = MAX_SHARD_SIZE, names: Names = None
 ) -> None:
-    """Whole parameters as safetensors files that Hugging Face, and everybody else, reads; one unit in memory at a time.
+    """Write whole parameters to safetensors files, as Hugging Face's ``save_pretrained`` does; gathers unit by unit.
 
-    Rank 0 writes. The directory appears under its name when everything is in it and on the disk, or not at all.
+    Rank 0 writes. The directory becomes visible when it is complete and synced to the disk, or never.
 
     Args:
-        params: parameters, or any ``Sharded`` of their shape: averages, say; on simulated ranks the stacked tree.
         path: of the new directory. It gets ``model.safetensors``; or, if that were larger than
             ``max_shard_size``, ``model-00001-of-0000N.safetensors`` and so on, and ``model.safetensors.index.json``.
-        max_shard_size: bytes of numbers in a file; a tensor that is larger has a file of its own.
-        names: from a parameter's name in the layout to its name in the files, as for :func:`import_safetensors`. Tied
-            parameters are written under each of their names; under one, if ``names`` gives them the same.
+        params: parameters, or any ``Sharded`` of their shape, for example averages; stacked on simulated ranks.
+        max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
+        names: the name in the files for a parameter's name in the layout; see :func:`import_safetensors`. Tied
+            parameters are written under each of their names, or once, if ``names`` gives them one name.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        FileExistsError: something is at ``path`` already, or another process is writing it.
-        ValueError: shards that do not fit their layout, dtypes that the format has not, or equal names.
-        OSError: rank 0 could not write: the disk is full, say. Nothing is left behind.
-        RuntimeError: rank 0 failed, told on the others; or it is called inside ``spmd`` on simulated ranks.
+        TypeError: an argument of the wrong type.
+        FileExistsError: ``path`` exists, or another process is writing it.
+        ValueError: shards that do not fit their layout, dtypes that the format does not have, or equal names.
+        OSError: rank 0 could not write, for example to a full disk. Nothing is left.
+        RuntimeError: rank 0 failed, which the others report; or it is called inside ``spmd`` on simulated ranks.
         NotImplementedError: the layout has DTensors.
 
     Cost:
-        One all-gather per sharded buffer, in the stored dtype, and one of 32 bytes per unit and axis. Memory, on every
+        One all-gather per sharded buffer, in the stored dtype, and one of 32 bytes per unit and axis. Memory on every
         rank: one unit.
 
     Example:
@@ -118,19 +117,24 @@ def export_safetensors(
         model-00002-of-00002.safetensors
         model.safetensors.index.json
 
-    Stands for FSDP's ``StateDictType.FULL_STATE_DICT`` with ``rank0_only=True``, and ``save_pretrained`` of the result.
+    Replaces FSDP's ``StateDictType.FULL_STATE_DICT`` with ``rank0_only=True``, and ``save_pretrained`` of the result.
     """
     if not isinstance(params, Sharded):
         raise TypeError(f"{_EXPORT}: got {type(params).__name__}, expected a Sharded.")
     _refuse_transforms(_EXPORT)
     mesh = params.layout.mesh
     entries = mesh.agree(_EXPORT, lambda: _entries(params, names), lambda entries: [str(pair) for pair in entries])
-    begin = lambda: NewFiles.begin(_EXPORT, [entry for _, entry in entries], path, max_shard_size)  # noqa: E731
-    sink: Sink = mesh.agree(_EXPORT, begin if mesh.rank == 0 else Nowhere, lambda _: [])
+
+    def begin() -> Sink:
+        return NewFiles.begin(_EXPORT, [entry for _, entry in entries], path, max_shard_size)
+
+    sink = mesh.agree(_EXPORT, begin if mesh.rank == 0 else Nowhere, lambda _: [])
     try:
-        by_name = _by_name(entries)
-        for unit in _by_unit(params):
-            _write(unit, by_name, sink)
+        by_name: dict[str, list[Entry]] = {}
+        for name, entry in entries:
+            by_name.setdefault(name, []).append(entry)
+        for unit in params.layout.as_stored().by_unit():
+            _write(Sharded({key: params[key] for key in unit.buffers}, unit), by_name, sink)
         mesh.agree(_EXPORT, sink.publish, lambda _: [])
     except BaseException:
         sink.abandon()
@@ -138,7 +142,7 @@ def export_safetensors(
 
 
 class _Source(NamedTuple):
-    """Where a parameter is in the files; of a tied one, under each of the names that it has there."""
+    """The place of a parameter in the files; ``same``: the places of a tied one under its other names."""
 
     place: Place
     same: tuple[Place, ...]
@@ -178,7 +182,7 @@ def _missing(name: str, tried: list[str], places: list[str]) -> str:
 
 
 def _longer_name(name: str, names: list[str]) -> str:
-    """What ``name`` is called where it, or the other, has a prefix more: the usual reason, and too far off to guess."""
+    """A name that differs by a prefix, the usual reason, which :func:`hint` does not find."""
     longer = (each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}"))
     return next((f" (did you mean {each!r}?)" for each in longer), "")
 
@@ -192,7 +196,7 @@ def _misfit(name: str, place: Place, slot: Slot) -> str:
 
 
 def _lines(sources: Mapping[str, _Source]) -> list[str]:
-    """What has to be the same on every rank; directories may differ."""
+    """Lines that have to be equal on all ranks; directories may differ."""
     places = ((name, place) for name, (first, same) in sources.items() for place in (first, *same))
     return [f"{name!r}: {p.code} {p.shape} at byte {p.start} of {p.file.name}" for name, p in places]
 
@@ -200,7 +204,7 @@ def _lines(sources: Mapping[str, _Source]) -> list[str]:
 def _read(sources: Mapping[str, _Source], layout: Layout) -> Sharded:
     unequal: dict[str, str] = {}
     shards = {key: _read_buffer(sources, buffer, layout, unequal) for key, buffer in layout.buffers.items()}
-    advice = "Plan a layout in which they are not tied, or leave one of them to names=."
+    advice = "Plan a layout in which they are not tied, or map their names to one with names=."
     reject(_IMPORT, list(unequal.values()), advice)
     return Sharded(shards, layout)
 
@@ -209,33 +213,33 @@ def _read_buffer(sources: Mapping[str, _Source], buffer: Buffer, layout: Layout,
     here = shards_here(buffer, layout)
     rows = torch.zeros(len(here), buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
     for row, rank in zip(rows, here, strict=True):
-        for piece in buffer.slices(rank):
-            place, same = sources[piece.name]
-            target = row[piece.offset : piece.offset + piece.numel]
-            _fill(target, place, piece)
+        for part in buffer.slices(rank):
+            place, same = sources[part.name]
+            target = row[part.offset : part.offset + part.numel]
+            _fill(target, place, part)
             for other in same:
-                if not _equal(target, other, piece):
+                if not _equal(target, other, part):
                     text = f"tied in the layout, but the values in {place.file} and {other.file} differ"
-                    unequal[piece.name] = f"{piece.name!r}: {text}, at bytes {place.start} and {other.start}"
+                    unequal[part.name] = f"{part.name!r}: {text}, at bytes {place.start} and {other.start}"
     return rows[0] if layout.mesh.in_spmd else stacked(rows, layout)
 
 
-def _fill(target: Tensor, place: Place, piece: Slice) -> None:
+def _fill(target: Tensor, place: Place, part: Slice) -> None:
     written = 0
-    for numbers in read_numbers(place, piece.start, piece.numel):
+    for numbers in read_numbers(place, part.start, part.numel):
         target[written : written + numbers.numel()] = numbers
         written += numbers.numel()
 
 
-def _equal(x: Tensor, place: Place, piece: Slice) -> bool:
-    """Bit by bit: NaN equals itself."""
+def _equal(x: Tensor, place: Place, part: Slice) -> bool:
+    """Whether ``x`` equals the tensor in the file bitwise, NaN included."""
     other = torch.empty_like(x)
-    _fill(other, place, piece)
+    _fill(other, place, part)
     return torch.equal(x.contiguous().view(torch.uint8), other.view(torch.uint8))
 
 
 def _entries(params: Sharded, names: Names) -> list[tuple[str, Entry]]:
-    """What is to be written, with its first name in the layout; tied parameters once for each name in the files."""
+    """The tensors to write, each with its first name in the layout; tied ones once for each name in the files."""
     layout = params.layout
     _refuse_dtensors(_EXPORT, layout)
     check_shards(_EXPORT, params, layout)
@@ -246,21 +250,8 @@ def _entries(params: Sharded, names: Names) -> list[tuple[str, Entry]]:
     return list(dict.fromkeys((slot.name, Entry(renamed[name], slot.dtype, slot.shape)) for name, slot in slots))
 
 
-def _by_unit(params: Sharded) -> Iterator[Sharded]:
-    """The tree, a unit at a time, in the stored dtypes."""
-    for unit in params.layout.as_stored().by_unit():
-        yield Sharded({key: params[key] for key in unit.buffers}, unit)
-
-
-def _by_name(entries: Iterable[tuple[str, Entry]]) -> dict[str, list[Entry]]:
-    by_name: dict[str, list[Entry]] = {}
-    for name, entry in entries:
-        by_name.setdefault(name, []).append(entry)
-    return by_name
-
-
 def _write(unit: Sharded, entries: Mapping[str, Sequence[Entry]], sink: Sink) -> None:
-    """Returns when the unit is written, and let go of; raises on all ranks or none."""
+    """Gather and write a unit; raises on all ranks or none."""
     with torch.no_grad():
         whole = gather(unit, lazy=False)
 
@@ -273,7 +264,7 @@ def _write(unit: Sharded, entries: Mapping[str, Sequence[Entry]], sink: Sink) ->
 
 
 def _renamed(verb: str, names: Names, layout: Layout) -> tuple[dict[str, str], list[str]]:
-    """The name in the files of every name in the layout, and what is wrong with ``names``."""
+    """The name in the files for every name in the layout, and the problems of ``names``."""
     every = [*layout.slots, *(alias for alias, _ in layout.aliases)]
     if names is not None and not isinstance(names, Mapping) and not callable(names):
         raise TypeError(f"{verb}: names: got {type(names).__name__}, expected a mapping or a function of a name")
@@ -292,13 +283,13 @@ def _refuse_transforms(verb: str) -> None:
     if in_transform():
         raise RuntimeError(
             f"{verb}: called inside mesh.spmd, a torch.func transform or torch.compile. Call it outside, between "
-            "steps: on simulated ranks it makes and takes the stacked tree."
+            "steps, with the stacked tree of simulated ranks."
         )
 
 
 def _refuse_dtensors(verb: str, layout: Layout) -> None:
     problems = [f"{name!r}: a {slot.dtensor}" for name, slot in layout.slots.items() if slot.dtensor]
     advice = (
-        "The shards are of local parts. Use a layout of the whole tensors: gather(params), full_tensor() and plan()."
+        "Its shards are of local tensors. Plan a layout of whole tensors: gather(params), full_tensor() and plan()."
     )
     reject(verb, problems, advice, NotImplementedError)

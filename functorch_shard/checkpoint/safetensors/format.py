@@ -1,8 +1,8 @@
-"""The safetensors format: where the numbers of each tensor are in a file. Reads headers, and trusts none.
+"""Reads and writes the headers of safetensors files, without trusting them.
 
-A file is 8 bytes N (little-endian), N bytes of JSON, and the numbers of all tensors, row-major and little-endian, one
-after the other without gaps: https://huggingface.co/docs/safetensors. Whoever made a file may have meant harm, so all
-numbers in a header are checked against the size of the file before anything is allocated or read by them.
+A file consists of 8 bytes N (little-endian), N bytes of JSON, and the data of all tensors, row-major and little-endian,
+one after the other without gaps: https://huggingface.co/docs/safetensors. A file may be hostile: all offsets and shapes
+in a header are compared with the size of the file before anything is allocated or read.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 METADATA = "__metadata__"
-LONGEST_JSON = 100_000_000  # bytes, of a header or an index; the format's own limit for headers
+LONGEST_JSON = 100_000_000  # bytes of a header or an index; the format's own limit for headers
 _MOST_DIMS, _LARGEST = 64, 2**63 - 1
 _SHOWN = 10  # problems of one file: a header may have a million
 _READ_AT_ONCE = 1 << 24  # bytes
 
 
 class Place(NamedTuple):
-    """Where the numbers of a tensor are: ``file[start:start + nbytes]``. ``code``: its dtype as the file spells it."""
+    """The data of a tensor: ``file[start:start + nbytes]``. ``code``: its dtype as spelled in the file."""
 
     file: Path
     code: str
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """None where torch has none, or this library does not know it."""
+        """None for a code that this library does not know."""
         return DTYPES.get(self.code)
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class Place(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Place], list[str]]:
-    """Where each tensor of a file is, by name; and what is wrong with the file. Reads no numbers."""
+    """Read the place of each tensor of a file, by name, and list the problems of the file. Reads no data."""
     try:
-        if not path.is_file():  # to open a pipe would wait for its other end
-            return {}, [f"{path}: {'no regular file' if path.exists() else 'no such file'}"]
+        if not path.is_file():  # opening a pipe would wait for its writer
+            return {}, [f"{path}: {'not a regular file' if path.exists() else 'no such file'}"]
         with FileIO(path) as file:
             size = os.fstat(file.fileno()).st_size
             header, start = _read_json(file, size)
@@ -84,40 +84,40 @@ def read_header(path: Path) -> tuple[dict[str, Place], list[str]]:
         except ValueError as error:
             problems.append(f"{path}: {name!r}: {error}")
     problems = problems or [f"{path}: {text}" for text in _disorder(places, start, size)]
-    more = [f"{path}: and {len(problems) - _SHOWN} problems more"] if len(problems) > _SHOWN else []
+    more = [f"{path}: and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
     return places, problems[:_SHOWN] + more
 
 
 def header_of(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The first bytes of a file of these tensors, whose numbers follow in this order."""
+    """Make the header of a file of these tensors, in this order."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
         start, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that numbers in a mapped file lie as the largest of them need
+    text += b" " * (-len(text) % 8)  # aligns the data in a mapped file
     return len(text).to_bytes(8, "little") + text
 
 
 def read_numbers(place: Place, start: int, numel: int) -> Iterator[Tensor]:
-    """``x.flatten()[start:start + numel]`` of the tensor at ``place``, in pieces; reads these bytes and no others."""
+    """Read ``x.flatten()[start:start + numel]`` of the tensor at ``place``, in parts; reads no other bytes."""
     if sys.byteorder != "little":
-        raise NotImplementedError("safetensors: files are little-endian, and this machine is not")
+        raise NotImplementedError("safetensors: files are little-endian, this machine is not")
     assert place.dtype is not None
     at_once = _READ_AT_ONCE // place.dtype.itemsize
     with FileIO(place.file) as file:
         file.seek(place.start + start * place.dtype.itemsize)
         for first in range(0, numel, at_once):
             data = _read_exactly(file, min(at_once, numel - first) * place.dtype.itemsize)
-            if place.dtype == torch.bool:  # any byte may stand in the file, but only 0 and 1 are a bool
+            if place.dtype == torch.bool:  # a bool is 0 or 1, the file may contain other bytes
                 yield torch.frombuffer(data, dtype=torch.uint8) != 0
             else:
                 yield torch.frombuffer(data, dtype=place.dtype)
 
 
 def parse_json(data: bytes | bytearray) -> dict[str, Any]:
-    """The object that the text is, in which no name comes twice."""
+    """Parse a JSON object without duplicate names."""
     value = json.loads(data.decode(), object_pairs_hook=_once_each)
     if not isinstance(value, dict):
         raise ValueError(f"JSON of a {type(value).__name__}, expected an object")
@@ -125,12 +125,12 @@ def parse_json(data: bytes | bytearray) -> dict[str, Any]:
 
 
 def _read_json(file: FileIO, size: int) -> tuple[dict[str, Any], int]:
-    """The header without its metadata, and where the numbers begin."""
+    """The header without its metadata, and the start of the data."""
     if size < 8:
-        raise ValueError(f"{size} bytes, but a safetensors file starts with 8 that tell the length of its header")
+        raise ValueError(f"{size} bytes, but a safetensors file starts with 8, the length of its header")
     length = int.from_bytes(_read_exactly(file, 8), "little")
     if length > size - 8:
-        raise ValueError(f"truncated, or no safetensors file: a header of {length:,} bytes in a file of {size:,}")
+        raise ValueError(f"truncated, or not a safetensors file: a header of {length:,} bytes in a file of {size:,}")
     if length > LONGEST_JSON:
         raise ValueError(f"a header of {length:,} bytes; the format allows {LONGEST_JSON:,}")
     header = parse_json(_read_exactly(file, length))
@@ -144,7 +144,7 @@ def _read_exactly(file: FileIO, nbytes: int) -> bytearray:
     while filled < nbytes:
         got = file.readinto(memory[filled:])
         if not got:
-            raise ValueError(f"{file.name}: ended while it was read: another program writes to it")
+            raise ValueError(f"{file.name}: ended while it was read: another program is writing to it")
         filled += got
     return data
 
@@ -153,22 +153,18 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} comes twice in its JSON")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is twice in its JSON")
     return result
 
 
 def _place(path: Path, data: Any, numbers: int, size: int) -> Place:
-    """What one entry of a header says; its numbers begin somewhere behind byte ``numbers``."""
-    known = isinstance(data, dict) and data.keys() >= {
-        "dtype",
-        "shape",
-        "data_offsets",
-    }  # the format's own library reads over more
+    """Parse one entry of a header, whose offsets count from byte ``numbers``; other keys are ignored."""
+    known = isinstance(data, dict) and data.keys() >= {"dtype", "shape", "data_offsets"}
     if not known or not isinstance(data["dtype"], str) or not re.fullmatch(r"\w{1,32}", data["dtype"]):
-        raise ValueError("its entry is none: expected dtype, shape and data_offsets")
+        raise ValueError("not a valid entry: expected dtype, shape and data_offsets")
     code, shape, offsets = data["dtype"], data["shape"], data["data_offsets"]
     if not _integers(shape) or not _integers(offsets) or len(shape) > _MOST_DIMS or len(offsets) != 2:
-        raise ValueError("its shape and data_offsets are to be lists of non-negative integers, the second of two")
+        raise ValueError("expected lists of non-negative integers as shape and data_offsets, the latter of two")
     start, end = offsets
     if start > end:
         raise ValueError(f"bytes {start} to {end}: it ends before it starts")
@@ -184,20 +180,20 @@ def _integers(values: Any) -> bool:
 
 
 def _disorder(places: dict[str, Place], start: int, size: int) -> Iterator[str]:
-    """Where tensors overlap, or leave bytes to nobody."""
+    """Overlaps and gaps between tensors."""
     taken, before = start, "the header"
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != taken:
-            what = "overlaps" if place.start < taken else "leaves a gap behind"
+            what = "overlaps" if place.start < taken else "leaves a gap after"
             yield f"{name!r}: {what} {before}: it starts at byte {place.start:,}, expected {taken:,}"
         taken, before = max(taken, place.start + place.nbytes), repr(name)
     if taken < size:
-        yield f"{size - taken:,} bytes behind {before} that belong to no tensor"
+        yield f"{size - taken:,} bytes after {before} that belong to no tensor"
 
 
 def reason(error: Exception) -> str:
-    """What an error is about, without the path that it may repeat."""
+    """The text of an error, without the path."""
     if isinstance(error, RecursionError):
-        return "its JSON is nested too deep"
+        return "its JSON is nested too deeply"
     kind = "not JSON: " if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else ""
     return kind + (error.strerror if isinstance(error, OSError) and error.strerror else str(error))

@@ -1,4 +1,4 @@
-"""Which files: one, several, a directory, or an index of Hugging Face; and where each tensor is in them."""
+"""Finds safetensors files (a path, several, a directory, or an index of Hugging Face) and the tensors in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Paths = StrPath | Sequence[StrPath]
 
 @dataclass
 class _Found:
-    """What the search has come upon so far; ``promised``: the file that an index names for a tensor, and the index."""
+    """The files found so far; ``promised``: for a tensor in an index, its file and the index."""
 
     paths: dict[Path, None] = field(default_factory=dict)
     promised: dict[str, tuple[Path, Path]] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class _Found:
 
 
 def locate(files: Paths) -> tuple[dict[str, Place], list[str]]:
-    """Where each tensor of ``files`` is, by name; and everything that is wrong with them. Reads headers alone."""
+    """Find the place of each tensor of ``files``, by name, and list all problems. Reads only headers."""
     found = _Found()
     for path in _given(files):
         _look(path, found)
@@ -40,12 +40,12 @@ def _given(files: Any) -> list[Path]:
     several = isinstance(files, Sequence) and not isinstance(files, (str, bytes))
     given: list[Any] = list(files) if several else [files]
     if not given or not all(isinstance(path, (str, os.PathLike)) for path in given):
-        raise TypeError(f"files: got {files!r}, expected a path, or several: of files, an index or a directory")
+        raise TypeError(f"files: got {files!r}, expected a path or several: of files, an index or a directory")
     return [Path(path) for path in given]
 
 
 def _look(path: Path, found: _Found) -> None:
-    """Add the files that ``path`` stands for."""
+    """Add the files of ``path``."""
     if path.is_dir():
         _look_in_directory(path, found)
     elif path.suffix == ".json":
@@ -55,14 +55,14 @@ def _look(path: Path, found: _Found) -> None:
 
 
 def _look_in_directory(folder: Path, found: _Found) -> None:
-    """By the names that Hugging Face gives; where there are none of those, everything that ends like it."""
+    """Add the files with Hugging Face's names, or else all that end in ``.safetensors``."""
     if os.path.lexists(folder / INDEX):
         return _look_in_index(folder / INDEX, found)
     single = folder / SINGLE
     paths = [single] if os.path.lexists(single) else [folder / name for name in sorted(_names_in(folder, found))]
     found.paths.update(dict.fromkeys(paths))
     if not paths:
-        found.problems.append(f"{folder}: has neither {INDEX!r} nor any file that ends in {SUFFIX!r}")
+        found.problems.append(f"{folder}: contains neither {INDEX!r} nor a file that ends in {SUFFIX!r}")
     return None
 
 
@@ -80,10 +80,10 @@ def _look_in_index(path: Path, found: _Found) -> None:
     except (OSError, ValueError, RecursionError) as error:
         found.problems.append(f"{path}: {reason(error)}")
         return
-    files = {name: _file_beside(path, name) for name in dict.fromkeys(weights.values())}
+    files = {name: _sibling_file(path, name) for name in dict.fromkeys(weights.values())}
     for name, file in files.items():
         if file is None:
-            found.problems.append(f"{path}: leads to {name!r}, which is outside of its directory")
+            found.problems.append(f"{path}: refers to {name!r}, which is outside of its directory")
         else:
             found.paths[file] = None
     found.promised |= {name: (file, path) for name, value in weights.items() if (file := files[value])}
@@ -91,30 +91,30 @@ def _look_in_index(path: Path, found: _Found) -> None:
 
 def _weight_map(path: Path) -> dict[str, str]:
     if not path.is_file():
-        raise ValueError("no regular file" if path.exists() else "no such file")
+        raise ValueError("not a regular file" if path.exists() else "no such file")
     if (size := path.stat().st_size) > LONGEST_JSON:
-        raise ValueError(f"an index of {size:,} bytes; more than {LONGEST_JSON:,} is none")
+        raise ValueError(f"an index of {size:,} bytes, the limit is {LONGEST_JSON:,}")
     weights = parse_json(path.read_bytes()).get("weight_map")
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise ValueError("has no 'weight_map' from names to files")
     return weights
 
 
-def _file_beside(index: Path, name: str) -> Path | None:
-    """The file that an index names, unless it is somewhere else; links are followed."""
+def _sibling_file(index: Path, name: str) -> Path | None:
+    """The file that an index refers to, or None outside of its directory; links are followed."""
     folder = index.parent.resolve()
-    homes = [folder]
-    if folder.parent.name == "snapshots":  # the cache of Hugging Face: its snapshots are links to blobs beside them
-        homes.append(folder.parent.parent / "blobs")
+    allowed = [folder]
+    if folder.parent.name == "snapshots":  # the cache of Hugging Face: snapshots link to blobs
+        allowed.append(folder.parent.parent / "blobs")
     try:
         target = (folder / name).resolve()
-    except (OSError, ValueError, RuntimeError):  # no path at all, or links in a circle
+    except (OSError, ValueError, RuntimeError):  # an invalid path, or a cycle of links
         return None
-    return index.parent / name if any(target.is_relative_to(home) for home in homes) else None
+    return index.parent / name if any(target.is_relative_to(parent) for parent in allowed) else None
 
 
 def _by_name(headers: dict[Path, dict[str, Place]], damaged: set[Path], found: _Found) -> dict[str, Place]:
-    """One place for each name: where the index says, or the only file that has it."""
+    """The place of each name: in the file that the index says, or in the only one that has it."""
     places: dict[str, Place] = {}
     for name, (path, index) in found.promised.items():
         if name in headers[path]:

@@ -1,6 +1,6 @@
-"""safetensors files in a new directory, written tensor by tensor, in any order; seen by others when all is there.
+"""Writes safetensors files to a new directory, tensor by tensor in any order; it becomes visible when complete.
 
-Every byte's place is known before the first tensor is, so nobody has to hold more than the one that is written.
+All offsets are computed first, so only the tensor that is being written is in memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...errors import reject
-from ...storage.atomic_directory import Draft, sync
-from ...storage.memory_kind import no_room, write_numbers
+from ...storage.atomic_directory import StagingDirectory, sync
+from ...storage.memory_kind import disk_full, write_numbers
 from .format import CODES, METADATA, Place, header_of
 from .sources import INDEX, SINGLE, StrPath
 
@@ -25,7 +25,7 @@ MAX_SHARD_SIZE = 5 * 10**9  # bytes, as Hugging Face's
 
 
 class Entry(NamedTuple):
-    """A tensor that is to be written, apart from its numbers."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -39,17 +39,17 @@ class Entry(NamedTuple):
 def write_files(
     tensors: Iterable[tuple[Entry, Callable[[], Tensor]]], path: StrPath, max_shard_size: int = MAX_SHARD_SIZE
 ) -> None:
-    """Write ``tensors`` to safetensors files in the new directory ``path``, holding one of them at a time.
+    """Write ``tensors`` to safetensors files in the new directory ``path``, one at a time.
 
     Args:
-        tensors: what each is, and a function that returns it, which is called once, in this order.
+        tensors: the entry of each, and a function that returns it, which is called once, in this order.
         path: of a directory that does not exist.
-        max_shard_size: bytes of the numbers in one file; a tensor that is larger has a file of its own.
+        max_shard_size: bytes of tensors in one file; a larger tensor has a file of its own.
 
     Raises:
-        FileExistsError: there is something at ``path``, or another process is writing it.
-        ValueError: names twice, or dtypes that such files cannot hold; all of them at once.
-        OSError: the disk is full, say. Whatever is raised, nothing is left behind.
+        FileExistsError: ``path`` exists, or another process is writing it.
+        ValueError: duplicate names, or dtypes that the format does not have; all of them at once.
+        OSError: for example a full disk. After any error, nothing is left.
 
     Example:
         >>> import os
@@ -72,7 +72,7 @@ def write_files(
 
 
 class Sink(Protocol):
-    """Where tensors go: :class:`NewFiles` on the rank that writes, :class:`Nowhere` on the others."""
+    """The destination of tensors: :class:`NewFiles` on the rank that writes, :class:`Nowhere` on the others."""
 
     def write(self, name: str, x: Tensor) -> None: ...
     def publish(self) -> None: ...
@@ -80,40 +80,42 @@ class Sink(Protocol):
 
 
 class Nowhere:
+    """Writes nothing: another rank does."""
+
     def write(self, name: str, x: Tensor) -> None:
-        """Another rank writes it."""
+        pass
 
     def publish(self) -> None:
-        """Another rank does."""
+        pass
 
     def abandon(self) -> None:
-        """There is nothing here."""
+        pass
 
 
 @dataclass(frozen=True)
 class NewFiles:
-    """Files under way, in a draft; :meth:`publish` gives it its name."""
+    """Files in a staging directory; :meth:`publish` makes them visible."""
 
     verb: str
-    draft: Draft
+    staging: StagingDirectory
     places: Mapping[str, Place]
     _missing: set[str] = field(default_factory=set)
 
     @staticmethod
     def begin(verb: str, entries: Sequence[Entry], path: StrPath, max_shard_size: int) -> NewFiles:
-        """Headers without numbers yet."""
+        """Validate ``entries``, and write the headers."""
         _check(verb, entries, max_shard_size)
-        draft = Draft(Path(path).absolute())
+        staging = StagingDirectory(Path(path).absolute())
         try:
-            draft.open()
-            places = _start_files(draft.folder, _split(entries, max_shard_size))
+            staging.open()
+            places = _start_files(staging.folder, _split(entries, max_shard_size))
         except BaseException:
-            draft.abandon()
+            staging.abandon()
             raise
-        return NewFiles(verb, draft, places, set(places))
+        return NewFiles(verb, staging, places, set(places))
 
     def write(self, name: str, x: Tensor) -> None:
-        """Put the numbers of ``x`` where they belong."""
+        """Write the data of ``x`` to its place."""
         place = self.places[name]
         if (tuple(x.shape), x.dtype) != (place.shape, place.dtype):
             expected = f"{place.shape}, {place.dtype}"
@@ -123,48 +125,47 @@ class NewFiles:
                 file.seek(place.start)
                 write_numbers(file, x)
         except OSError as error:
-            raise no_room(error, self.draft.target.parent, place.nbytes, f"{self.verb}: {name!r}") from error
+            raise disk_full(error, self.staging.target.parent, place.nbytes, f"{self.verb}: {name!r}") from error
         self._missing.discard(name)
 
     def publish(self) -> None:
-        """Make everything durable, and then visible at once."""
+        """Sync all files to the disk, then make the directory visible."""
         if self._missing:
             raise ValueError(f"{self.verb}: not written: {', '.join(map(repr, sorted(self._missing)))}")
-        for file in self.draft.folder.iterdir():
+        for file in self.staging.folder.iterdir():
             sync(file)
-        self.draft.publish()
+        self.staging.publish()
 
     def abandon(self) -> None:
-        """Leave nothing behind; without effect on what is published."""
-        self.draft.abandon()
+        """Remove the files, unless they are published."""
+        self.staging.abandon()
 
 
 def _check(verb: str, entries: Sequence[Entry], max_shard_size: int) -> None:
     problems = []
     if not isinstance(max_shard_size, int) or isinstance(max_shard_size, bool) or max_shard_size < 1:
-        problems.append(f"max_shard_size: got {max_shard_size!r}, expected a number of bytes, 1 or more")
+        problems.append(f"max_shard_size: got {max_shard_size!r}, expected an int of bytes, 1 or more")
     seen = {METADATA}
     for name, dtype, _ in entries:
         if dtype not in CODES:
-            problems.append(f"{name!r}: {dtype}, which safetensors files cannot hold")
+            problems.append(f"{name!r}: {dtype}, which safetensors does not have")
         if name in seen:
-            problems.append(
-                f"{name!r}: {'the name of the metadata' if name == METADATA else 'the name of two tensors'}"
-            )
+            what = "the name of the metadata" if name == METADATA else "the name of two tensors"
+            problems.append(f"{name!r}: {what}")
         seen.add(name)
     reject(verb, problems, "Nothing was written.")
 
 
 def _split(entries: Sequence[Entry], max_shard_size: int) -> list[list[Entry]]:
-    """Entries file by file, each file full before the next; inside, the widest numbers first: so all lie aligned."""
+    """Distribute entries over files, in order; within a file, the widest dtypes come first, which aligns all data."""
     files: list[list[Entry]] = [[]]
-    room = max_shard_size
+    free = max_shard_size
     for entry in entries:
-        if entry.nbytes > room and files[-1]:
+        if entry.nbytes > free and files[-1]:
             files.append([])
-            room = max_shard_size
+            free = max_shard_size
         files[-1].append(entry)
-        room -= entry.nbytes
+        free -= entry.nbytes
     return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
 
 

@@ -1,0 +1,116 @@
+"""Writes the files of a checkpoint: each rank its own values, and rank 0 the index of all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ...storage.atomic_directory import write_durably
+from ..chunks import SCALAR
+from ..names import Path as TreePath
+from ..regions import Region
+from .manifest import FORMAT, MANIFEST, METADATA
+from .metadata import metadata_of
+
+
+class Writer:
+    """Writes the file of one rank: values one after the other, each with its checksum."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.name = f"__{rank}_0.distcp"
+        self.rows: list[dict[str, Any]] = []
+        self._file = _ChecksumFile((folder / self.name).open("xb"))
+
+    def tensor(
+        self, path: TreePath, shape: Sequence[int], region: Region, values: Tensor, aliases: Sequence[TreePath]
+    ) -> None:
+        """Append the elements of one region."""
+        # A copy: torch.save writes the whole storage of a view.
+        plain = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        plain = plain.resolve_conj().resolve_neg()
+        described = {"shape": list(shape), "dtype": str(plain.dtype).removeprefix("torch."), "region": region}
+        self._save(plain, {"paths": [path, *aliases], **described})
+
+    def plain(self, path: TreePath, value: Any) -> None:
+        """Append a plain value."""
+        self._save(value, {"paths": [path], "shape": [], "dtype": None, "region": SCALAR})
+
+    def close(self) -> None:
+        """Sync the file to the disk, and write its index for :func:`complete`."""
+        self._file.close()
+        index = {"file": self.name, "nbytes": self._file.total, "rows": self.rows}
+        write_durably(_index_file(self._file.folder, self.name), json.dumps(index).encode())
+
+    def abandon(self) -> None:
+        self._file.file.close()
+
+    def _save(self, value: Any, row: dict[str, Any]) -> None:
+        start = self._file.total
+        self._file.crc = 0
+        try:
+            torch.save(value, self._file)  # pyright: ignore[reportArgumentType]
+        except RuntimeError:
+            if self._file.error:  # for example a full disk, which torch reports without the reason
+                raise self._file.error from None
+            raise
+        nbytes = self._file.total - start
+        self.rows.append({**row, "start": start, "nbytes": nbytes, "crc": self._file.crc})
+
+
+def complete(folder: Path, ranks: Iterable[int], order: int) -> None:
+    """Write metadata and manifest for the files of all ranks, and remove their indices."""
+    files = [_index_file(folder, f"__{rank}_0.distcp") for rank in ranks]
+    indices = [json.loads(file.read_text()) for file in files]
+    raw = metadata_of(indices)
+    write_durably(folder / METADATA, raw)
+    checks = {i["file"]: [[row["start"], row["nbytes"], row["crc"]] for row in i["rows"]] for i in indices}
+    lengths = {index["file"]: index["nbytes"] for index in indices} | {METADATA: len(raw)}
+    digest = hashlib.sha256(raw).hexdigest()
+    body = json.dumps({"format": FORMAT, "order": order, "metadata": digest, "files": lengths, "checks": checks})
+    write_durably(folder / MANIFEST, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}".encode())
+    for file in files:
+        file.unlink()
+
+
+def has_index(folder: Path, rank: int) -> bool:
+    """Whether a rank has written all of its values."""
+    return _index_file(folder, f"__{rank}_0.distcp").exists()
+
+
+def _index_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.index"
+
+
+class _ChecksumFile:
+    """A file that counts the bytes written, and their checksum since ``crc`` was set to 0."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.folder = file, Path(file.name).parent
+        self.total = self.crc = 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        nbytes = memoryview(data).nbytes
+        self.crc, self.total = zlib.crc32(data, self.crc), self.total + nbytes
+        return nbytes
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
