@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..layout.rank_trees import party_of
+from ..layout.rank_trees import participants_of
 from ..storage.atomic_directory import in_order
 from .dcp.manifest import order_of
 from .dcp.reader import Reader
@@ -111,7 +111,7 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         ...     load(f"{runs}/step-7", {"scale": torch.zeros((), device="meta")})
         {'scale': tensor(2.)}
     """
-    participants = party_of(like)
+    participants = participants_of(like)
     loading = participants.agree("load", lambda: Loading.of(_existing(path), like, participants, donate), Loading.lines)
     return loading.tree(participants.agree("load", loading.read, lambda _: []))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import reject
 from ..layout.layout import Layout
-from ..layout.rank_trees import party_of, ranks_here
+from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..storage.atomic_directory import StagingDirectory, older, refuse_existing, remove
@@ -37,7 +37,7 @@ class Contents:
 
     @staticmethod
     def of(tree: Any) -> Contents:
-        return Contents(leaves_of(tree), party_of(tree))
+        return Contents(leaves_of(tree), participants_of(tree))
 
     def of_this_moment(self) -> Contents:
         """Copy plain values, which a program may change while they are saved; tensors are not copied."""

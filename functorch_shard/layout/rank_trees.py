@@ -60,7 +60,7 @@ def mesh_of(tree: Any) -> Mesh:
     return job_mesh() if node is None else node.layout.mesh
 
 
-def party_of(tree: Any) -> Mesh:
+def participants_of(tree: Any) -> Mesh:
     """The ranks that take part in saving a tree: those of its mesh, or of the job if it has DTensors."""
     layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
     return job_mesh() if any(layout.tensor_meshes for layout in layouts) else mesh_of(tree)

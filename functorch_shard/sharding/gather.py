@@ -23,7 +23,7 @@ from ..layout.layout import Layout
 from ..layout.packing import unpack
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
-from ..storage.memory_kind import home_of, working_device
+from ..storage.memory_kind import memory_kind_of, working_device
 from .lazy_tensor import lazily
 from .reduction import copies, copy_dims, reduced_together
 
@@ -132,7 +132,7 @@ def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bo
 
 def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
     """Whether ``x`` was offloaded: to where there may be no room for all that is made from it at once."""
-    return x.device != working_device(x, layout.mesh.device) or home_of(x).directory is not None
+    return x.device != working_device(x, layout.mesh.device) or memory_kind_of(x).directory is not None
 
 
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:

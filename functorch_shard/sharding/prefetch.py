@@ -24,7 +24,7 @@ from ..communication.work import Finished, Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..storage.memory_kind import Home, working_device
+from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
 from ..torch_internals.tensors import version_of
 from .reduction import Reductions
@@ -156,7 +156,9 @@ class Session:
     is where each buffer's shard lives, and where its gradient is put; ``streams``, unless they are those of the device.
     """
 
-    def __init__(self, layout: Layout, homes: Mapping[str, Home] | None = None, streams: Streams | None = None) -> None:
+    def __init__(
+        self, layout: Layout, homes: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None
+    ) -> None:
         self.homes = homes or {}
         self._streams = streams
         self.reductions = Reductions(self.homes)

@@ -29,7 +29,7 @@ from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack
 from ..layout.precision import Travel, divide_factors
-from ..storage.memory_kind import Home, back_home, near
+from ..storage.memory_kind import MemoryKind, to_memory_kind_of, to_working_device
 from ..torch_internals.transforms import in_transform
 
 
@@ -103,9 +103,9 @@ def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool) -> 
     divisors = layout.divisors(dtypes.reduced)
     if in_place and not axes and x.dtype == dtypes.returned:
         return x.div_(divisors[0] * divisors[1]) if layout.reduction == "mean" else x
-    moved = near(x, layout.mesh.device) if axes else x
+    moved = to_working_device(x, layout.mesh.device) if axes else x
     average = _returned(mean(moved, axes, divisors, dtypes), buffer, layout)
-    return x.copy_(average) if in_place and x.dtype == average.dtype else back_home(average, x)
+    return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
 
 
 def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
@@ -205,7 +205,7 @@ class Reductions:
     several threads: whoever comes while another one waits for a message waits for it too.
     """
 
-    def __init__(self, homes: Mapping[str, Home] | None = None) -> None:
+    def __init__(self, homes: Mapping[str, MemoryKind] | None = None) -> None:
         self._homes = homes or {}
         self._one_at_a_time = RLock()
         self._under_way: list[tuple[int, _Reduction]] = []
@@ -237,7 +237,7 @@ class Reductions:
         while self._under_way:
             backward_pass, reduction = self._under_way.pop(0)
             key, total = reduction.buffer.key, reduction.land()
-            self._landed[backward_pass, key] = self._homes.get(key, Home(total.device)).put(total)
+            self._landed[backward_pass, key] = self._homes.get(key, MemoryKind(total.device)).put(total)
 
     def _start(
         self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool

@@ -8,7 +8,7 @@ from ..errors import first_difference, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_shards
-from ..storage.memory_kind import back_home, near
+from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from .reduction import over_replicas
 
 _NO_AXIS = ""  # no mesh has an axis of this name, and one that a mesh lacks has size 1
@@ -97,7 +97,9 @@ def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
     check_shards("across_replicas: grads", grads, grads.layout, allow_none=True, gradients=True)
     device = layout.mesh.device
     shards = {
-        key: None if (x := grads[key]) is None else back_home(over_replicas(near(x, device), buffer, layout), x)
+        key: None
+        if (x := grads[key]) is None
+        else to_memory_kind_of(over_replicas(to_working_device(x, device), buffer, layout), x)
         for key, buffer in layout.buffers.items()
     }
     return Sharded(shards, layout)

@@ -12,7 +12,7 @@ from ..layout.dtensor import local_grads
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_grads, check_ranked
-from ..storage.memory_kind import near
+from ..storage.memory_kind import to_working_device
 from .reduction import reduced_and_cast
 
 
@@ -64,7 +64,7 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
 def near_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The local parts of full gradients, where they can be reduced."""
     parts, device = local_grads(grads, layout), layout.mesh.device
-    return {name: near(x, device) if isinstance(x, Tensor) else x for name, x in parts.items()}
+    return {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in parts.items()}
 
 
 def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:

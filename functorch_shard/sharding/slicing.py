@@ -13,14 +13,14 @@ from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import fill_shard, pack, pack_shard
 from ..mesh.mesh import Mesh
-from ..storage.memory_kind import near
+from ..storage.memory_kind import to_working_device
 
 
 def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
     """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
     mesh = layout.mesh
     if mesh.in_spmd and mesh.is_simulated:  # values may differ between ranks: nothing is written in place
-        return _own_row(near(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
+        return _own_row(to_working_device(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
     if mesh.in_spmd:
         return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
     return stacked(_rows(tensors, buffer, layout), layout)
@@ -64,7 +64,7 @@ def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source:
 def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
     """The same on simulated ranks, which find the values of all ranks in memory."""
     at = _coordinates(source, layout.mesh)
-    flat = near(pack(tensors, buffer).detach(), layout.mesh.device)
+    flat = to_working_device(pack(tensors, buffer).detach(), layout.mesh.device)
     for axis in _axes(layout):
         kind = _kind(axis, buffer, layout)
         flat = of_rank(flat.view(layout.num_shards, -1) if kind == "scatter" else flat, axis, at[axis.name], kind)

@@ -32,7 +32,7 @@ _WRITTEN_AT_ONCE = 1 << 22  # elements; copies, for example of a strided tensor,
 
 
 @dataclass(frozen=True)
-class Home:
+class MemoryKind:
     """The kind of memory of a tensor; ``directory``: of mapped files, which are one level further down."""
 
     device: torch.device
@@ -41,7 +41,7 @@ class Home:
 
     def put(self, x: Tensor) -> Tensor:
         """``x`` itself if it has this kind of memory, in any directory, or else a copy in it."""
-        mapped = self.directory is None or x.numel() == 0 or home_of(x).directory is not None
+        mapped = self.directory is None or x.numel() == 0 or memory_kind_of(x).directory is not None
         return x if x.device == self.device and mapped else self.copy(x)
 
     def copy(self, x: Tensor) -> Tensor:
@@ -51,11 +51,11 @@ class Home:
         return torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=self.pinned).copy_(x.detach())
 
 
-def home_of(x: Tensor) -> Home:
+def memory_kind_of(x: Tensor) -> MemoryKind:
     """The memory kind of ``x``; inside a transform only its device, for ``x`` has no memory of its own."""
     if in_transform() or not x.is_cpu or type(x) not in (Tensor, Parameter):
-        return Home(x.device)
-    return Home(x.device, x.is_pinned(), _directory(x.untyped_storage().filename))
+        return MemoryKind(x.device)
+    return MemoryKind(x.device, x.is_pinned(), _directory(x.untyped_storage().filename))
 
 
 def _directory(filename: str | None) -> Path | None:
@@ -67,18 +67,18 @@ def working_device(x: Tensor, device: torch.device) -> torch.device:
     return device if x.is_cpu else x.device
 
 
-def near(x: Tensor, device: torch.device) -> Tensor:
+def to_working_device(x: Tensor, device: torch.device) -> Tensor:
     """Copy ``x`` to the device for computation and collectives: NCCL does not take tensors on the CPU."""
     return x.to(working_device(x, device))
 
 
-def back_home(x: Tensor, given: Tensor) -> Tensor:
+def to_memory_kind_of(x: Tensor, given: Tensor) -> Tensor:
     """``x`` in the memory kind of ``given``; under autograd, on the device of ``given``."""
     x = x.to(given.device)
-    return x if in_transform() or x.requires_grad else home_of(given).put(x)
+    return x if in_transform() or x.requires_grad else memory_kind_of(given).put(x)
 
 
-def settle(tensors: Iterable[Any]) -> None:
+def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Wait for asynchronous copies that read from ``tensors``, before they are written to."""
     if not in_transform() and any(isinstance(x, Tensor) and x.is_pinned() for x in tensors):
         torch.cuda.synchronize()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..containers import opened
 from ..errors import first_difference, reject
-from ..layout.rank_trees import party_of, path_text
+from ..layout.rank_trees import participants_of, path_text
 from ..layout.trees import Full, Sharded, take_tensors
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
@@ -88,7 +88,7 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
     tensors, put_back = take_tensors(tree)
     if where == "cpu":
         return put_back([_to_cpu(x.detach()) for x in tensors])
-    return put_back(_write(tree, _RankFolder.at(where, party_of(tree))))
+    return put_back(_write(tree, _RankFolder.at(where, participants_of(tree))))
 
 
 def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
@@ -120,7 +120,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
     """
     like = opened(like)
     _, put_back = take_tensors(like)
-    mesh = party_of(like)
+    mesh = participants_of(like)
     own = _RankFolder.at(where, mesh)
     versions = mesh.agree("reopen", own.complete, lambda _: [])
     everywhere = set.intersection(*({*json.loads(text)} for text in mesh.gather_texts(json.dumps(versions))))

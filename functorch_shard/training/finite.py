@@ -16,12 +16,12 @@ from ..layout.buffers import Slot
 from ..layout.dtensor import local_part
 from ..layout.layout import Layout
 from ..layout.packing import without_padding
-from ..layout.rank_trees import party_of
+from ..layout.rank_trees import participants_of
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
 from ..mesh.init import job_mesh
 from ..sharding.gather import materialize
-from ..storage.memory_kind import near
+from ..storage.memory_kind import to_working_device
 from .norms import shard_index, wide
 
 
@@ -64,7 +64,7 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         )
     with torch.no_grad():
         found = list(_in_shards(tree, what) if isinstance(tree, Sharded) else _in_whole(tree, what))
-    texts = party_of(tree).gather_texts(json.dumps([astuple(one) for one in found]) if found else "")
+    texts = participants_of(tree).gather_texts(json.dumps([astuple(one) for one in found]) if found else "")
     by_name: dict[str, list[_Found]] = {name: [] for name in _slots_by_every_name(tree.layout)}
     for one in (_Found(*one) for text in texts if text for one in json.loads(text)):
         by_name[one.name].append(one)
@@ -101,7 +101,7 @@ def all_finite(tree: Sharded) -> Tensor:
     for key, buffer in layout.buffers.items():
         if buffer.differentiable and tree[key] is not None:
             x = without_padding(tree[key], buffer, shard_index(buffer, layout))
-            fine.append(near(torch.isfinite(wide(x)).all(), device))
+            fine.append(to_working_device(torch.isfinite(wide(x)).all(), device))
     bad = psum(~torch.stack(fine).all(), layout.mesh)
     for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
         bad = psum(bad, axis)

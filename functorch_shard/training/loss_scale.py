@@ -19,7 +19,7 @@ from ..containers import Static
 from ..errors import reject
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_shards
-from ..storage.memory_kind import back_home
+from ..storage.memory_kind import to_memory_kind_of
 from .finite import all_finite
 from .norms import wide
 
@@ -133,7 +133,7 @@ class LossScale(Static):
         inverse = state["scale"].double().reciprocal().float()  # rounded once, as torch.amp.GradScaler does
         buffers = grads.layout.buffers
         scaled = {key: x for key, x in grads.items() if x is not None and buffers[key].differentiable}
-        divide = lambda x: back_home((wide(x) * inverse.to(x.device)).to(x.dtype), x)  # noqa: E731
+        divide = lambda x: to_memory_kind_of((wide(x) * inverse.to(x.device)).to(x.dtype), x)  # noqa: E731
         return map_items(lambda key, x: divide(x) if key in scaled else x, grads), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
@@ -229,7 +229,7 @@ def _rank_dims(tree: Sharded) -> tuple[int, ...]:
 def _choose(finite: Tensor, new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
         where = finite.reshape((*finite.shape, *[1] * (new.ndim - finite.ndim))).to(new.device)
-        return back_home(torch.where(where, new, torch.zeros_like(new) if old is None else old), new)
+        return to_memory_kind_of(torch.where(where, new, torch.zeros_like(new) if old is None else old), new)
     if isinstance(old, Tensor) or (new is not old and new != old):
         raise ValueError(f"LossScale.select: got {new!r} and {old!r}: only tensors can differ between the trees.")
     return new

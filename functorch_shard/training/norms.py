@@ -21,7 +21,7 @@ from ..layout.packing import of_rank, slot_of_each, without_padding
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_shards
 from ..sharding.gather import gather
-from ..storage.memory_kind import back_home, near
+from ..storage.memory_kind import to_memory_kind_of, to_working_device
 
 
 def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
@@ -106,7 +106,7 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
     norm = global_norm(grads, p)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     counted = _counted(grads)
-    scaled = lambda x: back_home((x * factor.to(x.device)).to(x.dtype), x)  # noqa: E731
+    scaled = lambda x: to_memory_kind_of((x * factor.to(x.device)).to(x.dtype), x)  # noqa: E731
     return map_items(lambda key, x: scaled(x) if key in counted else x, grads), norm
 
 
@@ -144,7 +144,8 @@ def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
     """What each parameter has in all, before the root, by name in the source's order."""
     layout, counted = tree.layout, _counted(tree)
     sums = {
-        key: near(_sums_by_slot(kind, tree[key], buffer, layout), layout.mesh.device) for key, buffer in counted.items()
+        key: to_working_device(_sums_by_slot(kind, tree[key], buffer, layout), layout.mesh.device)
+        for key, buffer in counted.items()
     }
     shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
     if shared:
@@ -292,4 +293,6 @@ def _widest(parts: Any) -> torch.dtype:
 def _stack(parts: Sequence[Tensor], layout: Layout) -> Tensor:
     dtype = _widest(parts)
     device = layout.mesh.device
-    return torch.stack([near(x, device).to(dtype) for x in parts]) if parts else torch.zeros(1, device=device)
+    return (
+        torch.stack([to_working_device(x, device).to(dtype) for x in parts]) if parts else torch.zeros(1, device=device)
+    )

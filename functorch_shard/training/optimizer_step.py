@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from ..storage.memory_kind import home_of
+from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.transforms import in_transform
 from .optimizer_probe import Traits
 from .torch_optim import Group, initial_state, update
@@ -213,7 +213,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 def _beside(x: Any, param: Tensor) -> Any:
     """A state as large as its parameter lives where that does; counters stay in memory."""
-    return home_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
+    return memory_kind_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
 
 
 def _in_memory_of(given: Any, result: Any) -> Any:
@@ -228,7 +228,7 @@ def _shares_places(x: Tensor) -> bool:
 
 
 def _copy(x: Any) -> Any:
-    return home_of(x).copy(x) if isinstance(x, Tensor) else x
+    return memory_kind_of(x).copy(x) if isinstance(x, Tensor) else x
 
 
 def _in_place(x: Any) -> Any:

@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from ..layout.packing import without_padding
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_shards
-from ..storage.memory_kind import near
+from ..storage.memory_kind import to_working_device
 from .norms import shard_index, wide
 
 
@@ -133,7 +133,7 @@ def _added_up(products: Mapping[str, Tensor], layout: Layout) -> Tensor:
     sums: dict[tuple[Axis, ...], list[Tensor]] = {}
     for key, x in products.items():
         for axes, part in _parts(x, layout.buffers[key], layout):
-            sums.setdefault(axes, []).append(near(part.sum(), layout.mesh.device))
+            sums.setdefault(axes, []).append(to_working_device(part.sum(), layout.mesh.device))
     total = torch.zeros((), device=layout.mesh.device)
     for axes, parts in sums.items():
         part = sum(parts[1:], parts[0])

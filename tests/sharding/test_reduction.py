@@ -18,7 +18,7 @@ from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.layout.packing import pack
 from functorch_shard.sharding.reduction import Reductions, reduced_and_cast
-from functorch_shard.storage.memory_kind import Home
+from functorch_shard.storage.memory_kind import MemoryKind
 from functorch_shard.testing import assert_trees_close
 from tests.support.pool import run_ranks
 
@@ -254,7 +254,7 @@ class SlowBackend(Backend):
         return Finished(torch.cat([x, x], op.dim) if op.kind == "exchange" else 2 * x)
 
 
-class SlowHome(Home):
+class SlowHome(MemoryKind):
     """A blocking copy, which lets other threads run."""
 
     putting: ClassVar[Event] = Event()

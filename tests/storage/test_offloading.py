@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.storage.memory_kind import home_of
+from functorch_shard.storage.memory_kind import memory_kind_of
 from tests.support.models import awkward
 from tests.support.refusals import refused
 from tests.support.scripts import exit_code_of
@@ -61,7 +61,7 @@ def leaves_of(*trees: Any) -> list[Any]:
 
 
 def is_mapped(x: Tensor) -> bool:
-    return home_of(x).directory is not None or x.numel() == 0
+    return memory_kind_of(x).directory is not None or x.numel() == 0
 
 
 def files_in(folder: Path) -> list[str]:
@@ -316,7 +316,7 @@ def test_tensors_made_from_a_mapped_shard_are_in_unnamed_files_of_the_same_direc
     _, made = momentum.step(params, grads=grads, state=momentum.init(params))
     large = leaves_of(grads, state["exp_avg"], stepped, moments["exp_avg_sq"], made["momentum_buffer"])
     assert len(large) == 5 * len(plain)
-    assert {home_of(x).directory for x in large} == {tmp_path / "rank-0-of-1"}
+    assert {memory_kind_of(x).directory for x in large} == {tmp_path / "rank-0-of-1"}
     assert files_in(tmp_path) == files
     assert same_bits(grads, gradient_of(plain))
     assert same_bits(list(ADAMW.step(plain, grads=gradient_of(plain), state=ADAMW.init(plain))), [stepped, moments])
@@ -378,7 +378,7 @@ def test_files_mapped_by_other_functions_are_not_of_the_memory_kind(tmp_path: Pa
     loaded = torch.load(tmp_path / "checkpoint.pt", mmap=True)["w"]
     mapped = torch.from_file(str(tmp_path / "checkpoint.pt"), shared=True, size=4)
     assert mapped.untyped_storage().filename
-    assert [home_of(x).directory for x in (loaded, mapped)] == [None, None]
+    assert [memory_kind_of(x).directory for x in (loaded, mapped)] == [None, None]
 
 
 def test_a_tree_that_was_replaced_can_still_be_used(tmp_path: Path) -> None:

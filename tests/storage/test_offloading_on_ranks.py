@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import functorch_shard as fs
-from functorch_shard.storage.memory_kind import home_of
+from functorch_shard.storage.memory_kind import memory_kind_of
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.offload import resident, train
 from tests.storage.test_offloading import (
@@ -84,7 +84,7 @@ def train_in_one_directory(directory: str, axes: dict[str, int]) -> dict[str, bo
     return {
         "bitwise": same_bits(trained, expected),
         "in place": same_bits([params_again, state_again], list(expected[1:])),
-        "gradients in files": all(home_of(x).directory is not None for x in leaves_of(trained[0])),
+        "gradients in files": all(memory_kind_of(x).directory is not None for x in leaves_of(trained[0])),
         "plain": same_bits(fs.reopen(plain, f"{directory}/plain"), plain),
     }
 
