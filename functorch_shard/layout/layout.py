@@ -9,26 +9,20 @@ padded to a multiple of its number of shards S, and rank r of the shard axis own
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from math import prod
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Mesh
-from .buffers import Buffer, Slice, Slot, Unit, aligned, in_source_order, padded
+from .buffers import Buffer, Slice, Slot, Unit, in_source_order
 from .precision import MixedPrecision, Travel, divide_factors, travel
-from .serialization import dtype_name, unit_of, without_none
-
-Reduction = Literal["mean", "sum"]
-_FORMAT = 3
-_OPTIONS = ("shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward")
+from .serialization import OPTIONS, Reduction, dtype_name, from_json, to_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,7 +183,7 @@ class Layout(Static):
         parts = [self, *others]
         problems = [
             f"{name}: {mine!r} in the first tree, {theirs!r} in another"
-            for name in ("axes", *_OPTIONS)
+            for name in ("axes", *OPTIONS)
             for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
             if mine != theirs
         ]
@@ -230,21 +224,12 @@ class Layout(Static):
 
     def to_json(self, indent: int | None = None) -> str:
         """As JSON text; :meth:`from_json` gives an equal layout back."""
-        plain = {name: getattr(self, name) for name in _OPTIONS}
-        maps = {"axes": dict(self.axes), "aliases": dict(self.aliases)}
-        units = [asdict(unit, dict_factory=without_none) for unit in self.units]
-        return json.dumps({"format": _FORMAT, **plain, **maps, "units": units}, indent=indent, default=dtype_name)
+        return to_json({part.name: getattr(self, part.name) for part in fields(self) if part.compare}, indent)
 
     @staticmethod
     def from_json(text: str, mesh: Mesh) -> Layout:
         """The layout that ``to_json`` wrote, on a ``mesh`` of the sizes it was planned for."""
-        try:
-            layout = _layout_of(json.loads(text), mesh)
-            problems = _arithmetic_problems(layout)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"Layout.from_json: not a layout in JSON ({type(error).__name__}: {error})") from error
-        reject("Layout.from_json", problems, "The text was altered after to_json wrote it.")
-        return layout.on(mesh)
+        return Layout(mesh=mesh, **from_json(text)).on(mesh)
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what is cached: a hash of strings is another number in another process.
@@ -277,15 +262,6 @@ def _row(buffer: Buffer) -> list[object]:
     return [buffer.key, dtype, *sizes]
 
 
-def _layout_of(data: Any, mesh: Mesh) -> Layout:
-    if data["format"] != _FORMAT:
-        raise ValueError(f"Layout.from_json: got format {data['format']}, this version reads format {_FORMAT}")
-    units = tuple(map(unit_of, data["units"]))
-    maps = {name: tuple(data[name].items()) for name in ("axes", "aliases")}
-    plain = {name: data[name] for name in _OPTIONS}
-    return Layout(units=units, mesh=mesh, **maps, **plain)
-
-
 def _misplaced(layout: Layout) -> list[str]:
     """DTensors that have other ranks here, or another part on this one, than the layout says."""
     if layout.mesh.device_mesh is None:  # simulated or unpickled: no ranks to ask
@@ -297,27 +273,4 @@ def _misplaced(layout: Layout) -> list[str]:
             problems.append(f"{slot.name!r}: local part of a {form}, but here is {axes_text(beside.axes)}")
         elif slot.shape != (here := form.local_shape(beside.coordinate)):
             problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but here is {here}")
-    return problems
-
-
-def _arithmetic_problems(layout: Layout) -> list[str]:
-    problems: list[str] = []
-    if not isinstance(layout.reshard_after_forward, bool):
-        problems.append(f"reshard_after_forward: got {layout.reshard_after_forward!r}, expected True or False")
-    if layout.reduction not in get_args(Reduction):
-        problems.append(f"reduction: got {layout.reduction!r}, expected 'mean' or 'sum'")
-    for buffer in layout.buffers.values():
-        taken = 0
-        for slot in buffer.slots:
-            start = aligned(taken, buffer.dtype, layout.align_bytes)
-            if slot.numel != prod(slot.shape):
-                problems.append(f"{slot.name!r}: {slot.numel} elements, but shape {slot.shape} has {prod(slot.shape)}")
-            if slot.offset != start or slot.dtype != buffer.dtype:
-                problems.append(f"{slot.name!r}: {slot.dtype} at {slot.offset}, expected {buffer.dtype} at {start}")
-            if slot.dtensor and (problem := slot.dtensor.problem(slot.shape)):
-                problems.append(f"{slot.name!r}: {problem}")
-            taken = slot.end
-        num_shards = buffer.num_shards
-        if num_shards not in (1, layout.num_shards) or buffer.numel != padded(taken, num_shards):
-            problems.append(f"buffer {buffer.key!r}: {buffer.numel} elements in {num_shards} shards, {taken} used")
     return problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
 from .buffers import Buffer, Slot, Unit, aligned, in_source_order, padded
 from .dtensor import form_of, local_part, unfit_dtensor
-from .layout import Layout, Reduction
+from .layout import Layout
 from .precision import MixedPrecision
+from .serialization import Reduction
 from .sources import source_problems, sparse_problems
 from .trees import Sharded
 from .units import Units, around, assign
@@ -118,7 +120,7 @@ def plan(
         known = "a Mesh, of init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
     options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward)
-    build = lambda: _plan(source, mesh, units, labels, precision, ignored, options)  # noqa: E731
+    build = partial(_plan, source, mesh, units, labels, precision, ignored, options)
     return mesh.agree("plan", build, lambda layout: list(layout.lines()))
 
 

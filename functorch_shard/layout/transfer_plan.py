@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
 from .buffers import Buffer, Slot
 from .layout import Layout
+from .ranks import shards_of_ranks
 
 
 class Copy(NamedTuple):
@@ -80,7 +80,6 @@ def _on_ranks(piece: Copy, holders: Sequence[int], takers: Sequence[int], home: 
 def ranks_by_shard(layout: Layout) -> list[list[int]]:
     """The ranks, in row-major order of the axes, that hold each shard: one, or as many as there are replicas."""
     ranks: list[list[int]] = [[] for _ in range(layout.num_shards)]
-    names = [name for name, _ in layout.axes]
-    for rank, place in enumerate(product(*(range(size) for _, size in layout.axes))):
-        ranks[dict(zip(names, place, strict=True)).get(layout.shard_axis, 0)].append(rank)
+    for rank, shard in enumerate(shards_of_ranks(layout)):
+        ranks[shard].append(rank)
     return ranks

@@ -13,7 +13,15 @@ from ..errors import name_problems, reject
 from .buffers import Buffer, Slot
 from .dtensor import form_of, local_part
 from .layout import Layout
+from .ranks import axis_sizes, rank_dims
 from .sources import source_problems
+from .trees import Sharded
+
+
+def check_sharded(what: str, tree: object, instead: str = "") -> None:
+    """Raise unless ``tree`` is a ``Sharded``; ``instead`` ends the message."""
+    if not isinstance(tree, Sharded):
+        raise TypeError(f"{what}: got {type(tree).__name__}, expected a Sharded{instead}.")
 
 
 def check_shards(
@@ -23,7 +31,7 @@ def check_shards(
 
     ``gradients`` may have another precision than what they are gradients of.
     """
-    ranks = () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+    ranks = rank_dims(layout)
     problems = name_problems(shards, layout.buffers)
     for key, buffer in layout.buffers.items():
         if key in shards and not (allow_none and shards[key] is None):
@@ -93,8 +101,7 @@ def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
 
 def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
     """Raise unless the gradients of simulated ranks carry their rank dims, as they must outside ``spmd``."""
-    ranks = tuple(size for _, size in layout.axes)
-    shapes = {name: (*ranks, *slot.shape) for name, slot in layout.slots.items()}
+    shapes = {name: (*axis_sizes(layout), *slot.shape) for name, slot in layout.slots.items()}
     problems = [
         f"{name!r}: got shape {tuple(x.shape)}, expected {shapes[name]}"
         for name, x in grads.items()

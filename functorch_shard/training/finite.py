@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
-from math import prod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from ..collectives.primitives import psum
 from ..errors import reject
-from ..layout.buffers import Slot
 from ..layout.dtensor import local_part
-from ..layout.layout import Layout
 from ..layout.packing import without_padding
-from ..layout.rank_trees import participants_of
+from ..layout.rank_trees import ranks_here
+from ..layout.ranks import axis_sizes, shard_index, shards_of_ranks
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
-from ..mesh.init import job_mesh
+from ..mesh.mesh import Mesh
 from ..sharding.gather import materialize
 from ..storage.memory_kind import to_working_device
-from .norms import shard_index, wide
+from .norms import wide
 
 
 def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
@@ -36,8 +32,9 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         what: what to call it, as ``"grads"``.
 
     Raises:
-        FloatingPointError: a line for each such parameter (of many, for the first 20): how many, the first in row-major
-            order with its index in the parameter's own shape and its value, and the ranks that hold such values.
+        FloatingPointError: one line for each parameter and each rank that holds a NaN or an infinity of it (20 lines at
+            most): how many, and the first of them with its index in the parameter's shape (of a DTensor: in the shape
+            of the local part).
         RuntimeError: inside ``spmd`` on simulated ranks.
         TypeError: ``tree`` is neither.
         ValueError: shards that do not fit their layout.
@@ -51,7 +48,7 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         >>> assert_finite(grads, "grads")
         Traceback (most recent call last):
         FloatingPointError: assert_finite: grads: 1 problem
-          'fc.w': 1 of 6 values not finite, the first is nan at [2, 0], on rank 1
+          'fc.w' on rank 1: 1 of 2 values are not finite, the first is nan at [2, 0]
         Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN.
     """
     if not isinstance(tree, (Sharded, Full)):
@@ -62,13 +59,12 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
             f"assert_finite: {what}: inside spmd the values of simulated ranks are not known yet. Return the tree from "
             "the function, and call assert_finite outside."
         )
+    participants = participants_of(tree)
     with torch.no_grad():
-        found = list(_in_shards(tree, what) if isinstance(tree, Sharded) else _in_whole(tree, what))
-    texts = participants_of(tree).gather_texts(json.dumps([astuple(one) for one in found]) if found else "")
-    by_name: dict[str, list[_Found]] = {name: [] for name in _slots_by_every_name(tree.layout)}
-    for one in (_Found(*one) for text in texts if text for one in json.loads(text)):
-        by_name[one.name].append(one)
-    problems = [_line(found) for found in by_name.values() if found]
+        sharded = isinstance(tree, Sharded)
+        every = _in_shards(tree, what, participants) if sharded else _in_full(tree, what, participants)
+        lines = [_line(*values) for values in every if not _is_finite(values[3])]
+    problems = [line for text in participants.gather_texts("\n".join(lines)) for line in text.splitlines()]
     advice = (
         "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
     )
@@ -108,93 +104,47 @@ def all_finite(tree: Sharded) -> Tensor:
     return bad == 0
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What is not finite of one parameter in one shard: ``first`` counts in the flattened parameter.
-
-    Of a DTensor the local part is looked at; ``shard`` then says which, and ``rank`` is one of the job.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    shard: str
-    rank: int | None  # None: a whole value, of no rank of a simulated mesh
-    count: int
-    first: int
-    value: str
+# a parameter's name and shape, the rank that holds the values, the values, and where they start in the parameter
+Values = tuple[str, tuple[int, ...], int | None, Tensor, int]
 
 
-def _in_shards(tree: Sharded, what: str) -> Iterator[_Found]:
+def _in_shards(tree: Sharded, what: str, participants: Mesh) -> Iterator[Values]:
     layout = tree.layout
     check_shards(f"assert_finite: {what}", tree, layout, allow_none=True, gradients=True)
+    shard_of, here, named = shards_of_ranks(layout), ranks_here(layout.mesh), ranks_here(participants)
     for key, buffer in layout.buffers.items():
-        if tree[key] is None or _fine(tree[key]):
+        if tree[key] is None or _is_finite(tree[key]):
             continue
-        for rank, row in _rows(tree[key], (buffer.shard_numel,), layout):
-            shard = _shard_of(rank or 0, layout) if buffer.num_shards > 1 else 0
-            for name, offset, numel, start in buffer.slices(shard):
-                slot = layout.slots[name]
-                yield from _found(row[offset : offset + numel], slot, name, *_place(slot, shard, rank, layout), start)
+        for row, rank, number in zip(tree[key].reshape(len(here), -1), here, named, strict=True):
+            for name, offset, numel, start in buffer.slices(shard_of[rank]):
+                yield name, layout.slots[name].shape, number, row[offset : offset + numel], start
 
 
-def _in_whole(tree: Full, what: str) -> Iterator[_Found]:
-    slots = _slots_by_every_name(tree.layout)
+def _in_full(tree: Full, what: str, participants: Mesh) -> Iterator[Values]:
+    layout = tree.layout
+    slots = {**layout.slots, **{alias: layout.slots[name] for alias, name in layout.aliases}}
     problems = [f"{name!r}: not in the layout" for name in tree if name not in slots]
-    ranks = tuple(size for _, size in tree.layout.axes)
     parts = {name: local_part(x) for name, x in tree.items()}
     for name, x in parts.items():
-        if name in slots and tuple(x.shape) not in (slots[name].shape, (*ranks, *slots[name].shape)):
+        if name in slots and tuple(x.shape) not in (slots[name].shape, (*axis_sizes(layout), *slots[name].shape)):
             problems.append(f"{name!r}: got shape {tuple(x.shape)}, expected {slots[name].shape}")
     reject(f"assert_finite: {what}", problems, "A Full has the names and shapes of the parameters of its layout.")
     for name, x in parts.items():
-        values = materialize(x)  # once: a lazy tensor that one rank alone asks again would leave the others waiting
-        if not _fine(values):
-            for rank, row in _rows(values, slots[name].shape, tree.layout):
-                yield from _found(row, slots[name], name, *_place(slots[name], 0, rank, tree.layout), 0)
+        values, shape = materialize(x), slots[name].shape  # on every rank: a lazy tensor is fetched by a collective
+        if not _is_finite(values):
+            stacked = participants.is_simulated and tuple(values.shape) != shape
+            ranks = ranks_here(participants) if stacked or not participants.is_simulated else [None]
+            for rank, row in zip(ranks, values.reshape(len(ranks), -1), strict=True):
+                yield name, shape, rank, row, 0
 
 
-def _slots_by_every_name(layout: Layout) -> dict[str, Slot]:
-    return {**layout.slots, **{alias: layout.slots[name] for alias, name in layout.aliases}}
-
-
-def _rows(x: Tensor, shape: tuple[int, ...], layout: Layout) -> Iterable[tuple[int | None, Tensor]]:
-    """Each rank whose value is here, and the value, flat."""
-    if tuple(x.shape) == shape:
-        return [(None if layout.mesh.is_simulated else layout.mesh.rank, x.flatten())]
-    return enumerate(x.reshape(layout.mesh.size, -1))
-
-
-def _shard_of(rank: int, layout: Layout) -> int:
-    """The position on the shard axis of a rank of the mesh."""
-    for name, size in reversed(layout.axes):
-        if name == layout.shard_axis:
-            return rank % size
-        rank //= size
-    return 0
-
-
-def _place(slot: Slot, shard: int, rank: int | None, layout: Layout) -> tuple[str, int | None]:
-    """Which elements, for copies to count once, and the rank that holds them: of the job, where there are DTensors."""
-    if slot.dtensor is None:
-        return str(shard), rank
-    start = slot.dtensor.local_start(layout.tensor_meshes[slot.dtensor.axes].coordinate)
-    return f"{shard} of the part from {start}", job_mesh().rank
-
-
-def _fine(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> bool:
     return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(wide(x)).all())
 
 
-def _found(piece: Tensor, slot: Slot, name: str, shard: str, rank: int | None, start: int) -> Iterator[_Found]:
-    if not _fine(piece):
-        bad = (~torch.isfinite(wide(piece))).nonzero().flatten()
-        yield _Found(name, slot.shape, shard, rank, len(bad), start + int(bad[0]), str(piece[bad[0]].item()))
-
-
-def _line(found: list[_Found]) -> str:
-    first, numel = min(found, key=lambda one: one.first), prod(found[0].shape)
-    count = sum({one.shard: one.count for one in sorted(found, key=lambda one: one.count)}.values())  # copies once
-    ranks = sorted({one.rank for one in found if one.rank is not None})
-    where = f", on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
-    index = [int(i) for i in torch.unravel_index(torch.tensor(first.first, device="cpu"), tuple(first.shape))]
-    return f"{first.name!r}: {count} of {numel} values not finite, the first is {first.value} at {index}{where}"
+def _line(name: str, shape: tuple[int, ...], rank: int | None, values: Tensor, start: int) -> str:
+    bad = (~torch.isfinite(wide(values))).nonzero().flatten()
+    index = [int(i) for i in torch.unravel_index(bad[0].cpu() + start, shape)]
+    where = "" if rank is None else f" on rank {rank}"
+    first = f"the first is {values[bad[0]].item()} at {index}"
+    return f"{name!r}{where}: {len(bad)} of {values.numel()} values are not finite, {first}"

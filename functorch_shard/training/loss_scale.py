@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..containers import Static
 from ..errors import reject
+from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded, map_items
-from ..layout.validation import check_shards
+from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import to_memory_kind_of
 from .finite import all_finite
 from .norms import wide
@@ -96,8 +97,9 @@ class LossScale(Static):
         Returns:
             ``{"scale": float32, "good_steps": int32}`` of shape ``()``, with rank dims where ``params`` have them.
         """
-        _check("init: params", params)
-        scale = torch.full(_rank_dims(params), self.initial, dtype=torch.float32, device=params.layout.mesh.device)
+        check_sharded("LossScale.init: params", params)
+        layout = params.layout
+        scale = torch.full(rank_dims(layout), self.initial, dtype=torch.float32, device=layout.mesh.device)
         return {"scale": scale, "good_steps": torch.zeros_like(scale, dtype=torch.int32)}
 
     def scale(self, loss: Tensor, state: State) -> Tensor:
@@ -126,15 +128,19 @@ class LossScale(Static):
         Cost:
             One all-reduce of a number per axis, and a copy of the gradients.
         """
-        _check("unscale: grads", grads)
+        check_sharded("LossScale.unscale: grads", grads)
         check_shards("LossScale.unscale: grads", grads, grads.layout, allow_none=True, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
         inverse = state["scale"].double().reciprocal().float()  # rounded once, as torch.amp.GradScaler does
         buffers = grads.layout.buffers
-        scaled = {key: x for key, x in grads.items() if x is not None and buffers[key].differentiable}
-        divide = lambda x: to_memory_kind_of((wide(x) * inverse.to(x.device)).to(x.dtype), x)  # noqa: E731
-        return map_items(lambda key, x: divide(x) if key in scaled else x, grads), all_finite(grads)
+
+        def unscaled(key: str, x: Any) -> Any:
+            if x is None or not buffers[key].differentiable:
+                return x
+            return to_memory_kind_of((wide(x) * inverse.to(x.device)).to(x.dtype), x)
+
+        return map_items(unscaled, grads), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
         """The state for the next step, inside ``spmd`` or outside."""
@@ -210,20 +216,11 @@ class NoLossScale(LossScale):
         return loss
 
     def unscale(self, grads: Sharded, state: State) -> tuple[Sharded, Tensor]:
-        _check("unscale: grads", grads)
-        return grads, torch.ones(_rank_dims(grads), dtype=torch.bool, device=grads.layout.mesh.device)
+        check_sharded("LossScale.unscale: grads", grads)
+        return grads, torch.ones(rank_dims(grads.layout), dtype=torch.bool, device=grads.layout.mesh.device)
 
     def select(self, finite: Tensor, new: Tree, old: Tree) -> Tree:
         return new
-
-
-def _check(verb: str, tree: Sharded) -> None:
-    if not isinstance(tree, Sharded):
-        raise TypeError(f"LossScale.{verb}: got {type(tree).__name__}, expected a Sharded.")
-
-
-def _rank_dims(tree: Sharded) -> tuple[int, ...]:
-    return () if tree.layout.mesh.in_spmd else tuple(size for _, size in tree.layout.axes)
 
 
 def _choose(finite: Tensor, new: Any, old: Any) -> Any:

@@ -18,8 +18,9 @@ from ..communication.axis import Axis
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import of_rank, slot_of_each, without_padding
+from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Full, Sharded, map_items
-from ..layout.validation import check_shards
+from ..layout.validation import check_sharded, check_shards
 from ..sharding.gather import gather
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 
@@ -106,8 +107,11 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
     norm = global_norm(grads, p)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     counted = _counted(grads)
-    scaled = lambda x: to_memory_kind_of((x * factor.to(x.device)).to(x.dtype), x)  # noqa: E731
-    return map_items(lambda key, x: scaled(x) if key in counted else x, grads), norm
+
+    def clipped(key: str, x: Any) -> Any:
+        return to_memory_kind_of((x * factor.to(x.device)).to(x.dtype), x) if key in counted else x
+
+    return map_items(clipped, grads), norm
 
 
 def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
@@ -150,7 +154,7 @@ def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
     shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
     if shared:
         widest = _widest(sums.values())
-        total = kind.across(torch.cat([sums[key].to(widest) for key in shared]), _shard_axis(layout))
+        total = kind.across(torch.cat([sums[key].to(widest) for key in shared]), shard_axis(layout))
         sizes = [len(counted[key].slots) for key in shared]
         sums |= {key: x.to(sums[key].dtype) for key, x in zip(shared, total.split(sizes), strict=True)}
     totals = {
@@ -172,11 +176,6 @@ def _over_tensor_axes(kind: _Kind, totals: dict[str, Tensor], layout: Layout) ->
                 whole = kind.across(_stack([totals[name] for name in cut], layout), axis)
                 totals |= {name: x.to(totals[name].dtype) for name, x in zip(cut, whole.unbind(), strict=True)}
     return totals
-
-
-def shard_index(buffer: Buffer, layout: Layout) -> Tensor | int:
-    """Which shard of ``buffer`` this rank holds: an int on real ranks, a batched tensor on simulated ones."""
-    return layout.mesh[layout.shard_axis].backend.index() if buffer.num_shards > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -238,9 +237,7 @@ _Kind = _Sum | _Largest
 
 
 def _checked(verb: str, tree: Sharded, p: float) -> _Kind:
-    if not isinstance(tree, Sharded):
-        whole = "; torch.nn.utils.get_total_norm takes whole tensors" if isinstance(tree, Full) else ""
-        raise TypeError(f"{verb}: got {type(tree).__name__}, expected a Sharded{whole}.")
+    check_sharded(verb, tree, "; torch.nn.utils.get_total_norm takes whole tensors" if isinstance(tree, Full) else "")
     if not p >= 1:
         raise ValueError(f"{verb}: p: got {p}, expected 1 or more, or float('inf')")
     check_shards(verb, tree, tree.layout, allow_none=True, gradients=True)
@@ -261,11 +258,7 @@ def _whole(tree: Sharded) -> Full:
 
 def _combined(kind: _Kind, parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
     """What all shards have, as one number, if there are any."""
-    return [kind.across(kind.join(parts, layout), _shard_axis(layout))] if parts else []
-
-
-def _shard_axis(layout: Layout) -> Axis:
-    return layout.mesh[layout.shard_axis]
+    return [kind.across(kind.join(parts, layout), shard_axis(layout))] if parts else []
 
 
 def _sums_by_slot(kind: _Kind, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:

@@ -14,9 +14,10 @@ from ..containers import Static
 from ..errors import first_difference, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
-from ..layout.validation import check_shards
-from ..storage.memory_kind import wait_for_copies
+from ..layout.validation import check_sharded, check_shards
+from ..storage.memory_kind import settle
 from .optimizer_probe import Traits, probe, switched
 from .optimizer_step import CARRIED, PARAM, InitCall, StepCall, count_writes, run_below_transforms, state_names
 from .torch_optim import check_options, group_options
@@ -114,7 +115,7 @@ class Optimizer(Static):
         buffers = _trainable(params.layout)
         options = {key: self._options(buffer, {}, {}) for key, buffer in buffers.items()}
         call = InitCall(self.cls, options, {key: self._found(buffer) for key, buffer in buffers.items()})
-        state = run_below_transforms(call, {key: [params[key]] for key in options}, _rank_dims(params.layout))
+        state = run_below_transforms(call, {key: [params[key]] for key in options}, rank_dims(params.layout))
         return _by_name(state, params.layout)
 
     @_named
@@ -167,8 +168,8 @@ class Optimizer(Static):
         call = StepCall(self.cls, options, traits, {key: list(s) for key, s in states.items()}, donate)
         tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
         donated = [params[key] for key in buffers] + [x for s in states.values() for x in s.values()] if donate else []
-        wait_for_copies(donated)
-        updated = run_below_transforms(call, tensors, _rank_dims(params.layout))
+        settle(donated)
+        updated = run_below_transforms(call, tensors, rank_dims(params.layout))
         count_writes(donated)
         new = {key: updated[key].pop(PARAM) if key in updated else leaf for key, leaf in params.items()}
         return Sharded(new, params.layout), _by_name(updated, params.layout)
@@ -235,7 +236,7 @@ class Optimizer(Static):
         """Raise unless every state is there, a shard or a scalar: fused kernels write past the end of a short one."""
         if not isinstance(state, Mapping):
             raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
-        problems, scalar = [], _rank_dims(params.layout)
+        problems, scalar = [], rank_dims(params.layout)
         one_of = {buffer.label: buffer for buffer in buffers.values()}
         names = {label: state_names(self._found(buffer)) for label, buffer in one_of.items()}
         for key, buffer in buffers.items():
@@ -250,15 +251,12 @@ class Optimizer(Static):
 
 
 def _check_params(verb: str, params: Sharded) -> None:
-    if not isinstance(params, Sharded):
-        raise TypeError(f"{verb}: params: got {type(params).__name__}, expected a Sharded. shard() makes one.")
+    check_sharded(f"{verb}: params", params, ", for example from fs.shard")
     check_shards(f"{verb}: params", params, params.layout)
 
 
 def _check_gradients(grads: Sharded, params: Sharded) -> None:
-    if not isinstance(grads, Sharded):
-        known = "a Sharded: fs.grad and scatter_grads return one"
-        raise TypeError(f"step: grads: got {type(grads).__name__}, expected {known}.")
+    check_sharded("step: grads", grads, ", for example from fs.grad or fs.scatter_grads")
     if grads.layout != params.layout:
         mine, theirs = first_difference(params.layout.lines(), grads.layout.lines()) or ("", "")
         where = f"{mine}, against {theirs}"
@@ -268,10 +266,6 @@ def _check_gradients(grads: Sharded, params: Sharded) -> None:
 
 def _trainable(layout: Layout) -> dict[str, Buffer]:
     return {key: buffer for key, buffer in layout.buffers.items() if buffer.trainable}
-
-
-def _rank_dims(layout: Layout) -> tuple[int, ...]:
-    return () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
 
 
 def _by_name(states: Mapping[str, Mapping[str, Any]], layout: Layout) -> OptState:

@@ -101,8 +101,10 @@ class StepCall:
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """Where the rows of a batch are at different steps: one update each."""
         own = {k: [_in_place(x) for x in parts] for k, parts in tensors.items()}
-        row = lambda i: {k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}  # noqa: E731
-        results = [self(row(i), rows[1:]) for i in range(rows[0])]
+        results = [
+            self({k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}, rows[1:])
+            for i in range(rows[0])
+        ]
         stacked = {key: {name: _stack([r[key][name] for r in results]) for name in results[0][key]} for key in tensors}
         return {key: self._lay(stacked[key], self._given(key, parts)) for key, parts in tensors.items()}
 

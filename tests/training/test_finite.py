@@ -16,33 +16,31 @@ from tests.training.test_norms import FROZEN, INF, NAN, some_none, values, with_
 
 ADVICE = "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
 AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}]
-# Where a value is not finite, and what is to be said of it on two shards. The 527 elements of c.w lie in shards of 264,
-# and [8, 15] is element 263.
+# Where a value is not finite, and the lines of two shards: (name, rank, values that the rank holds, what is wrong). The
+# 527 elements of c.w are in shards of 264, and [8, 15] is element 263.
 Bad = dict[str, dict[tuple[int, ...], float]]
-BAD: dict[str, tuple[Bad, list[str]]] = {
-    "one": ({"a.w": {(2, 3): NAN}}, ["'a.w': 1 of 15 values not finite, the first is nan at [2, 3], on rank 1"]),
+Line = tuple[str, int, int, str]
+BAD: dict[str, tuple[Bad, list[Line]]] = {
+    "one": ({"a.w": {(2, 3): NAN}}, [("a.w", 1, 4, "nan at [2, 3]")]),
     "first and last": (
         {"a.w": {(0, 0): INF}, "c.w": {(16, 30): -INF}},
-        [
-            "'a.w': 1 of 15 values not finite, the first is inf at [0, 0], on rank 0",
-            "'c.w': 1 of 527 values not finite, the first is -inf at [16, 30], on rank 1",
-        ],
+        [("a.w", 0, 11, "inf at [0, 0]"), ("c.w", 1, 263, "-inf at [16, 30]")],
     ),
-    "both shards": (
-        {"c.w": {(16, 0): NAN, (3, 7): -INF, (3, 8): INF}},
-        ["'c.w': 3 of 527 values not finite, the first is -inf at [3, 7], on ranks 0, 1"],
-    ),
-    "end of a shard": (
-        {"c.w": {(8, 15): NAN}},
-        ["'c.w': 1 of 527 values not finite, the first is nan at [8, 15], on rank 0"],
-    ),
-    "start of a shard": (
-        {"c.w": {(8, 16): NAN}},
-        ["'c.w': 1 of 527 values not finite, the first is nan at [8, 16], on rank 1"],
-    ),
-    "scalar": ({"b.s": {(): NAN}}, ["'b.s': 1 of 1 values not finite, the first is nan at [], on rank 0"]),
+    "one shard, two values": ({"c.w": {(3, 8): NAN, (3, 7): -INF}}, [("c.w", 0, 264, "-inf at [3, 7]")]),
+    "end of a shard": ({"c.w": {(8, 15): NAN}}, [("c.w", 0, 264, "nan at [8, 15]")]),
+    "start of a shard": ({"c.w": {(8, 16): NAN}}, [("c.w", 1, 263, "nan at [8, 16]")]),
+    "scalar": ({"b.s": {(): NAN}}, [("b.s", 0, 1, "nan at []")]),
 }
-WHOLE = {"b": ["'b.w': 2 of 7 values not finite, the first is nan at [3], on ranks 0, 1"]}
+NUMEL = {"a.w": 15, "b.s": 1, "b.w": 7, "c.w": 527}
+
+
+def line_of(name: str, rank: int | None, held: int, first: str, count: int = 1) -> str:
+    where = "" if rank is None else f" on rank {rank}"
+    return f"{name!r}{where}: {count} of {held} values are not finite, the first is {first}"
+
+
+def count_of(case: str) -> int:
+    return 2 if case == "one shard, two values" else 1
 
 
 def spoiled(bad: Bad, dtypes: str = "float64") -> dict[str, Tensor]:
@@ -58,7 +56,7 @@ def sharded(mesh: fs.Mesh, bad: Bad, dtypes: str = "float64", **options: Any) ->
     return fs.shard(given, fs.plan(given, mesh, **options))
 
 
-def told(tree: Any, what: str = "grads") -> list[str]:
+def reported(tree: Any, what: str = "grads") -> list[str]:
     """The lines about parameters; what stands around them is the same every time."""
     with pytest.raises(FloatingPointError) as caught:
         fs.debug.assert_finite(tree, what)
@@ -69,11 +67,18 @@ def told(tree: Any, what: str = "grads") -> list[str]:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_every_parameter_is_named_with_its_first_bad_index_and_its_ranks(case: str) -> None:
+def test_every_rank_names_its_parameters_with_the_first_bad_index(case: str) -> None:
     bad, lines = BAD[case]
     tree = sharded(fs.simulated_mesh(2), bad)
-    assert told(tree) == lines
-    assert told(fs.gather(tree)) == [line.partition(", on rank")[0] for line in lines]  # whole, and of no rank
+    assert reported(tree) == [line_of(*line, count_of(case)) for line in lines]
+    whole = [line_of(name, None, NUMEL[name], first, count_of(case)) for name, _, _, first in lines]
+    assert reported(fs.gather(tree)) == whole  # of no rank
+
+
+def test_a_parameter_of_two_shards_is_named_by_both_ranks() -> None:
+    tree = sharded(fs.simulated_mesh(2), {"c.w": {(16, 0): NAN, (3, 7): -INF, (3, 8): INF}})
+    expected = [line_of("c.w", 0, 264, "-inf at [3, 7]", 2), line_of("c.w", 1, 263, "nan at [16, 0]")]
+    assert reported(tree) == expected
 
 
 def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
@@ -88,26 +93,33 @@ def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "complex", "mixed"])
 def test_every_dtype_is_looked_at(dtypes: str) -> None:
     shown = "(nan+0j)" if dtypes == "complex" else "nan"
-    lines = told(sharded(fs.simulated_mesh(2), {"b.w": {(5,): NAN}}, dtypes), "tree")
-    assert lines[0].startswith(f"'b.w': 1 of 7 values not finite, the first is {shown} at [5], on rank ")
+    lines = reported(sharded(fs.simulated_mesh(2), {"b.w": {(5,): NAN}}, dtypes), "tree")
+    assert len(lines) == 1
+    assert lines[0].startswith("'b.w' on rank ")
+    assert lines[0].endswith(f" values are not finite, the first is {shown} at [5]")
 
 
-def test_replicas_count_once_and_are_all_named() -> None:
-    bad: Bad = {"c.w": {(16, 0): NAN, (3, 7): INF}}
-    for axes, ranks in (
-        ({"replicate": 2, "shard": 2}, "0, 1, 2, 3"),
-        ({"shard": 2, "replicate": 3}, "0, 1, 2, 3, 4, 5"),
-    ):
-        line = f"'c.w': 2 of 527 values not finite, the first is inf at [3, 7], on ranks {ranks}"
-        assert told(sharded(fs.simulated_mesh(axes), bad)) == [line]
+@pytest.mark.parametrize(
+    ("axes", "holders"),
+    [({"replicate": 2, "shard": 2}, ([0, 2], [1, 3])), ({"shard": 2, "replicate": 3}, ([0, 1, 2], [3, 4, 5]))],
+    ids=str,
+)
+def test_every_replica_names_what_it_holds(axes: dict[str, int], holders: tuple[list[int], list[int]]) -> None:
+    tree = sharded(fs.simulated_mesh(axes), {"c.w": {(16, 0): NAN, (3, 7): INF}})
+    first = [line_of("c.w", rank, 264, "inf at [3, 7]") for rank in holders[0]]
+    second = [line_of("c.w", rank, 263, "nan at [16, 0]") for rank in holders[1]]
+    assert sorted(reported(tree)) == sorted(first + second)
+
+
+def test_a_replica_that_differs_is_named_alone() -> None:
     alone = sharded(fs.simulated_mesh({"shard": 2, "replicate": 2}), {})
     alone["c"][1, 0, 0] = NAN  # one replica of the second shard, which is rank 2
-    assert told(alone)[0].endswith(", on rank 2")
+    assert reported(alone) == [line_of("c.w", 2, 263, "nan at [8, 16]")]
 
 
-def test_what_every_rank_holds_whole_counts_once() -> None:
-    mesh = fs.simulated_mesh(2)
-    assert told(sharded(mesh, {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"])) == WHOLE["b"]
+def test_what_every_rank_holds_whole_is_named_by_every_rank() -> None:
+    tree = sharded(fs.simulated_mesh(2), {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"])
+    assert reported(tree) == [line_of("b.w", rank, 7, "nan at [3]", 2) for rank in range(2)]
 
 
 def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> None:
@@ -117,9 +129,10 @@ def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> 
     rows["c.w"][1, 0, 2, 5] = INF
     rows["c.w"][1, 1, 1, 30] = NAN
     rows["b.s"][0, 1] = NAN
-    assert told(rows) == [
-        "'b.s': 1 of 1 values not finite, the first is nan at [], on rank 1",
-        "'c.w': 1 of 527 values not finite, the first is nan at [1, 30], on ranks 2, 3",
+    assert reported(rows) == [
+        line_of("b.s", 1, 1, "nan at []"),
+        line_of("c.w", 2, 527, "inf at [2, 5]"),
+        line_of("c.w", 3, 527, "nan at [1, 30]"),
     ]
 
 
@@ -132,7 +145,7 @@ def test_inside_spmd_it_says_to_look_outside() -> None:
     )
 
 
-def test_what_is_no_tree_of_this_layout_is_refused() -> None:
+def test_a_tree_that_does_not_fit_the_layout_is_refused() -> None:
     tree = sharded(fs.simulated_mesh(2), {})
     assert refused(fs.debug.assert_finite, dict(tree)).endswith("tree: got dict, expected a Sharded or a Full.")
     cut = fs.Sharded({key: x[..., :1] for key, x in tree.items()}, tree.layout)
@@ -151,8 +164,8 @@ def test_other_names_of_tied_parameters_may_be_in_a_full() -> None:
     linear = torch.nn.Linear(2, 2)
     model = torch.nn.ModuleDict({"a": linear, "b": linear})
     full = fs.gather(fs.shard(model, fs.plan(model, fs.simulated_mesh(2))))
-    assert told(full | {"b.weight": torch.tensor([[0.0, 1.0], [INF, 1.0]])}) == [
-        "'b.weight': 1 of 4 values not finite, the first is inf at [1, 0]"
+    assert reported(full | {"b.weight": torch.tensor([[0.0, 1.0], [INF, 1.0]])}) == [
+        line_of("b.weight", None, 4, "inf at [1, 0]")
     ]
 
 

@@ -17,7 +17,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.training.finite import all_finite
 from tests.support.models import loss_of, two_layers
 from tests.support.pool import run_ranks
-from tests.training.test_finite import BAD, WHOLE, told
+from tests.training.test_finite import BAD, NUMEL, count_of, line_of, reported
 from tests.training.test_finite import sharded as spoiled
 from tests.training.test_norms import (
     DTYPES,
@@ -200,19 +200,19 @@ def test_clipping_is_that_of_fsdp2_on_the_same_ranks() -> None:
 # --- assert_finite
 
 
-def told_on_this_rank(axes: dict[str, int]) -> dict[str, Any]:
+def reported_on_this_rank(axes: dict[str, int]) -> dict[str, Any]:
     mesh = fs.init_mesh(axes)
     results: dict[str, Any] = {}
     for case, (bad, _) in BAD.items():
         tree = spoiled(mesh, bad)
-        results[case] = told(tree)
-        results[f"{case}, lazy"] = told(fs.gather(tree))
-    results["whole"] = told(spoiled(mesh, {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"]))
+        results[case] = reported(tree)
+        results[f"{case}, lazy"] = reported(fs.gather(tree))
+    results["whole"] = reported(spoiled(mesh, {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"]))
     alone = spoiled(mesh, {})
     if mesh.rank == mesh.size - 1:
         alone["a"][0] = INF
-    results["one rank"] = told(alone)
-    results["one rank, before"] = told(before_reduction(mesh))
+    results["one rank"] = reported(alone)
+    results["one rank, before"] = reported(before_reduction(mesh))
     with count_collectives() as seen:
         clean = with_padding(spoiled(mesh, {}, "float32", align_bytes=64), NAN)
         fs.debug.assert_finite(clean)
@@ -232,36 +232,32 @@ def before_reduction(mesh: fs.Mesh) -> fs.Full:
 
 
 @cache
-def all_told(axes: tuple[tuple[str, int], ...]) -> list[Any]:
-    return run_ranks(told_on_this_rank, fs.simulated_mesh(dict(axes)).size, dict(axes))
+def all_reported(axes: tuple[tuple[str, int], ...]) -> list[Any]:
+    return run_ranks(reported_on_this_rank, fs.simulated_mesh(dict(axes)).size, dict(axes))
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
-def test_every_rank_is_told_the_same(axes: dict[str, int]) -> None:
-    first, *others = all_told(tuple(axes.items()))
+def test_every_rank_raises_the_same_error(axes: dict[str, int]) -> None:
+    first, *others = all_reported(tuple(axes.items()))
     assert others == [first] * (fs.simulated_mesh(axes).size - 1)
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_what_is_not_finite_is_found_on_real_ranks_as_on_simulated_ones(axes: dict[str, int]) -> None:
-    mesh, results = fs.simulated_mesh(axes), all_told(tuple(axes.items()))[0]
-    everywhere = ", on ranks " + ", ".join(map(str, range(mesh.size)))
+    mesh, results = fs.simulated_mesh(axes), all_reported(tuple(axes.items()))[0]
+    every, last = range(mesh.size), mesh.size - 1
     for case, (bad, lines) in BAD.items():
-        assert results[case] == told(spoiled(mesh, bad))
-        assert [line.partition(", on rank")[0] for line in results[case]] == [
-            x.partition(", on rank")[0] for x in lines
-        ]
-        assert results[f"{case}, lazy"] == [line.partition(", on rank")[0] + everywhere for line in lines]
-    assert results["whole"] == [WHOLE["b"][0].partition(", on rank")[0] + everywhere]
-    last = mesh.size - 1  # its shard of 11 begins with element 11 of a.w
-    assert results["one rank"] == [f"'a.w': 1 of 15 values not finite, the first is inf at [2, 1], on rank {last}"]
-    assert results["one rank, before"] == [
-        f"'a.w': 1 of 15 values not finite, the first is inf at [1, 1], on rank {last}"
-    ]
+        assert sorted(results[case]) == sorted(reported(spoiled(mesh, bad)))
+        whole = [line_of(n, r, NUMEL[n], first, count_of(case)) for r in every for n, _, _, first in lines]
+        assert results[f"{case}, lazy"] == whole
+    assert results["whole"] == [line_of("b.w", rank, 7, "nan at [3]", 2) for rank in every]
+    # the shard of 11 of the last rank begins with element 11 of a.w
+    assert results["one rank"] == [line_of("a.w", last, 4, "inf at [2, 1]")]
+    assert results["one rank, before"] == [line_of("a.w", last, 15, "inf at [1, 1]")]
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_when_all_is_well_eight_bytes_are_sent(axes: dict[str, int]) -> None:
-    for results in all_told(tuple(axes.items())):
-        once = [("exchange", 8), ("exchange", 16)][: len(axes)]  # the second axis passes on what the first gave
+    for results in all_reported(tuple(axes.items())):
+        once = [("all_gather", 8), ("all_gather", 16)][: len(axes)]  # the second axis passes on what the first gave
         assert results["sent"] == once * 3

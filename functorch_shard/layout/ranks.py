@@ -1,0 +1,38 @@
+"""Rank arithmetic of a layout: rank dims, row-major order, the shard axis, and which shard a rank holds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from torch import Tensor
+
+from ..mesh.mesh import Axis
+from .buffers import Buffer
+from .layout import Layout
+
+
+def axis_sizes(layout: Layout) -> tuple[int, ...]:
+    """The number of ranks of each axis, in the mesh's order: the leading dims of a stacked tree."""
+    return tuple(size for _, size in layout.axes)
+
+
+def rank_dims(layout: Layout) -> tuple[int, ...]:
+    """The leading dims that each leaf has here: one per axis outside ``spmd`` on simulated ranks, otherwise none."""
+    return () if layout.mesh.in_spmd else axis_sizes(layout)
+
+
+def shards_of_ranks(layout: Layout) -> list[int]:
+    """The position on the shard axis of every rank; ranks count in row-major order of the axes."""
+    names = [name for name, _ in layout.axes]
+    coordinates = product(*map(range, axis_sizes(layout)))
+    return [dict(zip(names, each, strict=True)).get(layout.shard_axis, 0) for each in coordinates]
+
+
+def shard_axis(layout: Layout) -> Axis:
+    """The axis of the mesh that buffers are sharded over."""
+    return layout.mesh[layout.shard_axis]
+
+
+def shard_index(buffer: Buffer, layout: Layout) -> Tensor | int:
+    """Which shard of ``buffer`` this rank holds: an int on real ranks, a batched tensor on simulated ones."""
+    return shard_axis(layout).backend.index() if buffer.num_shards > 1 else 0
