@@ -24,8 +24,8 @@ from .torch_internals.pytree import GLOBAL_NAMESPACE, torch_node
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _DEPTH = 3  # of attributes in attributes that are looked through for a tensor
 KNOWN = (
-    "Known containers are those of optree, dataclasses, mappings, subclasses of list and tuple, and what "
-    "torch.utils._pytree.register_pytree_node was told of. Make it one of them, or pass its tensors by themselves."
+    "Supported containers are those of optree, dataclasses, mappings, subclasses of list and tuple, and types that are "
+    "registered with torch.utils._pytree.register_pytree_node. Use one of them, or pass its tensors directly."
 )
 
 
@@ -97,9 +97,9 @@ def opaque_problem(x: Any, matters: Callable[[Any], bool] = lambda _: True) -> s
     if isinstance(x, (Tensor, *_PLAIN)):
         return ""
     if is_array(x):
-        return f"a {type(x).__name__}, which is no tensor: torch.as_tensor makes one" if matters(x) else ""
+        return f"a {type(x).__name__}, which is not a tensor: convert it with torch.as_tensor" if matters(x) else ""
     inside = _held(x, matters, set())
-    return f"a {type(x).__name__}, which is no container that is known, with a tensor in {inside}" if inside else ""
+    return f"a {type(x).__name__}, which is not a supported container, with a tensor in {inside}" if inside else ""
 
 
 def refuse_opaque(
@@ -154,7 +154,7 @@ def _mapping(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
 
 def _checked(made: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     if any(made[key] is not value for key, value in zip(keys, values, strict=True)):
-        raise TypeError(f"{type(made).__name__}: a copy with other values does not hold them. {KNOWN}")
+        raise TypeError(f"{type(made).__name__}: a copy made with other values does not contain them. {KNOWN}")
     return made
 
 

@@ -72,7 +72,7 @@ def unfit_dtensor(x: Any, mesh: Mesh) -> str:
         known = mesh.sibling(*form.axis_names).device_mesh == x.device_mesh
     except KeyError as error:
         return f"a {form}; {error.args[0]}"
-    return "" if known else f"a {form}, but on other ranks than those axes of the device mesh that {mesh} is a slice of"
+    return "" if known else f"a {form}, but not on the ranks of those axes of the device mesh that {mesh} is a slice of"
 
 
 def with_dtensors(parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
@@ -91,7 +91,7 @@ def local_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
 def _assemble(part: Tensor, form: DTensorForm, layout: Layout) -> Tensor:
     if in_transform() and not torch.compiler.is_compiling():
         raise NotImplementedError(
-            "gather: the layout has DTensors, and torch.func's transforms do not know them. Differentiate by fs.grad, "
+            "gather: the layout has DTensors, which torch.func transforms do not support. Differentiate with fs.grad, "
             "fs.grad_and_value or torch.autograd, outside of other transforms."
         )
     return _Assemble.apply(part, layout.tensor_meshes[form.axes].device_mesh, form)

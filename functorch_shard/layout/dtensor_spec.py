@@ -58,7 +58,7 @@ class DTensorForm:
             return f"a {self}, expected one of {', '.join(sorted(known))} for each axis"
         places = product(*(range(size) for _, size in self.axes))
         fits = any(self.local_shape(place) == local_shape for place in places)
-        return "" if fits else f"shape {local_shape} is no local part of a {self}"
+        return "" if fits else f"shape {local_shape} is not a local part of a {self}"
 
     def __str__(self) -> str:
         return f"DTensor of shape {self.shape}, {' '.join(self.placements)} over {axes_text(dict(self.axes))}"

@@ -135,10 +135,10 @@ class Layout(Static):
         if tuple(mesh.axes.items()) != self.axes:
             raise ValueError(
                 f"Layout.on: the layout is for {axes_text(dict(self.axes))}, the mesh has {axes_text(mesh.axes)}. "
-                "A layout fits one set of sizes: plan a new one on this mesh."
+                "A layout is for fixed sizes: plan a new one on this mesh."
             )
         layout = replace(self, mesh=mesh)
-        reject("Layout.on", _misplaced(layout), "Each rank takes the layout that was planned at its place.")
+        reject("Layout.on", _misplaced(layout), "Each rank needs the layout that was planned at its coordinate.")
         return layout
 
     def select(self, keep: Mapping[str, bool]) -> Layout:
@@ -196,7 +196,7 @@ class Layout(Static):
         ]
         counts = Counter(name for part in parts for name in part.slots)
         problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
-        reject("gather", problems, "Pass the parts that partition() made of one tree, each once.")
+        reject("gather", problems, "Pass each part that partition() made of one tree once.")
 
     def lines(self) -> Iterator[str]:
         """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""
@@ -270,7 +270,7 @@ def _misplaced(layout: Layout) -> list[str]:
     for slot, form in ((slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor):
         beside = layout.tensor_meshes[form.axes]
         if tuple(beside.axes.items()) != form.axes:
-            problems.append(f"{slot.name!r}: local part of a {form}, but here is {axes_text(beside.axes)}")
+            problems.append(f"{slot.name!r}: local part of a {form}, but the axes here are {axes_text(beside.axes)}")
         elif slot.shape != (here := form.local_shape(beside.coordinate)):
-            problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but here is {here}")
+            problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but the local part here has {here}")
     return problems

@@ -117,7 +117,7 @@ def plan(
     """
     if not isinstance(mesh, Mesh):
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
-        known = "a Mesh, of init_mesh() or simulated_mesh()"
+        known = "a Mesh, for example from init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
     options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward)
     build = partial(_plan, source, mesh, units, labels, precision, ignored, options)
@@ -132,7 +132,7 @@ def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
         raise TypeError("source: got a Sharded, expected whole parameters: an nn.Module or a mapping name -> tensor")
     if isinstance(source, Mapping) and all(isinstance(name, str) for name in source):
         return dict(source)
-    got = "other keys than names" if isinstance(source, Mapping) else type(source).__name__
+    got = "keys that are not strings" if isinstance(source, Mapping) else type(source).__name__
     raise TypeError(f"source: got {got}, expected an nn.Module or a mapping name -> tensor")
 
 
@@ -183,7 +183,7 @@ def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, .
     """Units, and the buffers in each, in the order of their first parameters."""
     keys = _keys(groups)
     problems = [f"{key!r}: the key of {count} buffers" for key, count in Counter(keys).items() if count > 1]
-    reject("plan: labels", problems, "No label may look like a dtype, 'frozen', 'whole' or part of a unit's name.")
+    reject("plan: labels", problems, "A label must not look like a dtype, 'frozen', 'whole' or part of a unit's name.")
     buffers: dict[str, list[Buffer]] = {}
     for key, (kind, slots) in zip(keys, groups.items(), strict=True):
         num_shards = 1 if kind.ignored else shards
@@ -275,7 +275,7 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
         raise TypeError(f"plan: labels: got {type(labels).__name__}, expected a mapping name -> label or a callable")
     else:
         problems = [f"{name!r}: labelled, but no such parameter" for name in labels if name not in tensors]
-        reject("plan: labels", problems, "Spell names as named_parameters() does; tied ones under the first name.")
+        reject("plan: labels", problems, "Use the names of named_parameters(); of tied parameters the first.")
         label_of = {name: labels.get(name, "") for name in tensors}
     problems = [
         f"{name!r}: label {text!r}" for name, text in label_of.items() if not isinstance(text, str) or "/" in text
@@ -314,7 +314,7 @@ def _check(
             problems.append(
                 f"mesh: axis {name!r} of {size} ranks is neither shard_axis nor replicate_axis: no gradient"
             )
-            problems[-1] += f" would be reduced over it. Name it, as replicate_axis={name!r}"
+            problems[-1] += f" would be reduced over it. Pass it, for example as replicate_axis={name!r}"
     if not set(axes) & set(mesh.axes):
         problems.append(f"shard_axis and replicate_axis: the mesh has neither {axes[0]!r} nor {axes[1]!r}: {mesh}")
     reject("plan", problems, " ".join(filter(None, [advice, no_sparse, "Nothing was planned."])))

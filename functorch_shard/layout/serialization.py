@@ -103,5 +103,5 @@ def _without_none(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _dtype(what: str, name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{what!r}: {name!r} is no dtype")
+        raise TypeError(f"{what!r}: {name!r} is not a dtype")
     return dtype

@@ -13,10 +13,10 @@ from ..torch_internals.tensors import hooks_of
 from .dtensor import form_of
 
 _ADVICE = {
-    "subclass": "Of a model with quantized or other special weights, plan those to train, as a mapping name -> tensor, "
-    "and call the model with them: functional_call takes the others from the model itself.",
-    "hook": "Remove hooks of parameters (handle.remove()), and do what they did to the gradients: those of fs.grad by "
-    "a Full are whole and have names, and fs.scatter_grads shards them.",
+    "subclass": "For a model with quantized or other special weights, plan the trainable parameters alone, as a "
+    "mapping name -> tensor: functional_call takes the others from the model.",
+    "hook": "Remove hooks of parameters (handle.remove()), and apply to the gradients what they did: fs.grad with "
+    "respect to a Full returns whole gradients by name, and fs.scatter_grads shards them.",
     "sparse": "Build the model with sparse=False.",
 }
 
@@ -46,11 +46,11 @@ def _problem(x: Any) -> tuple[str, str] | None:
     if type(x) is not Tensor and isinstance(x, (UninitializedParameter, UninitializedBuffer)):
         return "lazy", "a lazy parameter without a shape yet; run the model once"
     if _is_special(x):
-        return "subclass", f"a {type(x).__name__}, which is a tensor subclass; a flat buffer holds plain numbers"
+        return "subclass", f"a {type(x).__name__}, which is a tensor subclass; a flat buffer holds plain tensors"
     if x.layout != torch.strided:
-        return "layout", f"layout {x.layout}; only strided tensors have elements to lay in a row"
+        return "layout", f"layout {x.layout}; only strided tensors can be flattened"
     if isinstance(x, nn.Parameter) and (hooks := hooks_of(x)):
-        return "hook", f"has a hook ({', '.join(hooks)}), which would never run: gradients are those of other tensors"
+        return "hook", f"has a hook ({', '.join(hooks)}), which would never run: gradients are taken of other tensors"
     return None
 
 

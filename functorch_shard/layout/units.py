@@ -27,7 +27,7 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
     """The unit of every parameter name; :data:`ROOT` for what is in no module, or in no chosen one."""
     if isinstance(units, str):
         if units != "auto":
-            raise ValueError(f"plan: units: got {units!r}, the only word it knows is 'auto'")
+            raise ValueError(f"plan: units: got {units!r}, expected 'auto' (the only string that it can be)")
         return _by_stack(tensors, _stack_entries(tensors, module))
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):
         raise ValueError(f"plan: units: got {units!r}, expected a positive number of bytes")
@@ -36,7 +36,7 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
     if isinstance(units, Sequence) and not _is_classes(units):
         if any(isinstance(group, str) or not isinstance(group, Sequence) for group in units):
             raise TypeError(
-                f"plan: units: got {units!r}, expected lists of names, as [['embed', 'head'], ['blocks.0']]"
+                f"plan: units: got {units!r}, expected lists of names, for example [['embed', 'head'], ['blocks.0']]"
             )
         return _by_names(tensors, units)
     return _by_module(tensors, module, _predicate(units))
@@ -107,7 +107,7 @@ def _by_names(tensors: Iterable[str], groups: Sequence[Sequence[str]]) -> dict[s
                 f"{name!r}: listed twice, in {units[name]!r} and {group[0]!r}" for name in hits if name in units
             ]
             units.update(dict.fromkeys(hits, group[0]))
-    reject("plan: units", problems, "List every name once, as named_parameters() spells it.")
+    reject("plan: units", problems, "List every name of named_parameters() at most once.")
     return {name: units.get(name, ROOT) for name in names}
 
 

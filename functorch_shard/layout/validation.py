@@ -37,10 +37,10 @@ def check_shards(
         if key in shards and not (allow_none and shards[key] is None):
             dtype = _grad_dtype(shards[key], buffer.dtype) if gradients else buffer.dtype
             problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), dtype, _arithmetic(buffer))
-    where = "with its rank dims, outside spmd" if ranks else "as one rank's"
+    expected = "with rank dims (outside spmd)" if ranks else "of one rank"
     advice = (
-        f"The tree was taken {where}, for {layout!r}. Make it with shard(), from a layout of this mesh; a tree that "
-        "was unpickled has a mesh of its own: put it on this one, tree.on(mesh)."
+        f"Expected the shards {expected} of {layout!r}. Make the tree with shard(), from a layout of this mesh; a tree "
+        "that was unpickled has a mesh of its own: move it with tree.on(mesh)."
     )
     reject(verb, problems, advice)
 
@@ -96,7 +96,7 @@ def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
             shape = form.shape if form else slot.shape  # its placements may be others: they are changed to those
             unfit = _misform(name, grad, slot, any_placements=True)
             problems += unfit or _misfit(name, grad, shape, _grad_dtype(grad, slot.dtype))
-    reject("scatter_grads", problems, "Pass the gradient of every trainable parameter of the layout; None is zeros.")
+    reject("scatter_grads", problems, "Pass the gradient of every trainable parameter of the layout; None means zeros.")
 
 
 def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:

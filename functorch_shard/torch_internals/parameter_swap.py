@@ -26,12 +26,12 @@ from .transforms import in_transform
 
 NEEDS_REAL_RANKS = (
     "torch.utils.checkpoint cannot be used on simulated ranks or inside a transform of torch.func: it recomputes in "
-    "backward, when these are over. Run this on real ranks (init_mesh) with fs.grad or backward(), or switch "
-    "checkpointing off: model.gradient_checkpointing_disable(), or what it is called in your model."
+    "backward, after these have ended. Run this on real ranks (init_mesh) with fs.grad or backward(), or disable "
+    "checkpointing, for example with model.gradient_checkpointing_disable()."
 )
 NOT_REENTRANT = (
-    "torch.utils.checkpoint with use_reentrant=True knows neither fs.grad nor the tensors of this call. Checkpoint "
-    "with use_reentrant=False; in transformers: "
+    "torch.utils.checkpoint with use_reentrant=True supports neither fs.grad nor the tensors of this call. Pass "
+    "use_reentrant=False; in transformers: "
     'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}).'
 )
 
@@ -73,7 +73,7 @@ class Swap:
         held = (place.module.__dict__[place.kind] for place in self._places)
         if any(isinstance(tensors, _Held) and tensors.thread != get_ident() for tensors in held):
             raise RuntimeError(
-                f"{self._verb}: another thread is calling this model. Give each thread a module of its own: "
+                f"{self._verb}: another thread is calling this model. Give each thread its own module: "
                 "copy.deepcopy(model), which may be on the meta device."
             )
 
@@ -240,7 +240,7 @@ def _by_identity(verb: str, model: nn.Module, given: Mapping[str, Tensor]) -> di
     for name, x in given.items():
         if name in own and chosen.setdefault(id(own[name]), x) is not x:
             tied = next(other for other in given if own.get(other) is own[name])
-            problems.append(f"{name!r}: tied to {tied!r} in the model, and given another tensor")
+            problems.append(f"{name!r}: tied to {tied!r} in the model, but given another tensor")
     reject(verb, problems, "Pass tensors by the names of the model's own parameters and buffers; tied ones once.")
     wrong = [f"{name!r}: got {type(x).__name__}" for name, x in given.items() if not isinstance(x, Tensor)]
     reject(verb, wrong, "Parameters and buffers are tensors.", TypeError)

@@ -34,7 +34,7 @@ from .transforms import in_transform
 
 _USE_CALL = (
     "functional_call puts the module's own parameters back when it returns, so what a module that checkpoints itself "
-    "recomputes in backward would use those. Write functorch_shard.call(model, params, ...) in place of "
+    "recomputes in backward would use these. Write functorch_shard.call(model, params, ...) in place of "
     "functional_call(model, gather(params), (...)): its parameters stay valid until backward is done."
 )
 
@@ -162,8 +162,8 @@ class _OnlyWhatForwardUsed(TorchFunctionMode):
         if id(parameter) not in self._leaves:
             raise RuntimeError(
                 f"grad: torch.utils.checkpoint recomputes with a module's own parameter of shape "
-                f"{tuple(parameter.shape)}, {parameter.dtype}, and forward did not use that, or it is frozen and may "
-                f"have other values. {_USE_CALL} A module that is meant to run with its own: "
+                f"{tuple(parameter.shape)}, {parameter.dtype}, which forward did not use, or which is frozen and may "
+                f"have other values. {_USE_CALL} For a module that is to use its own parameters: "
                 "functorch_shard.call(module, dict(module.named_parameters()), ...)."
             )
 

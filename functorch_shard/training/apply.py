@@ -88,8 +88,8 @@ def _the_same_in_every_batch(name: str, x: Tensor) -> Tensor:
     counts = without_batches(x).flatten()
     if bool((counts != counts[0]).any()):
         raise ValueError(
-            f"apply: {name!r}: got {counts.tolist()} on simulated ranks or in a batch, expected one number: with "
-            "momentum=None it divides. Start from the same buffers everywhere, or give BatchNorm a momentum."
+            f"apply: {name!r}: got {counts.tolist()} on simulated ranks or in a batch, expected one number: "
+            "BatchNorm with momentum=None divides by it. Start from the same buffers on every rank, or set a momentum."
         )
     return counts[0]
 
@@ -113,11 +113,13 @@ def _check(model: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, An
 
 def _check_after(model: nn.Module, after: Mapping[str, Tensor]) -> None:
     every = dict(model.named_buffers(remove_duplicate=False))
-    problems = [f"{name!r}: dropped" for name in every if name not in after]
-    problems += [f"{name!r}: made" for name in after if name not in every]
+    problems = [f"{name!r}: removed" for name in every if name not in after]
+    problems += [f"{name!r}: added" for name in after if name not in every]
     problems += [
-        f"{alias!r}: tied to {name!r}, and one of them was assigned to"
+        f"{alias!r}: tied to {name!r}, but the model assigned to one of them"
         for alias, name in aliases_of(every).items()
         if alias in after and name in after and after[alias] is not after[name]
     ]
-    reject("apply", problems, "While a model runs it may change the values of its buffers, and not which there are.")
+    reject(
+        "apply", problems, "A model may change the values of its buffers while it runs, but not add or remove buffers."
+    )

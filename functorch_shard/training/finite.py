@@ -48,7 +48,7 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
         >>> assert_finite(grads, "grads")
         Traceback (most recent call last):
         FloatingPointError: assert_finite: grads: 1 problem
-          'fc.w' on rank 1: 1 of 2 values are not finite, the first is nan at [2, 0]
+          'fc.w' on rank 1: 1 of 3 values are not finite, the first is nan at [2, 0]
         Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN.
     """
     if not isinstance(tree, (Sharded, Full)):

@@ -54,7 +54,7 @@ class LossScale(Static):
     initial: float
 
     def __post_init__(self) -> None:
-        reject("LossScale", self._problems(), "LossScale.dynamic() has the numbers that torch.amp.GradScaler has.")
+        reject("LossScale", self._problems(), "LossScale.dynamic() has the defaults of torch.amp.GradScaler.")
 
     @staticmethod
     def dynamic(

@@ -60,7 +60,7 @@ def optimizer(
                 [0.5000, 0.0000]])
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class of torch.optim, as torch.optim.AdamW")
+        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class such as torch.optim.AdamW")
     labels = {label: dict(options) for label, options in (labels or {}).items()}
     variants = [defaults, *({**defaults, **options} for options in labels.values())]
     for options in variants:
@@ -76,8 +76,8 @@ def _named(step: Step) -> Step:
     def checked(self: Any, params: Any, *others: Any, **named: Any) -> Any:
         if others:
             raise TypeError(
-                f"step: got {len(others)} trees without a name behind the parameters. Gradients have the form of "
-                "parameters, and swapped they compute nonsense. Call opt.step(params, grads=grads, state=state)."
+                f"step: got {len(others)} positional arguments after the parameters. Gradients and parameters have the "
+                "same structure, and swapping them would go unnoticed. Call opt.step(params, grads=grads, state=state)."
             )
         return step(self, params, **named)
 
@@ -217,8 +217,8 @@ class Optimizer(Static):
     def _check_labels(self, layout: Layout) -> None:
         present = {buffer.label for buffer in layout.buffers.values() if buffer.label}
         problems = [f"{label!r}: no buffer has this label" for label in self.labels if label not in present]
-        have = f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) makes them."
-        reject("init: labels", problems, f"{have} Leave out options of labels that these parameters lack.")
+        have = f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) sets them."
+        reject("init: labels", problems, f"{have} Leave out options of labels that the parameters do not have.")
 
     def _found(
         self, buffer: Buffer, overrides: Mapping[str, Any] | None = None, labels: Mapping[str, Any] | None = None
@@ -240,14 +240,16 @@ class Optimizer(Static):
         one_of = {buffer.label: buffer for buffer in buffers.values()}
         names = {label: state_names(self._found(buffer)) for label, buffer in one_of.items()}
         for key, buffer in buffers.items():
-            problems += [f"{key!r}: no {name!r}" for name in names[buffer.label] if key not in state.get(name, {})]
+            problems += [
+                f"{key!r}: {name!r} is missing" for name in names[buffer.label] if key not in state.get(name, {})
+            ]
             shapes = [tuple(params[key].shape), scalar]
             problems += [
                 f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
                 for name, tree in state.items()
                 if isinstance(tree.get(key), Tensor) and tuple(tree[key].shape) not in shapes
             ]
-        reject("step: state", problems, "Start from opt.init(params), with the params of this layout.")
+        reject("step: state", problems, "Start from opt.init(params), with parameters of this layout.")
 
 
 def _check_params(verb: str, params: Sharded) -> None:
@@ -259,8 +261,8 @@ def _check_gradients(grads: Sharded, params: Sharded) -> None:
     check_sharded("step: grads", grads, ", for example from fs.grad or fs.scatter_grads")
     if grads.layout != params.layout:
         mine, theirs = first_difference(params.layout.lines(), grads.layout.lines()) or ("", "")
-        where = f"{mine}, against {theirs}"
-        raise ValueError(f"step: grads: they lie as another layout says: {where}. Use one layout for both.")
+        where = f"{theirs}; that of the parameters: {mine}"
+        raise ValueError(f"step: grads have a different layout: {where}. Use one layout for both.")
     check_shards("step: grads", grads, params.layout, allow_none=True, gradients=True)
 
 

@@ -197,7 +197,7 @@ def _changed(cls: Class, whole: _Whole) -> tuple[str, ...]:
     changed = [name for name, x in whole.after.items() if not _same(whole.before.get(name), x)]
     options = [name for name in changed if name in inspect.signature(cls).parameters]
     if options:
-        raise _refusal(cls, f"it changes its own options, {', '.join(options)}, and those here are yours")
+        raise _refusal(cls, f"it changes its own options ({', '.join(options)}), and here options are arguments")
     return tuple(name for name in changed if isinstance(whole.after[name], _NUMBERS))
 
 
@@ -213,14 +213,16 @@ def _check_interface(cls: Class, options: Mapping[str, Any]) -> None:
     except (TypeError, ValueError, NotImplementedError):  # what is wrong with the options is the class's to say
         raise
     except Exception as error:
-        raise _refusal(cls, f"it is not made from a list of parameters ({type(error).__name__}: {error})") from error
+        raise _refusal(
+            cls, f"it cannot be constructed from a list of parameters ({type(error).__name__}: {error})"
+        ) from error
     if all(callable(getattr(cls, mode, None)) for mode in ("train", "eval")):
-        reason = "it has a train mode and an eval mode, with other parameters in each, and a step here has none"
+        reason = "it has a train mode and an eval mode with different parameters, and a pure step has no modes"
         raise _refusal(cls, reason)
     _, *parameters = inspect.signature(cls.step).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needed:
-        raise _refusal(cls, f"its step needs {', '.join(needed)}, and a step here has gradients and no loss to compute")
+        raise _refusal(cls, f"its step needs {', '.join(needed)}, and here a step gets gradients and no loss")
 
 
 def _tried(cls: Class, run: Callable[[], Any]) -> Any:
@@ -229,7 +231,7 @@ def _tried(cls: Class, run: Callable[[], Any]) -> Any:
     except _Refusal:
         raise
     except Exception as error:
-        reason = f"it does not step on dense tensors of any shape, 1-D ones too ({type(error).__name__}: {error})"
+        reason = f"its step fails on dense tensors of some shapes, 1-D included ({type(error).__name__}: {error})"
         raise _refusal(cls, reason) from error
 
 
@@ -240,7 +242,7 @@ def _check_kept(cls: Class, optimizer: torch.optim.Optimizer, params: Sequence[T
             if not (fits or x is None or isinstance(x, (*_NUMBERS, str))):
                 shape = f" of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
                 kept = f"{name!r} is a {type(x).__name__}{shape} for a parameter of shape {tuple(param.shape)}"
-                raise _refusal(cls, f"its state cannot be cut as its parameter is: {kept}")
+                raise _refusal(cls, f"its state cannot be sharded like its parameter: {kept}")
 
 
 def _check_combinations(cls: Class, watch: _Combinations) -> None:
@@ -253,7 +255,8 @@ def _check_equal(cls: Class, options: Mapping[str, Any], whole: _Whole, parts: S
         values = [whole.after[name], *(part.carried[name] for part in parts)]
         if any(abs(x - values[0]) > 1e-9 * abs(values[0]) for x in values):
             raise _refusal(
-                cls, f"it keeps {name!r} in its parameter groups, where shards come to another value than whole tensors"
+                cls,
+                f"it keeps {name!r} in its parameter groups, and shards compute another value than whole tensors",
             )
     if not _close(whole.end, torch.cat([part.end for part in parts])):
         held = torch.cat([_held(cls, options, *cuts) for cuts in _CUTS])
@@ -263,8 +266,8 @@ def _check_equal(cls: Class, options: Mapping[str, Any], whole: _Whole, parts: S
 
 
 _IMPURE = (
-    "it is no pure function of parameter, gradient and state: it keeps something from step to step outside "
-    "self.state[parameter] and the numbers in its groups, or makes its state from the first gradient"
+    "it is not a pure function of parameter, gradient and state: it stores something outside of self.state[parameter] "
+    "and the numbers in its groups, or creates its state from the first gradient"
 )
 
 

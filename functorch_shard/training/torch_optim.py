@@ -102,7 +102,7 @@ def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) 
         return
     known = [parameter.name for parameter in parameters]
     problems = [f"{name!r}: {cls.__name__} has no such option" for name in options if name not in known]
-    reject("optimizer", problems, f"It has {', '.join(known)}.", TypeError)
+    reject("optimizer", problems, f"Its options are {', '.join(known)}.", TypeError)
 
 
 def group_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from ..layout.trees import Full, Sharded
 from ..torch_internals.autograd import nodes
 
 _ADVICE = (
-    "A model that is called itself, model(x), uses its own values, which nobody trains. Gather the parameters and call "
-    "it with them: functional_call(model, fs.gather(params), (x,)), or fs.apply. What a loss is not meant to depend "
-    "on, leave out of argnums."
+    "model(x) uses the module's own parameters, which are not trained. Gather the parameters and pass them: "
+    "functional_call(model, fs.gather(params), (x,)), or fs.apply. Leave out of argnums what the loss is not meant to "
+    "depend on."
 )
 
 
@@ -39,7 +39,7 @@ def unused_arguments(
     for i, (arg, wanted) in chosen.items():
         tensors = list(islice(rest, sum(wanted)))
         if tensors and (kind := _parameters_in(arg)) and not depends_on(value, tensors):
-            problems[i] = f"args[{i}]: the result of {_name(fn)} depends on nothing in this {kind}"
+            problems[i] = f"args[{i}]: the result of {_name(fn)} does not depend on this {kind}"
     return problems
 
 

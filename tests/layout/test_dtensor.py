@@ -45,7 +45,7 @@ def test_a_local_part_has_the_shape_that_chunks_have(shape: list[int], sizes: li
         numel += part.numel()
     copies = prod(size for dim, size in zip(dims, sizes, strict=True) if dim is None)
     assert numel == copies * prod(shape)  # the parts tile the whole
-    assert form.problem((*shape, 1)) == f"shape {(*shape, 1)} is no local part of a {form}"
+    assert form.problem((*shape, 1)) == f"shape {(*shape, 1)} is not a local part of a {form}"
 
 
 def test_a_norm_adds_up_the_axes_that_a_parameter_is_cut_over() -> None:
@@ -96,14 +96,20 @@ def test_json_has_a_key_for_dtensors_and_for_nothing_else() -> None:
 
 
 ALTERED: list[tuple[dict[str, Any], str]] = [
-    ({"shape": [4, 4]}, "'m.w': shape (2, 3) is no local part of a DTensor of shape (4, 4), S(0) over tensor=2"),
-    ({"placements": ["S(1)"]}, "'m.w': shape (2, 3) is no local part of a DTensor of shape (3, 3), S(1) over tensor=2"),
+    (
+        {"shape": [4, 4]},
+        "'m.w': shape (2, 3) is not a local part of a DTensor of shape (4, 4), S(0) over tensor=2",
+    ),
+    (
+        {"placements": ["S(1)"]},
+        "'m.w': shape (2, 3) is not a local part of a DTensor of shape (3, 3), S(1) over tensor=2",
+    ),
     ({"placements": ["S(2)"]}, "S(2) over tensor=2, expected one of R, S(0), S(1) for each axis"),
     ({"placements": ["P(sum)"]}, "P(sum) over tensor=2, expected one of R, S(0), S(1) for each axis"),
     ({"placements": []}, "expected one of R, S(0), S(1) for each axis"),
     (
         {"axes": [["tensor", 3]]},
-        "'m.w': shape (2, 3) is no local part of a DTensor of shape (3, 3), S(0) over tensor=3",
+        "'m.w': shape (2, 3) is not a local part of a DTensor of shape (3, 3), S(0) over tensor=3",
     ),
     ({"axes": 3}, "Layout.from_json: not a layout in JSON (TypeError"),
 ]

@@ -192,7 +192,7 @@ BROKEN = [
     ("layout", {"units": None}, "not a layout in JSON .TypeError"),
     ("layout", {"format": 2}, "got format 2, this version reads format 3"),
     ("buffer", {"colour": 1}, "not a layout in JSON .TypeError.*colour"),
-    ("slot 0", {"dtype": "zeros"}, "not a layout in JSON .TypeError: 'm.w': 'zeros' is no dtype"),
+    ("slot 0", {"dtype": "zeros"}, "not a layout in JSON .TypeError: 'm.w': 'zeros' is not a dtype"),
     ("slot 0", {"dtype": "float7"}, "not a layout in JSON .AttributeError.*float7"),
     ("unit", {"precision": {"param_dtype": "int8"}}, "not a layout in JSON .TypeError: MixedPrecision: param_dtype"),
     ("unit", {"precision": {"reduce_dtype": "zeros"}}, "not a layout in JSON .TypeError: 'reduce_dtype': 'zeros' is"),
@@ -235,7 +235,7 @@ def test_text_that_is_no_layout_is_refused(text: str) -> None:
 
 def test_a_layout_fits_only_a_mesh_of_its_sizes() -> None:
     layout = example(2)
-    message = r"Layout.on: the layout is for shard=2, the mesh has shard=3. A layout fits one set of sizes: plan a new"
+    message = r"Layout.on: the layout is for shard=2, the mesh has shard=3. A layout is for fixed sizes: plan a new"
     with pytest.raises(ValueError, match=message):
         layout.on(fs.simulated_mesh(3))
     with pytest.raises(ValueError, match=message):

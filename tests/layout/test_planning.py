@@ -213,7 +213,7 @@ def test_every_problem_is_listed_in_one_error() -> None:
     assert str(error.value).splitlines() == [
         "plan: 7 problems",
         "  'lazy': a lazy parameter without a shape yet; run the model once",
-        "  'sparse': layout torch.sparse_coo; only strided tensors have elements to lay in a row",
+        "  'sparse': layout torch.sparse_coo; only strided tensors can be flattened",
         "  'nested': got dict, expected a tensor",
         "  ignored 'fin': no such parameter or module",
         "  reduction: got 'max', expected 'mean' or 'sum'",
@@ -236,7 +236,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "unknown labels": (
         {"labels": {"head.weight": "x", "embed.weight": "x", "nope": "x"}},
         ValueError,
-        r"plan: labels: 2 problems\n  'head\.weight': labelled, but no such parameter\n  'nope': .*\nSpell names as",
+        r"plan: labels: 2 problems\n  'head\.weight': labelled, but no such parameter\n  'nope': .*\nUse the names of",
     ),
     "slash": (
         {"labels": lambda name, p: "a/b"},
@@ -316,7 +316,7 @@ CLASHES: dict[str, dict[str, Tensor]] = {
 def test_a_label_that_gives_two_buffers_one_key_is_refused(label: str) -> None:
     ignored = [name for name in CLASHES[label] if "ignored" in name]
     with pytest.raises(
-        ValueError, match=rf"plan: labels: 1 problem\n  'm/{label}': the key of 2 buffers\nNo label may"
+        ValueError, match=rf"plan: labels: 1 problem\n  'm/{label}': the key of 2 buffers\nA label must not"
     ):
         fs.plan(CLASHES[label], MESH, labels={"m.a": label}, ignored=ignored)
 
@@ -324,7 +324,7 @@ def test_a_label_that_gives_two_buffers_one_key_is_refused(label: str) -> None:
 def test_what_is_no_model_or_no_mesh_is_refused() -> None:
     with pytest.raises(TypeError, match=r"source: got list, expected an nn\.Module or a mapping name -> tensor"):
         fs.plan([torch.zeros(3)], MESH)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"source: got other keys than names, expected an nn\.Module or a mapping"):
+    with pytest.raises(TypeError, match=r"source: got keys that are not strings, expected an nn\.Module or a mapping"):
         fs.plan({0: torch.zeros(3)}, MESH)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="plan: mesh: got int, expected a Mesh"):
         fs.plan(tied(), 8)  # pyright: ignore[reportArgumentType]

@@ -63,9 +63,9 @@ def test_a_parameter_of_a_tensor_subclass_is_named(mesh: fs.Mesh) -> None:
     said = refused(fs.plan, quantized(), mesh)
     assert said.startswith(
         "ValueError: plan: 1 problem\n"
-        "  '0.weight': a Quantized, which is a tensor subclass; a flat buffer holds plain numbers\n"
+        "  '0.weight': a Quantized, which is a tensor subclass; a flat buffer holds plain tensors\n"
     )
-    assert "plan those to train, as a mapping name -> tensor" in said
+    assert "plan the trainable parameters alone, as a mapping name -> tensor" in said
     packed = {"w": Packed(torch.ones(3, dtype=torch.uint8), requires_grad=False), "b": nn.Parameter(torch.ones(2))}
     assert "'w': a Packed, which is a tensor subclass" in refused(fs.plan, packed, mesh)
     fs.shard({"w": Tagged(torch.ones(3))}, fs.plan({"w": Tagged(torch.ones(3))}, mesh))
@@ -104,7 +104,7 @@ def test_hooks_that_would_never_run_are_named(mesh: fs.Mesh) -> None:
     for verb, said in {"plan": refused(fs.plan, model, mesh), "shard": refused(fs.shard, model, layout)}.items():
         assert said.startswith(f"ValueError: {verb}: 2 problems\n  '0.weight': has a hook (register_hook), which would")
         assert "'2.bias': has a hook (register_post_accumulate_grad_hook), which would never run" in said
-        assert "Remove hooks of parameters (handle.remove()), and do what they did to the gradients" in said
+        assert "Remove hooks of parameters (handle.remove()), and apply to the gradients what they did" in said
     for handle in handles:
         handle.remove()
     fs.shard(model, fs.plan(model, mesh))

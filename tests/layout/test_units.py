@@ -167,7 +167,7 @@ def test_bytes_fill_units_in_order_and_a_larger_parameter_stands_alone() -> None
 
 TENSORS = {"a.w": torch.zeros(2), "b.w": torch.zeros(2)}
 WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "word": (TENSORS, "all", ValueError, r"plan: units: got 'all', the only word it knows is 'auto'"),
+    "word": (TENSORS, "all", ValueError, r"plan: units: got 'all', expected 'auto'"),
     "no bytes": (TENSORS, 0, ValueError, r"plan: units: got 0, expected a positive number of bytes"),
     "bool": (TENSORS, True, ValueError, r"plan: units: got True, expected a positive number of bytes"),
     "unknown": (
@@ -179,8 +179,18 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "twice": (TENSORS, [["a"], ["b", "a.w"]], ValueError, r"'a\.w': listed twice, in 'a' and 'b'"),
     "set": (nn.Linear(2, 3), {nn.Linear}, TypeError, r"got set, expected 'auto', bytes, module classes, a callable or"),
     "none": (nn.Linear(2, 3), None, TypeError, r"plan: units: got NoneType, expected"),
-    "flat list": (TENSORS, ["a", "b"], TypeError, r"got \['a', 'b'\], expected lists of names, as \[\['embed'"),
-    "list of classes": (nn.Linear(2, 3), [nn.Linear], TypeError, r"expected lists of names, as \[\['embed', 'head'\]"),
+    "flat list": (
+        TENSORS,
+        ["a", "b"],
+        TypeError,
+        r"got \['a', 'b'\], expected lists of names, for example",
+    ),
+    "list of classes": (
+        nn.Linear(2, 3),
+        [nn.Linear],
+        TypeError,
+        r"expected lists of names, for example \[\['embed'",
+    ),
     "class for a mapping": (
         TENSORS,
         nn.Linear,

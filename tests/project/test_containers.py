@@ -117,14 +117,14 @@ ARRAY = pytest.importorskip("numpy").zeros((4, 3))
 @pytest.mark.parametrize(
     ("tree", "text"),
     [
-        ({"b": Opaque(X)}, "['b']: a Opaque, which is no container that is known, with a tensor in .inside['deep'][0]"),
+        ({"b": Opaque(X)}, "['b']: a Opaque, which is not a supported container, with a tensor in .inside['deep'][0]"),
         ([X, {1: Opaque(X)}], "[1][1]: a Opaque, which"),
         (UserDict(x=X, o=Opaque(X)), "['o']: a Opaque, which"),
-        ({"x": X, "a": ARRAY}, "['a']: a ndarray, which is no tensor: torch.as_tensor makes one"),
+        ({"x": X, "a": ARRAY}, "['a']: a ndarray, which is not a tensor: convert it with torch.as_tensor"),
     ],
 )
 def test_tensors_that_no_tree_can_reach_are_refused_with_type_and_path(tree: Any, text: str) -> None:
-    advice = "Make it one of them, or pass its tensors by themselves."
+    advice = "Use one of them, or pass its tensors directly."
     said = refused(MESH.split, tree)
     assert said.startswith("TypeError: split: 1 problem\n  the tree" + text)
     assert advice in said
@@ -177,7 +177,7 @@ class Derived:
 
 
 def test_a_dataclass_with_tensors_beside_its_fields_is_refused() -> None:
-    assert "the tree: a Derived, which is no container that is known, with a tensor in .x" in refused(
+    assert "the tree: a Derived, which is not a supported container, with a tensor in .x" in refused(
         MESH.split, Derived(X)
     )
 
@@ -187,7 +187,7 @@ def test_a_mapping_that_does_not_keep_what_it_is_given_is_refused() -> None:
         def __getitem__(self, key: str) -> Any:
             return self.data[key] * 2
 
-    assert "Doubling: a copy with other values does not hold them." in refused(MESH.split, Doubling(x=X))
+    assert "Doubling: a copy made with other values does not contain them." in refused(MESH.split, Doubling(x=X))
     assert MESH.split(ChainMap({"x": X}, {"x": Y, "y": Y}))["y"].shape == (2, 2)
 
 

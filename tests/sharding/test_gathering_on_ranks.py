@@ -167,7 +167,7 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_sent() -> None:
     assert first == second
     assert len(first) == 5
     assert "'0': got shape (42,), torch.float32, expected (21,), torch.float32 (42 elements / 2 shards)" in first[0]
-    assert "as one rank's" in first[0]
+    assert "Expected the shards of one rank" in first[0]
     assert "it is whole already" in first[1]
     assert "these are sharded already" in first[2]
     assert "'2.bias': missing" in first[3]

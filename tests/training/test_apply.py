@@ -353,11 +353,14 @@ class Rebellious(nn.Module):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda m: m.register_buffer("cache", torch.ones(1)), "'cache': made"),
-        (lambda m: setattr(m, "none", torch.ones(1)), "'none': made"),
-        (lambda m: setattr(m, "kept", None), "'kept': dropped"),
-        (lambda m: delattr(m, "kept"), "'kept': dropped"),
-        (lambda m: setattr(m, "kept", torch.ones(2)), "'twin.kept': tied to 'kept', and one of them was assigned to"),
+        (lambda m: m.register_buffer("cache", torch.ones(1)), "'cache': added"),
+        (lambda m: setattr(m, "none", torch.ones(1)), "'none': added"),
+        (lambda m: setattr(m, "kept", None), "'kept': removed"),
+        (lambda m: delattr(m, "kept"), "'kept': removed"),
+        (
+            lambda m: setattr(m, "kept", torch.ones(2)),
+            "'twin.kept': tied to 'kept', but the model assigned to one of them",
+        ),
     ],
 )
 def test_a_model_that_changes_which_buffers_it_has_is_refused_and_left_as_it_was(change: Any, told: str) -> None:

@@ -451,7 +451,7 @@ def test_tied_parameters_go_by_any_of_their_names() -> None:
     for name in ("0.weight", "1.weight"):
         assert torch.equal(fs.call(model, {name: 2 * torch.eye(3)}, x), 4 * x)
     both = {"0.weight": torch.eye(3), "1.weight": torch.zeros(3, 3)}
-    assert "'1.weight': tied to '0.weight' in the model, and given another tensor" in refused(fs.call, model, both, x)
+    assert "'1.weight': tied to '0.weight' in the model, but given another tensor" in refused(fs.call, model, both, x)
 
 
 def test_what_does_not_fit_is_reported_at_once() -> None:

@@ -320,7 +320,7 @@ def test_numbers_out_of_their_ranges_are_refused_all_at_once() -> None:
         "  backoff: got 1.0, expected a number between 0 and 1",
         "  interval: got 0, expected 1 or more steps",
         "  floor: got 2.0, expected 0 or more, not above -1.0",
-        "LossScale.dynamic() has the numbers that torch.amp.GradScaler has.",
+        "LossScale.dynamic() has the defaults of torch.amp.GradScaler.",
     ]
     for value in (0.0, -2.0, NAN, INF, 1e39):
         assert f"initial: got {value}" in refused(fs.LossScale.static, value)

@@ -16,30 +16,50 @@ from tests.support.steps import copied, planned, sharded_grads, structure, tenso
 
 ADVICE = r"Gather what it needs, update whole tensors, and shard\(\) the result\.$"
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (torch.optim.LBFGS, {}, "its step needs closure, and a step here has gradients and no loss to compute"),
+    (torch.optim.LBFGS, {}, "its step needs closure, and here a step gets gradients and no loss"),
     (
         torch.optim.Adafactor,
         {},
-        r"its state cannot be cut as its parameter is: 'row_var' is a Tensor of shape",
+        r"its state cannot be sharded like its parameter: 'row_var' is a Tensor of shape",
     ),
-    (torch.optim.Muon, {}, r"it does not step on dense tensors of any shape, 1-D ones too .*only supports 2D"),
-    (torch.optim.SparseAdam, {}, "it does not step on dense tensors .*does not support dense gradients"),
-    (homemade.HasModes, {}, "it has a train mode and an eval mode, with other parameters in each"),
+    (torch.optim.Muon, {}, r"its step fails on dense tensors of some shapes, 1-D included .*only supports 2D"),
+    (torch.optim.SparseAdam, {}, "its step fails on dense tensors .*does not support dense gradients"),
+    (homemade.HasModes, {}, "it has a train mode and an eval mode with different parameters"),
     (homemade.TrustRatio, {}, r"its update of one element depends on others \(it calls linalg_vector_norm\)"),
     (homemade.Compiled, {}, r"its update of one element depends on others \(it calls linalg_vector_norm\)"),
     (homemade.Cautious, {"caution": True}, r"its update of one element depends on others \(it calls mean\)"),
-    (homemade.Projected, {}, r"its update of one element depends on others \(it calls sum, .*linalg_vector_norm\)"),
+    (
+        homemade.Projected,
+        {},
+        r"its update of one element depends on others \(it calls sum, .*linalg_vector_norm\)",
+    ),
     (homemade.Estimates, {}, r"its update of one element depends on others \(it calls sum\)"),
-    (homemade.EstimatesByHand, {}, "it keeps 'd' in its parameter groups, where shards come to another value"),
-    (homemade.CountsParameters, {}, "it keeps 'count' in its parameter groups, where shards come to another value"),
-    (homemade.ByShape, {}, "its update of one element depends on others, or on the shape or size of the tensor"),
-    (homemade.FlipsMatrices, {}, "its update of one element depends on others, or on the shape or size of the tensor"),
+    (
+        homemade.EstimatesByHand,
+        {},
+        "it keeps 'd' in its parameter groups, and shards compute another value",
+    ),
+    (
+        homemade.CountsParameters,
+        {},
+        "it keeps 'count' in its parameter groups, and shards compute another value",
+    ),
+    (
+        homemade.ByShape,
+        {},
+        "its update of one element depends on others, or on the shape or size of the tensor",
+    ),
+    (
+        homemade.FlipsMatrices,
+        {},
+        "its update of one element depends on others, or on the shape or size of the tensor",
+    ),
     (homemade.BySize, {}, "its update of one element depends on others, or on the shape or size of the tensor"),
     (homemade.InBlocks, {}, r"'scales' is a Tensor of shape \(82,\) for a parameter of shape \(160, 130\)"),
     (homemade.Lists, {}, r"'momentums' is a list for a parameter of shape"),
-    (homemade.FromTheFirst, {}, "it is no pure function .*makes its state from the first gradient"),
-    (homemade.OnItself, {}, "it is no pure function .*keeps something from step to step outside"),
-    (homemade.ChangesItsRate, {}, "it changes its own options, lr, and those here are yours"),
+    (homemade.FromTheFirst, {}, "it is not a pure function .*creates its state from the first gradient"),
+    (homemade.OnItself, {}, "it is not a pure function .*stores something outside"),
+    (homemade.ChangesItsRate, {}, r"it changes its own options \(lr\), and here options are arguments"),
 ]
 
 
@@ -55,7 +75,7 @@ def test_a_class_that_a_shard_is_not_enough_for_is_refused_with_its_reason(
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"cls: got <class .*Linear'>, expected a class of torch.optim"):
+    with pytest.raises(TypeError, match=r"cls: got <class .*Linear'>, expected a class such as torch.optim.AdamW"):
         fs.optimizer(torch.nn.Linear)  # pyright: ignore[reportArgumentType]
 
 

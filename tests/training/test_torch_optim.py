@@ -54,7 +54,7 @@ def test_init_is_what_the_class_starts_from(case: str, in_spmd: bool) -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    text = "'momentun': SGD has no such option\nIt has lr, momentum, dampening"
+    text = "'momentun': SGD has no such option\nIts options are lr, momentum, dampening"
     with pytest.raises(TypeError, match=text):
         fs.optimizer(torch.optim.SGD, momentun=0.9)
     with pytest.raises(TypeError, match=text):

@@ -1,4 +1,4 @@
-"""A loss that depends on nothing in its parameters is refused; one that leaves some of them out is not."""
+"""A loss that does not depend on its parameters is refused; one that leaves some of them out is not."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def refusals_of(mesh: fs.Mesh) -> dict[str, str]:
 def test_a_forgotten_functional_call_is_refused(mesh: fs.Mesh) -> None:
     said = refusals_of(mesh)
     assert said["Sharded"].startswith(
-        "ValueError: grad: 1 problem\n  args[0]: the result of forgetful depends on nothing in this Sharded\n"
+        "ValueError: grad: 1 problem\n  args[0]: the result of forgetful does not depend on this Sharded\n"
     )
     assert "functional_call(model, fs.gather(params), (x,)), or fs.apply" in said["Sharded"]
-    assert "depends on nothing in this Full" in said["Full"]
-    assert all("args[0]: the result of <lambda> depends on nothing" in said[kind] for kind in ("with x", "constant"))
+    assert "does not depend on this Full" in said["Full"]
+    assert all("args[0]: the result of <lambda> does not depend on" in said[kind] for kind in ("with x", "constant"))
 
 
 @pytest.mark.parametrize("where", WHERE)
@@ -64,7 +64,7 @@ def test_it_is_refused_inside_of_other_transforms(mesh: fs.Mesh, where: str) -> 
     model, x = problem()
     params = fs.shard(model, fs.plan(model, mesh))
     wrong = WHERE[where](fs.grad_and_value(lambda p, x: (model(x) * len(fs.gather(p))).mean()))
-    assert "depends on nothing in this Sharded" in refused(mesh.spmd(wrong), params, mesh.split(x))
+    assert "does not depend on this Sharded" in refused(mesh.spmd(wrong), params, mesh.split(x))
     right = WHERE[where](fs.grad_and_value(lambda p, x: functional_call(model, fs.gather(p), (x,)).square().mean()))
     mesh.spmd(right)(params, mesh.split(x))
 
