@@ -1,10 +1,10 @@
 """Fully sharded training as pure functions over torch tensors.
 
-layout = plan(model, mesh)        which element of which parameter lives where
+layout = plan(model, mesh)        which element of which parameter is on which rank
 params = shard(model, layout)     this rank's part: a pytree of flat buffers
 full = gather(params)             the whole parameters: a dict for torch.func.functional_call; differentiable
-out = call(model, params, x)      the model run with them, also one that checkpoints itself
-grads = scatter_grads(full_grads) reduced and sharded again
+out = call(model, params, x)      call the model with them, also one that checkpoints itself
+grads = scatter_grads(full_grads) gradients, reduced and sharded
 """
 
 from importlib import import_module
@@ -90,6 +90,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # on first use: torch.distributed.checkpoint takes longer to import than all of this
+    if name == "checkpoint":  # on first use: torch.distributed.checkpoint takes longer to import than the rest
         return import_module(".checkpoint", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

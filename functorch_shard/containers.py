@@ -1,9 +1,9 @@
-"""Containers that optree does not know: trees open them for as long as a call lasts.
+"""Containers that are not registered with optree: a call opens them temporarily.
 
 Dataclasses, ``UserDict`` (such as transformers' ``BatchEncoding``), subclasses of ``OrderedDict`` (``ModelOutput``),
-any other ``Mapping``, subclasses of list and tuple, and what is registered in ``torch.utils._pytree``. Nothing is
-registered for these types: :func:`opened` puts a node of its own, :class:`Opened`, in the place of each container that
-holds a tensor, and unflattening that node makes the container again. A container without a tensor stays a leaf.
+any other ``Mapping``, subclasses of list and tuple, and types that are registered in ``torch.utils._pytree``. None of
+these types is registered with optree: :func:`opened` replaces each container that holds a tensor by an :class:`Opened`
+node, and unflattening that node makes the container again. A container without a tensor stays a leaf.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .errors import reject
 from .torch_internals.pytree import GLOBAL_NAMESPACE, torch_node
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_DEPTH = 3  # of attributes in attributes that are looked through for a tensor
+_DEPTH = 3  # levels of attributes that are searched for a tensor
 KNOWN = (
     "Supported containers are those of optree, dataclasses, mappings, subclasses of list and tuple, and types that are "
     "registered with torch.utils._pytree.register_pytree_node. Use one of them, or pass its tensors directly."
@@ -30,7 +30,7 @@ KNOWN = (
 
 
 class Static:
-    """A base for what is passed through whole, as a layout: an option, and nobody's data."""
+    """Base of objects that are options and not data, such as a layout: never opened, passed through as they are."""
 
     __slots__ = ()
 
@@ -43,7 +43,7 @@ class Attribute(str):
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """What a container is without its children: equal where two of them can be combined child by child."""
+    """A container without its children; equal forms can be combined child by child."""
 
     cls: type
     entries: tuple[Any, ...]
@@ -57,7 +57,7 @@ class _Form:
 
 
 class Opened:
-    """A container as a node that optree knows; unflattened, it is the container again."""
+    """A container as a node of optree; unflattening it makes the container again."""
 
     __slots__ = ("children", "form")
 
@@ -66,7 +66,7 @@ class Opened:
         self.form = form
 
 
-_register: Any = optree.register_pytree_node  # typed for collections alone
+_register: Any = optree.register_pytree_node  # typed for collections only
 _register(
     Opened,
     lambda node: (node.children, node.form, node.form.entries),
@@ -76,7 +76,7 @@ _register(
 
 
 def opened(tree: Any, *, always: bool = False) -> Any:
-    """``tree`` with its unknown containers opened: those with a tensor in them, or ``always`` all."""
+    """Open the unregistered containers of ``tree``: those that hold a tensor, or ``always`` all of them."""
 
     def open_leaf(x: Any) -> Any:
         if isinstance(x, (Tensor, Opened)) or type(x) in _PLAIN or (found := _take_apart(x)) is None:
@@ -89,16 +89,16 @@ def opened(tree: Any, *, always: bool = False) -> Any:
 
 
 def opaque_problem(x: Any, matters: Callable[[Any], bool] = lambda _: True) -> str:
-    """What is wrong with a leaf of an opened tree that has tensors, or arrays, where no tree can reach them.
+    """Describe the tensors or arrays inside of a leaf of an opened tree; empty if there are none.
 
-    Modules, functions and whatever else can be called, and optimizers, are nobody's data. Of what is found, only what
-    ``matters`` does.
+    Modules, other callables and optimizers are not data, and not searched. Tensors for which ``matters`` is false are
+    ignored.
     """
     if isinstance(x, (Tensor, *_PLAIN)):
         return ""
     if is_array(x):
         return f"a {type(x).__name__}, which is not a tensor: convert it with torch.as_tensor" if matters(x) else ""
-    inside = _held(x, matters, set())
+    inside = _tensor_path(x, matters, set())
     return f"a {type(x).__name__}, which is not a supported container, with a tensor in {inside}" if inside else ""
 
 
@@ -113,12 +113,12 @@ def refuse_opaque(
 
 
 def place(path: Iterable[Any]) -> str:
-    """The way to a leaf as a reader would write it: ``[0]['x'].mask``."""
+    """The path of a leaf as Python source: ``[0]['x'].mask``."""
     return "".join(f".{entry}" if isinstance(entry, Attribute) else f"[{entry!r}]" for entry in path)
 
 
 def _take_apart(x: Any) -> tuple[Sequence[Any], _Form] | None:
-    """The children of a container and its form, or ``None`` for what is none."""
+    """The children of a container and its form, or ``None`` for anything else."""
     if isinstance(x, (torch.nn.Module, Static, type)):
         return None
     if node := torch_node(type(x)):
@@ -138,7 +138,7 @@ def _take_apart(x: Any) -> tuple[Sequence[Any], _Form] | None:
 def _of_dataclass(x: Any) -> tuple[Sequence[Any], _Form] | None:
     names = tuple(Attribute(field.name) for field in fields(x) if hasattr(x, field.name))
     others = [value for name, value in _attributes(x) if name not in names]
-    if any(map(_has_tensor, others)):  # what __post_init__ made of the fields would stay as it was
+    if any(map(_has_tensor, others)):  # values that __post_init__ computed from the fields would not change
         return None
     return [getattr(x, name) for name in names], _Form(type(x), names, lambda new: _dataclass(x, names, new))
 
@@ -159,7 +159,7 @@ def _checked(made: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
 
 
 def _dataclass(x: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    made = copy(x)  # not by its __init__, which may check or compute: a transform puts anything in the leaves
+    made = copy(x)  # not by __init__, which may check its arguments: a transform puts any object in the leaves
     for name, value in zip(names, values, strict=True):
         object.__setattr__(made, name, value)
     return made
@@ -173,17 +173,17 @@ def _sequence(x: Any, values: Sequence[Any]) -> Any:
     return made
 
 
-def _held(x: Any, matters: Callable[[Any], bool], seen: set[int], depth: int = _DEPTH) -> str:
-    """The way to a value that ``matters`` inside of an object, or nothing; what is called holds only its own."""
-    passed = isinstance(x, (*_PLAIN, Static, type, ModuleType, torch.optim.Optimizer)) or callable(x)
-    if passed or not depth or id(x) in seen:
+def _tensor_path(x: Any, matters: Callable[[Any], bool], seen: set[int], depth: int = _DEPTH) -> str:
+    """The path to a tensor that ``matters`` inside of an object, or an empty string; callables are not searched."""
+    ignored = isinstance(x, (*_PLAIN, Static, type, ModuleType, torch.optim.Optimizer)) or callable(x)
+    if ignored or not depth or id(x) in seen:
         return ""
     seen.add(id(x))
     for name, value in _attributes(x):
         paths, leaves, _ = optree.tree_flatten_with_path(opened(value), none_is_leaf=True)
         for path, leaf in zip(paths, leaves, strict=True):
             found = isinstance(leaf, Tensor) or is_array(leaf)
-            inside = "" if found else _held(leaf, matters, seen, depth - 1)
+            inside = "" if found else _tensor_path(leaf, matters, seen, depth - 1)
             if inside or (found and matters(leaf)):
                 return f".{name}{place(path)}{inside}"
     return ""
@@ -200,7 +200,7 @@ def _names(slots: str | Iterable[str]) -> list[str]:
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is an array of another library; its scalars are numbers."""
+    """Whether ``x`` is an array of another library; arrays without dims count as numbers."""
     return not isinstance(x, Tensor) and hasattr(x, "__dlpack__") and getattr(x, "ndim", 0) > 0
 
 

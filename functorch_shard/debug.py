@@ -1,4 +1,4 @@
-"""Where a number comes from: norms of each parameter, and which parameter has a NaN or an infinity, on which rank."""
+"""Debug values: the norm of each parameter, and which parameter has a NaN or an infinity, at which index and rank."""
 
 from .training.finite import assert_finite
 from .training.norms import param_norms

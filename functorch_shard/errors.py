@@ -1,4 +1,4 @@
-"""How this library says no: every offender in one error, then what to do."""
+"""Collect all problems, raise once, end with a fix."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from difflib import get_close_matches
 from heapq import nlargest
 from itertools import zip_longest
 
-SHOWN = 20  # offenders that an error lists; the rest is counted
-_HINTED = 5  # of those, how many get a guess: each is compared with every name there is
-_COMPARED = 50  # names that are compared in earnest, which takes 0.1 ms each
+SHOWN = 20  # problems that an error lists; the rest is counted
+_HINTED = 5  # names that get a suggestion: each is compared with every known name
+_COMPARED = 50  # names that difflib compares, at 0.1 ms each
 
 
 def reject(verb: str, problems: Sequence[str], advice: str, kind: type[Exception] = ValueError) -> None:
-    """Raise one ``kind`` that counts all ``problems``, lists the first and ends with ``advice``; return without any."""
+    """Raise one ``kind`` that counts ``problems``, lists the first ones and ends with ``advice``, if there are any."""
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
         raise kind("\n".join([f"{verb}: {count}", *(f"  {line}" for line in cut(problems)), advice]))
 
 
 def cut(lines: Sequence[str]) -> list[str]:
-    """The first lines, and how many more there are: nobody reads 4,000 of them."""
+    """The first lines, and the number of further ones."""
     rest = len(lines) - SHOWN
     return [*lines] if rest < 2 else [*lines[:SHOWN], f"... and {rest:,} more"]
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names in a sentence, the first of them where there are many."""
+    """The first names, separated by commas, and the number of further ones."""
     return ", ".join(cut([repr(name) for name in names])) or "none"
 
 
 def name_problems(
     got: Iterable[str], expected: Iterable[str], allowed: Iterable[str] = (), where: str = "the layout"
 ) -> list[str]:
-    """One line for each name of ``expected`` that is missing and each of ``got`` that nobody asked for.
+    """One line for each name of ``expected`` that is missing and each of ``got`` that is not expected.
 
-    Where they are too many to list, the two kinds take turns: a missing name and a wrong one are often the same.
+    If there are too many to list, the two kinds alternate: a missing name and a wrong one often belong together.
     """
     got, expected = list(got), list(expected)
     present, wanted, guess = set(got), {*expected, *allowed}, hints(expected)
@@ -47,19 +47,19 @@ def name_problems(
 
 
 def hints(names: Iterable[str]) -> Callable[[str], str]:
-    """A function that says what a name may have been meant to be, for the first few that it is asked about."""
+    """A function that suggests a similar name, for the first few names that it is called with."""
     known, turns = [*names], iter(range(_HINTED))
     return lambda name: hint(name, known) if next(turns, None) is not None else ""
 
 
 def hint(name: str, names: Sequence[str]) -> str:
-    """What ``name`` may have been meant to be: the closest of those that begin and end alike."""
-    close = get_close_matches(name, _alike(name, names), n=1)
+    """A suggestion: the most similar of ``names``."""
+    close = get_close_matches(name, _candidates(name, names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _alike(name: str, names: Sequence[str]) -> Sequence[str]:
-    """The names that share most with ``name``, from both ends: a letter or a part that is wrong leaves the rest."""
+def _candidates(name: str, names: Sequence[str]) -> Sequence[str]:
+    """The names with the longest common prefix and suffix: a typo leaves the rest of a name as it is."""
     if len(names) <= _COMPARED:
         return names
     backwards = name[::-1]
@@ -72,18 +72,18 @@ def _common(a: str, b: str) -> int:
 
 
 def shown(text: str) -> str:
-    """A text of others for a terminal: without what would move its cursor."""
+    """``text`` for a terminal: quoted if it has control characters."""
     return text if text.isprintable() else repr(text)
 
 
 def first_difference(mine: Iterable[str], theirs: Iterable[str]) -> tuple[str, str] | None:
-    """The first pair of lines that differ, where one side has ended ``"nothing"``; None when all are equal."""
+    """The first pair of lines that differ, with ``"nothing"`` after the end of one side; None if all are equal."""
     pairs = zip_longest(mine, theirs, fillvalue="nothing")
     return next((pair for pair in pairs if pair[0] != pair[1]), None)
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str], left: int = 1) -> str:
-    """Aligned text: the first ``left`` columns to the left, the rest to the right, integers with commas."""
+    """A text table: the first ``left`` columns left-aligned, the others right-aligned, integers with commas."""
     cells = [list(header)] + [[f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     align = ["<" if i < left else ">" for i in range(len(header))]
@@ -92,4 +92,5 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str], left: int = 1
 
 
 def axes_text(axes: Mapping[str, int]) -> str:
+    """Names and sizes of axes: ``replicate=2 x shard=4``."""
     return " x ".join(f"{name}={size}" for name, size in axes.items())

@@ -1,7 +1,7 @@
-"""A reduction in two halves, for accumulation on meshes with replicas.
+"""The reduction of gradients in two steps, to accumulate microbatches on meshes with replicas.
 
-``within_replicas`` gathers so that gradients are reduced within each replica alone; ``across_replicas`` reduces the
-rest, once for many microbatches. Both together are the reduction of a plain ``gather``.
+Gradients with respect to ``within_replicas(params)`` are reduced within each replica only; ``across_replicas`` reduces
+them over replicas, once for many microbatches. Both together are the reduction of a plain ``gather``.
 """
 
 from .sharding.replicas import across_replicas, within_replicas

@@ -1,4 +1,4 @@
-"""Slots, buffers and units: where a parameter lies in a flat buffer, and what is gathered together."""
+"""Slots, buffers and units: the place of a parameter in a flat buffer, and the buffers that are gathered together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slice(NamedTuple):
 class Slot:
     """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
 
-    Of a DTensor the slot holds this rank's local part; ``dtensor`` says what it is a part of.
+    For a DTensor the slot holds this rank's local part; ``dtensor`` describes the whole.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One flat tensor of one dtype, label and trainability; ``numel`` counts its padding. Never empty of slots."""
+    """One flat tensor of one dtype, label and trainability, with one slot or more; ``numel`` includes padding."""
 
     key: str
     label: str
@@ -77,7 +77,7 @@ class Buffer:
         return self.numel * self.dtype.itemsize
 
     def slices(self, rank: int) -> list[Slice]:
-        """The pieces of parameters inside shard ``rank``, in order; an empty parameter is in no shard."""
+        """The parts of parameters in shard ``rank``, in order; an empty parameter is in no shard."""
         low = (rank if self.num_shards > 1 else 0) * self.shard_numel
         high = low + self.shard_numel
         first = bisect_right(self.slots, low, key=lambda slot: slot.end)
@@ -93,7 +93,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """The buffers that are gathered together, as one transformer block's, and in which dtypes."""
+    """The buffers that are gathered together, for example those of a transformer block, and their dtypes."""
 
     name: str
     buffers: tuple[Buffer, ...]
@@ -101,12 +101,12 @@ class Unit:
 
 
 def padded(numel: int, step: int) -> int:
-    """The first multiple of ``step`` that is not below ``numel``."""
+    """``numel`` rounded up to a multiple of ``step``."""
     return -(-numel // step) * step
 
 
 def aligned(taken: int, dtype: torch.dtype, align_bytes: int) -> int:
-    """Where the next slot starts, in elements, after ``taken`` of them; ``align_bytes`` 0 packs."""
+    """The offset of the next slot after ``taken`` elements; ``align_bytes`` 0 packs without gaps."""
     return padded(taken, lcm(align_bytes, dtype.itemsize) // dtype.itemsize or 1)
 
 

@@ -1,12 +1,11 @@
-"""DTensors: parameters that tensor parallelism has distributed over other axes of the device mesh than the mesh's own.
+"""DTensors: parameters that tensor parallelism distributes over axes of the device mesh outside of the mesh.
 
-Note [DTensor]: what is laid out, sharded, gathered and reduced is this rank's local part, a plain tensor. ``plan``
-writes down what it is a part of, and ``gather`` puts a DTensor around the part again, a lazy one too: what a DTensor
-does with its part, it does with a lazy tensor, and views of it stay lazy. A gradient comes back in the placements of
-its parameter: what is partial is summed over the axis where it becomes a local part again.
+Note [DTensor]: this rank's local part, a plain tensor, is what is sharded, gathered and reduced. ``plan`` records the
+shape and placements of the DTensor, and ``gather`` makes a DTensor of the gathered local part, which may be lazy:
+operations of the DTensor use the lazy tensor, and views of it stay lazy. A gradient is returned in the placements of
+its parameter: a partial gradient is summed over the axis where it becomes a local part.
 
-``torch.distributed.tensor`` takes half a second to import, and nothing here asks for it before somebody has made a
-DTensor.
+``torch.distributed.tensor`` takes half a second to import, and is only imported after the program has made a DTensor.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def is_dtensor(x: object) -> bool:
 
 
 def form_of(x: Any) -> DTensorForm | None:
-    """What ``x`` is, where it is a DTensor."""
+    """The form of a DTensor; ``None`` for anything else."""
     if not is_dtensor(x):
         return None
     names = x.device_mesh.mesh_dim_names or [f"dim {i}" for i in range(x.device_mesh.ndim)]
@@ -41,15 +40,15 @@ def form_of(x: Any) -> DTensorForm | None:
 
 
 def local_part(x: Any) -> Any:
-    """This rank's part of a DTensor, without a graph; anything else itself."""
+    """This rank's part of a DTensor, detached; anything else unchanged."""
     if not is_dtensor(x):
         return x
     with torch.no_grad():
-        return x.to_local().detach()  # without the mark of a Parameter, which to_local passes on
+        return x.to_local().detach()  # to_local of a Parameter is a Parameter
 
 
 def cut_out(x: Tensor, form: DTensorForm | None, layout: Layout) -> Tensor:
-    """This rank's part of the whole value of a DTensor; anything else itself."""
+    """This rank's part of the whole value of a DTensor; anything else unchanged."""
     if form is None:
         return x
     place = layout.tensor_meshes[form.axes].coordinate
@@ -58,7 +57,7 @@ def cut_out(x: Tensor, form: DTensorForm | None, layout: Layout) -> Tensor:
 
 
 def unfit_dtensor(x: Any, mesh: Mesh) -> str:
-    """Why ``x`` is a DTensor that no layout on ``mesh`` can hold."""
+    """Why a layout on ``mesh`` cannot hold the DTensor ``x``; empty if it can."""
     form = form_of(x)
     if form is None:
         return ""
@@ -76,7 +75,7 @@ def unfit_dtensor(x: Any, mesh: Mesh) -> str:
 
 
 def with_dtensors(parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
-    """``parts`` by name, with DTensors around those that are local parts; differentiable, twice too."""
+    """``parts`` by name, with DTensors of those that are local parts; twice differentiable."""
     whole = {name: _assemble(parts[name], slot.dtensor, layout) for name, slot in layout.slots.items() if slot.dtensor}
     differentiate_at_once(whole.values())
     return {**parts, **whole}
@@ -102,9 +101,9 @@ def _local(grad: Any, form: DTensorForm) -> Any:
 
 
 class _Assemble(Function):
-    """A local part to its DTensor: ``from_local``, but for the second derivative.
+    """A local part to its DTensor: ``DTensor.from_local`` with a second derivative.
 
-    The gradient of torch's own has no graph where it was partial (2.13), and what is differentiated next goes missing.
+    In torch 2.13 the gradient of ``from_local`` has no graph where it was partial, so second derivatives are lost.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a DTensor is, apart from its values: integers and names alone."""
+"""The shape and placements of a DTensor: integers and names, no tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..errors import axes_text
 
 @dataclass(frozen=True, slots=True)
 class DTensorForm:
-    """What a DTensor is, apart from its values: its shape, and where it lies along the axes of its device mesh.
+    """The shape of a DTensor and its placements along the axes of its device mesh.
 
-    ``placements`` has one entry for each of ``axes``: ``"S(dim)"``, cut along ``dim``, or ``"R"``, the same everywhere.
+    ``placements`` has one entry for each of ``axes``: ``"S(dim)"`` for sharded along ``dim``, ``"R"`` for replicated.
     """
 
     shape: tuple[int, ...]
@@ -26,11 +26,11 @@ class DTensorForm:
 
     @property
     def cut_over(self) -> tuple[str, ...]:
-        """The axes whose ranks hold different elements, to be summed over in a norm; the others hold copies."""
+        """The axes whose ranks hold different elements, which a norm sums over; the ranks of others hold copies."""
         return tuple(name for name, text in zip(self.axis_names, self.placements, strict=True) if text != "R")
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the part of rank ``place[i]`` of each axis: as ``torch.chunk`` cuts, axis after axis."""
+        """The shape of the part of rank ``place[i]`` of each axis, chunked like ``torch.chunk``, axis after axis."""
         shape = list(self.shape)
         for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
             if text != "R":
@@ -40,7 +40,7 @@ class DTensorForm:
         return tuple(shape)
 
     def local_start(self, place: Sequence[int]) -> tuple[int, ...]:
-        """Where that part begins, in each dim of the whole."""
+        """The start of that part in each dim of the whole."""
         shape, start = list(self.shape), [0] * len(self.shape)
         for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
             if text != "R":
@@ -52,7 +52,7 @@ class DTensorForm:
         return tuple(start)
 
     def problem(self, local_shape: tuple[int, ...]) -> str:
-        """Why no rank has a part of ``local_shape``."""
+        """Why no rank has a part of ``local_shape``; empty if one has."""
         known = {"R", *(f"S({dim})" for dim in range(len(self.shape)))}
         if len(self.placements) != len(self.axes) or not known.issuperset(self.placements):
             return f"a {self}, expected one of {', '.join(sorted(known))} for each axis"

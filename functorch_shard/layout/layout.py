@@ -1,7 +1,7 @@
-"""Where every element of every parameter lives: pure integers, no tensors and no process groups.
+"""Which rank holds which element of which parameter: integers only, no tensors and no process groups.
 
 Note [Layout]: a *unit* is what is gathered together. Inside a unit, parameters of one dtype, one label and one
-trainability are laid row-major, one after the other, into one flat *buffer*; each has its *slot* there. A buffer is
+trainability are stored row-major, one after the other, in one flat *buffer*; each has its *slot* there. A buffer is
 padded to a multiple of its number of shards S, and rank r of the shard axis owns ``[r * n, (r + 1) * n)`` with
 ``n = numel / S``: its *shard*. The intervals are those of FSDP1's ``FlatParamHandle``
 (torch/distributed/fsdp/_flat_param.py); unlike there, padding is always zero.
@@ -27,11 +27,11 @@ from .serialization import OPTIONS, Reduction, dtype_name, from_json, to_json
 
 @dataclass(frozen=True, repr=False)
 class Layout(Static):
-    """All units of a model for given numbers of ranks: the static half of every ``Sharded`` and ``Full``.
+    """All units of a model for given axis sizes: the static part of every ``Sharded`` and ``Full``.
 
-    Made by :func:`plan`. Frozen and hashable; two layouts are equal when every parameter lies in the same place, on
-    whatever mesh. ``print(layout)`` shows it as a table. ``axes`` are the mesh's names and sizes; an axis that the mesh
-    lacks (``replicate_axis``, say) has size 1. ``aliases`` maps the further names of tied parameters to the first.
+    Made by :func:`plan`. Frozen and hashable; two layouts are equal if every parameter has the same place in both, on
+    any mesh. ``print(layout)`` shows a table. ``axes`` are the mesh's names and sizes; an axis that the mesh does not
+    have, for example ``replicate_axis``, has size 1. ``aliases`` maps further names of tied parameters to the first.
     """
 
     units: tuple[Unit, ...]
@@ -84,7 +84,7 @@ class Layout(Static):
 
     @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
-        """The ranks that the DTensors of this layout are distributed over, by names and sizes of their axes."""
+        """The meshes that the DTensors of this layout are distributed over, by names and sizes of their axes."""
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
         return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
 
@@ -98,19 +98,19 @@ class Layout(Static):
         return self.num_shards * self.axis_size(self.replicate_axis)
 
     def divisors(self, reduced: torch.dtype) -> tuple[float, float]:
-        """What gradients are divided by before and after they are summed over all ranks in ``reduced``."""
+        """The divisors of gradients before and after they are summed over all ranks in ``reduced``."""
         return divide_factors(self.num_ranks, reduced) if self.reduction == "mean" else (1, 1)
 
     def travel(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Travel:
-        """The dtypes of ``buffer`` on its way; ``dtype``: what one call asks for instead of its unit's policy."""
+        """The dtypes that ``buffer`` is gathered and reduced in; ``dtype`` overrides the policy of its unit."""
         return travel(buffer.dtype, self.precision_of[buffer.key], dtype)
 
     def as_stored(self) -> Layout:
-        """The same places, and no precision but the stored one."""
+        """The same places, without mixed precision."""
         return replace(self, units=tuple(replace(unit, precision=MixedPrecision()) for unit in self.units))
 
     def slices(self, rank: int) -> list[Slice]:
-        """What rank ``rank`` of the shard axis holds, buffer after buffer: pure arithmetic, no process group.
+        """The parts of parameters that rank ``rank`` of the shard axis holds: arithmetic, no process group.
 
         Args:
             rank: position on the shard axis, ``0 <= rank < num_shards``.
@@ -128,10 +128,10 @@ class Layout(Static):
         """
         if not 0 <= rank < self.num_shards:
             raise ValueError(f"slices: got rank {rank}, expected 0 <= rank < {self.num_shards} ({self.shard_axis!r})")
-        return [piece for buffer in self.buffers.values() for piece in buffer.slices(rank)]
+        return [part for buffer in self.buffers.values() for part in buffer.slices(rank)]
 
     def on(self, mesh: Mesh) -> Layout:
-        """The same layout on another mesh of the same sizes: for a tree that was unpickled, say."""
+        """The same layout on another mesh of the same sizes, for example for an unpickled tree."""
         if tuple(mesh.axes.items()) != self.axes:
             raise ValueError(
                 f"Layout.on: the layout is for {axes_text(dict(self.axes))}, the mesh has {axes_text(mesh.axes)}. "
@@ -142,22 +142,22 @@ class Layout(Static):
         return layout
 
     def select(self, keep: Mapping[str, bool]) -> Layout:
-        """The layout of the buffers whose key ``keep`` maps to true, each where it was."""
+        """The layout of the buffers whose key ``keep`` maps to true, unchanged otherwise."""
         units = [replace(unit, buffers=tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
         aliases = tuple((alias, name) for alias, name in self.aliases if keep[self.key_of[name]])
         return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
 
     def by_unit(self) -> Iterator[Layout]:
-        """The layout of each unit alone."""
+        """A layout for each unit."""
         for unit in self.units:
             names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
             ties = sorted((alias, name) for name in names for alias in self.aliases_of.get(name, ()))
             yield replace(self, units=(unit,), aliases=tuple(ties))
 
     def merge(self, others: Sequence[Layout]) -> Layout:
-        """The layout of all parts that :meth:`select` took apart; the parts are disjoint.
+        """The layout of this one and ``others``, the inverse of :meth:`select`; the parts are disjoint.
 
-        Every gather of the same parts has the same one, and with it all that was made from it: names, slots, a hash.
+        Cached: every gather of the same parts uses the same object, with its cached properties.
         """
         parts = tuple(others)
         if parts not in self._merged:
@@ -199,7 +199,7 @@ class Layout(Static):
         reject("gather", problems, "Pass each part that partition() made of one tree once.")
 
     def lines(self) -> Iterator[str]:
-        """What a difference between ranks is told in: the options, every parameter, every buffer, every tie."""
+        """The layout as text, for comparison: the options, every parameter, every buffer, every tie."""
         over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
         yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
         yield f"reshard_after_forward={self.reshard_after_forward}"
@@ -209,8 +209,8 @@ class Layout(Static):
         yield from self._ties()
 
     def places(self) -> Iterator[str]:
-        """Which element lies where, in lines: what the numbers in a shard mean."""
-        for slot in self.slots.values():  # before any size of a buffer, which a later parameter may have changed
+        """The place of every element as text: the meaning of the numbers in a shard."""
+        for slot in self.slots.values():  # first, as the size of a buffer depends on all of its parameters
             buffer = self.buffers[self.key_of[slot.name]]
             kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
             kind += f", local part of a {slot.dtensor}" if slot.dtensor else ""
@@ -223,16 +223,16 @@ class Layout(Static):
         return [f"tied: {alias} = {name}" for alias, name in self.aliases]
 
     def to_json(self, indent: int | None = None) -> str:
-        """As JSON text; :meth:`from_json` gives an equal layout back."""
+        """The layout as JSON text; :meth:`from_json` returns an equal layout."""
         return to_json({part.name: getattr(self, part.name) for part in fields(self) if part.compare}, indent)
 
     @staticmethod
     def from_json(text: str, mesh: Mesh) -> Layout:
-        """The layout that ``to_json`` wrote, on a ``mesh`` of the sizes it was planned for."""
+        """The layout that ``to_json`` wrote, on a ``mesh`` of the same sizes."""
         return Layout(mesh=mesh, **from_json(text)).on(mesh)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what is cached: a hash of strings is another number in another process.
+        # Without cached properties: the hash of a string differs between processes.
         return {part.name: getattr(self, part.name) for part in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
@@ -263,14 +263,14 @@ def _row(buffer: Buffer) -> list[object]:
 
 
 def _misplaced(layout: Layout) -> list[str]:
-    """DTensors that have other ranks here, or another part on this one, than the layout says."""
+    """DTensors whose ranks, or whose part on this rank, differ from the layout."""
     if layout.mesh.device_mesh is None:  # simulated or unpickled: no ranks to ask
         return []
     problems = []
     for slot, form in ((slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor):
-        beside = layout.tensor_meshes[form.axes]
-        if tuple(beside.axes.items()) != form.axes:
-            problems.append(f"{slot.name!r}: local part of a {form}, but the axes here are {axes_text(beside.axes)}")
-        elif slot.shape != (here := form.local_shape(beside.coordinate)):
+        sibling = layout.tensor_meshes[form.axes]
+        if tuple(sibling.axes.items()) != form.axes:
+            problems.append(f"{slot.name!r}: local part of a {form}, but the axes here are {axes_text(sibling.axes)}")
+        elif slot.shape != (here := form.local_shape(sibling.coordinate)):
             problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but the local part here has {here}")
     return problems

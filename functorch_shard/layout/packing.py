@@ -1,4 +1,4 @@
-"""Named tensors to padded flat buffers and back: pure tensor functions, differentiable, under any transform."""
+"""Pack named tensors into padded flat buffers and unpack them: differentiable functions, under any transform."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .buffers import Buffer
 
 
 def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = None) -> Tensor:
-    """All of ``buffer`` as one 1-D tensor, with zeros between and behind the parameters.
+    """Concatenate the parameters of ``buffer`` into one 1-D tensor, with zeros for padding.
 
-    One concatenation: its gradient is one split, and padding has none. ``out`` takes it, in another dtype if need be.
+    The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
     """
     _refuse_sparse(tensors, buffer)
     like = tensors[buffer.slots[0].name]
     gaps = buffer.split_sizes()[1::2]
-    pieces = [like.new_zeros(buffer.slots[0].offset)]
+    parts = [like.new_zeros(buffer.slots[0].offset)]
     for slot, gap in zip(buffer.slots, gaps, strict=True):
-        pieces += [tensors[slot.name].reshape(-1), like.new_zeros(gap)]
-    pieces = [piece for piece in pieces if piece.numel()] or pieces[:1]
-    return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
+        parts += [tensors[slot.name].reshape(-1), like.new_zeros(gap)]
+    parts = [part for part in parts if part.numel()] or parts[:1]
+    return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
 
 def _refuse_sparse(tensors: Mapping[str, Tensor], buffer: Buffer) -> None:
@@ -47,31 +47,31 @@ _SPARSE = ", as F.embedding(..., sparse=True) makes it, and buffers are dense. P
 
 
 def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
-    """The parameters of ``buffer`` as views of ``flat``.
+    """Return the parameters of ``buffer`` as views of ``flat``.
 
-    Cut by one split and not by slices: the backward of a slice is a zero buffer of full size, for every parameter.
+    By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
     """
-    pieces = flat.split(buffer.split_sizes())
-    return {slot.name: piece.view(slot.shape) for slot, piece in zip(buffer.slots, pieces[::2], strict=True)}
+    parts = flat.split(buffer.split_sizes())
+    return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
 
 
 def pack_shard(tensors: Mapping[str, Tensor], buffer: Buffer, rank: int, device: torch.device) -> Tensor:
-    """Shard ``rank`` of ``pack(tensors, buffer)`` on ``device``, without ever holding the whole buffer."""
+    """Make shard ``rank`` of ``pack(tensors, buffer)`` on ``device``, without allocating the whole buffer."""
     shard = torch.zeros(buffer.shard_numel, dtype=buffer.dtype, device=device)
     fill_shard(shard, tensors, buffer, rank)
     return shard
 
 
 def fill_shard(shard: Tensor, tensors: Mapping[str, Tensor], buffer: Buffer, rank: int) -> None:
-    """Write the parameters of shard ``rank`` into ``shard``, which has zeros for padding already."""
+    """Write the parameters of shard ``rank`` to ``shard``, whose padding is zero already."""
     for name, offset, numel, start in buffer.slices(rank):
         shard[offset : offset + numel] = tensors[name].detach().reshape(-1)[start : start + numel]
 
 
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:
-    """``shard`` with zeros for padding, whatever stood there; as it is where ``buffer`` has none.
+    """Set the padding of ``shard`` to zero; return it unchanged if ``buffer`` has no padding.
 
-    ``rank`` is which shard it is: an int, or a tensor without dims that a vmap over simulated ranks has batched.
+    ``rank`` is the index of the shard: an int, or on simulated ranks a batched tensor of shape ``()``.
     """
     if buffer.numel == buffer.parameter_numel:
         return shard
@@ -79,7 +79,7 @@ def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor
 
 
 def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
-    """The number of the slot that each element belongs to, one row a shard; ``len(buffer.slots)`` for padding."""
+    """The index of the slot of each element, one row per shard; ``len(buffer.slots)`` for padding."""
     ids = torch.full((buffer.numel,), len(buffer.slots), device=device)
     for i, slot in enumerate(buffer.slots):
         ids[slot.offset : slot.end] = i
@@ -87,12 +87,12 @@ def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
 
 
 def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
-    """The row of this rank; ``rows`` is one row for a rank that is known, or all of them."""
+    """The row of this rank; ``rows`` has one row if ``rank`` is an int, otherwise all rows."""
     return rows.index_select(0, rank.reshape(1).to(rows.device)).squeeze(0) if isinstance(rank, Tensor) else rows[0]
 
 
 def _owned(buffer: Buffer, rank: Tensor | int, device: torch.device) -> Tensor:
-    """Where there are parameters, one row a shard; of a rank that is known, its row alone."""
+    """A mask of the elements that are not padding, one row per shard; only that of ``rank`` if it is an int."""
     ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
     mask = torch.zeros(len(ranks), buffer.shard_numel, dtype=torch.bool, device=device)
     for row, number in zip(mask, ranks, strict=True):

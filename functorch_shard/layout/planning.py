@@ -1,4 +1,4 @@
-"""From a model to its layout: which parameters share a buffer, and where in it each one lies."""
+"""``plan``: from a model to its layout: which parameters share a buffer, and the slot of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .precision import MixedPrecision
 from .serialization import Reduction
 from .sources import source_problems, sparse_problems
 from .trees import Sharded
-from .units import Units, around, assign
+from .units import Units, assign, prefixes_of
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
 Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], MixedPrecision | None] | None
@@ -29,7 +29,7 @@ Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], Mixe
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What parameters of one buffer have in common."""
+    """The properties that all parameters of a buffer share."""
 
     unit: str
     label: str
@@ -40,7 +40,7 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Options:
-    """What a layout says about the whole model."""
+    """The options of a layout for the whole model."""
 
     shard_axis: str
     replicate_axis: str
@@ -63,41 +63,42 @@ def plan(
     align_bytes: int = 16,
     ignored: Sequence[str] | Set[str] = (),
 ) -> Layout:
-    """Decide which element of which parameter lives on which rank: a pure function of names, shapes and dtypes.
+    """Decide which rank holds which element of which parameter: a pure function of names, shapes and dtypes.
 
-    Any dtype works, and so do scalars, empty tensors, tied and frozen parameters, and fewer elements than ranks. Of a
-    ``DTensor`` over other axes of the device mesh (tensor parallelism) this rank's local part is laid out.
+    Supports any dtype, scalars, empty tensors, tied and frozen parameters, and fewer elements than ranks. For a
+    ``DTensor`` over other axes of the device mesh (tensor parallelism) this rank's local part is sharded.
 
-    Values are not looked at: build the model from one seed on every rank for :func:`shard`, or without values, on the
+    Values are not used: build the model with the same seed on every rank for :func:`shard`, or without values, on the
     meta device, for :func:`init_params`.
 
     Args:
-        source: the model (on the meta device, if you like) or a mapping name -> tensor. Frozen are the parameters
-            with ``requires_grad=False``, integers and bools; plain tensors of a mapping are trainable.
-        mesh: the ranks; an axis that it lacks has size 1.
+        source: the model, which may be on the meta device, or a mapping name -> tensor. Parameters with
+            ``requires_grad=False``, integers and bools are frozen; plain tensors of a mapping are trainable.
+        mesh: the ranks; an axis that it does not have has size 1.
         units: what is gathered together. ``"auto"``: each entry of the outermost ``ModuleList`` and ``Sequential``
             stacks, and the rest by module. Module classes or a callable ``(name, module) -> bool``: each such module,
-            innermost first, the rest in one. Lists of names of parameters or modules. An int: at most so many bytes.
-        labels: name -> label, or a callable ``(name, tensor) -> label or None``: buffers of their own, for optimizer
-            options of their own.
-        shard_axis: the axis that buffers are cut over.
-        replicate_axis: the axis that shards are copied over.
-        reduction: what gradients are, over the ranks: ``"mean"`` or ``"sum"``.
-        precision: the dtypes that ``gather`` returns and that gradients are reduced in; as stored unless given. One
-            policy for all units, a mapping unit -> policy, or a callable ``(unit) -> policy or None``, for norms in
-            float32, say, where ``units`` makes them units of their own.
-        reshard_after_forward: whether real ranks let a gathered unit go after its use, and gather it again in
-            backward. ``False`` keeps every unit from its first use to its gradient: half the gathers, more memory.
-        align_bytes: every parameter starts at a multiple of this; 0 packs them.
-        ignored: names, of parameters or modules, that stay whole on every rank; gradients are still reduced.
+            innermost first, and the rest in one unit. Lists of names of parameters or modules. An int: the maximal
+            number of bytes.
+        labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
+            and have their own optimizer options.
+        shard_axis: the axis that buffers are sharded over.
+        replicate_axis: the axis that shards are replicated over.
+        reduction: the reduction of gradients over ranks, ``"mean"`` or ``"sum"``.
+        precision: the dtypes that ``gather`` returns and that gradients are reduced in; by default those that are
+            stored. One policy for all units, a mapping unit -> policy, or a callable ``(unit) -> policy or None``, for
+            example for norms in float32, if ``units`` puts them in units of their own.
+        reshard_after_forward: whether real ranks free a gathered unit after its use and gather it again in backward.
+            ``False`` keeps every unit from its first use to its gradient: half of the gathers, more memory.
+        align_bytes: every parameter starts at a multiple of this; 0 packs them without gaps.
+        ignored: names of parameters or modules that stay whole on every rank; their gradients are still reduced.
 
     Returns:
         A frozen, hashable :class:`Layout`. ``print`` shows it.
 
     Raises:
         TypeError, ValueError: names that do not exist, lazy parameters, parameters with hooks or of a tensor subclass
-            (quantized ones), trainable embeddings with ``sparse=True``, bad options; all of a kind at once.
-        RuntimeError: another rank failed, or planned something else; the message names the first difference.
+            (for example quantized), trainable embeddings with ``sparse=True``, invalid options; all of them are listed.
+        RuntimeError: another rank failed, or has a different layout; the message names the first difference.
 
     Cost:
         Real ranks: one all-gather of a 32-byte digest per axis. Nothing is allocated.
@@ -112,8 +113,8 @@ def plan(
         total                     3        15        1      8           32
         shard=2; gradients: mean over ranks; slots packed
 
-    The layout is that of torch's ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which refuses what is
-    listed above.
+    The layout is that of torch's ``FlatParamHandle`` (torch/distributed/fsdp/_flat_param.py), which does not support
+    the cases that are listed above.
     """
     if not isinstance(mesh, Mesh):
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
@@ -169,9 +170,9 @@ def _plan(
 
 
 def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
-    """The names that are one of ``prefixes``, or lie inside one."""
+    """The names that are one of ``prefixes`` or inside of one."""
     prefixes = set(prefixes)
-    return [name for name in names if not prefixes.isdisjoint(around(name))] if prefixes else []
+    return [name for name in names if not prefixes.isdisjoint(prefixes_of(name))] if prefixes else []
 
 
 def _slot(name: str, tensor: Tensor, taken: int, index: int, align_bytes: int) -> Slot:
@@ -195,7 +196,7 @@ def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, .
 
 
 def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, ...]:
-    """Each unit with its policy; units that a mapping or a callable does not speak of stay as stored."""
+    """Each unit with its policy; units without one keep their stored dtypes."""
     if isinstance(precision, (MixedPrecision, type(None))):
         policies: dict[str, Any] = dict.fromkeys((unit.name for unit in units), precision)
     elif isinstance(precision, Mapping):
@@ -246,7 +247,7 @@ def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _identity(tensor: Tensor) -> object:
-    """Equal for one parameter under two names; a state dict holds two tensors over one memory for it."""
+    """Equal for a parameter under two names; in a state dict these are two tensors that share memory."""
     if _is_parameter(tensor):
         return id(tensor)
     part = local_part(tensor)
@@ -263,7 +264,7 @@ def _trainable(tensor: Tensor) -> bool:
 
 
 def _is_parameter(x: Tensor) -> bool:
-    return type(x) is not Tensor and isinstance(x, nn.Parameter)  # which torch decides in Python, slowly
+    return type(x) is not Tensor and isinstance(x, nn.Parameter)  # isinstance of nn.Parameter runs Python code
 
 
 def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
@@ -297,9 +298,9 @@ def _check(
     sparse, no_sparse = sparse_problems(source) if isinstance(source, nn.Module) else ([], "")
     problems += sparse
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
-    if isinstance(ignored, str) or not names:  # an iterator would be used up by the check
+    if isinstance(ignored, str) or not names:  # an iterator could be read only once
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
-    known = {prefix for name in _below_any(tensors, ignored) for prefix in around(name)}
+    known = {prefix for name in _below_any(tensors, ignored) for prefix in prefixes_of(name)}
     problems += [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
     if options.reduction not in ("mean", "sum"):
         problems.append(f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'")

@@ -1,4 +1,4 @@
-"""Which tensors can be parameters of a layout: what ``plan`` and ``shard`` refuse of a model, and the way round it."""
+"""Which tensors can be parameters of a layout: what ``plan`` and ``shard`` refuse, and what to do instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = {
 
 
 def source_problems(tensors: Mapping[str, Any]) -> tuple[list[str], str]:
-    """What keeps ``tensors`` out of flat buffers, by name, and what to do about it."""
+    """Why ``tensors`` cannot be stored in flat buffers, by name, and what to do."""
     found = [(name, *problem) for name, x in tensors.items() if (problem := _problem(x))]
     advice = dict.fromkeys(_ADVICE[kind] for _, kind, _ in found if kind in _ADVICE)
     return [f"{name!r}: {text}" for name, _, text in found], " ".join(advice)
@@ -55,7 +55,7 @@ def _problem(x: Any) -> tuple[str, str] | None:
 
 
 def _is_special(x: Tensor) -> bool:
-    """Whether ``x`` is more than its numbers: a wrapper of other tensors, or a parameter with its own behaviour."""
+    """Whether ``x`` wraps other tensors, or is a parameter of a class with its own dispatch."""
     cls: Any = type(x)
     plain: Any = nn.Parameter
     if form_of(x) is not None or cls in (Tensor, plain):
@@ -65,6 +65,6 @@ def _is_special(x: Tensor) -> bool:
     behaves = (
         cls.__torch_dispatch__ != plain.__torch_dispatch__
         or cls.__torch_function__ != plain.__torch_function__
-        or not (x.is_floating_point() or x.is_complex())  # packed, as those of bitsandbytes
+        or not (x.is_floating_point() or x.is_complex())  # packed, for example by bitsandbytes
     )
     return isinstance(x, nn.Parameter) and behaves

@@ -1,4 +1,4 @@
-"""What goes where when parameters move from one layout to another: pure integers, no tensors."""
+"""The copies that move parameters from one layout to another: integers only, no tensors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Copy(NamedTuple):
     numel: int
 
 
-def copy_plan(old: Layout, new: Layout, home: Sequence[int | None] | None = None) -> list[Copy]:
+def copy_plan(old: Layout, new: Layout, old_rank: Sequence[int | None] | None = None) -> list[Copy]:
     """The copies that fill every shard of ``new`` from the shards of ``old``, in the order of the new buffers.
 
-    Every element of a parameter that both layouts have is written once on every rank that holds it in ``new``, and
-    padding never. What a rank holds already it takes from itself; of several others that hold a piece (replicas, or
-    parameters that are whole everywhere) ranks ask different ones.
+    Every element of a parameter that both layouts have is written once on every rank that holds it in ``new``; padding
+    is not written. A rank copies from itself what it holds already; of several other holders (replicas, or parameters
+    that are whole on every rank) different ranks use different ones.
 
     Args:
-        old: where the parameters lie.
-        new: where they are to lie; the same shapes and dtypes.
-        home: the rank of ``old`` that each rank of ``new`` is, or ``None`` where it is none. Ranks count in row-major
-            order of their mesh's axes. Equal numbers are one rank, unless given.
+        old: the layout of the source.
+        new: the layout of the result; the same shapes and dtypes.
+        old_rank: the rank of ``old`` that each rank of ``new`` is, or ``None`` if it is not in ``old``. Ranks count in
+            row-major order of their mesh's axes. By default equal numbers are the same rank.
 
     Returns:
         A list of :class:`Copy`, in elements. Offsets count from the start of a shard.
@@ -46,21 +46,21 @@ def copy_plan(old: Layout, new: Layout, home: Sequence[int | None] | None = None
         rank 0: 2 to 0, from 0 of rank 0
         rank 1: 1 to 0, from 2 of rank 0
     """
-    if home is None:
-        home = [rank if rank < old.mesh.size else None for rank in range(new.mesh.size)]
-    old_ranks, new_ranks = ranks_by_shard(old), ranks_by_shard(new)
+    if old_rank is None:
+        old_rank = [rank if rank < old.mesh.size else None for rank in range(new.mesh.size)]
+    old_ranks, new_ranks = _ranks_by_shard(old), _ranks_by_shard(new)
     plan = []
     for buffer in new.buffers.values():
         takers = new_ranks if buffer.num_shards > 1 else [range(new.mesh.size)]
         for slot in (slot for slot in buffer.slots if slot.name in old.slots):
             source = old.buffers[old.key_of[slot.name]]
             holders = old_ranks if source.num_shards > 1 else [range(old.mesh.size)]
-            for piece in _pieces(source, old.slots[slot.name], buffer, slot):
-                plan += _on_ranks(piece, holders[piece.source_rank], takers[piece.rank], home)
+            for part in _parts(source, old.slots[slot.name], buffer, slot):
+                plan += _on_ranks(part, holders[part.source_rank], takers[part.rank], old_rank)
     return plan
 
 
-def _pieces(source: Buffer, taken: Slot, buffer: Buffer, slot: Slot) -> Iterator[Copy]:
+def _parts(source: Buffer, taken: Slot, buffer: Buffer, slot: Slot) -> Iterator[Copy]:
     """One parameter cut wherever either layout cuts it; ``rank`` counts shards."""
     start = 0
     while start < slot.numel:
@@ -71,10 +71,12 @@ def _pieces(source: Buffer, taken: Slot, buffer: Buffer, slot: Slot) -> Iterator
         start += numel
 
 
-def _on_ranks(piece: Copy, holders: Sequence[int], takers: Sequence[int], home: Sequence[int | None]) -> Iterator[Copy]:
+def _on_ranks(
+    part: Copy, holders: Sequence[int], takers: Sequence[int], old_rank: Sequence[int | None]
+) -> Iterator[Copy]:
     for rank in takers:
-        own = home[rank]
-        yield piece._replace(rank=rank, source_rank=own if own in holders else holders[rank % len(holders)])
+        own = old_rank[rank]
+        yield part._replace(rank=rank, source_rank=own if own in holders else holders[rank % len(holders)])
 
 
 def ranks_by_shard(layout: Layout) -> list[list[int]]:

@@ -1,9 +1,9 @@
-"""``Sharded`` and ``Full``: parameters as pytrees, before and after the gather.
+"""``Sharded`` and ``Full``: parameters as pytrees, before and after a gather.
 
 Both are registered in optree's global namespace and in ``torch.utils._pytree``, with key paths, so that
 ``optree.tree_map``, torchopt and every ``torch.func`` transform see tensors with a name and a static layout.
-Unflattening never validates (a transform may put batched tensors, wrappers or ``None`` in the leaves); the verbs of
-``gathering`` do.
+Unflattening does not validate, since a transform may put batched tensors, wrappers or ``None`` in the leaves; functions
+that take a tree validate it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OF_TORCH_SAVE = 2
 class Sharded(Mapping[str, Any]):
     """A tree of shards: buffer key -> this rank's 1-D part of that buffer, and the static ``layout``.
 
-    Parameters, gradients, optimizer state and moving averages all have this form, so one ``tree_map`` combines them
-    and nothing is communicated. On a simulated mesh, outside ``spmd``, each shard has one leading rank dim per axis.
+    Parameters, gradients, optimizer state and moving averages all have this structure, so ``tree_map`` combines them
+    without communication. On a simulated mesh, outside ``spmd``, each shard has one leading rank dim per axis.
     """
 
     __slots__ = ("_shards", "layout")
@@ -53,7 +53,7 @@ class Sharded(Mapping[str, Any]):
         return len(self._shards)
 
     def on(self, mesh: Mesh) -> Sharded:
-        """The same shards on another mesh of the same sizes: after unpickling, or with other backends."""
+        """Return the same shards on another mesh of the same sizes: after unpickling, or with other backends."""
         return Sharded(self, self.layout.on(mesh))
 
     def __repr__(self) -> str:
@@ -61,10 +61,10 @@ class Sharded(Mapping[str, Any]):
 
 
 class Full(dict[str, Any]):
-    """Whole parameters by name, in the source's order: a real ``dict``, so ``functional_call`` takes it.
+    """Whole parameters by name, in the source's order: a subclass of ``dict``, for ``functional_call``.
 
     Tied parameters are listed once, under their first name: ``functional_call`` ties the rest. Copies and pickles keep
-    the layout; what ``torch.save`` writes is a plain state dict, which ``torch.load`` reads with its defaults.
+    the layout; ``torch.save`` writes a plain state dict, which ``torch.load`` reads with its defaults.
     """
 
     __slots__ = ("_calls", "layout")
@@ -97,12 +97,12 @@ class Full(dict[str, Any]):
             self._calls.pop().close()
 
     def __or__(self, other: Mapping[str, Any]) -> Full:
-        """With other values for some names, as ``shard(full | edited, layout)`` takes them."""
+        """Return a ``Full`` with other values for some names, for example ``shard(full | edited, layout)``."""
         return Full({**self, **other}, self.layout)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # torch.save writes with protocol 2, which nobody else asks for: what torch.load reads back by default, and
-        # anybody without this package, is a state dict.
+        # torch.save uses protocol 2, which copy and pickle do not use by default. It writes a state dict, which
+        # torch.load reads with weights_only=True and without this package.
         if int(protocol) == _OF_TORCH_SAVE:
             return OrderedDict, (), None, None, iter(self.items())
         return Full, (dict(self), self.layout)
@@ -112,12 +112,12 @@ class Full(dict[str, Any]):
 
 
 def map_items(fn: Callable[[str, Any], Any], tree: Node) -> Node:
-    """``fn(key, leaf)`` on every leaf, in a tree of the same kind and layout."""
+    """Apply ``fn(key, leaf)`` to every leaf, in a tree of the same class and layout."""
     return type(tree)({key: fn(key, leaf) for key, leaf in tree.items()}, tree.layout)
 
 
 def take_tensors(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Any]], Any]]:
-    """The tensors of any pytree, and the function that puts others in their places; the rest stays in the tree."""
+    """The tensors of any pytree, and a function that replaces them in the tree by others."""
     leaves, treedef = optree.tree_flatten(opened(tree), none_is_leaf=True)
 
     def put_back(tensors: Iterable[Any]) -> Any:

@@ -20,11 +20,11 @@ Units = (
 )
 
 
-ROOT = "(root)"  # the unit of what lies directly in the model
+ROOT = "(root)"  # the unit of parameters that are directly in the model
 
 
 def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units) -> dict[str, str]:
-    """The unit of every parameter name; :data:`ROOT` for what is in no module, or in no chosen one."""
+    """The unit of every parameter name; :data:`ROOT` for parameters outside of any (chosen) module."""
     if isinstance(units, str):
         if units != "auto":
             raise ValueError(f"plan: units: got {units!r}, expected 'auto' (the only string that it can be)")
@@ -43,19 +43,19 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
 
 
 def below(name: str, prefix: str) -> bool:
-    """Whether ``name`` is ``prefix`` or lies inside it; everything lies inside the root, ``""``."""
+    """Whether ``name`` is ``prefix`` or inside of it; every name is inside of the root, ``""``."""
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
-def around(name: str) -> list[str]:
-    """Every prefix that ``name`` is :func:`below`: the root, the modules around it from the outside in, and itself."""
+def prefixes_of(name: str) -> list[str]:
+    """Every prefix of ``name``: the root, the modules around it from the outside in, and the name itself."""
     return ["", *accumulate(name.split("."), lambda prefix, part: f"{prefix}.{part}")]
 
 
 def _stack_entries(names: Iterable[str], module: nn.Module | None) -> set[str]:
     """The entries of ModuleList and Sequential stacks, by name; the outermost around a parameter is its unit.
 
-    Without modules to look at (a mapping of tensors) a number in a name is taken for a stack's entry.
+    For a mapping of tensors, which has no modules, a number in a name denotes an entry of a stack.
     """
     if module is None:
         return {entry for entry in map(_numbered_prefix, names) if entry}
@@ -71,13 +71,13 @@ def _numbered_prefix(name: str) -> str:
 
 
 def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
-    """Entries of stacks; the rest by the outermost module that has no stack inside."""
-    outside = {prefix for entry in entries for prefix in around(entry)[:-1]}
+    """Units by entries of stacks; the rest by the outermost module without a stack inside."""
+    outside = {prefix for entry in entries for prefix in prefixes_of(entry)[:-1]}
     return {name: _outermost(name, entries, outside) for name in names}
 
 
 def _outermost(name: str, entries: set[str], outside: set[str]) -> str:
-    owners = around(name)[1:-1]
+    owners = prefixes_of(name)[1:-1]
     return next((owner for owner in owners if owner in entries or owner not in outside), owners[-1] if owners else ROOT)
 
 
@@ -92,11 +92,11 @@ def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
 
 
 def _by_names(tensors: Iterable[str], groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Lists of names, of parameters or of modules; what is in none of them makes one unit more, the root."""
+    """Units by lists of names of parameters or modules; the rest is one more unit, the root."""
     names, problems = list(tensors), []
     inside: dict[str, list[str]] = {prefix: [] for group in groups for prefix in group}
     for name in names:
-        for prefix in {*around(name)} & inside.keys():
+        for prefix in {*prefixes_of(name)} & inside.keys():
             inside[prefix].append(name)
     units: dict[str, str] = {}
     for group in groups:
@@ -127,7 +127,7 @@ def _predicate(units: Any) -> Callable[[str, nn.Module], bool]:
 def _by_module(
     tensors: Iterable[str], module: nn.Module | None, chosen: Callable[[str, nn.Module], bool]
 ) -> dict[str, str]:
-    """The innermost chosen module around each parameter, as nested ``fully_shard`` calls; the rest in the root."""
+    """Units by the innermost chosen module, as with nested ``fully_shard`` calls; the rest is in the root."""
     if module is None:
         raise TypeError("plan: units: classes and callables need an nn.Module as source; got a mapping of tensors")
     names = {name for name, child in module.named_modules(remove_duplicate=False) if chosen(name, child)}
@@ -136,4 +136,4 @@ def _by_module(
 
 
 def _innermost(name: str, chosen: set[str]) -> str:
-    return next((prefix for prefix in reversed(around(name)) if prefix in chosen), "") or ROOT
+    return next((prefix for prefix in reversed(prefixes_of(name)) if prefix in chosen), "") or ROOT

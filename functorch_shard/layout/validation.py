@@ -1,4 +1,4 @@
-"""Whether what a verb was given fits the layout: all offenders at once, before anything is computed or sent."""
+"""Check that arguments fit the layout: report all problems at once, before anything is computed or sent."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def check_sharded(what: str, tree: object, instead: str = "") -> None:
 def check_shards(
     verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False, gradients: bool = False
 ) -> None:
-    """Raise unless there is one shard of the right form for every buffer, with rank dims where there are any.
+    """Raise unless every buffer has one shard of its shape and dtype, with rank dims outside ``spmd``.
 
-    ``gradients`` may have another precision than what they are gradients of.
+    ``gradients`` may have another precision than the buffer.
     """
     ranks = rank_dims(layout)
     problems = name_problems(shards, layout.buffers)
@@ -46,7 +46,7 @@ def check_shards(
 
 
 def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
-    """Raise unless ``tensors`` are the parameters of ``layout``, with values."""
+    """Raise unless ``tensors`` are the parameters of ``layout``, and have values."""
     special, advice = source_problems({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
     reject("shard", special, advice)
     problems, fit = _form_problems(tensors, layout)
@@ -61,7 +61,7 @@ def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
 
 
 def check_model(verb: str, tensors: Mapping[str, Any], aliases: Mapping[str, str], layout: Layout) -> None:
-    """Raise unless ``tensors``, of which ``aliases`` are ties, have the form of ``layout``, and its ties."""
+    """Raise unless ``tensors``, tied by ``aliases``, have the names, shapes, dtypes and ties of ``layout``."""
     problems, _ = _form_problems(tensors, layout)
     planned = dict(layout.aliases)
     problems += [
@@ -73,7 +73,7 @@ def check_model(verb: str, tensors: Mapping[str, Any], aliases: Mapping[str, str
 
 
 def _form_problems(tensors: Mapping[str, Any], layout: Layout) -> tuple[list[str], list[str]]:
-    """What is wrong with names, shapes and dtypes; and the names of which nothing is."""
+    """The problems of names, shapes and dtypes; and the names without problems."""
     problems = name_problems(tensors, layout.slots, allowed=dict(layout.aliases))
     owner_of = {name: name for name in layout.slots} | {a: name for a, name in layout.aliases if name in layout.slots}
     fit = []
@@ -93,14 +93,14 @@ def check_grads(grads: Mapping[str, Any], layout: Layout) -> None:
     for name in trainable:
         if (grad := grads.get(name)) is not None:
             slot, form = layout.slots[name], layout.slots[name].dtensor
-            shape = form.shape if form else slot.shape  # its placements may be others: they are changed to those
+            shape = form.shape if form else slot.shape  # placements may differ: they are redistributed
             unfit = _misform(name, grad, slot, any_placements=True)
             problems += unfit or _misfit(name, grad, shape, _grad_dtype(grad, slot.dtype))
     reject("scatter_grads", problems, "Pass the gradient of every trainable parameter of the layout; None means zeros.")
 
 
 def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
-    """Raise unless the gradients of simulated ranks carry their rank dims, as they must outside ``spmd``."""
+    """Raise unless gradients have the rank dims that simulated ranks have outside ``spmd``."""
     shapes = {name: (*axis_sizes(layout), *slot.shape) for name, slot in layout.slots.items()}
     problems = [
         f"{name!r}: got shape {tuple(x.shape)}, expected {shapes[name]}"
@@ -112,7 +112,7 @@ def check_ranked(grads: Mapping[str, Any], layout: Layout) -> None:
 
 
 def _misform(name: str, x: Any, slot: Slot, any_placements: bool = False) -> list[str]:
-    """A plain tensor for a DTensor or the other way round, or another DTensor."""
+    """The problem of a plain tensor in place of a DTensor, a DTensor in place of a plain one, or another DTensor."""
     got, expected = form_of(x), slot.dtensor
     if (got is None and expected is None) or not isinstance(x, Tensor):
         return []
@@ -148,7 +148,7 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def _grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
-    """The dtype to expect: a gradient may have another precision than its parameter, but be no other kind of number."""
+    """The expected dtype: a gradient may have another precision than its parameter, but not another kind of number."""
     if (
         isinstance(grad, Tensor)
         and grad.is_complex() == stored.is_complex

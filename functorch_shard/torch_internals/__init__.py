@@ -1,10 +1,10 @@
-"""What torch knows and has no public name for, each question in one place with its reason.
+"""Private APIs of torch, each in one place, with the reason.
 
-``transforms``: which ``torch.func`` transforms are active. ``autograd``: the graph and the backward pass that runs.
-``checkpointing``: regions of ``torch.utils.checkpoint``. ``parameter_swap`` and ``recomputation``: tensors in the place
-of a module's own, in forward and when a region is recomputed. ``rnn``, ``frames``, ``tensors``, ``pytree``,
+``transforms``: which ``torch.func`` transforms are active. ``autograd``: the graph and the running backward pass.
+``checkpointing``: regions of ``torch.utils.checkpoint``. ``parameter_swap`` and ``recomputation``: other tensors in
+place of a module's own, in forward and in recomputation. ``rnn``, ``frames``, ``tensors``, ``pytree``,
 ``process_groups``, ``dcp``: private attributes of those. ``tests/torch_internals`` fails when torch changes one of
 them.
 
-Everything may import from here; this imports ``errors`` alone.
+Every package may import this one; it imports ``errors`` only.
 """

@@ -1,4 +1,4 @@
-"""The graph of autograd and the backward pass that runs: questions that have no public answer."""
+"""The graph of autograd and the running backward pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _BEFORE_ALL_OTHERS = 2**62
 
 
 def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
-    """Have backward go through the node that made ``tensors`` as soon as all their gradients are there.
+    """Have backward run the node that made ``tensors`` as soon as all of their gradients are available.
 
-    Of nodes that are ready, autograd takes the one made last; what is made before the model runs would come after all
-    of the model, with every full gradient alive until then.
+    Of the nodes that are ready, autograd runs the one that was made last. A node that was made before the model ran
+    would run after the whole model, and every full gradient would stay alive until then.
     """
     for node in {tensor.grad_fn for tensor in tensors}:
         if node is not None:
@@ -28,18 +28,18 @@ def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that runs in this thread, or ``None`` in forward."""
+    """The id of the backward pass that runs in this thread, or ``None`` outside of one."""
     task = _current_graph_task_id()
     return None if task == -1 else task
 
 
 def backward_comes_to(node: Any) -> bool:
-    """Whether the backward pass that runs in this thread has come to ``node``, or will."""
+    """Whether the backward pass that runs in this thread runs ``node``."""
     return _will_engine_execute_node(node)
 
 
 def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``torch.autograd.grad(outputs, inputs, seeds)``, seen by the function modes around, which that would suspend."""
+    """``torch.autograd.grad(outputs, inputs, seeds)``, but with the active function modes, which it would disable."""
     grads = _engine_run_backward(
         tuple(outputs), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
@@ -47,7 +47,7 @@ def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequen
 
 
 def nodes(*roots: Any) -> Iterator[Any]:
-    """``roots`` and the nodes behind them, each once; what a root has last comes first. ``None`` has no graph."""
+    """``roots`` and all nodes that they depend on, each once, in depth-first order; ``None`` is skipped."""
     seen, waiting = set(), [*roots]
     while waiting:
         node = waiting.pop()
@@ -58,7 +58,7 @@ def nodes(*roots: Any) -> Iterator[Any]:
 
 
 def nodes_behind(node: Any) -> list[Any]:
-    """Those that backward goes on to from ``node``, with ``None`` where it ends."""
+    """The nodes that backward runs after ``node``; ``None`` where the graph ends."""
     return [behind for behind, _ in node.next_functions]
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.utils.checkpoint`` is doing around a call, and which errors are its refusals."""
+"""The state of ``torch.utils.checkpoint`` around a call, and which errors it raises for unsupported uses."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _REPARAMETRIZES = "torch.nn.utils.stateless", "_reparametrize_module"
 
 
 def has_compiled() -> bool:
-    """Whether ``torch.compile`` may have compiled anything that has a gradient, in this process."""
+    """Whether ``torch.compile`` may have compiled a function with gradients in this process."""
     return "torch._functorch.aot_autograd" in sys.modules
 
 
 def checkpointed_regions() -> list[Any]:
     """The regions of ``torch.utils.checkpoint`` whose forward runs in this thread, outermost first.
 
-    A region's ``recompute_fn`` is what backward will call. Those with ``use_reentrant=True`` are not among them.
+    Backward calls a region's ``recompute_fn``. Regions with ``use_reentrant=True`` are not included.
     """
     return [held["frame"] for held in _hooks_of_checkpoint("_checkpoint_hook")]
 
@@ -47,7 +47,7 @@ def recomputed_region() -> Any | None:
 
 
 def _hooks_of_checkpoint(name: str) -> list[dict[str, Any]]:
-    """What the hooks of class ``name`` close over, outermost first; torch tells no more than the innermost hook."""
+    """The closures of hooks of class ``name``, outermost first; torch exposes the innermost hook only."""
     if _top_saved_tensors_default_hooks(False) is None:
         return []
     hooks: list[Any] = []
@@ -61,7 +61,7 @@ def _hooks_of_checkpoint(name: str) -> list[dict[str, Any]]:
 
 
 def _is_of(pack: Any, name: str) -> bool:
-    pack = getattr(pack, "__wrapped__", pack)  # torch hides some from its compiler
+    pack = getattr(pack, "__wrapped__", pack)  # torch wraps some for its compiler
     where = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
     return where == ("torch.utils.checkpoint", f"{name}.__init__.<locals>.pack_hook")
 
@@ -73,9 +73,9 @@ def _closed_over(pack: Any) -> dict[str, Any]:
 
 
 def reentrant_checkpoint() -> FrameType | None:
-    """Where the innermost ``torch.utils.checkpoint`` with ``use_reentrant=True`` runs its forward, without gradients.
+    """The frame of the innermost ``torch.utils.checkpoint`` with ``use_reentrant=True`` that runs its forward.
 
-    Torch keeps no record of it but the stack.
+    Torch does not record it anywhere except on the stack.
     """
     if torch.is_grad_enabled() or backward_pass() is not None:
         return None
@@ -83,9 +83,9 @@ def reentrant_checkpoint() -> FrameType | None:
 
 
 def swapped_around_checkpoint() -> Iterator[Mapping[str, Any]]:
-    """What each ``functional_call`` around the innermost checkpoint has put into its module; and what that was given.
+    """The tensors that each ``functional_call`` around the innermost checkpoint was called with.
 
-    The stack is torch's only record of it.
+    Torch does not record them anywhere except on the stack.
     """
     inside = True
     for frame in callers():
@@ -101,7 +101,7 @@ def given_to_checkpoint() -> Any:
 
 
 def refused_checkpoint(error: BaseException) -> bool:
-    """Whether ``error`` is torch's word that a transform of ``torch.func`` cannot run ``torch.utils.checkpoint``."""
+    """Whether torch raised ``error`` because a ``torch.func`` transform cannot run ``torch.utils.checkpoint``."""
     modules = [str(name) for name, _ in _raised_at(error)]
     inside = "torch.utils.checkpoint" in modules
     below = modules[len(modules) - modules[::-1].index("torch.utils.checkpoint") :] if inside else []
@@ -111,7 +111,7 @@ def refused_checkpoint(error: BaseException) -> bool:
 
 
 def refused_reentrant(error: BaseException) -> bool:
-    """Whether ``error`` is torch's word that ``use_reentrant=True`` knows no backward but ``backward()``."""
+    """Whether torch raised ``error`` because ``use_reentrant=True`` supports no backward except ``backward()``."""
     return _raised_at(error)[-1] == ("torch.utils.checkpoint", "backward") and "use_reentrant=True" in str(error)
 
 

@@ -1,6 +1,6 @@
 """Classes in the metadata of ``torch.distributed.checkpoint`` that have no public name.
 
-Apart from the others, because importing it takes as long as all the rest of the library.
+In a module of its own, because importing it takes as long as the rest of the library.
 """
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo

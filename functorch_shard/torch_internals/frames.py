@@ -1,4 +1,4 @@
-"""The stack: torch's only record of some things that are going on."""
+"""Frames of the stack, where torch keeps the only record of some calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def callers(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """``frame``, by default the caller's, and those that called it, innermost first."""
+    """``frame``, by default that of the caller, and the frames that called it, innermost first."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         yield frame
@@ -16,5 +16,5 @@ def callers(frame: FrameType | None = None) -> Iterator[FrameType]:
 
 
 def is_at(frame: FrameType, place: tuple[str, str]) -> bool:
-    """Whether ``frame`` runs the function ``place``: its module and its name."""
+    """Whether ``frame`` runs the function ``place``: (module, name)."""
     return frame.f_code.co_name == place[1] and frame.f_globals.get("__name__") == place[0]

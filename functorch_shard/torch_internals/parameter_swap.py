@@ -1,10 +1,10 @@
-"""Tensors in the place of a module's own: while it runs, and whenever a part of it is recomputed in backward.
+"""Replace a module's own tensors by others: while it runs, and when a part of it is recomputed in backward.
 
-Note [Recomputation]: ``torch.utils.checkpoint`` runs a part of a module again in backward, when ``functional_call`` has
-long put the module's own tensors back. A swap is there again: at the first use of a tensor inside a checkpointed region
-it goes around the region's recomputation, by the one attribute of the region that torch calls in backward. So each
-region meets the tensors that its forward met, however often the module was called in between and with what, and
-between forward and backward the module is as it was. Nothing outlives the graph.
+Note [Recomputation]: ``torch.utils.checkpoint`` runs a part of a module again in backward, after ``functional_call``
+has restored the module's own tensors. A swap installs the given tensors again: at the first use of a tensor inside a
+checkpointed region it wraps the region's ``recompute_fn``, which torch calls in backward. So each region is recomputed
+with the tensors of its forward, whatever the module was called with in between, and between forward and backward the
+module has its own tensors. Nothing is kept longer than the graph.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NOT_REENTRANT = (
 
 
 class Swap:
-    """``given``, by name, in the place of ``model``'s own tensors. What the model itself has is never written to.
+    """Replaces tensors of ``model`` by ``given``, by name. The model's own tensors are never written to.
 
-    ``keep`` is whether what the model makes of tensors that were not given, as functional_call would, is to stay.
+    ``keep``: whether assignments of the model to tensors that were not given persist, as with functional_call.
     """
 
     def __init__(self, verb: str, model: nn.Module, given: Mapping[str, Tensor], *, keep: bool) -> None:
@@ -47,21 +47,21 @@ class Swap:
         chosen = _by_identity(verb, model, given)
         self._requires_grad = any(x.requires_grad for x in chosen.values())
         places = (_Place(m, kind, chosen) for m in model.modules() for kind in ("_parameters", "_buffers"))
-        # where nothing is, the model may make something: with keep that may as well go to its own at once
+        # with keep, assignments to an empty place go to the model directly
         self._places = [place for place in places if place.module.__dict__[place.kind] or not keep]
         self._rnns = [m for m in model.modules() if isinstance(m, nn.RNNBase)]
         self._compiled = [compiled for m in model.modules() if (compiled := _compiled_call(m, self._places))]
 
     @contextmanager
     def running(self, again: Again | None = None) -> Iterator[None]:
-        """While it lasts the model has the tensors; ``again``: those that a region's forward had."""
+        """A context in which the model has the given tensors; ``again``: those of a region's forward."""
         with self._lock:
             self._refuse_threads()
             entry = _Entry(self, torch.is_grad_enabled(), checkpointed_regions())
             before: list[tuple[_Place | _CompiledCall, Any]] = []
             try:
                 for place in (*self._places, *self._compiled):
-                    before.append((place, place.install(entry, again)))  # noqa: PERF401  (each has to be put back)
+                    before.append((place, place.install(entry, again)))  # noqa: PERF401  (each is restored, also after an error)
                 yield
             finally:
                 for place, own in before:
@@ -78,20 +78,20 @@ class Swap:
             )
 
     def used(self, entry: _Entry) -> list[Again]:
-        """Something is about to be used: go around the recomputation of each region that this is inside of."""
+        """Called before a tensor is used: wrap the recomputation of each region that this use is inside of."""
         if entry.with_grad and reentrant_checkpoint() is not None:
             raise RuntimeError(f"{self._verb}: {NOT_REENTRANT}")
         inside = [region for region in checkpointed_regions() if not any(region is x for x in entry.outside)]
         if inside and self._requires_grad and in_transform():
             raise NotImplementedError(f"{self._verb}: {NEEDS_REAL_RANKS}")
         for region in inside:
-            if around(region, self) is None:
+            if wrapper_of(region, self) is None:
                 region.recompute_fn = Again(self, region.recompute_fn)
-        return [again for region in inside if (again := around(region, self))]
+        return [again for region in inside if (again := wrapper_of(region, self))]
 
 
 class Again:
-    """A region's recomputation, under the tensors of its forward. Writes to buffers go to copies."""
+    """Recomputes a region with the tensors of its forward. Writes to buffers go to copies."""
 
     def __init__(self, swap: Swap, recompute: Callable[..., None]) -> None:
         self.swap, self.recompute = swap, recompute
@@ -102,7 +102,7 @@ class Again:
             self.recompute(*args)
 
     def saw(self, place: _Place, name: str, x: Tensor) -> None:
-        """Keep a buffer as it is before the region writes to it: torch counts no versions of what BatchNorm writes."""
+        """Copy a buffer before the region writes to it: BatchNorm's writes do not increment versions."""
         if (place, name) not in self._seen:
             self._seen[place, name] = _copy(x)
 
@@ -110,8 +110,8 @@ class Again:
         return {name: x.clone() for (other, name), x in self._seen.items() if other is place}
 
 
-def around(region: Any, swap: Swap | None = None) -> Again | None:
-    """What puts the tensors of ``swap`` (of any) around the recomputation of ``region``."""
+def wrapper_of(region: Any, swap: Swap | None = None) -> Again | None:
+    """The wrapper of ``region``'s recomputation by ``swap`` (by any swap if None), if there is one."""
     recompute = region.recompute_fn
     while isinstance(recompute, Again) and swap is not None and recompute.swap is not swap:
         recompute = recompute.recompute
@@ -120,11 +120,11 @@ def around(region: Any, swap: Swap | None = None) -> Again | None:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """One time that a swap is in place."""
+    """One use of a swap as a context."""
 
     swap: Swap
     with_grad: bool
-    outside: Sequence[Any]  # the regions that the call itself is inside of: they make it anew
+    outside: Sequence[Any]  # the regions around the call itself: they repeat the whole call
 
 
 class _Place:
@@ -162,7 +162,7 @@ class _Place:
 
 
 class _CompiledCall:
-    """A call of ``torch.compile``, which reads the tensors of its modules without asking: all are used by the call."""
+    """A compiled module, whose call reads tensors without ``__getitem__``: a call counts as a use of all of them."""
 
     def __init__(self, module: nn.Module, name: str, inside: Sequence[_Place]) -> None:
         self.module, self.kind, self.inside = module, name, inside
@@ -187,7 +187,7 @@ class _CompiledCall:
 
 
 def compiled_call(module: nn.Module) -> str | None:
-    """The attribute that holds the call of ``torch.compile(module)`` or of ``module.compile()``."""
+    """The attribute with the compiled call of ``torch.compile(module)`` or ``module.compile()``, if there is one."""
     name = "forward" if "_orig_mod" in module._modules else "_compiled_call_impl"
     return None if module.__dict__.get(name) is None else name
 
@@ -201,7 +201,7 @@ def _compiled_call(module: nn.Module, places: Sequence[_Place]) -> _CompiledCall
 
 
 class _Held(dict[str, Any]):
-    """What a module has while it runs with other tensors. It reports each use beforehand."""
+    """The dict of tensors of a module during a swap. It reports each use beforehand."""
 
     def __init__(self, tensors: Mapping[str, Any], use: Callable[[dict[str, Any], str], None]) -> None:
         super().__init__(tensors)
@@ -212,7 +212,7 @@ class _Held(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  (that is this)
+        return self[name] if name in self else default  # noqa: SIM401  (this is get)
 
     def values(self) -> Any:
         return [self[name] for name in self]
@@ -224,16 +224,16 @@ class _Held(dict[str, Any]):
         return dict(self.items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self.items()),)  # of a module that is copied while it runs
+        return dict, (dict(self.items()),)  # a module may be copied while it runs
 
 
 def _copy(x: Tensor) -> Tensor:
-    # what the recomputation saves depends on what requires grad
+    # which tensors the recomputation saves depends on requires_grad
     return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def _by_identity(verb: str, model: nn.Module, given: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """The given tensors by the tensor they stand for, which ties all its names."""
+    """The given tensors by the id of the tensor that each replaces, under all of its names."""
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     problems = [f"{name!r}: not in the model{hint(name, list(own))}" for name in given if name not in own]
     chosen: dict[int, Tensor] = {}

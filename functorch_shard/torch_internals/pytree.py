@@ -1,4 +1,4 @@
-"""The registries of pytrees: torch's, which ``torch.func`` flattens with and which has no public name, and optree's."""
+"""The registries of pytrees: the private one of torch, which ``torch.func`` uses, and that of optree."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["GLOBAL_NAMESPACE", "MappingKey", "register_torch_node", "torch_node"
 
 
 def torch_node(cls: type) -> torch_pytree.NodeDef | None:
-    """How ``torch.func`` takes a container of type ``cls`` apart, where somebody told it; torch has no public way."""
+    """How ``torch.func`` flattens a container of type ``cls``, if it is registered; there is no public getter."""
     return torch_pytree.SUPPORTED_NODES.get(cls)

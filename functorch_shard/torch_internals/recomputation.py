@@ -1,8 +1,8 @@
-"""What ``torch.utils.checkpoint`` may not do in silence: recompute with other tensors than forward used.
+"""Refuse recomputations of ``torch.utils.checkpoint`` with other tensors than forward used.
 
-See Note [Recomputation] in parameter_swap.py. Under plain ``functional_call`` nothing puts the tensors back for the
-recomputation: it is refused, in forward where lazy tensors or the ``Full`` that they come in can tell, and else when
-backward meets what forward did not.
+See Note [Recomputation] in parameter_swap.py. Plain ``functional_call`` does not install its tensors again for the
+recomputation. This is refused: in forward if lazy tensors or their ``Full`` detect it, otherwise when backward uses
+other parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .checkpointing import (
     refused_reentrant,
     swapped_around_checkpoint,
 )
-from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, around, compiled_call
+from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, compiled_call, wrapper_of
 from .transforms import in_transform
 
 _USE_CALL = (
@@ -41,7 +41,7 @@ _USE_CALL = (
 
 @contextmanager
 def checkpoints_explained(verb: str) -> Iterator[None]:
-    """Torch's refusals of ``torch.utils.checkpoint`` in words that help."""
+    """Replace torch's errors for unsupported uses of ``torch.utils.checkpoint`` by ones that say what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -53,7 +53,7 @@ def checkpoints_explained(verb: str) -> Iterator[None]:
 
 
 def refuse_swapped(is_in: Callable[[Iterable[Any]], bool]) -> None:
-    """Refuse what a checkpoint uses, if it is ``is_in`` what a ``functional_call`` around that will take away again."""
+    """Raise if a checkpoint uses a tensor that ``is_in`` those of a ``functional_call`` around the checkpoint."""
     reentrant = reentrant_checkpoint() is not None
     if not checkpointed_regions() and not reentrant:
         return
@@ -64,12 +64,12 @@ def refuse_swapped(is_in: Callable[[Iterable[Any]], bool]) -> None:
 
 @contextmanager
 def plain_tensors_watched(module: nn.Module) -> Iterator[None]:
-    """While ``functional_call`` has plain tensors in ``module``: refuse them as lazy ones refuse themselves."""
+    """A context in which ``functional_call`` runs ``module`` with plain tensors: refuse them inside a checkpoint."""
     if not torch.is_grad_enabled() or in_transform():
         yield
         return
     calls = {m: name for m in module.modules() if (name := compiled_call(m))}
-    inside = {part for m in calls for part in m.modules()}  # torch.compile reads their tensors without asking
+    inside = {part for m in calls for part in m.modules()}  # torch.compile reads their tensors without __getitem__
     kinds = "_parameters", "_buffers"
     places = [(m, kind) for m in module.modules() if m not in inside for kind in kinds if m.__dict__[kind]]
     before = [(m.__dict__, name, m.__dict__[name]) for m, name in (*calls.items(), *places)]
@@ -83,12 +83,12 @@ def plain_tensors_watched(module: nn.Module) -> Iterator[None]:
         for attributes, name, own in before:
             if isinstance(held := attributes[name], _Watched):
                 own.clear()
-                own.update(dict.copy(held))  # with what the model may have made
+                own.update(dict.copy(held))  # with assignments of the model
             attributes[name] = own
 
 
 class _Watched(dict[str, Any]):
-    """What a module has while ``functional_call`` runs it."""
+    """The dict of tensors of a module while ``functional_call`` runs it."""
 
     def __getitem__(self, name: str) -> Any:
         x = super().__getitem__(name)
@@ -97,7 +97,7 @@ class _Watched(dict[str, Any]):
         return x
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default  # noqa: SIM401  (that is this)
+        return self[name] if name in self else default  # noqa: SIM401  (this is get)
 
     def values(self) -> Any:
         return [self[name] for name in self]
@@ -106,7 +106,7 @@ class _Watched(dict[str, Any]):
         return [(name, self[name]) for name in self]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict.copy(self),)  # of a module that is copied while it runs
+        return dict, (dict.copy(self),)  # a module may be copied while it runs
 
 
 def _refusing(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ def _refusing(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _passed() -> list[Any]:
-    """What the innermost checkpointed function was given or closes over, and will have again."""
+    """The arguments and closure of the innermost checkpointed function, which its recomputation has too."""
     function, args, kwargs = given_to_checkpoint()
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     bound = getattr(function, "args", ()), getattr(function, "keywords", {})  # of a functools.partial
@@ -129,9 +129,9 @@ def _passed() -> list[Any]:
 
 
 def only_what_forward_used(value: Tensor) -> AbstractContextManager[object]:
-    """While backward of ``value`` runs: refuse recomputations that use a parameter which forward did not use.
+    """A context for the backward of ``value`` that refuses recomputations with parameters that forward did not use.
 
-    Not where forward was compiled: below a mode torch.compile would make something else of it, and save other tensors.
+    Not if forward was compiled: under a mode torch.compile would compile another graph, and save other tensors.
     """
     if not has_compiled():
         return _OnlyWhatForwardUsed(value)
@@ -155,7 +155,7 @@ class _OnlyWhatForwardUsed(TorchFunctionMode):
 
     def _check(self, parameter: Parameter) -> None:
         region = recomputed_region()
-        if region is None or around(region) is not None:
+        if region is None or wrapper_of(region) is not None:
             return
         if self._leaves is None:
             self._leaves = {id(node.variable) for node in nodes(self._value.grad_fn) if hasattr(node, "variable")}

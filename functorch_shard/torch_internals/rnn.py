@@ -1,4 +1,4 @@
-"""The list of weights that torch's RNNs keep beside their parameters."""
+"""The list of weights that torch's RNNs keep in addition to their parameters."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 def takes_own_weights(rnn: nn.RNNBase) -> None:
-    """Have ``rnn`` keep its own weights, and no more those that it was last called with."""
+    """Set the list of ``rnn`` to its own weights, instead of those that it was last called with."""
     rnn._update_flat_weights()
 
 
 def own_weights_again(tensors: Mapping[str, object]) -> None:
-    """Called by ``functional_call`` at its end: have RNNs of its module, known by ``tensors``, keep no others' weights.
+    """Reset the lists of RNNs with weights in ``tensors``; called by ``functional_call`` at its end.
 
-    An RNN keeps a list of the weights that it was last called with, where ``functional_call`` does not put its own back
-    and whatever made them lives on. Which module it was, is known from the stack alone.
+    An RNN keeps a list of the weights that it was last called with. ``functional_call`` does not reset it, which keeps
+    the weights alive. The module is known from the stack only.
     """
     paths = [name.rpartition(".")[0] for name in tensors if name.endswith("weight_ih_l0")]
     frame = sys._getframe(2) if paths else None
@@ -26,7 +26,7 @@ def own_weights_again(tensors: Mapping[str, object]) -> None:
         return
     module = frame.f_locals.get("module")
     for path in paths:
-        with suppress(AttributeError):  # of another model: functional_call has more to say about that
+        with suppress(AttributeError):  # of another model: functional_call raises
             rnn = module.get_submodule(path) if isinstance(module, nn.Module) else None
             if isinstance(rnn, nn.RNNBase):
                 takes_own_weights(rnn)

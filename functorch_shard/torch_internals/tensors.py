@@ -1,4 +1,4 @@
-"""What tensors and operators keep to themselves: hooks, versions, schemas; and tensors without memory."""
+"""Private attributes of tensors and operators: hooks, versions, schemas; and tensors without memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._C import _set_throw_on_mutable_data_ptr
-from torch._subclasses.fake_tensor import FakeTensor  # DTensors ask them for shapes
+from torch._subclasses.fake_tensor import FakeTensor  # DTensors infer shapes with them
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -28,28 +28,28 @@ __all__ = [
 ]
 T = TypeVar("T", bound=Tensor)
 
-HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default  # forward mode asks it of a tangent
+HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default  # forward mode calls it with a tangent
 
 
 def without_memory(
     cls: type[T], shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
 ) -> T:
-    """A tensor of class ``cls`` without data: torch's own documentation of ``__torch_dispatch__`` makes it so."""
+    """A tensor of class ``cls`` without data, as in torch's documentation of ``__torch_dispatch__``."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
 
 
 def version_of(x: Tensor) -> int:
-    """How often ``x`` was written to; -1 where nobody counts, in inference mode."""
+    """The version counter of ``x``; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else x._version
 
 
 def identity_of_storage(x: Tensor) -> int:
-    """Equal for tensors over one memory; ``data_ptr()`` is 0 for every meta and fake tensor."""
+    """Equal for tensors that share memory; ``data_ptr()`` is 0 for every meta and fake tensor."""
     return x.untyped_storage()._cdata
 
 
 def arguments_of(operator: Any) -> Sequence[Any]:
-    """The declared arguments of an operator of torch."""
+    """The declared arguments of a torch operator."""
     return operator._schema.arguments
 
 
@@ -64,11 +64,11 @@ def returns_anything(operator: Any) -> bool:
 
 
 def refuse_pointers(tensor: Tensor) -> None:
-    """Have code below Python that asks ``tensor`` for its memory raise, and not read from address 0."""
+    """Make native code that asks for the memory of ``tensor`` raise instead of reading from address 0."""
     _set_throw_on_mutable_data_ptr(tensor)
 
 
 def hooks_of(tensor: Tensor) -> list[str]:
-    """How the hooks on ``tensor`` were registered, which autograd runs and nobody can ask for in public."""
+    """The methods by which the hooks of ``tensor`` were registered; there is no public getter."""
     hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
     return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]

@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func`` and tracers that are active around a call."""
+"""``torch.func`` transforms and tracers that are active around a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform or ``torch.compile`` sees what is computed here."""
+    """Whether a ``torch.func`` transform or ``torch.compile`` is active."""
     return maybe_current_level() is not None or torch.compiler.is_compiling()
 
 
@@ -31,26 +31,26 @@ def is_watched() -> bool:
 
 
 def current_level() -> int:
-    """The level of ``torch.func`` that is at work, from 1; 0 is plain autograd.
+    """The current level of ``torch.func``, from 1; 0 is plain autograd.
 
-    In the ``setup_context`` of a Function: the one whose derivative is being prepared.
+    In ``setup_context`` of a Function it is the level whose derivative is being set up.
     """
     return maybe_current_level() or 0
 
 
 def outside_transforms() -> AbstractContextManager[None]:
-    """While it lasts, what is computed from plain tensors is plain, as if no ``torch.func`` transform were around.
+    """A context that disables ``torch.func`` transforms for computations with plain tensors.
 
-    A vmap refuses to draw random numbers into tensors of its own function's making.
+    A vmap refuses in-place random operations on tensors that its function creates.
     """
     return _DisableFuncTorch()
 
 
 def marks_every_batch(device: torch.device) -> Tensor | None:
-    """A false scalar that is batched at every level of vmap around; ``None`` when there is none.
+    """A scalar ``False`` that is batched at every active level of vmap; ``None`` if there is none.
 
-    ``torch.where(mark, x, x)`` is a copy of ``x`` that any batched value can be written to in place, bitwise and in any
-    dtype; vmap refuses that on what is not batched itself.
+    ``torch.where(mark, x, x)`` is a bitwise copy of ``x`` that batched values can be written to in place; vmap refuses
+    that for tensors that are not batched.
     """
     levels = [
         (level.level(), CVmapInterpreterPtr(level).batchSize())
@@ -65,12 +65,12 @@ def marks_every_batch(device: torch.device) -> Tensor | None:
 
 
 def without_batches(x: Tensor) -> Tensor:
-    """All the values of ``x``, in every transform around, with batches as further dims."""
+    """The values of ``x`` outside of all transforms, with batches as further dims."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return x
 
 
 def being_traced() -> bool:
-    """Whether ``make_fx`` (and with it ``torch.func.linearize``) records what is computed here, to run it later."""
+    """Whether ``make_fx``, which ``torch.func.linearize`` uses, traces this computation."""
     return get_proxy_mode() is not None

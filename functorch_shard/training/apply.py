@@ -1,4 +1,4 @@
-"""``apply``: a model with buffers as a pure function, which returns what became of them."""
+"""``apply``: call a model with buffers as a pure function that returns the new buffers."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from ..torch_internals.transforms import marks_every_batch, without_batches
 def apply(
     model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
 ) -> tuple[Any, dict[str, Tensor]]:
-    """``functional_call`` that also returns the new buffers: a model with state, as BatchNorm's, as a pure function.
+    """Call a model with the given parameters and buffers; return its output and the new buffers.
 
-    What the model writes to its buffers, in place or by assignment, is found in the result and nowhere else: neither
-    ``buffers`` nor the model are touched. ``model.train()`` and ``model.eval()`` mean what they always do. A model that
-    checkpoints itself is recomputed with the parameters and buffers of its forward, as by :func:`call`; each batch
-    counts once.
+    ``functional_call`` for models whose forward updates buffers, such as BatchNorm. Updates, in place or by assignment,
+    are returned: neither ``buffers`` nor the model are written to. ``model.train()`` and ``model.eval()`` have their
+    usual meaning. A model that checkpoints itself is recomputed with the parameters and buffers of its forward, as by
+    :func:`call`; each batch updates the buffers once.
 
     Args:
-        model: called as ``model(*args, **kwargs)``; its own values are not looked at, it may be on the meta device.
-        params: every parameter by name: a ``Full``, a mapping, or a ``Sharded``, which is gathered. Tied ones under any
-            of their names.
-        buffers: every buffer by name, as ``dict(model.named_buffers())`` or :func:`init_buffers` have them.
+        model: called as ``model(*args, **kwargs)``; its own values are not used, so it may be on the meta device.
+        params: every parameter by name: a ``Full``, a mapping, or a ``Sharded``, which is gathered. Tied parameters
+            under any of their names.
+        buffers: every buffer by name, for example ``dict(model.named_buffers())`` or the result of
+            :func:`init_buffers`.
         args, kwargs: for the model.
 
     Returns:
-        ``(output, new_buffers)``, a dict with the names of ``buffers``: this rank's statistics, of its own samples.
-        Average them where all ranks are to have the same: ``collectives.pmean``. Both are differentiable as far as the
-        model is. On simulated ranks, inside ``spmd``, every new buffer counts as different on each rank.
+        ``(output, new_buffers)``, a dict with the names of ``buffers``: statistics of this rank's own samples. Use
+        ``collectives.pmean`` to average them over ranks. Both are differentiable if the model is. On simulated ranks,
+        inside ``spmd``, every new buffer is a per-rank value.
 
     Raises:
-        TypeError: ``model`` is no module, or a buffer no tensor.
-        ValueError: parameters or buffers that are missing, or that the model does not have; all of them at once. Or the
-            model made or dropped a buffer while it ran. Or, on simulated ranks, ``num_batches_tracked`` of a BatchNorm
+        TypeError: ``model`` is not a module, or a buffer is not a tensor.
+        ValueError: parameters or buffers are missing, or the model does not have them; all of them are listed. Or the
+            model added or removed a buffer while it ran. Or, on simulated ranks, ``num_batches_tracked`` of a BatchNorm
             with ``momentum=None``, whose average depends on it, differs between ranks.
         RuntimeError, NotImplementedError: as :func:`call`.
 
     Cost:
-        A copy of the buffers, and one of those that checkpointed parts read. Of a ``Sharded``, the collectives of
+        A copy of the buffers, and another of those that checkpointed parts read. For a ``Sharded``, the collectives of
         :func:`gather`.
 
     Example:
@@ -69,7 +70,7 @@ def apply(
 
 
 def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    """A copy that the model may write to, whatever is batched of what it writes."""
+    """A copy that the model may write to in place, also with batched values."""
     if _is_divisor(model, name):
         return _the_same_in_every_batch(name, x).clone()
     mark = marks_every_batch(x.device)
@@ -77,7 +78,7 @@ def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:
 
 
 def _is_divisor(model: nn.Module, name: str) -> bool:
-    """Whether BatchNorm asks for this number in Python, which no batch of numbers can answer."""
+    """Whether BatchNorm reads this number in Python, which a batched tensor cannot provide."""
     owner, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(owner)
     counts = leaf == "num_batches_tracked" and getattr(module, "momentum", 0.0) is None

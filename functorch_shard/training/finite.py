@@ -1,4 +1,4 @@
-"""Where NaN and infinity are: ``assert_finite`` for people, ``all_finite`` for programs."""
+"""Find NaN and infinity: ``assert_finite`` raises an error that locates them, ``all_finite`` returns a flag."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from .norms import wide
 
 
 def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
-    """Raise unless every value is finite; the error names the parameters that have a NaN or an infinity, and where.
+    """Raise unless every value is finite; the error locates each NaN and infinity by parameter, index and rank.
 
-    The same error on every rank. Padding is not looked at. Not for inside ``spmd`` on simulated ranks, where no value
-    is known yet: return the tree, and look at it outside.
+    The error is the same on every rank. Padding is ignored. Call it outside of ``spmd`` on simulated ranks: inside,
+    values are not known yet.
 
     Args:
-        tree: any ``Sharded``, with ``None`` leaves if need be, or a ``Full``; with its rank dims outside ``spmd``.
-        what: what to call it, as ``"grads"``.
+        tree: a ``Sharded``, which may have ``None`` leaves, or a ``Full``; with rank dims outside ``spmd``.
+        what: the name of the tree in the error, for example ``"grads"``.
 
     Raises:
         FloatingPointError: one line for each parameter and each rank that holds a NaN or an infinity of it (20 lines at
             most): how many, and the first of them with its index in the parameter's shape (of a DTensor: in the shape
             of the local part).
         RuntimeError: inside ``spmd`` on simulated ranks.
-        TypeError: ``tree`` is neither.
+        TypeError: ``tree`` is not a ``Sharded`` or a ``Full``.
         ValueError: shards that do not fit their layout.
 
     Cost:
-        Looks at all values, and waits for them. One all-gather of 8 bytes per axis; one more when there is an error.
+        Reads all values and synchronizes with the device. One all-gather of 8 bytes per axis; another for an error.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3, 2)}, fs.simulated_mesh(2))
@@ -72,12 +72,12 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
 
 
 def all_finite(tree: Sharded) -> Tensor:
-    """Whether every value on every rank is finite, as a tensor: for a step that is skipped on all ranks or on none.
+    """Return whether every value on every rank is finite, as a tensor: to skip a step on all ranks or on none.
 
-    Runs as one rank: on real ranks, or inside ``spmd``. Padding is not looked at.
+    Call it on real ranks, or inside ``spmd``. Padding is ignored.
 
     Args:
-        tree: gradients, or any ``Sharded``. Integers and ``None`` are finite.
+        tree: gradients, or any ``Sharded``. Integers and ``None`` count as finite.
 
     Returns:
         A bool tensor of shape ``()``, the same on all ranks.

@@ -1,4 +1,4 @@
-"""``grad`` and ``grad_and_value``: of the mean over ranks, with the memory of ``backward()`` where that is enough."""
+"""``grad`` and ``grad_and_value``: gradients of the mean over ranks, with the memory of ``backward()``."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Argnums = int | Sequence[int]
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient of the mean over ranks of what ``fn`` returns on each, exact at every order and in any nesting.
+    """Return a function that computes the gradient of the mean over ranks of ``fn``, exact at every order.
 
-    As ``torch.func.grad``, but for the mean: see :func:`grad_and_value`.
+    Like ``torch.func.grad``, except for the mean: see :func:`grad_and_value`.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
-        argnums: which positional arguments to differentiate by, as in ``torch.func.grad``.
+        argnums: the positional arguments to differentiate with respect to, as in ``torch.func.grad``.
         has_aux: whether ``fn`` returns ``(scalar, aux)``.
 
     Returns:
-        A function with the arguments of ``fn``. It returns gradients in the tree of the argument (a tuple of them for
-        several ``argnums``), or ``(gradients, aux)``. Leaves that are not trainable - integers, bools, and buffers or
-        parameters frozen in the layout - get ``None``; trainable ones that ``fn`` does not use get zeros, on any rank,
-        as in ``torch.func.grad`` and JAX. An optimizer decays those: see ``grads`` of :meth:`Optimizer.step`.
+        A function with the arguments of ``fn``. It returns gradients with the tree structure of the argument (a tuple
+        for several ``argnums``), or ``(gradients, aux)``. Leaves that are not trainable - integers, bools, and buffers
+        or parameters that are frozen in the layout - get ``None``. Trainable leaves that ``fn`` does not use get zeros,
+        as in ``torch.func.grad`` and JAX, and weight decay applies to them: see ``grads`` of :meth:`Optimizer.step`.
 
     Raises:
         TypeError, ValueError: as :func:`grad_and_value`.
@@ -61,23 +61,24 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) ->
 
 
 def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """The gradient of the mean over ranks of what ``fn`` returns on each, and what it returned on this one.
+    """Return a function that computes the gradient of the mean over ranks of ``fn``, and the value on this rank.
 
-    By a ``Sharded`` argument, the gradient is that by the whole value of which each rank holds a part, copies counting
-    as one value (``reduction="sum"``: of the sum over ranks). ``fn`` is differentiated with exact maps, where the
-    transpose of ``gather`` is ``psum_scatter``; then gradients are summed over copies and divided by the number of
-    ranks, once. So derivatives through gradients, training steps and norms are exact: let the outermost reverse-mode
-    derivative be this one. By any other argument it is this rank's own, as ``torch.func.grad_and_value`` has it.
+    With respect to a ``Sharded`` argument, it is the gradient with respect to the whole value of which each rank holds
+    a part; copies on several ranks are one value (``reduction="sum"``: the gradient of the sum over ranks). ``fn`` is
+    differentiated with exact linear maps: the transpose of ``gather`` is ``psum_scatter``. Then gradients are summed
+    over copies and divided by the number of ranks, once. So derivatives through gradients, training steps and norms are
+    exact, if the outermost reverse-mode derivative is this one. With respect to any other argument it is the gradient
+    of this rank's own value, as in ``torch.func.grad_and_value``.
 
-    ``torch.func.grad_and_value`` runs its backward with ``create_graph=True`` and so keeps every activation to the end.
-    Here activations are freed as backward goes, unless someone differentiates the result: inside another ``fs.grad`` or
-    transform (a ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference mode, and when
-    an argument requires grad, this is ``torch.func.grad_and_value``. Otherwise nothing that is returned has a graph:
-    to differentiate by a tensor that ``fn`` closes over, pass it as an argument.
+    ``torch.func.grad_and_value`` runs backward with ``create_graph=True``, which keeps every activation to the end.
+    Here backward frees activations as it proceeds, unless the result is differentiated again: inside another
+    ``fs.grad`` or transform (a ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference
+    mode, and when an argument requires grad, this is ``torch.func.grad_and_value``. Otherwise results have no graph: to
+    differentiate with respect to a tensor that ``fn`` closes over, pass it as an argument.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
-        argnums: which positional arguments to differentiate by.
+        argnums: the positional arguments to differentiate with respect to.
         has_aux: whether ``fn`` returns ``(scalar, aux)``.
 
     Returns:
@@ -86,17 +87,17 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     Raises:
         TypeError: ``fn`` does not return a floating-point scalar tensor (and aux). Or an argument of ``argnums``, or
-            aux, has tensors where no tree can reach them: in an object that is no container that is known.
-        ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result depends on no leaf at
-            all of a ``Sharded`` or ``Full`` argument, as when ``functional_call`` was forgotten. Or the gradient of a
-            gathered parameter is sparse.
-        RuntimeError: ``torch.utils.checkpoint`` recomputes with other parameters than forward used (``call`` helps), or
-            runs with ``use_reentrant=True``.
+            aux, holds tensors inside an object that is not a supported container.
+        ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result does not depend on any
+            leaf of a ``Sharded`` or ``Full`` argument, for example because ``functional_call`` was forgotten. Or the
+            gradient of a gathered parameter is sparse.
+        RuntimeError: ``torch.utils.checkpoint`` recomputes with other parameters than forward used (use :func:`call`),
+            or runs with ``use_reentrant=True``.
         NotImplementedError: ``torch.utils.checkpoint`` on simulated ranks or inside a transform of ``torch.func``.
 
     Cost:
-        The collectives of ``fn`` and of their transposes, on real ranks those of what was gathered and not used too:
-        another rank may have used it. With replicas one all-reduce of the shard per trainable buffer, at the end.
+        The collectives of ``fn`` and their transposes; on real ranks also those of units that were gathered and not
+        used, because another rank may have used them. With replicas one all-reduce of the shard per trainable buffer.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -125,7 +126,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             unused.update(unused_arguments(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors))
-            if not anchors_here():  # where ranks gathered, one may use nothing: what others made of it tells
+            if not anchors_here():  # if ranks gathered, others may use it: wait for the gradients
                 refuse_unused(unused.values())
             return value, aux
 
@@ -141,11 +142,11 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
-Derivative = tuple[Sequence[Tensor], Tensor, Any, Boundary]  # gradients, the value, aux, and the end that was reached
+Derivative = tuple[Sequence[Tensor], Tensor, Any, Boundary]  # gradients, value, aux, and the boundary
 
 
 def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
-    """By torch.func, whose aux may hold tensors and nothing else."""
+    """Differentiate with torch.func, whose aux may hold tensors only."""
     put_back: list[Callable[..., Any]] = []
     boundaries: list[Boundary] = []
 
@@ -165,7 +166,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
 
 
 def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
-    """By one backward that frees activations as it goes."""
+    """Differentiate with one backward that frees activations as it proceeds."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         _allow_wider_gradients(inputs, wide)
@@ -182,14 +183,14 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool
 
 
 def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
-    """Keep autograd from casting gradients that are still to be divided, Note [Boundary], to the stored dtype."""
+    """Keep autograd from casting gradients to the stored dtype before they are divided, see Note [Boundary]."""
     for x, flag in zip(inputs, wide, strict=True):
         if flag:
             x.grad_dtype = None
 
 
 def _needs_graph(call: Any) -> bool:
-    """Whether someone outside differentiates (or batches, or traces) what is computed here."""
+    """Whether the result is differentiated, batched or traced by the caller."""
     if in_transform():
         return True
     tensors, _ = take_tensors(call)
@@ -201,7 +202,7 @@ def _needs_graph(call: Any) -> bool:
 
 
 def _opened(args: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
-    """The arguments, those to differentiate by as trees in which every tensor is a leaf."""
+    """The arguments; those of ``chosen`` as trees in which every tensor is a leaf."""
     trees = tuple(opened(x) if i in chosen else x for i, x in enumerate(args))
     for i in chosen:
         refuse_opaque("grad", trees[i], f"args[{i}]")
@@ -209,12 +210,12 @@ def _opened(args: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _has_graph(x: Any) -> bool:
-    """Whether ``x`` belongs to what is differentiated, and means nothing outside."""
+    """Whether ``x`` is part of the differentiated graph, and not valid outside of it."""
     return isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)
 
 
 def _wanted(tree: Any) -> list[bool]:
-    """Which leaves have a gradient: floating-point tensors, but nothing that a layout calls frozen."""
+    """Which leaves have a gradient: floating-point tensors that are not frozen in a layout."""
     nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (Sharded, Full)), none_is_leaf=True)
     return [flag for node in nodes for flag in _wanted_of(node)]
 
@@ -229,7 +230,7 @@ def _wanted_of(node: Any) -> list[bool]:
 
 
 def _is_carried_wider(tree: Any) -> list[bool]:
-    """Which leaves have a gradient that is wider than they are until the mean over ranks is taken."""
+    """Which leaves have a gradient of a wider dtype than their own until the mean over ranks is taken."""
     nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
     return [flag for node in nodes for flag in (_wider_than_stored(node) if isinstance(node, Sharded) else [False])]
 
@@ -262,7 +263,7 @@ def _is_sharded(x: Any) -> bool:
 
 
 def _averaged(tree: Any, boundary: Boundary) -> Any:
-    """With the mean over ranks of what is the gradient by a ``Sharded``."""
+    """``tree`` with the mean over ranks taken of the gradients with respect to ``Sharded`` arguments."""
 
     def at_end(x: Any) -> Any:
         return Sharded(at_boundary(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x

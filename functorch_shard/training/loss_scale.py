@@ -1,8 +1,8 @@
-"""Loss scaling for float16: pure, state in, state out.
+"""Loss scaling for float16: pure functions of an explicit state.
 
-Small gradients vanish in float16. So the loss is multiplied by a scale before it is differentiated, and the gradients
-are divided by it; where they overflowed the step is skipped, on all ranks or on none. The form is that of jmp
-(https://github.com/google-deepmind/jmp), the rule of the dynamic scale that of ``torch.amp.GradScaler``.
+Small gradients underflow in float16. So the loss is multiplied by a scale before it is differentiated, and the
+gradients are divided by it; if they overflowed the step is skipped, on all ranks or on none. The interface is that of
+jmp (https://github.com/google-deepmind/jmp), the rule of the dynamic scale that of ``torch.amp.GradScaler``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True)
 class LossScale(Static):
-    """How a loss is scaled: made by :meth:`dynamic`, :meth:`static` or :meth:`none`. It holds numbers and no state.
+    """A loss scale: made by :meth:`dynamic`, :meth:`static` or :meth:`none`. It holds options, and no state.
 
-    All three have the same methods, and states of the same form, ``{"scale": float32, "good_steps": int32}``; so a step
-    is written once:
+    All three have the same methods and states, ``{"scale": float32, "good_steps": int32}``, so that one step function
+    works with each:
 
     ``grads, finite = scaling.unscale(fs.grad(lambda p: scaling.scale(loss_fn(p), s))(params), s)``, then
     ``params, state = scaling.select(finite, opt.step(params, grads=grads, state=state), (params, state))``, then
@@ -44,7 +44,7 @@ class LossScale(Static):
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
         >>> grads = fs.shard({"fc.w": torch.tensor([8.0, 16.0, float("inf")])}, layout)
         >>> grads, finite = scaling.unscale(grads, scaling.init(grads))
-        >>> grads["fc"], finite      # one rank overflowed, and every rank knows
+        >>> grads["fc"], finite      # one rank overflowed; the flag is the same on every rank
         (tensor([[1., 2.],
                 [inf, 0.]]), tensor([False, False]))
         >>> scaling.update(scaling.init(grads), finite)["scale"]
@@ -64,35 +64,35 @@ class LossScale(Static):
         interval: int = 2000,
         floor: float = 1.0,
     ) -> LossScale:
-        """As large as float16 bears: smaller at once when gradients overflow, larger after a while without.
+        """Make a scale that shrinks when gradients overflow, and grows after ``interval`` finite steps in a row.
 
         Args:
             initial: the first scale.
-            growth: what the scale is multiplied by after ``interval`` finite steps in a row, above 1.
-            backoff: what it is multiplied by after a step that was not finite, between 0 and 1.
-            interval: in steps.
-            floor: what it never falls below.
+            growth: the factor after ``interval`` finite steps in a row, above 1.
+            backoff: the factor after a step that was not finite, between 0 and 1.
+            interval: a number of steps.
+            floor: the smallest scale.
 
         Raises:
-            ValueError: numbers out of their ranges, all of them at once.
+            ValueError: numbers out of their ranges; all of them are listed.
         """
         return DynamicLossScale(initial, growth, backoff, interval, floor)
 
     @staticmethod
     def static(value: float) -> LossScale:
-        """Always ``value``; steps that are not finite are skipped."""
+        """Make a scale that is always ``value``; steps that are not finite are skipped."""
         return LossScale(value)
 
     @staticmethod
     def none() -> LossScale:
-        """No scale: losses and gradients stay as they are, nothing is looked at, sent or skipped."""
+        """Make a scale that does nothing: losses and gradients are unchanged, no step is checked or skipped."""
         return NoLossScale(1.0)
 
     def init(self, params: Sharded) -> State:
-        """The state before the first step.
+        """Return the state before the first step.
 
         Args:
-            params: the parameters, for their ranks and their device; this rank's or stacked.
+            params: the parameters, for their ranks and device; this rank's or stacked.
 
         Returns:
             ``{"scale": float32, "good_steps": int32}`` of shape ``()``, with rank dims where ``params`` have them.
@@ -103,26 +103,26 @@ class LossScale(Static):
         return {"scale": scale, "good_steps": torch.zeros_like(scale, dtype=torch.int32)}
 
     def scale(self, loss: Tensor, state: State) -> Tensor:
-        """``loss`` times the scale, in float32 at least: in float16 it would overflow for nothing.
+        """Multiply ``loss`` by the scale, in float32 or wider, since the product may overflow in float16.
 
-        What comes back into a float16 loss is the scale itself, and 65536 is infinite there: compute the loss from
-        ``logits.float()``, or a dynamic scale skips its first step.
+        The gradient with respect to a float16 loss is the scale itself, and 65536 is infinite in float16: compute the
+        loss from ``logits.float()``, otherwise a dynamic scale skips its first step.
         """
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state["scale"]
 
     def unscale(self, grads: Sharded, state: State) -> tuple[Sharded, Tensor]:
-        """``grads`` divided by the scale, and whether all of them were finite, on all ranks.
+        """Divide ``grads`` by the scale; also return whether all of them were finite, on all ranks.
 
         Args:
             grads: gradients of a scaled loss, reduced and sharded; inside ``spmd`` or, with rank dims, outside.
             state: from :meth:`init` or :meth:`update`.
 
         Returns:
-            ``(grads, finite)``: the gradients in their dtypes, ``None`` and integers passed through; bool of shape
-            ``()`` (outside ``spmd`` with rank dims), the same on every rank of every axis.
+            ``(grads, finite)``: the gradients in their dtypes, with ``None`` and integers unchanged; a bool tensor of
+            shape ``()`` (outside ``spmd`` with rank dims), the same on every rank of every axis.
 
         Raises:
-            TypeError: ``grads`` is no ``Sharded``.
+            TypeError: ``grads`` is not a ``Sharded``.
             ValueError: shards that do not fit their layout.
 
         Cost:
@@ -143,28 +143,28 @@ class LossScale(Static):
         return map_items(unscaled, grads), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
-        """The state for the next step, inside ``spmd`` or outside."""
+        """Return the state for the next step, inside ``spmd`` or outside."""
         return state
 
     def select(self, finite: Tensor, new: Tree, old: Tree) -> Tree:
-        """``new`` where the step was finite, else ``old``, bitwise: a step that is skipped.
+        """Return ``new`` if the step was finite, else ``old``, bitwise: the step is skipped.
 
         Args:
             finite: from :meth:`unscale`.
-            new: parameters, optimizer state, any pytree, after the step; not of one with ``donate=True``, which has
-                overwritten what ``old`` was.
-            old: the same before it. ``None`` counts as zeros where ``new`` has a tensor: the momentum of SGD, which
-                comes with the first step, and which is nothing until one is taken. With ``dampening`` torch takes that
-                first step undamped, and after a skipped one it is damped: let the first scale be one that fits.
+            new: parameters, optimizer state, or any pytree, after the step; not from a step with ``donate=True``, which
+                overwrites ``old``.
+            old: the same before the step. ``None`` stands for zeros where ``new`` has a tensor, such as SGD's momentum,
+                which the first step creates. With ``dampening`` torch does not dampen that first step, but dampens the
+                first one after a skipped step: choose an initial scale that does not overflow.
 
         Returns:
-            The tree of ``new``.
+            A tree with the structure of ``new``.
 
         Raises:
-            ValueError: the trees differ: in structure, or in what is no tensor.
+            ValueError: the trees differ in structure, or in a leaf that is not a tensor.
 
         Cost:
-            No collectives; the memory of the result.
+            No collectives; memory for the result.
         """
         trees: Any = (new, old)
         chosen: Any = optree.tree_map(lambda a, b: _choose(finite, a, b), *trees, none_is_leaf=True)
@@ -177,7 +177,7 @@ class LossScale(Static):
 
 @dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """``torch.amp.GradScaler``: grows after steps in a row that were finite, falls at once otherwise."""
+    """The rule of ``torch.amp.GradScaler``: grow after finite steps in a row, shrink after any other step."""
 
     growth: float
     backoff: float
@@ -210,7 +210,7 @@ class DynamicLossScale(LossScale):
 
 @dataclass(frozen=True)
 class NoLossScale(LossScale):
-    """The null object: the arithmetic of nobody."""
+    """No scaling, with the interface of the others."""
 
     def scale(self, loss: Tensor, state: State) -> Tensor:
         return loss

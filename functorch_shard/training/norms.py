@@ -1,7 +1,7 @@
-"""Norms of sharded trees: over all ranks, every parameter once, padding never.
+"""Norms of sharded trees over all ranks: every parameter counts once, padding does not count.
 
-A norm is a sum of ``|x|^p`` and its root, or the largest ``|x|``: each rank takes what it holds, the ranks of the shard
-axis combine a number, and what every rank holds whole is added after that.
+A norm is the p-th root of a sum of ``|x|^p``, or the largest ``|x|``. Each rank reduces its own shards to a number, the
+ranks of the shard axis combine these, and buffers that every rank holds whole are added after that.
 """
 
 from __future__ import annotations
@@ -26,31 +26,30 @@ from ..storage.memory_kind import to_memory_kind_of, to_working_device
 
 
 def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
-    """The p-norm of all parameters of a tree, as of one vector.
+    """Compute the p-norm of all parameters of a tree, as one vector.
 
-    ``torch.nn.utils.get_total_norm`` of the whole tensors: every parameter counts once, tied ones and those that all
-    ranks hold whole too. Replicas hold the same, and are not asked. Differentiable, with gradient 0 at 0: an exact map
-    from what all ranks hold to what all of them return, so under ``fs.grad`` a penalty on the norm of a gradient or of
-    parameters has the gradient of the unsharded model. Under a bare ``torch.func.grad`` the norm of parameters, which
-    every shard returns, counts ``num_shards`` times.
+    Equal to ``torch.nn.utils.get_total_norm`` of the whole tensors: every parameter counts once, including tied
+    parameters and those that every rank holds whole; replicas are not summed. Differentiable, with gradient 0 at 0.
+    Under ``fs.grad`` a penalty on the norm of a gradient or of parameters has the gradient of the unsharded model.
+    Under a bare ``torch.func.grad`` the norm of parameters, which every shard returns, counts ``num_shards`` times.
 
     Args:
-        tree: gradients, parameters, moments: any ``Sharded``, inside ``spmd`` or, with its rank dims, outside. ``None``
-            leaves, integers and bools count nothing; frozen parameters count like others.
-        p: 1 or more; ``float("inf")`` is the largest magnitude.
+        tree: gradients, parameters, moments: any ``Sharded``, inside ``spmd`` or, with rank dims, outside. ``None``
+            leaves, integers and bools do not count; frozen parameters do.
+        p: 1 or more; ``float("inf")`` gives the largest magnitude.
 
     Returns:
-        Shape ``()``, the same on every rank; outside ``spmd`` without rank dims. float64 when one of the leaves has
-        that precision, else float32, which is what is added up in. 0 for no leaves; NaN when one is NaN.
+        Shape ``()``, the same on every rank; outside ``spmd`` without rank dims. float64 if one of the leaves has that
+        precision, else float32; sums are computed in that dtype. 0 without leaves; NaN if a value is NaN.
 
     Raises:
-        TypeError: ``tree`` is no ``Sharded``.
+        TypeError: ``tree`` is not a ``Sharded``.
         ValueError: shards that do not fit their layout, or ``p`` is below 1.
 
     Cost:
-        One all-reduce of a number over the shard axis; where parameters are DTensors, of a number for each parameter,
-        and one more over each axis that some are cut over. Memory for the powers of one buffer's shard at a time, added
-        up in a tree (on CPUs ``torch.linalg.vector_norm`` adds in a row, and loses digits of long vectors).
+        One all-reduce of a number over the shard axis; with DTensors, of a number per parameter, and another over each
+        axis that some are sharded over. Memory for the powers of one buffer's shard at a time, summed pairwise (on CPUs
+        ``torch.linalg.vector_norm`` sums sequentially, which is less accurate for long vectors).
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -71,11 +70,11 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
 
 
 def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tuple[Sharded, Tensor]:
-    """``grads`` scaled down to a norm of ``max_norm``, where it is above that, and the norm it was.
+    """Scale ``grads`` down to a norm of at most ``max_norm``; also return their norm before.
 
-    ``torch.nn.utils.clip_grad_norm_`` as a pure function: multiplied by ``max_norm / (norm + 1e-6)``, at most 1. A norm
-    that is not finite does there what it does with ``error_if_nonfinite=False``: NaN makes every gradient NaN, infinity
-    makes them 0, and NaN where they were infinite. :func:`assert_finite` says where it comes from.
+    ``torch.nn.utils.clip_grad_norm_`` as a pure function: gradients are multiplied by ``max_norm / (norm + 1e-6)``, at
+    most 1. A norm that is not finite has the same effect as with ``error_if_nonfinite=False``: NaN makes every gradient
+    NaN, infinity makes them 0, and NaN where they were infinite. :func:`assert_finite` locates such values.
 
     Args:
         grads: as in :func:`global_norm`.
@@ -83,14 +82,14 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
         p: as in :func:`global_norm`.
 
     Returns:
-        ``(grads, norm)``: the gradients in their dtypes, ``None`` and integers passed through; the norm before
+        ``(grads, norm)``: the gradients in their dtypes, with ``None`` and integers unchanged; the norm before
         clipping, as :func:`global_norm` returns it.
 
     Raises:
         TypeError, ValueError: as :func:`global_norm`, and for a ``max_norm`` below 0.
 
     Cost:
-        As :func:`global_norm`, and a copy of the gradients.
+        That of :func:`global_norm`, and a copy of the gradients.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -115,7 +114,7 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
 
 
 def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
-    """The p-norm of each parameter by name, without gathering any: to log.
+    """Compute the p-norm of each parameter, by name, without gathering: for logging.
 
     ``global_norm(tree, p)`` is the norm of these norms.
 
@@ -124,14 +123,14 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
         p: as in :func:`global_norm`.
 
     Returns:
-        ``{name: norm}`` in the source's order, each as :func:`global_norm` returns it; nothing for ``None`` leaves,
+        ``{name: norm}`` in the source's order, each as :func:`global_norm` returns it; without ``None`` leaves,
         integers and bools. Tied parameters are listed once.
 
     Raises:
         TypeError, ValueError: as :func:`global_norm`.
 
     Cost:
-        One all-reduce of a number a parameter over the shard axis, and over each axis that DTensors are cut over.
+        One all-reduce of a number per parameter over the shard axis, and over each axis that DTensors are sharded over.
 
     Example:
         >>> values = {"fc.w": torch.tensor([2.0, 3.0, 6.0]), "fc.b": torch.tensor([3.0, 4.0])}
@@ -145,7 +144,7 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
 
 
 def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
-    """What each parameter has in all, before the root, by name in the source's order."""
+    """The sum or maximum of each parameter over all ranks, before the root, by name in the source's order."""
     layout, counted = tree.layout, _counted(tree)
     sums = {
         key: to_working_device(_sums_by_slot(kind, tree[key], buffer, layout), layout.mesh.device)
@@ -167,7 +166,7 @@ def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
 
 
 def _over_tensor_axes(kind: _Kind, totals: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """With the other parts of DTensors: of all that are cut over an axis at once. Copies count as they are."""
+    """``totals`` reduced over the axes of DTensors, all parameters that are sharded over an axis at once."""
     for axes, mesh in layout.tensor_meshes.items():
         for axis in mesh:
             cut = [name for name in totals if (form := layout.slots[name].dtensor) and form.axes == axes]
@@ -189,7 +188,7 @@ class _Sum:
 
     def by_segment(self, x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
         powers = self._powers(wide(x))
-        zeros = powers.new_zeros(num_segments, dtype=torch.float64)  # one after the other, float32 would lose digits
+        zeros = powers.new_zeros(num_segments, dtype=torch.float64)  # sequential sums in float32 would lose digits
         return zeros.scatter_add(0, ids, powers.double()).to(powers.dtype)
 
     def across(self, x: Tensor, axis: Axis) -> Tensor:
@@ -201,19 +200,19 @@ class _Sum:
     def root(self, total: Tensor) -> Tensor:
         if self.p == 1:
             return total
-        # The slope of the root at 0 is infinite, and infinity times the zeros behind it would be NaN.
+        # The derivative of the root at 0 is infinite, and times the zeros of the chain rule it would be NaN.
         zero = total == 0
         return total.masked_fill(zero, 1.0).pow(1 / self.p).masked_fill(zero, 0.0)
 
     def _powers(self, x: Tensor) -> Tensor:
-        if self.p == 2:  # without a magnitude, which has no second derivative at 0
+        if self.p == 2:  # not by abs, which has no second derivative at 0
             return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
         return x.abs() if self.p == 1 else x.abs().pow(self.p)
 
 
 @dataclass(frozen=True)
 class _Largest:
-    """Largest magnitudes: what the sums are for ``p`` of infinity."""
+    """Largest magnitudes: the norm for ``p`` of infinity."""
 
     def total(self, x: Tensor) -> Tensor:
         magnitudes = wide(x).abs()
@@ -249,20 +248,22 @@ def _counted(tree: Sharded) -> dict[str, Buffer]:
 
 
 def _whole(tree: Sharded) -> Full:
-    """What counts of a tree with rank dims: each parameter once, without them and without padding."""
+    """The whole parameters that count of a stacked tree, each once, without rank dims and padding."""
     counted = _counted(tree)
     layout = tree.layout.select({key: key in counted for key in tree.layout.buffers})
-    shards = {key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()}  # low precision gradients, too
+    shards = {
+        key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()
+    }  # gradients may be low precision
     return gather(Sharded(shards, layout.as_stored()))
 
 
 def _combined(kind: _Kind, parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """What all shards have, as one number, if there are any."""
+    """One number of all shards, if there are any."""
     return [kind.across(kind.join(parts, layout), shard_axis(layout))] if parts else []
 
 
 def _sums_by_slot(kind: _Kind, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    """This rank's part for each slot of ``buffer``."""
+    """The sum or maximum of this rank's part of each slot of ``buffer``."""
     rank = shard_index(buffer, layout)
     if isinstance(rank, Tensor):
         ids = of_rank(slot_of_each(buffer, x.device), rank)
@@ -273,7 +274,7 @@ def _sums_by_slot(kind: _Kind, x: Tensor, buffer: Buffer, layout: Layout) -> Ten
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the precision to add up in: float32, unless it is more already."""
+    """``x`` in the dtype of sums: float32, or wider if it is."""
     if x.dtype in (torch.float64, torch.complex64, torch.complex128):
         return x
     return x.to(torch.complex64 if x.is_complex() else torch.float32)

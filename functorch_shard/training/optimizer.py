@@ -1,4 +1,4 @@
-"""Any elementwise ``torch.optim`` class as two pure functions on sharded trees."""
+"""Any elementwise ``torch.optim`` class as two pure functions of sharded trees."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 def optimizer(
     cls: type[torch.optim.Optimizer], *, labels: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
 ) -> Optimizer:
-    """A ``torch.optim`` class as a pure ``init`` and ``step``.
+    """Turn a ``torch.optim`` class into a pure ``init`` and ``step``.
 
-    The stock class does the arithmetic, fused or foreach where it can, on whole flat buffers. Elementwise means that a
-    shard is updated as it would be inside the whole. That is tried here, with the given options, on large and small
-    tensors and on uneven parts of them: a class that is not elementwise (LBFGS, Adafactor, Muon) is refused, with the
-    reason, and so are options that make one of it (timm's ``caution=True``), also those of a single step.
+    The class itself does the arithmetic, fused or foreach where available, on flat buffers. It must be elementwise: a
+    shard is updated as it would be inside the whole tensor. This is tested here, with the given options, on large and
+    small tensors and uneven parts of them. A class that is not elementwise (LBFGS, Adafactor, Muon) is refused with the
+    reason, and so are options that make it so (``caution=True`` in timm), also options of a single step.
 
     Args:
-        cls: the class, as ``torch.optim.AdamW``.
-        labels: options for buffers of a label, as ``{"no_decay": {"weight_decay": 0.0}}``; they win over ``defaults``.
-        defaults: options of the class, as ``lr=3e-4``.
+        cls: the class, for example ``torch.optim.AdamW``.
+        labels: options for buffers of a label, for example ``{"no_decay": {"weight_decay": 0.0}}``; they override
+            ``defaults``.
+        defaults: options of the class, for example ``lr=3e-4``.
 
     Returns:
         An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads=grads, state=state)``.
@@ -48,7 +49,7 @@ def optimizer(
         TypeError: the class is not elementwise, or has no such option.
 
     Cost:
-        A few dozen steps on 30,000 numbers, well below a tenth of a second, once for each class and options.
+        A few dozen steps on 30,000 elements, less than a tenth of a second, once for each class and options.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -70,7 +71,7 @@ def optimizer(
 
 
 def _named(step: Step) -> Step:
-    """Gradients and parameters are trees of one form: only their names tell them apart."""
+    """Require keywords: gradients and parameters have the same structure, only their names distinguish them."""
 
     @wraps(step)
     def checked(self: Any, params: Any, *others: Any, **named: Any) -> Any:
@@ -86,7 +87,7 @@ def _named(step: Step) -> Step:
 
 @dataclass(frozen=True)
 class Optimizer(Static):
-    """The two functions that :func:`optimizer` makes. It holds options and no state."""
+    """The two functions that :func:`optimizer` makes. It holds options, and no state."""
 
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
@@ -94,21 +95,22 @@ class Optimizer(Static):
     _traits: Mapping[str | None, Traits] = field(repr=False)
 
     def init(self, params: Sharded) -> OptState:
-        """The state before the first step: what the class itself starts from.
+        """Return the state before the first step, as the class itself initializes it.
 
         Args:
             params: the parameters, this rank's or stacked; only trainable buffers get state.
 
         Returns:
-            ``{name: Sharded}``, as ``{"step": ..., "exp_avg": ...}``: a shard per buffer, which lives where that of the
-            parameters does (:func:`offload`), or a scalar, as the numbers that a class keeps for all parameters
-            (``"group.step"``). ``None`` stands for what the class makes of the first gradient (SGD's momentum).
+            ``{name: Sharded}``, for example ``{"step": ..., "exp_avg": ...}``. Each leaf is a shard, in the memory kind
+            of the parameters' shard (:func:`offload`), or a scalar, for example a step count or a number that the class
+            keeps in its parameter groups (``"group.step"``). ``None`` stands for state that the class creates from the
+            first gradient (SGD's momentum).
 
         Raises:
-            ValueError: ``params`` do not fit their layout, or it has no buffer of a label that has options.
+            ValueError: ``params`` do not fit their layout, or no buffer has a label that options are given for.
 
         Cost:
-            No collectives; the memory of the state.
+            No collectives; memory for the state.
         """
         _check_params("init", params)
         self._check_labels(params.layout)
@@ -129,26 +131,26 @@ class Optimizer(Static):
         labels: Mapping[str, Mapping[str, Any]] | None = None,
         **overrides: Any,
     ) -> tuple[Sharded, OptState]:
-        """One update: new parameters and new state; inputs are left as they are.
+        """Update once: return new parameters and new state, and leave the inputs unchanged.
 
         Args:
-            params: the parameters, inside ``spmd`` or, with their rank dims, outside.
-            grads: their gradients, by name, as ``fs.grad`` or ``scatter_grads`` return them, cast to the dtypes of
-                ``params``. ``None`` leaves a buffer and its state alone, and is yours to say, alike on all ranks: what
-                a loss does not use has zeros for gradients, and weight decay and momentum move it.
-            state: by name, from :meth:`init` or the last step.
+            params: the parameters, inside ``spmd`` or, with rank dims, outside.
+            grads: their gradients, as ``fs.grad`` or ``scatter_grads`` return them; they are cast to the dtypes of
+                ``params``. ``None`` leaves a buffer and its state unchanged; pass it on all ranks or on none.
+                Parameters that a loss does not use have zeros for gradients, and weight decay and momentum move them.
+            state: from :meth:`init` or the last step.
             donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
             labels: options of labels for this step.
-            overrides: options for this step, as ``lr=schedule(i)``; a label's own options win.
+            overrides: options for this step, for example ``lr=schedule(i)``; options of a label override them.
 
         Returns:
-            ``(params, state)`` in the same trees. Buffers that are not trainable are passed through.
+            ``(params, state)`` with the same structure. Buffers that are not trainable are returned as they are.
 
         Raises:
-            TypeError: trees without a name; an option that the class does not have, or with which it is not
-                elementwise.
-            ValueError: trees that do not fit; all offenders at once.
-            NotImplementedError: someone differentiates through the step.
+            TypeError: ``grads`` or ``state`` as positional arguments; an option that the class does not have, or with
+                which it is not elementwise.
+            ValueError: trees that do not fit; all problems are listed.
+            NotImplementedError: the step is differentiated.
 
         Cost:
             No collectives; a copy of parameters and state, or none with ``donate=True``.
@@ -175,17 +177,17 @@ class Optimizer(Static):
         return Sharded(new, params.layout), _by_name(updated, params.layout)
 
     def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
-        """The state beside its options, as torch's ``get_optimizer_state_dict`` has them: what a checkpoint holds.
+        """Return the state and its options in the format of torch's ``get_optimizer_state_dict``, for a checkpoint.
 
         Args:
-            state: as :meth:`init` or :meth:`step` returned it.
-            params: the parameters that it is the state of; only their layout is looked at.
-            overrides: options as the last step had them, as ``lr=schedule(i)``.
+            state: from :meth:`init` or :meth:`step`.
+            params: the parameters that it is the state of; only their layout is used.
+            overrides: options of the last step, for example ``lr=schedule(i)``.
 
         Returns:
             ``{"state": state, "param_groups": [{"params": names, "lr": ..., ...}]}``, one group for each label. The
-            groups are for other programs: here, options are the optimizer's and the step's own, so load into
-            ``{"state": state}``, which any labels can.
+            groups are for other programs: here options come from the optimizer and the step, so load into
+            ``{"state": state}``, whatever the labels.
 
         Raises:
             TypeError: an option that the class does not have.
@@ -223,7 +225,7 @@ class Optimizer(Static):
     def _found(
         self, buffer: Buffer, overrides: Mapping[str, Any] | None = None, labels: Mapping[str, Any] | None = None
     ) -> Traits:
-        """How the class behaves with the options of ``buffer``, also with those that are new in this step."""
+        """The traits of the class with the options of ``buffer``, including those of this step."""
         usual = self._options(buffer, {}, {})
         new = switched(self.cls, usual, self._options(buffer, overrides or {}, labels or {}))
         return probe(self.cls, {**usual, **new}) if new else self._traits.get(buffer.label, self._traits[None])
@@ -233,7 +235,7 @@ class Optimizer(Static):
         return {**self.defaults, **overrides, **self.labels.get(label, {}), **labels.get(label, {})}
 
     def _check_state(self, state: OptState, params: Sharded, buffers: Mapping[str, Buffer]) -> None:
-        """Raise unless every state is there, a shard or a scalar: fused kernels write past the end of a short one."""
+        """Raise unless every state is a shard or a scalar: fused kernels write past the end of shorter tensors."""
         if not isinstance(state, Mapping):
             raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
         problems, scalar = [], rank_dims(params.layout)

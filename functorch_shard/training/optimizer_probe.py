@@ -1,11 +1,11 @@
-"""Whether a class of optimizers does to shards what it does to whole tensors: both are tried.
+"""Test whether an optimizer class updates shards as it updates whole tensors.
 
-Note [Probing]: a class is run as everyone runs it, on tensors of several shapes and sizes, and as it is run here, on
-uneven flat parts of the same elements, by ranks that know nothing of each other, with nothing but parameter, gradient
-and state from one step to the next. Both have to arrive at the same place. Sizes are above the thresholds of classes
-that quantize or factor large tensors only, matrices are wide enough to be treated as such, and steps are more than
-warm-ups and lookaheads take. What shows for some values alone, as the projection of a gradient that is orthogonal to
-its parameter, shows in the operators: one that makes fewer elements out of those of a tensor combines them.
+Note [Probing]: the class runs in two ways: on whole tensors of several shapes and sizes, and on uneven flat parts of
+the same elements, as on independent ranks, with only parameter, gradient and state kept between steps. Both must give
+the same parameters. Sizes are above the thresholds of classes that quantize or factor large tensors only, matrices are
+wide enough to be treated as such, and there are more steps than warm-ups and lookaheads take. Dependences that appear
+for some values only, such as the projection of a gradient that is orthogonal to its parameter, are found in the
+operators: one whose result has fewer elements than the tensor combines elements.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Class = type[torch.optim.Optimizer]
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _NUMEL = sum(map(prod, _SHAPES))
-# What two ranks have of it, in two buffers each: odd sizes, cut within a row.
+# The parts of two ranks, in two buffers each: odd sizes, boundaries inside a row.
 _CUTS = ((0, 4097, 8290), (8290, 25377, _NUMEL))
 _NUM_STEPS = 12
-_SMALL_SHAPES = ((6, 4), (7,))  # a first look, which costs nothing: some classes would invert a matrix of 8192 columns
+_SMALL_SHAPES = ((6, 4), (7,))  # tried first: some classes would invert a matrix of 8192 columns
 _NUMBERS = (bool, int, float)
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What was found out about a class and its options.
+    """The behaviour of a class with given options.
 
     Args:
-        state: what it keeps for a parameter, by name.
-        carried: the numbers in its parameter groups that it changes from step to step.
-        writes_grads: whether a step writes into its gradients.
+        state: the names of its state for a parameter.
+        carried: the names of numbers in its parameter groups that a step changes.
+        writes_grads: whether a step writes to the gradients.
     """
 
     state: tuple[str, ...]
@@ -54,7 +54,7 @@ class Traits:
 
 
 def probe(cls: Class, options: Mapping[str, Any]) -> Traits:
-    """What ``cls`` keeps, or a ``TypeError`` that says why a shard is not enough for it."""
+    """Return the traits of ``cls``, or raise a ``TypeError`` with the reason why it cannot update shards."""
     options = _that_move(plain_options(options))
     key = tuple((name, type(value), value) for name, value in sorted(options.items()))
     try:
@@ -64,7 +64,7 @@ def probe(cls: Class, options: Mapping[str, Any]) -> Traits:
 
 
 def switched(cls: Class, options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``changes`` that may make another algorithm of ``cls``: what is no number, and a number instead of 0."""
+    """Those of ``changes`` that may select another algorithm: what is not a number, and numbers other than 0 for 0."""
     known = inspect.signature(cls).parameters
     before = {name: options.get(name, known[name].default if name in known else None) for name in changes}
     return {name: x for name, x in changes.items() if name != "lr" and _switches(before[name], x)}
@@ -78,7 +78,7 @@ def _switches(before: Any, after: Any) -> bool:
 
 
 def _that_move(options: dict[str, Any]) -> dict[str, Any]:
-    """With a learning rate that moves something, where a schedule begins with none."""
+    """``options`` with a learning rate other than 0, which a schedule may begin with."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
 
@@ -86,7 +86,7 @@ def _that_move(options: dict[str, Any]) -> dict[str, Any]:
 def _is_hashable(x: Any) -> bool:
     try:
         hash(x)
-    except TypeError:  # a list of betas, say
+    except TypeError:  # for example a list of betas
         return False
     return True
 
@@ -109,13 +109,13 @@ def _probe(cls: Class, options: Mapping[str, Any]) -> Traits:
 
 
 def _on_cpu() -> AbstractContextManager[Any]:
-    """Nothing where it is so already: a device context costs time in every operation."""
+    """A device context, or none if the CPU is the default: it costs time in every operation."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """The class as everyone uses it: where it arrives, and what its groups hold before and after."""
+    """The class on whole tensors: final parameters, and the entries of its groups before and after."""
 
     end: Tensor
     before: Mapping[str, Any]
@@ -125,7 +125,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The class as it is used here, on one rank: where it arrives, and with what."""
+    """The class on the shards of one rank: final parameters, states, and numbers of its groups."""
 
     end: Tensor
     states: Sequence[Mapping[str, Any]]
@@ -144,7 +144,7 @@ def _whole(cls: Class, options: Mapping[str, Any], shapes: Sequence[tuple[int, .
         try:
             with watch:
                 optimizer.step()
-        finally:  # what it keeps is a better reason than where it stumbles
+        finally:  # its state is a better reason than the error that follows from it
             _check_kept(cls, optimizer, params)
         writes_grads |= any(not torch.equal(x, grad) for x, grad in zip(given, grads, strict=True) if x is not None)
         _check_combinations(cls, watch)
@@ -167,14 +167,14 @@ def _start() -> Tensor:
 
 
 def _gradient(step: int) -> Tensor:
-    """Other sizes in every step and along the way, some of them zero."""
+    """Gradients of a size that varies with step and element, some of them zero."""
     x = _scattered(2.0).roll(977 * step)
     return (x * torch.linspace(0.5, 2.0, _NUMEL, dtype=x.dtype) * (0.1 + step * 7 % 5)).where(x.abs() > 0.05, 0.0)
 
 
 @lru_cache(maxsize=4)
 def _scattered(seed: float) -> Tensor:
-    """Numbers between -1 and 1, without a random generator to draw them from."""
+    """Numbers between -1 and 1, without a random generator."""
     i = torch.arange(_NUMEL, dtype=torch.float64)
     return 2 * ((i * 12.9898 + seed * 78.233).sin() * 43758.5453).frac().abs() - 1
 
@@ -193,7 +193,7 @@ def _entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _changed(cls: Class, whole: _Whole) -> tuple[str, ...]:
-    """The numbers that steps have changed in a group. What is no number there does no harm if it does not matter."""
+    """The numbers of a group that steps have changed. Other entries cannot be state; if they matter, results differ."""
     changed = [name for name, x in whole.after.items() if not _same(whole.before.get(name), x)]
     options = [name for name in changed if name in inspect.signature(cls).parameters]
     if options:
@@ -210,7 +210,7 @@ def _same(a: Any, b: Any) -> bool:
 def _check_interface(cls: Class, options: Mapping[str, Any]) -> None:
     try:
         cls([torch.ones(2, 2)], **options)
-    except (TypeError, ValueError, NotImplementedError):  # what is wrong with the options is the class's to say
+    except (TypeError, ValueError, NotImplementedError):  # errors about the options are left to the class
         raise
     except Exception as error:
         raise _refusal(
@@ -272,7 +272,7 @@ _IMPURE = (
 
 
 def _held(cls: Class, options: Mapping[str, Any], *cuts: int) -> Tensor:
-    """Parts again, but by one optimizer that lives from step to step."""
+    """The parts again, updated by one optimizer object for all steps."""
     params = _cut(_start(), cuts)
     optimizer = cls(params, **options)
     for step in range(_NUM_STEPS):
@@ -283,13 +283,13 @@ def _held(cls: Class, options: Mapping[str, Any], *cuts: int) -> Tensor:
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
-    """As close as float64 is, and much closer than the way from the start: a step may be small."""
+    """Whether two results are equal up to float64 rounding, relative to the distance from the start."""
     moved, size = (float(x.abs().nan_to_num(0.0, 0.0).max()) for x in (a - _start(), a))
     return torch.allclose(a, b, rtol=0, atol=1e-7 * moved + 1e-13 * size, equal_nan=True)
 
 
 class _Refusal(Exception):  # noqa: N818
-    """Raised from within a trial, and not to be taken for an error of the class's."""
+    """Raised by a probe itself, unlike errors of the class."""
 
 
 def _refusal(cls: Class, reason: str) -> _Refusal:
@@ -298,7 +298,7 @@ def _refusal(cls: Class, reason: str) -> _Refusal:
 
 
 class _Combinations(TorchDispatchMode):
-    """The operators that make fewer elements out of those of a whole tensor."""
+    """Records operators whose result has fewer elements than a whole tensor that they take."""
 
     def __init__(self) -> None:
         super().__init__()

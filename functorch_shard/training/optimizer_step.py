@@ -1,4 +1,4 @@
-"""One call of a stock optimizer on plain tensors, below every transform."""
+"""Call a ``torch.optim`` class on plain tensors, below every transform."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CARRIED = "group."  # before the names of numbers that a class keeps in its para
 
 
 def state_names(traits: Traits) -> list[str]:
-    """What there is for a buffer in the state of an optimizer."""
+    """The names of an optimizer's state for a buffer."""
     return [*traits.state, *(CARRIED + name for name in traits.carried)]
 
 
 @dataclass(frozen=True)
 class InitCall:
-    """What ``init`` does with bare tensors: each buffer's parameter to its state."""
+    """``init`` on plain tensors: each buffer's parameter to its state."""
 
     cls: type[torch.optim.Optimizer]
     options: Mapping[str, Mapping[str, Any]]
@@ -42,18 +42,18 @@ class InitCall:
         traits = self.traits[key]
         state, carried = initial_state(self.cls, param, self.options[key], traits.carried)
         state = {**dict.fromkeys(traits.state), **state, **_as_state(carried)}
-        return {name: _beside(_expand(state[name], rows), param) for name in state_names(traits)}
+        return {name: _in_memory_kind(_expand(state[name], rows), param) for name in state_names(traits)}
 
 
 def count_writes(donated: Sequence[Any]) -> None:
-    """So that whoever still holds them for a backward, autograd or a lazy gather, is told that they have changed."""
+    """Increment versions, so that autograd or a lazy gather that saved these tensors detects the change."""
     if not in_transform():
         increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """What ``step`` does with bare tensors: parameter, gradient and state to parameter and state."""
+    """``step`` on plain tensors: parameter, gradient and state to parameter and state."""
 
     cls: type[torch.optim.Optimizer]
     options: Mapping[str, Mapping[str, Any]]
@@ -62,7 +62,7 @@ class StepCall:
     donate: bool
 
     def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        if rows and not all(_alike(x, rows) for parts in tensors.values() for x in parts[2:]):
+        if rows and not all(_equal_in_rows(x, rows) for parts in tensors.values() for x in parts[2:]):
             return self._row_by_row(tensors, rows)
         groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
         update(self.cls, list(groups.values()))
@@ -77,17 +77,17 @@ class StepCall:
         return Group(own(param), self._gradient(key, grad, param), states, self.options[key], carried)
 
     def _gradient(self, key: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
-        """Its own for a class that writes into it."""
+        """The gradient, copied for a class that writes to it."""
         if grad is None:
             return None
         grad = grad.to(param.device, param.dtype)
         return _copy(grad) if self.traits[key].writes_grads else _in_place(grad)
 
     def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
-        """By name; what no gradient has made yet stays None, and what one made now lives beside its parameter."""
+        """Results by name: ``None`` for state that does not exist yet; new state has the parameter's memory kind."""
         given = self._given(key, parts)
         states = {name: _expand(x, rows) for name, x in {**group.state, **_as_state(group.carried)}.items()}
-        made = {name: _beside(x, group.param) for name, x in states.items() if given.get(name) is None}
+        made = {name: _in_memory_kind(x, group.param) for name, x in states.items() if given.get(name) is None}
         return self._lay({**dict.fromkeys(self.names[key]), **states, **made, PARAM: group.param}, given)
 
     def _given(self, key: str, parts: Sequence[Any]) -> dict[str, Any]:
@@ -95,11 +95,11 @@ class StepCall:
         return dict(zip([PARAM, *self.names[key]], [param, *state], strict=True))
 
     def _lay(self, results: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """``results`` in the memory that was donated, also where a counter of all ranks was updated once, say."""
+        """``results`` in donated memory, for example also a counter of all ranks that was updated once."""
         return {name: _in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
 
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        """Where the rows of a batch are at different steps: one update each."""
+        """Update each row of a batch by itself: their step counts differ."""
         own = {k: [_in_place(x) for x in parts] for k, parts in tensors.items()}
         results = [
             self({k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}, rows[1:])
@@ -142,7 +142,7 @@ class _Plain:
 
 
 class _Below(Function):
-    """Runs below vmap, where tensors are plain and fused kernels work. Its derivative is refused, not lost."""
+    """Runs below vmap, where tensors are plain and fused kernels work. Its derivatives raise."""
 
     @staticmethod
     def forward(call: _Plain, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -163,7 +163,7 @@ class _Below(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: _Plain, *tensors: Tensor) -> Any:
         size = info.batch_size
-        # A tensor without this batch dim would be written by every row: each row gets its own.
+        # Every row would write to a tensor without this batch dim: each row gets a copy.
         moved = [
             x.expand(size, *x.shape).clone() if dim is None else x.movedim(dim, 0)
             for x, dim in zip(tensors, in_dims[1:], strict=True)
@@ -178,8 +178,8 @@ _NO_DERIVATIVE = (
 )
 
 
-def _alike(x: Any, rows: tuple[int, ...]) -> bool:
-    """Whether a scalar per row is the same in all rows, as a step count is on all ranks; tensors may differ."""
+def _equal_in_rows(x: Any, rows: tuple[int, ...]) -> bool:
+    """Whether a scalar per row is equal in all rows, for example a step count on all ranks; tensors may differ."""
     return not _counts(x, rows) or bool((x == x.flatten()[0]).all())
 
 
@@ -201,7 +201,7 @@ def _stack(values: Sequence[Any]) -> Any:
 
 
 def _as_state(carried: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers as tensors, so that they are leaves like all others."""
+    """Numbers as tensors, so that they are leaves of the tree."""
     tensors = {name: torch.tensor(x, dtype=_DTYPES[type(x)]) for name, x in carried.items() if x is not None}
     return {CARRIED + name: tensors.get(name) for name in carried}
 
@@ -213,13 +213,13 @@ def _number(x: Tensor | None) -> Any:
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
-def _beside(x: Any, param: Tensor) -> Any:
-    """A state as large as its parameter lives where that does; counters stay in memory."""
+def _in_memory_kind(x: Any, param: Tensor) -> Any:
+    """State of the parameter's shape in the parameter's memory kind; scalars stay on their device."""
     return memory_kind_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
 
 
 def _in_memory_of(given: Any, result: Any) -> Any:
-    """``result`` itself, or ``given`` with its values if that has a place for each of them: copies may share one."""
+    """``result``, or ``given`` with its values, unless elements of ``given`` share memory (expanded tensors)."""
     if not isinstance(given, Tensor) or given.data_ptr() == result.data_ptr() or _shares_places(given):
         return result
     return given.detach().copy_(result)
@@ -234,5 +234,5 @@ def _copy(x: Any) -> Any:
 
 
 def _in_place(x: Any) -> Any:
-    """Itself where it can be: fused kernels take all tensors for contiguous ones, and read and write past others."""
+    """``x``, or a contiguous copy: fused kernels assume contiguous tensors, and read and write past others."""
     return x.detach().contiguous() if isinstance(x, Tensor) else x

@@ -1,4 +1,4 @@
-"""Stock ``torch.optim`` classes on bare tensors: state in, state out. The class does all of the arithmetic."""
+"""Call ``torch.optim`` classes on plain tensors with explicit state. The class does all of the arithmetic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = dict[str, Any]
 class Group:
     """One tensor to update, with the options of its label.
 
-    ``carried`` are the numbers that the class keeps in its parameter groups; ``None`` for what it has not made yet.
+    ``carried`` are the numbers that the class keeps in its parameter groups; ``None`` before it creates them.
     """
 
     param: Tensor
@@ -32,22 +32,22 @@ class Group:
 
 
 def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
-    """One step of the class, in place on parameters and states; a state may get new entries.
+    """Run one step of the class, in place on parameters and states; a state may get new entries.
 
-    One optimizer for each set of options: torch compares a new parameter group with all earlier ones, and launches its
-    kernels per group.
+    There is one optimizer object for each set of options: torch compares a new parameter group with all earlier ones,
+    and launches kernels per group.
     """
-    alike: dict[Any, list[Group]] = {}
+    batches: dict[Any, list[Group]] = {}
     for group in groups:
-        # torch takes a momentum for all parameters of a group or for none
+        # torch expects momentum for all parameters of a group or for none
         key = _fingerprint(group.options), _fingerprint(group.carried), frozenset(group.state)
-        alike.setdefault(key, []).append(group)
-    for same in alike.values():
+        batches.setdefault(key, []).append(group)
+    for same in batches.values():
         _step(cls([group.param for group in same], **{**_fastest(cls, same), **same[0].options}), same)
 
 
 def _fingerprint(options: Mapping[str, Any]) -> Any:
-    """Equal for equal options: numbers and texts by value, all else (tensors, lists) by identity."""
+    """Equal for equal options: numbers and strings by value, anything else (tensors, lists) by identity."""
     plain = (bool, int, float, str, type(None))
     return frozenset((name, type(x), x if isinstance(x, plain) else id(x)) for name, x in options.items())
 
@@ -57,7 +57,7 @@ def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
     entries.update({name: x for name, x in groups[0].carried.items() if x is not None})
     for group in groups:
         group.param.grad = group.grad
-        for name, value in optimizer.state[group.param].items():  # Adagrad makes state before the first step
+        for name, value in optimizer.state[group.param].items():  # Adagrad creates state before the first step
             group.state[name] = group.state.get(name, value)
         optimizer.state[group.param] = group.state
     try:
@@ -72,10 +72,10 @@ def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
 def initial_state(
     cls: type[torch.optim.Optimizer], param: Tensor, options: Mapping[str, Any], carried: Iterable[str] = ()
 ) -> tuple[State, State]:
-    """What the class makes for ``param`` before its first update, and the ``carried`` numbers of its groups.
+    """Return the state of ``param`` before its first update, and the ``carried`` numbers of its groups.
 
-    torch makes state in the first ``step``. A step with zero gradients would not do: it moves counters, and averages.
-    So the step runs until it is about to write, and no further.
+    torch creates state in the first ``step``. A step with zero gradients would change counters and averages, so the
+    step is stopped before its first write.
     """
     state = _FirstValues()
     group = Group(param, torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param), state, options, {})
@@ -90,13 +90,13 @@ def initial_state(
 
 
 def without_compiling() -> AbstractContextManager[Any]:
-    """Functions that a class has compiled run as they are written: a look at their operators needs those."""
+    """Disable ``torch.compile`` inside of a class, so that its operators can be observed."""
     stance: Any = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Raise unless ``cls`` is made with options of these names."""
+    """Raise unless ``cls`` has options of these names."""
     _, *parameters = inspect.signature(cls).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
@@ -106,7 +106,7 @@ def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) 
 
 
 def group_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a parameter group, with the class's own defaults."""
+    """All options of a parameter group, including defaults of the class."""
     (group,) = cls([torch.zeros(1)], **options).param_groups
     return {name: value for name, value in group.items() if name != "params"}
 
@@ -115,23 +115,23 @@ _IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the choice of an implementation, which may not exist for a probe on the CPU."""
+    """``options`` without those that select an implementation, which may not exist on the CPU."""
     return {name: value for name, value in options.items() if name not in _IMPLEMENTATIONS}
 
 
 def _fastest(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[str, Any]:
-    """``fused=True`` where the class has it and the user chose nothing."""
+    """``fused=True`` if the class has it and the user selected no implementation."""
     chosen = any(group.options.get(name) is not None for group in groups for name in _IMPLEMENTATIONS)
     fits = all(group.param.is_floating_point() and group.param.device.type in ("cpu", "cuda") for group in groups)
     return {"fused": True} if fits and not chosen and "fused" in inspect.signature(cls).parameters else {}
 
 
-class _AboutToWrite(Exception):  # noqa: N818  (no error: the way out of the optimizer's step)
+class _AboutToWrite(Exception):  # noqa: N818  (not an error: it ends the optimizer's step)
     pass
 
 
 class _FirstValues(dict[str, Any]):
-    """A state that remembers what each entry was at first: a counter that is a Python number moves before any write."""
+    """A state that records the first value of each entry: a Python number changes before any tensor is written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _FirstValues(dict[str, Any]):
 
 
 class _UntilWrite(TorchDispatchMode):
-    """Stops before the first write to the parameter or to its state; what is written to the gradient is left out."""
+    """Stops before the first write to the parameter or its state; writes to the gradient are skipped."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -160,6 +160,6 @@ class _UntilWrite(TorchDispatchMode):
 
 
 def _in_one_place(a: Any, b: Any) -> bool:
-    """Whether two tensors share their memory, as a parameter and its ``.data`` do."""
+    """Whether two tensors share memory, for example a parameter and its ``.data``."""
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return tensors and (a is b or a.untyped_storage() is b.untyped_storage())

@@ -1,4 +1,4 @@
-"""Whether a loss depends on the parameters that it is differentiated by: the check behind ``grad``."""
+"""Check that a loss depends on the parameters that it is differentiated with respect to; used by ``grad``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ADVICE = (
 def unused_arguments(
     fn: Callable[..., Any], value: Tensor, chosen: Mapping[int, tuple[Any, Sequence[bool]]], inputs: Sequence[Tensor]
 ) -> dict[int, str]:
-    """The arguments with parameters in them of which ``value`` depends on no leaf at all, by position, and in words.
+    """Find the ``Sharded`` and ``Full`` arguments without a leaf that ``value`` depends on: position to message.
 
     Args:
-        fn: what was differentiated, for the message.
-        value: what it returned, seen from inside of the transform that differentiates it.
-        chosen: the arguments to differentiate by, by position, and which of their leaves have a gradient.
-        inputs: these leaves, as the function was called with them, one argument after the other.
+        fn: the differentiated function, for the message.
+        value: its result, inside of the transform that differentiates it.
+        chosen: the arguments to differentiate with respect to, by position, and which of their leaves have a gradient.
+        inputs: these leaves, as the function was called with them, argument by argument.
     """
     if torch.compiler.is_compiling():
         return {}
@@ -44,17 +44,17 @@ def unused_arguments(
 
 
 def refuse_unused(problems: Iterable[str]) -> None:
-    """Raise if there are any of :func:`unused_arguments`."""
+    """Raise if there are any problems of :func:`unused_arguments`."""
     reject("grad", list(problems), _ADVICE)
 
 
 def is_zero(tree: Any) -> bool:
-    """Whether no gradient in ``tree`` has anything but zeros."""
+    """Whether all gradients in ``tree`` are zero."""
     return not any(bool(x.any()) for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
 
 
 def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
-    """Whether a backward from ``value`` would reach one of ``inputs``: a walk through the graph, up to the first."""
+    """Whether backward from ``value`` would reach one of ``inputs``: a traversal of the graph up to the first."""
     wanted = {id(x): x for x in inputs}
     makers = {x.grad_fn for x in wanted.values()}
     if id(value) in wanted:
@@ -63,7 +63,7 @@ def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
 
 
 def _parameters_in(arg: Any) -> str:
-    """What kind of tree ``arg`` is or holds, if any."""
+    """The class of the first ``Sharded`` or ``Full`` in ``arg``, or an empty string."""
     nodes = optree.tree_leaves(arg, is_leaf=_is_node, none_is_leaf=True)
     return next((type(node).__name__ for node in nodes if _is_node(node)), "")
 
