@@ -24,7 +24,7 @@ class Slice(NamedTuple):
     start: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Slot:
     """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
 
@@ -43,8 +43,12 @@ class Slot:
     def end(self) -> int:
         return self.offset + self.numel
 
+    def __repr__(self) -> str:
+        part = f", local part of a {self.dtensor}" if self.dtensor else ""
+        return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{part})"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Buffer:
     """One flat tensor of one dtype, label and trainability, with one slot or more; ``numel`` includes padding."""
 
@@ -90,14 +94,24 @@ class Buffer:
         bounds = [edge for slot in self.slots for edge in (slot.offset, slot.end)] + [self.numel]
         return [b - a for a, b in pairwise(bounds)]
 
+    def __repr__(self) -> str:
+        frozen = "" if self.trainable else ", frozen"
+        shards = f"{self.num_shards} shards of {self.shard_numel:,} elements"
+        return f"Buffer({self.key!r}, {len(self.slots)} parameters, {shards}, {self.dtype}{frozen})"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Unit:
     """The buffers that are gathered together, for example those of a transformer block, and their dtypes."""
 
     name: str
     buffers: tuple[Buffer, ...]
     precision: MixedPrecision = field(default_factory=MixedPrecision)
+
+    def __repr__(self) -> str:
+        numel, count = sum(buffer.numel for buffer in self.buffers), len(self.buffers)
+        buffers = "1 buffer" if count == 1 else f"{count} buffers"
+        return f"Unit({self.name!r}, {buffers}, {numel:,} elements, {self.precision!r})"
 
 
 def padded(numel: int, step: int) -> int:

@@ -65,6 +65,9 @@ class Estimate:
         """Bytes that each rank has to send for a step at least."""
         return sum(one.sent for one in self.traffic.values())
 
+    def __repr__(self) -> str:
+        return f"Estimate({axes_text(dict(self.axes))}: peak {self.peak:,} bytes, {self.sent:,} bytes sent per step)"
+
     def __str__(self) -> str:
         memory = table([(name.replace("_", " "), getattr(self, name)) for name in _ROWS], ("memory", "bytes a rank"))
         sends = [(axis, kind, one.number, one.nbytes, one.sent) for (axis, kind), one in self.traffic.items()]

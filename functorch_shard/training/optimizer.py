@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -85,14 +85,18 @@ def _named(step: Step) -> Step:
     return cast(Step, checked)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Optimizer(Static):
     """The two functions that :func:`optimizer` makes. It holds options, and no state."""
 
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
     labels: Mapping[str, Mapping[str, Any]]
-    _traits: Mapping[str | None, Traits] = field(repr=False)
+    _traits: Mapping[str | None, Traits]
+
+    def __repr__(self) -> str:
+        options = {**self.defaults, **({"labels": dict(self.labels)} if self.labels else {})}
+        return ", ".join([f"Optimizer({self.cls.__name__}", *(f"{name}={x!r}" for name, x in options.items())]) + ")"
 
     def init(self, params: Sharded) -> OptState:
         """Return the state before the first step, as the class itself initializes it.
