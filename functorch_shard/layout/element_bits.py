@@ -1,10 +1,10 @@
 """Random bits of each element of a parameter: a function of a seed, its name and its place in the whole parameter.
 
 Note [Element bits]: the generator is SplitMix64 (Steele, Lea and Flood, 2014, https://doi.org/10.1145/2714064.2660195)
-with the element's index as its counter, in int64 arithmetic that wraps around. No rank draws what another holds, and no
-state is kept. The normal quantile is Wichura's AS 241, and its logarithm a series: additions, multiplications,
-divisions and roots alone, which IEEE 754 rounds correctly. Calls of ``log`` may round a vector's last elements
-otherwise than its first, and one value would differ with the number of ranks.
+with the element's index as its counter, in int64 arithmetic that wraps around. A rank computes the bits of its own
+elements only, and no state is kept. The normal quantile is Wichura's AS 241, and its logarithm a series: additions,
+multiplications, divisions and square roots only, which IEEE 754 rounds correctly. ``log`` may round the last elements
+of a vector differently from the first, so that values would depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 def element_bits(
     seed: int | Tensor, buffer: Buffer, layout: Layout, rank: Tensor | int, device: torch.device
 ) -> Tensor:
-    """64 random bits for each element of a shard: int64, shape ``(shard_numel,)``. What padding gets means nothing.
+    """64 random bits for each element of a shard: int64, shape ``(shard_numel,)``; arbitrary for padding.
 
     Args:
         seed: an int, or an int64 tensor of shape ``()``, which a vmap may have batched.
@@ -60,7 +60,7 @@ def normal(bits: Tensor) -> Tensor:
 
 
 def _addresses(buffer: Buffer, layout: Layout, rank: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The name, as a number, and the index of each element, one row a shard; of a rank that is known, its row alone."""
+    """A hash of the name and the index of each element, one row per shard; only that of ``rank`` if it is an int."""
     ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
     names = torch.zeros(len(ranks), buffer.shard_numel, dtype=torch.int64, device=device)
     places = torch.zeros_like(names)
@@ -74,7 +74,7 @@ def _addresses(buffer: Buffer, layout: Layout, rank: Tensor | int, device: torch
 
 
 def _in_whole(local: Tensor, slot: Slot, layout: Layout) -> Tensor:
-    """Indices into the whole of a DTensor, from those into the local part; those of other parameters are the same."""
+    """Indices into the whole DTensor, from indices into the local part; unchanged for other parameters."""
     if slot.dtensor is None:
         return local
     first = slot.dtensor.local_start(layout.tensor_meshes[slot.dtensor.axes].coordinate)
@@ -94,7 +94,7 @@ def _signed(x: int) -> int:
 
 
 def _shifted(x: Tensor, n: int) -> Tensor:
-    """To the right, with zeros from the left."""
+    """Logical shift to the right."""
     return (x >> n) & (2 ** (64 - n) - 1)
 
 
@@ -105,7 +105,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _logarithm(x: Tensor) -> Tensor:
-    """Natural, of positive numbers: twice the area tangent of ``(m - 1) / (m + 1)``, with ``m`` around 1."""
+    """The natural logarithm of positive numbers: ``2 * atanh((m - 1) / (m + 1))``, with ``m`` close to 1."""
     mantissa, exponent = torch.frexp(x)
     low = mantissa < sqrt(0.5)
     mantissa, exponent = torch.where(low, mantissa * 2, mantissa), exponent.double() - low.double()
@@ -122,7 +122,7 @@ def _ratio(x: Tensor, coefficients: tuple[Sequence[float], Sequence[float]]) -> 
 
 
 def _polynomial(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """By Horner's rule; the constant comes first."""
+    """A polynomial by Horner's rule; the constant comes first."""
     total = torch.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         total = total * x + c

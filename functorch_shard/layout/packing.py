@@ -34,7 +34,7 @@ def _refuse_sparse(tensors: Mapping[str, Tensor], buffer: Buffer) -> None:
 
 @contextmanager
 def sparse_explained(verb: str) -> Iterator[None]:
-    """Torch's word that a parameter has a sparse gradient, where it is a view of its buffer, in words that help."""
+    """Replace torch's error for a sparse gradient of a view of a buffer by one that says what to do."""
     try:
         yield
     except RuntimeError as error:
@@ -43,7 +43,7 @@ def sparse_explained(verb: str) -> Iterator[None]:
         raise
 
 
-_SPARSE = ", as F.embedding(..., sparse=True) makes it, and buffers are dense. Pass sparse=False."
+_SPARSE = ", for example of F.embedding(..., sparse=True), and buffers are dense. Pass sparse=False."
 
 
 def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:

@@ -85,14 +85,14 @@ class Full(dict[str, Any]):
             self._end(swaps_of_functional_call())
 
     def _begin(self, module: nn.Module | None) -> None:
-        """Of a ``functional_call``, which copies the mapping that it is given."""
+        """Watch the plain tensors of a ``functional_call``, which copies the mapping before it swaps parameters."""
         if module is not None and any(type(self.get(name)) is Tensor for name in self.layout.slots):
             watch = ExitStack()
             watch.enter_context(plain_tensors_watched(module))
             self._calls = [*getattr(self, "_calls", ()), watch]
 
     def _end(self, module: nn.Module | None) -> None:
-        """Of a ``functional_call``, which brings the mapping up to date."""
+        """Stop watching at the end of the ``functional_call``, which updates the mapping."""
         if module is not None and getattr(self, "_calls", None):
             self._calls.pop().close()
 

@@ -18,10 +18,10 @@ from .sources import source_problems
 from .trees import Sharded
 
 
-def check_sharded(what: str, tree: object, instead: str = "") -> None:
+def check_sharded(verb: str, tree: object, instead: str = "") -> None:
     """Raise unless ``tree`` is a ``Sharded``; ``instead`` ends the message."""
     if not isinstance(tree, Sharded):
-        raise TypeError(f"{what}: got {type(tree).__name__}, expected a Sharded{instead}.")
+        raise TypeError(f"{verb}: got {type(tree).__name__}, expected a Sharded{instead}.")
 
 
 def check_shards(

@@ -63,9 +63,9 @@ def nodes_behind(node: Any) -> list[Any]:
 
 
 def differentiates_twice() -> str | None:
-    """Which function of ``torch.autograd.functional`` that differentiates its own gradient runs, in whatever thread.
+    """The function of ``torch.autograd.functional`` that differentiates its own gradient now, in any thread.
 
-    Backward of what is on another device runs in a thread of that device, below nothing that called it.
+    On other devices backward runs in a thread of the device, whose stack does not have the caller.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None

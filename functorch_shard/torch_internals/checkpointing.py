@@ -124,15 +124,15 @@ def _raised_at(error: BaseException) -> list[tuple[Any, str]]:
 
 
 def may_be_in_checkpoint() -> bool:
-    """A cheap answer: no where ``checkpointed_regions`` and ``reentrant_checkpoint`` find nothing."""
+    """A fast test: false only if ``checkpointed_regions`` and ``reentrant_checkpoint`` find nothing."""
     return not torch.is_grad_enabled() or _top_saved_tensors_default_hooks(False) is not None
 
 
 def swaps_of_functional_call() -> nn.Module | None:
-    """Asked by ``copy`` or ``update`` of a mapping: the module of the ``functional_call`` that calls it.
+    """The module of the ``functional_call`` that calls the caller: ``copy`` or ``update`` of a mapping.
 
-    Torch copies the mapping before it swaps anything, updates it when all is swapped back, and raises nothing in
-    between but what ``strict`` finds.
+    Torch copies the mapping before it swaps any tensor, and updates it after all are restored. In between it raises
+    for ``strict`` only.
     """
     frame: FrameType | None = sys._getframe(2)
     begins = frame is not None and is_at(frame, _UNTIES)
@@ -144,7 +144,7 @@ def swaps_of_functional_call() -> nn.Module | None:
 
 
 def _has_exactly(module: nn.Module, names: Iterable[str]) -> bool:
-    """Whether these are all of its tensors, tied ones under any of their names."""
+    """Whether these are all tensors of the module, tied ones under any of their names."""
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     given = {id(own.get(name)) for name in names}
     return all(name in own for name in names) and all(id(x) in given for x in own.values())

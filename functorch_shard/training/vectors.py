@@ -15,18 +15,19 @@ from ..layout.buffers import Buffer
 from ..layout.element_bits import element_bits, normal, second, signs
 from ..layout.layout import Layout
 from ..layout.packing import without_padding
+from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Sharded, map_items
-from ..layout.validation import check_shards
+from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import to_working_device
-from .norms import shard_index, wide
+from .norms import wide
 
 
 def vdot(a: Sharded, b: Sharded) -> Tensor:
-    """The inner product of two trees, each as one vector: ``sum(conj(a) * b)`` over all parameters and ranks.
+    """Compute the inner product of two trees as vectors: ``sum(conj(a) * b)`` over all parameters and ranks.
 
     ``torch.vdot`` of the whole tensors: every parameter counts once, tied ones too; padding and copies do not count.
     Together with ``tree_map`` this is what iterative solvers need: conjugate gradients, Lanczos, power iteration.
-    Differentiable, an exact map, so a derivative of it by ``fs.grad`` is the unsharded one.
+    Differentiable: under ``fs.grad`` its derivative is that of the unsharded trees.
 
     Args:
         a, b: ``Sharded`` trees of one layout, or stacked ones outside ``spmd``. Integers do not count; ``None`` is
@@ -40,7 +41,7 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
         ValueError: trees of different layouts, or shards that do not fit them.
 
     Cost:
-        One psum of a number over the shard axis, and one for each other axis that DTensors are cut over.
+        One psum of a number over the shard axis, and one for each other axis that DTensors are sharded over.
 
     Example:
         >>> layout = fs.plan({"w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -61,14 +62,14 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
 
 
 def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
-    """A tree of independent standard normal numbers, which depend on the seed, names and indices alone.
+    """Draw a tree of independent standard normal numbers, which depend on seed, names and indices only.
 
     ``gather(randn_like(params, seed))`` is bitwise the same for any number of ranks, units, labels and replicas, and
-    for any part of a model. Nothing is drawn from torch's generators and nothing is sent; padding stays zero.
+    for any part of a model. torch's generators are not used and nothing is sent; padding stays zero.
 
     Args:
         tree: a ``Sharded`` whose layout, dtypes and devices the result has, or a stacked one outside ``spmd``; its
-            values are not looked at.
+            values are not used.
         seed: an int, or an int64 tensor of shape ``()``, so that ``torch.func.vmap`` over seeds draws several trees.
             The same on every rank.
 
@@ -92,7 +93,7 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
 
 
 def rademacher_like(tree: Sharded, seed: int | Tensor) -> Sharded:
-    """A tree of independent signs, -1 or 1, which depend on the seed, names and indices alone.
+    """Draw a tree of independent signs, -1 or 1, which depend on seed, names and indices only.
 
     The probes of Hutchinson's estimator: ``vdot(z, hvp(z))`` has the trace of the Hessian as its mean, with less
     variance than with normal numbers.
@@ -120,16 +121,15 @@ def rademacher_like(tree: Sharded, seed: int | Tensor) -> Sharded:
 
 
 def _check(verb: str, *trees: Sharded) -> None:
-    if others := [type(tree).__name__ for tree in trees if not isinstance(tree, Sharded)]:
-        raise TypeError(f"{verb}: got {', '.join(others)}, expected a Sharded.")
     for tree in trees:
+        check_sharded(verb, tree)
         if tree.layout != trees[0].layout:
             raise ValueError(f"{verb}: the trees have different layouts. fs.reshard moves one to the other's layout.")
         check_shards(verb, tree, trees[0].layout, allow_none=True, gradients=True)
 
 
 def _added_up(products: Mapping[str, Tensor], layout: Layout) -> Tensor:
-    """The sum over all elements, each once: one psum for each set of axes that elements are cut over."""
+    """The sum over all elements, each once: one psum for each set of axes that elements are sharded over."""
     sums: dict[tuple[Axis, ...], list[Tensor]] = {}
     for key, x in products.items():
         for axes, part in _parts(x, layout.buffers[key], layout):
@@ -144,16 +144,16 @@ def _added_up(products: Mapping[str, Tensor], layout: Layout) -> Tensor:
 
 
 def _parts(x: Tensor, buffer: Buffer, layout: Layout) -> Iterator[tuple[tuple[Axis, ...], Tensor]]:
-    """A shard, with the axes whose ranks hold other elements; of buffers with DTensors slot by slot."""
-    shard_axis = (layout.mesh[layout.shard_axis],) if buffer.num_shards > 1 else ()
+    """A shard with the axes that it is sharded over; slot by slot for buffers with DTensors."""
+    sharded_over = (shard_axis(layout),) if buffer.num_shards > 1 else ()
     if not any(slot.dtensor for slot in buffer.slots):
-        yield shard_axis, x
+        yield sharded_over, x
         return
-    pieces = {piece.name: piece for piece in buffer.slices(int(shard_index(buffer, layout)))}
+    parts = {part.name: part for part in buffer.slices(int(shard_index(buffer, layout)))}
     for slot in buffer.slots:
-        piece = pieces.get(slot.name)
+        part = parts.get(slot.name)
         cut = [layout.tensor_meshes[slot.dtensor.axes][name] for name in slot.dtensor.cut_over] if slot.dtensor else []
-        yield (*shard_axis, *cut), x[piece.offset : piece.offset + piece.numel] if piece else x[:0]
+        yield (*sharded_over, *cut), x[part.offset : part.offset + part.numel] if part else x[:0]
 
 
 def _normal(bits: Tensor, dtype: torch.dtype) -> Tensor:

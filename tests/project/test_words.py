@@ -1,0 +1,95 @@
+"""One vocabulary: docs/glossary.md has the words, and the ones that they replaced do not come back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import functorch_shard as fs
+
+PACKAGE = Path(fs.__file__).parent
+ROOT = PACKAGE.parent
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+
+# What is checked: packages and modules of functorch_shard, and pages.
+DONE = (
+    "__init__.py",
+    "codecs.py",
+    "containers.py",
+    "debug.py",
+    "errors.py",
+    "layout",
+    "replicas.py",
+    "torch_internals",
+    "training",
+)
+PAGES = ("README.md", "docs/glossary.md")
+# Modules of these packages that still have such words.
+NOT_YET = {
+    "layout/layout.py",
+    "layout/precision.py",
+    "layout/rank_trees.py",
+    "training/estimate.py",
+    "training/grad.py",
+}
+
+# A pattern, and what to write instead.
+WORDS = {
+    r"\b[Ff]lights?\b|\b[Ll]and(s|ed)?\(": "work, wait",
+    r"\b[Tt]ravel(s|ed|led)?\b": "the dtypes that a buffer is gathered and reduced in",
+    r"\b[Ll]etters?\b|\b[Mm]ail(box|boxes)?\b": "message, shared-memory transport",
+    r"\b[Pp]art(y|ies)\b": "participants",
+    r"\b[Cc]arriers?\b": "transport",
+    r"\b[Ss]tand-ins?\b": "placeholder",
+    r"\bneedy\b": "requires_grad",
+    r"\bDrafts?\b": "StagingDirectory",
+    r"\bCells?\b": "UnitBuffers",
+    r"\bTrails?\b": "UseOrder",
+    r"\bPieces?\b|\bpieces? of (a|the) (tensor|checkpoint)\b": "LocalChunk",
+    r"\bBox(es)?\b": "Region",
+    r"\bMade\b": "InertObject",
+    r"\b[Hh]omes?\b": "memory kind",
+    r"\b(is|are|was) told\b|\btells? (every|all|each) ranks?\b": "reported",
+    r"\bcalls? the roll\b|\bis gone\b|\bare gone\b": "did not respond",
+    r"\b(is|are|was|were) no (?!longer\b|more\b|less\b|larger\b|smaller\b|need\b)": "is not a",
+    r"\b(has|have) not (?!been\b|yet\b|run\b|made\b|done\b)": "does not have",
+    r", say\b(?!s)": "for example",
+    r"\b(lie|lies) (in|at|on|as|there|where|directly|inside)\b": "is in",
+    r", as (?:``|`|\[)": "for example",
+    r"\bon (its|their) way\b": "started",
+}
+
+
+def sources() -> list[Path]:
+    modules = [PACKAGE / name for name in DONE if name.endswith(".py")]
+    modules += [path for name in DONE if not name.endswith(".py") for path in sorted((PACKAGE / name).rglob("*.py"))]
+    done = [path for path in modules if path.relative_to(PACKAGE).as_posix() not in NOT_YET]
+    return [*done, *(ROOT / page for page in PAGES)]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_words_that_were_replaced_do_not_come_back(path: Path) -> None:
+    text = path.read_text()
+    found = [
+        f"line {text[: match.start()].count(chr(10)) + 1}: {match.group()!r}, write: {instead}"
+        for pattern, instead in WORDS.items()
+        for match in re.finditer(pattern, text)
+    ]
+    assert found == []
+
+
+def test_every_word_of_the_glossary_has_one_meaning() -> None:
+    words = [
+        word.strip(" `")
+        for row in re.findall(r"^\| (.+?) \|", GLOSSARY, re.MULTILINE)
+        for word in row.split(",")
+        if row != "word" and not row.startswith("---")
+    ]
+    assert len(words) > 40
+    assert sorted({word for word in words if words.count(word) > 1}) == []
+
+
+def test_the_readme_links_to_the_glossary() -> None:
+    assert "](docs/glossary.md)" in (ROOT / "README.md").read_text()
