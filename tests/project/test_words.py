@@ -53,11 +53,11 @@ WORDS = {
     r"\b[Hh]omes?\b": "memory kind",
     r"\b(is|are|was) told\b|\btells? (every|all|each) ranks?\b": "reported",
     r"\bcalls? the roll\b|\bis gone\b|\bare gone\b": "did not respond",
-    r"\b(is|are|was|were) no (?!longer\b|more\b|less\b|larger\b|smaller\b|need\b)": "is not a",
+    r"(?<!here )\b(is|are|was|were) no (?!longer\b|more\b|less\b|larger\b|smaller\b|need\b)": "is not a",
     r"\b(has|have) not (?!been\b|yet\b|run\b|made\b|done\b)": "does not have",
     r", say\b(?!s)": "for example",
     r"\b(lie|lies) (in|at|on|as|there|where|directly|inside)\b": "is in",
-    r", as (?:``|`|\[)": "for example",
+    r", as (``|`)[^`\n]+`+[.,;:)]": "for example",
     r"\bon (its|their) way\b": "started",
 }
 
