@@ -122,7 +122,7 @@ def test_altered_json_is_refused(changes: dict[str, Any], text: str) -> None:
     assert text in refused(Layout.from_json, json.dumps(data), MESH)
 
 
-def test_where_nobody_has_dtensors_a_plain_tensor_is_what_it_was() -> None:
+def test_without_dtensors_a_plain_tensor_is_unchanged() -> None:
     x = torch.zeros(3)
     assert not is_dtensor(x)
     assert not is_dtensor(None)

@@ -137,7 +137,7 @@ def three_axes_on_this_rank() -> None:
             closely(whole_values(grads), expected)
 
 
-def test_replicas_of_shards_beside_a_tensor_axis_have_the_gradients_of_one_process() -> None:
+def test_replicas_of_shards_with_a_tensor_axis_have_the_gradients_of_one_process() -> None:
     run_ranks(three_axes_on_this_rank, RANKS)
 
 

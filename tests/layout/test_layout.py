@@ -212,7 +212,7 @@ def changed(layout: Layout, where: str, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("where", "changes", "match"), ALTERED)
-def test_altered_json_is_refused_and_says_which_parameter(where: str, changes: dict[str, Any], match: str) -> None:
+def test_altered_json_is_refused_with_the_parameter(where: str, changes: dict[str, Any], match: str) -> None:
     layout = example()
     with pytest.raises(ValueError, match=match) as error:
         Layout.from_json(changed(layout, where, changes), layout.mesh)
@@ -221,14 +221,14 @@ def test_altered_json_is_refused_and_says_which_parameter(where: str, changes: d
 
 
 @pytest.mark.parametrize(("where", "changes", "match"), BROKEN)
-def test_json_that_is_no_layout_is_refused(where: str, changes: dict[str, Any], match: str) -> None:
+def test_json_of_anything_but_a_layout_is_refused(where: str, changes: dict[str, Any], match: str) -> None:
     layout = example()
     with pytest.raises(ValueError, match=match):
         Layout.from_json(changed(layout, where, changes), layout.mesh)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "{}"])
-def test_text_that_is_no_layout_is_refused(text: str) -> None:
+def test_text_that_is_not_a_layout_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"Layout.from_json: not a layout in JSON \("):
         Layout.from_json(text, fs.simulated_mesh(2))
 

@@ -71,7 +71,7 @@ def test_unpack_inverts_pack_bitwise(
 
 @packs
 @some_laws
-def test_pack_is_zero_where_no_parameter_lies_and_only_there(
+def test_pack_is_zero_in_padding_and_only_there(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, align_bytes: int, ranks: int
 ) -> None:
     tensors = tensors_of(shapes, dtype)
@@ -108,7 +108,7 @@ def test_unpack_gives_views() -> None:
     )
 
 
-def test_bits_that_are_no_numbers_survive() -> None:
+def test_bits_of_nan_are_kept() -> None:
     tensors = {"a": torch.tensor([float("nan"), -0.0, float("inf")]), "b": torch.tensor(float("-inf"))}
     back = unpack(pack(tensors, buffer := buffer_of(tensors)), buffer)
     assert torch.equal(back["a"].view(torch.int32), tensors["a"].view(torch.int32))
@@ -126,7 +126,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("align_bytes", ALIGNMENTS)
-def test_nan_in_padding_reaches_no_value_and_its_gradient_is_exactly_zero(
+def test_nan_in_padding_does_not_reach_any_value_and_its_gradient_is_zero(
     tensors: dict[str, Tensor], align_bytes: int
 ) -> None:
     buffer = buffer_of(tensors, 5, align_bytes)
@@ -144,7 +144,7 @@ def test_nan_in_padding_reaches_no_value_and_its_gradient_is_exactly_zero(
     assert torch.equal(leaf.grad, gradient)
 
 
-def test_nan_in_the_gradient_of_padding_reaches_no_parameter(tensors: dict[str, Tensor]) -> None:
+def test_nan_in_the_gradient_of_padding_does_not_reach_any_parameter(tensors: dict[str, Tensor]) -> None:
     buffer = buffer_of(tensors)
     cotangent = torch.ones(buffer.numel, dtype=torch.float64).masked_fill(padding_of(buffer), float("nan"))
     (gradient,) = vjp(lambda tensors: pack(tensors, buffer), tensors)[1](cotangent)

@@ -77,12 +77,12 @@ def test_integers_and_bools_are_frozen(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn])
-def test_numbers_with_a_fraction_are_trainable_unless_they_say_otherwise(dtype: torch.dtype) -> None:
+def test_floating_point_tensors_are_trainable_unless_requires_grad_is_false(dtype: torch.dtype) -> None:
     layout = fs.plan({"a": torch.zeros(5, dtype=dtype), "b": frozen(5, dtype=dtype)}, MESH)
     assert [buffer.trainable for buffer in layout.buffers.values()] == [True, False]
 
 
-def test_scalars_empties_and_transposes_lie_row_major_like_any_other() -> None:
+def test_scalars_empties_and_transposes_are_row_major_like_any_other() -> None:
     tensors = {"m.s": torch.tensor(1.0), "m.e": torch.zeros(0, 3), "m.t": torch.zeros(3, 5).t(), "m.x": torch.zeros(1)}
     layout = fs.plan(tensors, MESH)
     assert [(slot.name, slot.shape, slot.offset, slot.numel) for slot in layout.slots.values()] == [
@@ -289,7 +289,7 @@ def test_no_precision_is_that_of_the_stored_parameters_and_units_go_after_use() 
     assert layout != fs.plan(tied(), MESH, reshard_after_forward=False)
 
 
-def test_precision_changes_no_place() -> None:
+def test_precision_does_not_change_places() -> None:
     plain, mixed = (
         fs.plan(tied(), MESH, precision=precision)
         for precision in (None, fs.MixedPrecision(torch.bfloat16, torch.float64))
@@ -321,7 +321,7 @@ def test_a_label_that_gives_two_buffers_one_key_is_refused(label: str) -> None:
         fs.plan(CLASHES[label], MESH, labels={"m.a": label}, ignored=ignored)
 
 
-def test_what_is_no_model_or_no_mesh_is_refused() -> None:
+def test_other_arguments_than_a_model_and_a_mesh_are_refused() -> None:
     with pytest.raises(TypeError, match=r"source: got list, expected an nn\.Module or a mapping name -> tensor"):
         fs.plan([torch.zeros(3)], MESH)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"source: got keys that are not strings, expected an nn\.Module or a mapping"):

@@ -173,7 +173,7 @@ def test_complex_parameters_and_gradients_are_never_cast() -> None:
         assert_trees_close(dict(by_hand), dict(expected))
 
 
-def test_bytes_on_the_wire_are_those_of_the_dtypes_that_travel() -> None:
+def test_bytes_sent_are_those_of_the_gathered_and_reduced_dtypes() -> None:
     mesh = fs.simulated_mesh(2)
     for precision, gathered, reduced in (
         (None, 4, 4),
@@ -193,7 +193,7 @@ def test_bytes_on_the_wire_are_those_of_the_dtypes_that_travel() -> None:
 
 
 @every_rule
-def test_tangents_travel_as_parameters_do(rule: str) -> None:
+def test_tangents_are_gathered_in_the_dtype_of_parameters(rule: str) -> None:
     precision, computed, _ = RULES[rule]
     mesh = fs.simulated_mesh(2)
     part, frozen = fs.partition(planned(mesh, precision)[0])
@@ -285,7 +285,7 @@ def test_gradients_stay_in_low_precision_if_a_policy_keeps_them() -> None:
             assert torch.equal(grads["b"].flatten()[:7], torch.full((7,), 257.0))
 
 
-def test_a_step_takes_gradients_of_either_precision_alike() -> None:
+def test_a_step_accepts_gradients_of_either_precision() -> None:
     mesh = fs.simulated_mesh(2)
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
     results = []
@@ -334,7 +334,7 @@ WRONG: dict[str, Any] = {"text": "bfloat16", "integer": torch.int8, "bool": torc
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_floating_point_dtype_is_refused(case: str, name: str) -> None:
+def test_a_dtype_that_is_not_floating_point_is_refused(case: str, name: str) -> None:
     text = refused(fs.MixedPrecision, **{name: WRONG[case]})
     assert text == f"TypeError: MixedPrecision: {name}: got {WRONG[case]!r}, expected a floating-point dtype or None"
 
@@ -345,7 +345,7 @@ def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
     assert text == f"TypeError: MixedPrecision: {name}: got torch.bfloat16, expected True or False"
 
 
-def test_gather_refuses_to_cast_to_what_is_no_floating_point_dtype() -> None:
+def test_gather_refuses_to_cast_to_a_dtype_that_is_not_floating_point() -> None:
     params, _ = planned(fs.simulated_mesh(2), None)
     assert refused(fs.gather, params, dtype=torch.int8) == (
         "TypeError: gather: dtype: got torch.int8, expected a floating-point dtype to compute in, or None"

@@ -193,7 +193,7 @@ def different_plans_on_this_rank() -> dict[str, str]:
     return told
 
 
-def test_ranks_that_plan_another_precision_are_told_on_every_rank() -> None:
+def test_ranks_that_plan_another_precision_are_reported_on_every_rank() -> None:
     for told in run_ranks(different_plans_on_this_rank, 2):
         for name, (*_, first, second) in DIFFERENT.items():
             assert told[name].splitlines()[:3] == [

@@ -82,7 +82,7 @@ def test_a_model_that_is_quantized_after_it_was_planned_is_named(mesh: fs.Mesh) 
 
 
 @on_meshes
-def test_the_plain_parameters_of_such_a_model_train_as_the_advice_says(mesh: fs.Mesh) -> None:
+def test_the_plain_parameters_of_such_a_model_train_as_the_error_suggests(mesh: fs.Mesh) -> None:
     model, x = quantized(), torch.randn(4, 4)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     params = fs.shard(trainable, fs.plan(trainable, mesh))
@@ -148,7 +148,7 @@ def _of_rows(params: fs.Sharded, lazy: bool | None = None) -> Tensor:
 
 @on_meshes
 @pytest.mark.parametrize("lazy", [None, False])
-def test_a_sparse_gradient_of_a_gathered_parameter_is_refused_in_our_words(mesh: fs.Mesh, lazy: bool | None) -> None:
+def test_a_sparse_gradient_of_a_gathered_parameter_is_refused_with_a_fix(mesh: fs.Mesh, lazy: bool | None) -> None:
     values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
     params = fs.shard(values, fs.plan(values, mesh))
     step = mesh.spmd(fs.grad(lambda p: _of_rows(p, lazy)))

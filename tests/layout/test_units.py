@@ -50,7 +50,7 @@ def inside(name: str, child: nn.Module) -> nn.Module:
     return module
 
 
-def test_auto_makes_a_unit_of_each_entry_of_a_stack_and_of_each_module_beside_it() -> None:
+def test_auto_makes_a_unit_of_each_entry_of_a_stack_and_of_each_other_module() -> None:
     assert units_of(Model()) == {
         "(root)": ["scale"],
         "embed": ["embed.weight"],
@@ -143,7 +143,7 @@ def test_a_callable_chooses_by_name_and_module() -> None:
     assert outline(Model(), lambda name, module: not name) == {"(root)": 15}
 
 
-def test_a_parameter_tied_across_units_lies_in_the_unit_of_its_first_name() -> None:
+def test_a_parameter_tied_across_units_is_in_the_unit_of_its_first_name() -> None:
     stack = nn.ModuleList(linears(3))
     stack[2].weight = stack[0].weight
     assert units_of(stack) == {"0": ["0.weight", "0.bias"], "1": ["1.weight", "1.bias"], "2": ["2.bias"]}

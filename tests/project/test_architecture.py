@@ -100,13 +100,13 @@ def test_no_circle_of_imports_within_a_package() -> None:
     assert behind == {}
 
 
-def test_a_package_says_what_it_is_for() -> None:
+def test_a_package_documents_its_purpose() -> None:
     for path in PACKAGE.rglob("__init__.py"):
         doc = ast.get_docstring(ast.parse(path.read_text())) or ""
         assert len(doc) > 150, path
 
 
-def test_integers_of_the_layout_know_no_process_groups() -> None:
+def test_integers_of_the_layout_do_not_use_process_groups() -> None:
     integers = [module for module in MODULES if floor_of(module) == "layout" and module != "layout.dtensor"]
     for module in [*integers, "checkpoint.regions"]:
         assert not any(origin.startswith("torch.distributed") for origin, _ in imports(module)), module

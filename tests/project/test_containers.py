@@ -51,7 +51,7 @@ def test_split_makes_the_same_container_of_parts(make: Callable[..., Any]) -> No
 
 
 @every
-def test_gradients_lie_in_the_container_of_the_argument(make: Callable[..., Any]) -> None:
+def test_gradients_are_in_the_container_of_the_argument(make: Callable[..., Any]) -> None:
     fn = lambda tree: (parts(tree)[0] ** 2).sum()  # noqa: E731
     for grad in (fs.grad(fn), MESH.spmd(fs.grad(fn), in_dims=None, out_dims=None)):
         grads = grad(make(X, Y))
@@ -60,7 +60,7 @@ def test_gradients_lie_in_the_container_of_the_argument(make: Callable[..., Any]
         assert isinstance(grads, Output) or parts(grads)[1] is None
 
 
-def test_attributes_beside_the_data_are_kept() -> None:
+def test_attributes_other_than_the_data_are_kept() -> None:
     split = MESH.split(Encoding({"x": X}, note="kept"))
     assert (split.note, split.x.shape, list(split)) == ("kept", (2, 2, 3), ["x"])
     batch = MESH.split(Batch(X, Y, name="test"))
@@ -69,7 +69,7 @@ def test_attributes_beside_the_data_are_kept() -> None:
     assert (list(output), output.x.shape, output.loss) == (["x"], (2, 2, 3), None)
 
 
-def test_what_holds_no_tensor_is_passed_through_as_it_is() -> None:
+def test_containers_without_tensors_are_passed_through_unchanged() -> None:
     objects = [UserDict(a=1), Batch("x", "y"), fs.MixedPrecision(), MESH, nn.ReLU(), Path("x"), Opaque(None)]  # pyright: ignore[reportArgumentType]
     seen: list[Any] = []
 
@@ -176,7 +176,7 @@ class Derived:
         self.hidden = self.x * 2
 
 
-def test_a_dataclass_with_tensors_beside_its_fields_is_refused() -> None:
+def test_a_dataclass_with_tensors_outside_of_its_fields_is_refused() -> None:
     assert "the tree: a Derived, which is not a supported container, with a tensor in .x" in refused(
         MESH.split, Derived(X)
     )
@@ -230,7 +230,7 @@ def test_a_mapping_that_is_registered_in_torch_is_named_by_its_keys() -> None:
     assert MESH.split(Known(x=X))["x"].shape == (2, 2, 3)
 
 
-def test_opened_trees_combine_where_their_containers_are_alike() -> None:
+def test_opened_trees_combine_if_their_containers_are_equal() -> None:
     one, two = opened(UserDict(x=X)), opened(UserDict(x=X + 1))
     total: Any = optree.tree_map(torch.add, one, two)
     assert torch.equal(total["x"], 2 * X + 1)

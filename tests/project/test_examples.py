@@ -210,7 +210,7 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_job_that_is_killed_again_and_again_loses_no_checkpoint() -> None:
+def test_a_job_that_is_killed_repeatedly_loses_no_checkpoint() -> None:
     assert "bitwise those of the undisturbed job" in run("-m", "tests.benchmarks.kill_loop", "--kills", "4")
 
 

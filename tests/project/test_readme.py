@@ -35,7 +35,7 @@ def test_the_first_program_needs_nothing_of_the_cpu(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "torch.Size([4]) one loss per rank, all equal\n"
 
 
-def test_buffers_of_a_module_are_passed_beside_its_parameters() -> None:
+def test_buffers_of_a_module_are_passed_with_its_parameters() -> None:
     class Shifted(nn.Linear):
         shift: Tensor
 

@@ -49,7 +49,7 @@ def test_a_step_over_any_container_is_that_of_the_unsharded_model(results: list[
         assert not mine.requires_grad
 
 
-def test_a_forgotten_functional_call_is_refused_in_the_same_words(results: list[dict[str, Any]]) -> None:
+def test_a_forgotten_functional_call_is_refused_with_the_same_error(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["forgotten"] == refusals_of(fs.simulated_mesh(2))
 

@@ -119,7 +119,7 @@ def test_every_level_of_autograd_has_a_number_of_its_own_and_plain_autograd_0() 
     assert current_level() == 0
 
 
-def test_nodes_that_a_backward_comes_to_are_told_from_those_behind_its_end() -> None:
+def test_nodes_that_a_backward_runs_are_distinguished_from_those_after_its_end() -> None:
     told, x = Told(), torch.ones(()).requires_grad_()
     first: Any = Level.apply(x, told)
     middle: Any = Level.apply(first, told)
@@ -264,7 +264,7 @@ def test_outside_transforms_a_tensor_of_ones_own_is_drawn_as_without_them() -> N
     assert grad(lambda x: (drawn(x) * x).sum())(torch.tensor(0.0)) == expected.sum()
 
 
-def test_a_mark_is_batched_at_every_level_whatever_lies_between() -> None:
+def test_a_mark_is_batched_at_every_level_whatever_is_between() -> None:
     assert marks_every_batch(torch.device("cpu")) is None
     assert grad(lambda x: x if marks_every_batch(x.device) is None else 0 * x)(torch.tensor(1.0)) == 1
 
@@ -402,7 +402,7 @@ def test_a_mapping_knows_the_module_that_functional_call_swaps_it_into_before_an
     assert seen[4:] == [None, None, model, model, None, None]
 
 
-def test_outside_of_checkpoints_a_cheap_question_says_so() -> None:
+def test_outside_of_checkpoints_a_fast_test_is_false() -> None:
     seen: list[bool] = []
 
     def look(x: Tensor) -> Tensor:
@@ -515,7 +515,7 @@ def test_the_stack_tells_what_functional_call_has_swapped_around_a_checkpoint_an
         assert kwargs == {}
 
 
-def test_torchs_refusals_of_a_checkpoint_are_told_from_other_errors() -> None:
+def test_torchs_refusals_of_a_checkpoint_are_distinguished_from_other_errors() -> None:
     x = torch.ones(2)
 
     def fail(x: Tensor) -> Tensor:

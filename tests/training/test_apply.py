@@ -316,7 +316,7 @@ def test_tied_parameters_go_by_any_of_their_names() -> None:
         assert torch.equal(fs.apply(model, {name: 2 * torch.eye(3)}, {}, x)[0], 4 * x)
 
 
-def test_what_is_missing_or_too_much_is_told_at_once() -> None:
+def test_missing_and_unexpected_names_are_reported_together() -> None:
     model = normalized()
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     short = {name: p for name, p in params.items() if name != "3.bias"} | {"3.bais": params["3.bias"]}

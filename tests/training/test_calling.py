@@ -194,7 +194,7 @@ def test_a_frozen_part_is_recomputed_with_what_was_gathered() -> None:
     assert torch.equal(x.grad, expected)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_module_that_runs_with_its_own_parameters_is_no_offence() -> None:
+def test_a_module_that_runs_with_its_own_parameters_is_accepted() -> None:
     mesh, model, critic = fs.init_mesh(), Plain(how=_as_it_is), Plain()
     params = fs.shard(model, fs.plan(model, mesh))
 
@@ -212,7 +212,7 @@ def test_a_module_that_runs_with_its_own_parameters_is_no_offence() -> None:
 
 
 @pytest.mark.parametrize("lazy", [None, True, False])
-def test_a_checkpointed_function_of_the_parameters_is_no_offence(lazy: bool | None) -> None:
+def test_a_checkpointed_function_of_the_parameters_is_accepted(lazy: bool | None) -> None:
     mesh, block = fs.init_mesh(), nn.Linear(6, 6).double()
     params = fs.shard(block, fs.plan(block, mesh))
 
@@ -232,7 +232,7 @@ def test_a_checkpointed_function_of_the_parameters_is_no_offence(lazy: bool | No
 
 
 @pytest.mark.parametrize("how", ["passed", "closed over", "bound"])
-def test_a_weight_that_a_checkpoint_is_given_is_no_offence_under_functional_call(how: str) -> None:
+def test_a_weight_that_a_checkpoint_is_given_is_accepted_under_functional_call(how: str) -> None:
     class Given(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             weight = self.weight
@@ -540,7 +540,7 @@ def test_simulated_ranks_run_forward_alone() -> None:
 
 
 @pytest.mark.parametrize("differentiate", [fs.grad, torch.func.grad])
-def test_functional_call_on_simulated_ranks_is_refused_in_our_words(differentiate: Any) -> None:
+def test_functional_call_on_simulated_ranks_is_refused_with_a_fix(differentiate: Any) -> None:
     mesh, model = fs.simulated_mesh(2), _without_statistics(build("layer", WITHOUT_REENTRY))
     params = fs.shard(model, fs.plan(model, mesh))
     loss = lambda p, x: by_functional_call(model, p, x).square().mean()  # noqa: E731

@@ -143,6 +143,6 @@ def test_a_model_without_parameters_takes_nothing() -> None:
     assert (expected.peak, expected.sent, dict(expected.traffic)) == (0, 0, {})
 
 
-def test_what_is_no_layout_is_refused() -> None:
+def test_other_arguments_than_a_layout_are_refused() -> None:
     with pytest.raises(TypeError, match="estimate: layout: got Sequential"):
         fs.estimate(two_layers())  # type: ignore[arg-type]

@@ -136,7 +136,7 @@ def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> 
     ]
 
 
-def test_inside_spmd_it_says_to_look_outside() -> None:
+def test_inside_spmd_the_error_says_to_call_it_outside() -> None:
     mesh = fs.simulated_mesh(2)
     text = refused(mesh.spmd(lambda tree: fs.debug.assert_finite(tree, "grads")), sharded(mesh, {}))
     assert text == (

@@ -440,7 +440,7 @@ def test_a_penalty_on_the_norm_of_the_gradient_trains_as_unsharded(
 @pytest.mark.parametrize(
     "verb", [fs.global_norm, fs.debug.param_norms, lambda tree, p=2.0: fs.clip_by_global_norm(tree, 1, p)]
 )
-def test_what_is_no_norm_or_no_tree_is_refused(verb: Any) -> None:
+def test_a_wrong_power_or_a_wrong_tree_is_refused(verb: Any) -> None:
     tree = sharded(fs.simulated_mesh(2))
     for p in (0.5, 0.0, -1.0, NAN, -INF):
         assert f"p: got {p}, expected 1 or more, or float('inf')" in refused(verb, tree, p)

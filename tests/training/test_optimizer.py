@@ -109,7 +109,7 @@ MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("donate", [False, True])
 @every_case
-def test_how_tensors_lie_in_memory_changes_nothing(case: str, donate: bool, memory: str) -> None:
+def test_strides_of_tensors_change_nothing(case: str, donate: bool, memory: str) -> None:
     layout, opt = planned(fs.simulated_mesh({"replicate": 2, "shard": 3})), optimizer(case)
     ours, theirs = (partial(_laid, lay) for lay in MEMORY[memory])
     params = fs.shard(whole(), layout)
@@ -222,7 +222,7 @@ def test_frozen_and_integer_buffers_pass_through_without_state() -> None:
 
 
 @pytest.mark.parametrize("case", ["sgd_momentum", "adamw"])
-def test_no_gradient_leaves_a_buffer_and_its_state_alone(case: str) -> None:
+def test_none_for_a_gradient_leaves_a_buffer_and_its_state_unchanged(case: str) -> None:
     layout, opt = planned(fs.simulated_mesh(2)), optimizer(case)
     params = fs.shard(whole(), layout)
     start, first = opt.init(params), next(iter(params))

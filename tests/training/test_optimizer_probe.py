@@ -74,7 +74,7 @@ def test_a_class_that_a_shard_is_not_enough_for_is_refused_with_its_reason(
         fs.optimizer(cls, lr=rate, labels={"other": options}, **options)
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_classes_that_are_not_optimizers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"cls: got <class .*Linear'>, expected a class such as torch.optim.AdamW"):
         fs.optimizer(torch.nn.Linear)  # pyright: ignore[reportArgumentType]
 

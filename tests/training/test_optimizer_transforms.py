@@ -32,7 +32,7 @@ def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
     assert not after(tracked.detach()).requires_grad
 
 
-def test_a_step_inside_another_gradient_is_fine_when_nobody_differentiates_it() -> None:
+def test_a_step_inside_another_gradient_is_fine_if_it_is_not_differentiated() -> None:
     layout, opt = planned(fs.simulated_mesh(2)), optimizer("adamw")
     params, grads = fs.shard(whole(), layout), sharded_grads(layout, 1)
 

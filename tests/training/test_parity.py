@@ -50,7 +50,7 @@ def test_every_gradient_is_that_of_the_unsharded_loop(case: str, axes: dict[str,
 
 @pytest.mark.parametrize("numbers", ["float64", "bfloat16, float32 reduction"])
 @pytest.mark.parametrize("num_ranks", range(2, 9))
-def test_nine_elements_train_alike_on_two_to_eight_ranks(num_ranks: int, numbers: str) -> None:
+def test_nine_elements_train_equally_on_two_to_eight_ranks(num_ranks: int, numbers: str) -> None:
     layout = fs.plan(CASES["3x3"].build(torch.float32), fs.simulated_mesh(num_ranks), align_bytes=0)
     held = [len(layout.slices(rank)) for rank in range(num_ranks)]
     assert (0 in held) == (num_ranks in (4, 6, 7, 8))  # the last rank has nothing at all
@@ -58,7 +58,7 @@ def test_nine_elements_train_alike_on_two_to_eight_ranks(num_ranks: int, numbers
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
-def test_17x257_elements_train_alike_on_128_ranks(numbers: str) -> None:
+def test_17x257_elements_train_equally_on_128_ranks(numbers: str) -> None:
     layout = fs.plan(CASES["17x257"].build(torch.float32), fs.simulated_mesh(128), align_bytes=0)
     starts = {piece.start % 257 for rank in range(128) for piece in layout.slices(rank) if piece.name == "weight"}
     assert len(starts) > 100  # shards begin anywhere in a row
@@ -70,7 +70,7 @@ def test_17x257_elements_train_alike_on_128_ranks(numbers: str) -> None:
 
 @pytest.mark.parametrize("options", [{"units": 100}, {"units": 1 << 20, "align_bytes": 256}], ids=str)
 @pytest.mark.parametrize("case", ["frozen", "tied across units", "one block three times"])
-def test_what_is_gathered_together_changes_no_gradient(case: str, options: dict[str, Any]) -> None:
+def test_units_do_not_change_gradients(case: str, options: dict[str, Any]) -> None:
     expected = reference(CASES[case], {"shard": 3}, torch.float64)
     actual = sharded(CASES[case], fs.simulated_mesh(3), torch.float64, **options)
     assert_alike(actual, expected, 1e-10, 1e-12)

@@ -93,7 +93,7 @@ def assert_what_some_ranks_use_is_the_mean_with_zeros(mesh: fs.Mesh) -> fs.Shard
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_what_nobody_uses_has_zeros_which_adamw_decays_and_none_which_it_leaves_alone(axes: Any) -> None:
+def test_unused_parameters_have_zeros_which_adamw_decays_and_none_which_it_skips(axes: Any) -> None:
     assert_unused_is_zeros_and_none_is_left_alone(fs.simulated_mesh(axes))
 
 

@@ -87,7 +87,7 @@ def test_parameters_that_are_used_in_part_are_not_refused(mesh: fs.Mesh) -> None
 
 
 @on_meshes
-def test_what_has_no_trainable_leaf_is_asked_for_nothing(mesh: fs.Mesh) -> None:
+def test_arguments_without_trainable_leaves_may_be_unused(mesh: fs.Mesh) -> None:
     model, x = problem()
     trainable, frozen = fs.partition(fs.shard(model, fs.plan(model.requires_grad_(False), mesh)))
     for params in (trainable, frozen):

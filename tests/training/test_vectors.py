@@ -152,7 +152,7 @@ def test_normal_numbers_are_the_quantiles_of_their_bits() -> None:
     torch.testing.assert_close(normal(bits), torch.special.ndtri(uniform), rtol=1e-14, atol=1e-15)
 
 
-def test_normal_numbers_are_rounded_alike_wherever_they_are_in_a_vector() -> None:
+def test_normal_numbers_are_rounded_equally_at_every_position_of_a_vector() -> None:
     bits = torch.randint(-(2**63), 2**63 - 1, (1000,))
     whole = normal(bits)
     assert all(torch.equal(normal(bits[i : i + n]), whole[i : i + n]) for i in range(0, 900, 7) for n in (1, 3, 17))
