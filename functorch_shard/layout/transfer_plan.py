@@ -48,7 +48,7 @@ def copy_plan(old: Layout, new: Layout, old_rank: Sequence[int | None] | None = 
     """
     if old_rank is None:
         old_rank = [rank if rank < old.mesh.size else None for rank in range(new.mesh.size)]
-    old_ranks, new_ranks = _ranks_by_shard(old), _ranks_by_shard(new)
+    old_ranks, new_ranks = ranks_by_shard(old), ranks_by_shard(new)
     plan = []
     for buffer in new.buffers.values():
         takers = new_ranks if buffer.num_shards > 1 else [range(new.mesh.size)]

@@ -11,7 +11,7 @@ from ..collectives.primitives import psum
 from ..errors import reject
 from ..layout.dtensor import local_part
 from ..layout.packing import without_padding
-from ..layout.rank_trees import ranks_here
+from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.ranks import axis_sizes, shard_index, shards_of_ranks
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards

@@ -17,7 +17,7 @@ from ..layout.layout import Layout
 from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
-from ..storage.memory_kind import settle
+from ..storage.memory_kind import wait_for_copies
 from .optimizer_probe import Traits, probe, switched
 from .optimizer_step import CARRIED, PARAM, InitCall, StepCall, count_writes, run_below_transforms, state_names
 from .torch_optim import check_options, group_options
@@ -174,7 +174,7 @@ class Optimizer(Static):
         call = StepCall(self.cls, options, traits, {key: list(s) for key, s in states.items()}, donate)
         tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
         donated = [params[key] for key in buffers] + [x for s in states.values() for x in s.values()] if donate else []
-        settle(donated)
+        wait_for_copies(donated)
         updated = run_below_transforms(call, tensors, rank_dims(params.layout))
         count_writes(donated)
         new = {key: updated[key].pop(PARAM) if key in updated else leaf for key, leaf in params.items()}
