@@ -22,14 +22,14 @@ from .collective import Collective, describe
 from .dtypes import as_ordered, from_ordered
 from .headers import Call, Line
 from .process_group import GroupBackend, as_bytes, in_memory
-from .shared_memory import Mail, open_mail
+from .shared_memory import SharedMemory, open_shared_memory
 from .simulated import in_rank_order
 from .work import Work
 
 # Above so many bytes a rank, shared memory beats sockets. Two ranks on two busy cores (tests/benchmarks/gloo.py):
 # 512 KB a rank are gathered in 0.85 ms through shared memory and in 0.55 ms over sockets, 2 MB in 1.8 and 3.4 ms, 8 MB
 # in 6.3 and 9.7 ms.
-SMALL_LETTER = 1 << 19
+SOCKET_LIMIT = 1 << 19
 # Up to so many bytes, a psum is one round: all ranks send all of it. Two ranks have nothing to save by two rounds.
 SMALL_SUM = 1 << 16
 _DENSE = torch.contiguous_format
@@ -47,9 +47,9 @@ class GlooBackend(GroupBackend):
         return Line(self.group, self.size)
 
     @cached_property
-    def _mail(self) -> Mail | None:
+    def _memory(self) -> SharedMemory | None:
         """Opened by the first large message, which comes at the same place in the program on every rank."""
-        return open_mail(self.rank, self._exchange)
+        return open_shared_memory(self.rank, self._exchange)
 
     def all_gather(self, op: Collective, x: Tensor) -> Work:
         return self._share(op, x, lambda rows: rows.flatten(0, 1), op.dtype)
@@ -97,8 +97,8 @@ class GlooBackend(GroupBackend):
     def _call(self, op: Collective, numel: int) -> Call:
         return self._line.open(describe(op if numel == op.numel else replace(op, numel=numel)))
 
-    def _mail_for(self, nbytes: int) -> Mail | None:
-        return self._mail if nbytes > SMALL_LETTER else None
+    def _memory_for(self, nbytes: int) -> SharedMemory | None:
+        return self._memory if nbytes > SOCKET_LIMIT else None
 
     def _share(
         self, op: Collective, x: Tensor, then: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
@@ -106,13 +106,13 @@ class GlooBackend(GroupBackend):
         """``then`` of the ``x`` of all ranks, stacked; each cast to ``dtype`` on the way out."""
         x, device, dtype = x.detach().cpu(), op.device or x.device, dtype or x.dtype
         nbytes = x.numel() * dtype.itemsize
-        mail = None if nbytes <= self._line.capacity else self._mail_for(nbytes)
+        memory = None if nbytes <= self._line.capacity else self._memory_for(nbytes)
         call = self._call(op, x.numel())
         if nbytes <= self._line.capacity:
             call.post(_as_bytes(in_memory(x, dtype)))
             read = lambda: call.rows(nbytes, dtype).clone(memory_format=_DENSE).view(self.size, *x.shape)  # noqa: E731
-        elif mail:
-            read = self._read_later(call, mail, x, dtype)
+        elif memory:
+            read = self._read_later(call, memory, x, dtype)
         else:
             rows = torch.empty((self.size, *x.shape), dtype=dtype)
             rows[self.rank].copy_(x)
@@ -122,26 +122,26 @@ class GlooBackend(GroupBackend):
             read = lambda: rows  # noqa: E731
         return _work(call, lambda: then(read()).to(device))
 
-    def _read_later(self, call: Call, mail: Mail, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def _read_later(self, call: Call, memory: SharedMemory, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Write ``x`` to shared memory; what reads it, and what the other ranks wrote there."""
         writes = None if x.is_inference() or type(x) is not Tensor else version_of(x)  # what it has now, was sent
-        call.mail = mail
-        call.post(slot=mail.write([in_memory(x, dtype)]))
+        call.memory = memory
+        call.post(slot=memory.write([in_memory(x, dtype)]))
 
         def read() -> Tensor:
             own = x if writes is not None and writes == version_of(x) else None
-            return mail.read_rows(call.slots(), x.shape, dtype, own)
+            return memory.read_rows(call.slots(), x.shape, dtype, own)
 
         return read
 
     def _sum(self, op: Collective, parts: Tensor) -> Work:
         """The sum over ranks of this rank's part; ``parts`` has one for each rank."""
         device, plain = op.device or parts.device, in_memory(parts.cpu(), parts.dtype)
-        if mail := self._mail_for(plain[0].nbytes):
+        if memory := self._memory_for(plain[0].nbytes):
             call = self._call(op, plain.numel())
-            call.mail = mail
-            call.post(slot=mail.write([plain[: self.rank], plain[self.rank + 1 :]]))
-            return _work(call, lambda: mail.read_sum(call.slots(), plain[self.rank]).to(device))
+            call.memory = memory
+            call.post(slot=memory.write([plain[: self.rank], plain[self.rank + 1 :]]))
+            return _work(call, lambda: memory.read_sum(call.slots(), plain[self.rank]).to(device))
         sent = plain[0].nbytes > self._line.capacity  # then what is received is memory of its own
         into = lambda rows: rows[0 if self.rank else 1] if sent else None  # noqa: E731
         return self._swap(op, plain, lambda rows: in_rank_order(rows, into(rows)), device)

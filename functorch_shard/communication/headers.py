@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..torch_internals.process_groups import job_store, timeout_of
 from .lost_ranks import POLL, window_of
-from .shared_memory import Mail
+from .shared_memory import SharedMemory
 
 SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for many ranks less
 ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
@@ -49,12 +49,12 @@ ADVICE = (
 
 
 class Call:
-    """One collective under way: what a flight waits for."""
+    """One collective under way: what its Work waits for."""
 
     def __init__(self, line: Line, number: int, text: str) -> None:
         self.text, self.number, self.works, self.verified = text, number, list[Any](), False
         self.digest = line.digest(text)
-        self.mail: Mail | None = None
+        self.memory: SharedMemory | None = None
         self._line = line
         self._work: Any = None
         self._buffers: tuple[Tensor, ...] = ()
@@ -95,10 +95,10 @@ class Call:
         return self._buffers[1][:, HEAD : HEAD + nbytes].view(dtype)
 
     def close(self) -> None:
-        """Nobody reads what came, or where it says, any more."""
+        """The message is not read any more, here or in shared memory."""
         if self.verified and self._buffers:
-            if self.mail:
-                self.mail.done(self.slots())
+            if self.memory:
+                self.memory.done(self.slots())
             self._line.give_back(self._buffers)
             self._buffers = ()
 

@@ -1,21 +1,21 @@
-"""Mail between processes of one host: each writes into a memory file of its own, and the others read it there.
+"""Shared-memory transport between processes of one host: each rank writes to its own memfd, peers read it with pread.
 
 Bytes go into a file by one copy and out of it by another, where sockets have packets and threads that wake each other.
-Nothing is mapped: what is read lands where it is wanted. Letters take memory of the host, but no process has them among
+Nothing is mapped: what is read lies where it is wanted. Messages take memory of the host, but no process has them among
 its resident pages.
 
-Note [Letters]: a file is a row of slots, far apart; the holes between them take no memory. A slot begins with one byte
-for each rank, then comes the letter. A letter goes through four steps, in this order:
+Note [Slots]: a file is a row of slots, far apart; the holes between them take no memory. A slot begins with one byte
+for each rank, then comes the message. A message goes through four steps, in this order:
 
-1. The writer takes a slot whose bytes are all 1, or a new one, sets them to 0, and writes its letter.
-2. It tells the slot to all ranks by a message of the process group, which the mail knows nothing of.
-3. Each rank that was told reads what it wants, or nothing, and then sets its own byte to 1; the writer too.
-4. When all bytes are 1, nobody will read the letter again, and the slot may be taken again.
+1. The writer takes a slot whose bytes are all 1, or a new one, sets them to 0, and writes its message.
+2. It sends the number of the slot to all ranks over the process group.
+3. Each rank that received it reads what it needs, or nothing, and then sets its own byte to 1; the writer too.
+4. When all bytes are 1, no rank will read the message again, and the slot may be taken again.
 
-A step is a system call behind the one before it, on one host or across a message of it, and so sees what that one
-wrote. Nobody waits for anybody here: if a slot is not free, there is another one. Which slot it is, is the writer's
-alone to say, so ranks may differ in it, and timing moves no message. There are as many slots as there were letters
-unread at once, and each takes the memory of the largest letter it had.
+A step is a system call behind the one before it, on one host or across a message of the group, and so sees what that
+one wrote. No rank waits here: if a slot is not free, there is another one. The writer alone chooses the slot, so ranks
+may differ in it, and timing moves no message. There are as many slots as there were messages unread at once, and each
+takes the memory of the largest message it had.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from secrets import token_hex
 import torch
 from torch import Tensor
 
-SLOT = 1 << 40  # bytes from one slot to the next: more than any letter has, and 2**23 slots fit into a file
-HEAD = 1 << 12  # bytes before a letter: as many ranks as one host will ever have
+SLOT = 1 << 40  # bytes from one slot to the next: more than any message has, and 2**23 slots fit into a file
+HEAD = 1 << 12  # bytes before a message: as many ranks as one host will ever have
 PIECE = 1 << 18  # bytes that are read and added up while they are in the cache
 ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
 
 
-class Mail:
+class SharedMemory:
     """The files of all ranks of one axis, which this process has open; they end with the last process that has them."""
 
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._rank, self._files = rank, list(files)
-        self._sizes: list[int] = []  # of the largest letter that each slot had
+        self._sizes: list[int] = []  # of the largest message that each slot had
 
     def write(self, pieces: Sequence[Tensor]) -> int:
-        """A letter of this rank, the bytes of contiguous ``pieces`` one after the other; gives its slot to be told."""
+        """Write the bytes of contiguous ``pieces``, one after the other, as one message; returns its slot."""
         slot, file = self._take_slot(sum(piece.nbytes for piece in pieces)), self._files[self._rank]
         os.pwrite(file, bytes(len(self._files)), slot * SLOT)
         offset = slot * SLOT + HEAD
@@ -52,11 +52,11 @@ class Mail:
         return slot
 
     def read(self, rank: int, slot: int, start: int, into: Tensor) -> None:
-        """Fill ``into``, contiguous, with what the letter of ``rank`` has from byte ``start`` on."""
+        """Fill ``into``, contiguous, with what the message of ``rank`` has from byte ``start`` on."""
         _each_byte(os.preadv, self._files[rank], into, slot * SLOT + HEAD + start)
 
     def read_rows(self, slots: Sequence[int], shape: Sequence[int], dtype: torch.dtype, own: Tensor | None) -> Tensor:
-        """The letters of all ranks, each of this shape, stacked; ``own`` saves a look into this rank's."""
+        """The messages of all ranks, each of this shape, stacked; ``own`` is this rank's, which saves a read."""
         rows = torch.empty((len(slots), *shape), dtype=dtype, device="cpu")
         for rank, slot in enumerate(slots):
             if rank == self._rank and own is not None:
@@ -66,7 +66,7 @@ class Mail:
         return rows
 
     def read_sum(self, slots: Sequence[int], own: Tensor) -> Tensor:
-        """The sum, in rank order, of ``own`` and of the part for this rank in letters of the parts for each other."""
+        """The sum, in rank order, of ``own`` and of the part for this rank in messages of the parts for each other."""
         total, step, start = torch.empty_like(own), max(PIECE // own.element_size(), 1), 0
         scratch = own.new_empty(min(step, own.numel()))
         for piece, mine in zip(total.view(-1).split(step), own.view(-1).split(step), strict=True):
@@ -79,13 +79,13 @@ class Mail:
         return total
 
     def done(self, slots: Sequence[int]) -> None:
-        """This rank reads no more of these letters, one of each rank; a slot below 0 was never told."""
+        """This rank reads no more of these messages, one of each rank; a slot below 0 was not received."""
         for file, slot in zip(self._files, slots, strict=True):
             if slot >= 0:
                 os.pwrite(file, b"\1", slot * SLOT + self._rank)
 
     def _take_slot(self, size: int) -> int:
-        """The smallest free slot that had such a letter before; else the largest free one, or a new one."""
+        """The smallest free slot that had such a message before; else the largest free one, or a new one."""
         sizes = {slot: had for slot, had in enumerate(self._sizes) if self._is_free(slot)}
         if fitting := [slot for slot, had in sizes.items() if had >= size]:
             return min(fitting, key=self._sizes.__getitem__)
@@ -101,8 +101,8 @@ class Mail:
         _close(self._files)
 
 
-def open_mail(rank: int, exchange: Callable[[bytes], list[bytes]]) -> Mail | None:
-    """Mail between all ranks, or ``None`` on all of them: where one cannot open the file of another one.
+def open_shared_memory(rank: int, exchange: Callable[[bytes], list[bytes]]) -> SharedMemory | None:
+    """Shared memory of all ranks, or ``None`` on all of them: where one cannot open the file of another one.
 
     Ranks of several hosts, or of containers that do not see each other's processes, have none.
 
@@ -114,7 +114,7 @@ def open_mail(rank: int, exchange: Callable[[bytes], list[bytes]]) -> Mail | Non
     files = _open_files(rank, own, exchange(address.ljust(ADDRESS)))
     everybody = exchange(b"".ljust(ADDRESS) if files is None else b"here".ljust(ADDRESS))  # now all are open
     if files is not None and all(answer.strip() for answer in everybody):
-        return Mail(rank, files)
+        return SharedMemory(rank, files)
     _close(files or [own])
     return None
 
@@ -164,6 +164,6 @@ def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> i
     while moved < x.nbytes:
         count = call(file, [memory[moved:]], offset + moved)
         if count == 0:
-            raise EOFError(f"a letter ends after {moved} bytes, where {x.nbytes} were expected")
+            raise EOFError(f"a message ends after {moved} bytes, where {x.nbytes} were expected")
         moved += count
     return moved

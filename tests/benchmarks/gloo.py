@@ -40,11 +40,11 @@ class Way:
     """A backend, and up to how many bytes it sends a message over sockets."""
 
     axis: Axis
-    small_letter: int = 1 << 40
+    socket_limit: int = 1 << 40
 
     def time(self, call: Call) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this rank's processor."""
-        with patch.object(gloo, "SMALL_LETTER", self.small_letter):
+        with patch.object(gloo, "SOCKET_LIMIT", self.socket_limit):
             dist.barrier()
             start, work = time.perf_counter(), time.process_time()
             call(self.axis)
@@ -57,7 +57,7 @@ def on_this_rank() -> list[str]:
     ways = {
         "gloo's own": Way(own),
         "sockets": Way(ours),
-        "shared memory": Way(ours, small_letter=0),
+        "shared memory": Way(ours, socket_limit=0),
     }
     lines = []
     for size, numel in SIZES.items():

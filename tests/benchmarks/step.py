@@ -96,7 +96,7 @@ def _now_on_all_ranks(case: Case) -> float:
 
 
 def memory_on_this_rank(case: Case, name: str) -> tuple[float, float]:
-    """Peak resident MB of five steps, above what the process had before the model, and the MB of letters at the end.
+    """Peak resident MB of five steps, above those before the model, and MB of shared memory at the end.
 
     Memory files are resident in no process, never shrink, and are open in all of them: this rank's part is counted.
     """
@@ -104,10 +104,10 @@ def memory_on_this_rank(case: Case, name: str) -> tuple[float, float]:
     step, batch = build(name, case), _batch(case)
     for _ in range(5):
         step(*batch)
-    return status("VmHWM") / 2**20 - before, _letters() / case.num_ranks
+    return status("VmHWM") / 2**20 - before, _shared_memory() / case.num_ranks
 
 
-def _letters() -> float:
+def _shared_memory() -> float:
     files = [path for path in Path("/proc/self/fd").iterdir() if str(path.resolve()).startswith("/memfd:")]
     return sum(512 * path.stat().st_blocks for path in files) / 2**20
 
@@ -139,7 +139,7 @@ def run(key: str, case: Case, names: Sequence[str], rounds: int, with_memory: bo
     check_losses(case, {name: series[name]["loss"] for name in names})
     rows = {name: summary(name, series) for name in names}
     for name in names if with_memory else []:
-        rows[name]["peak_mb"], rows[name]["letters_mb"] = memory(key, name)
+        rows[name]["peak_mb"], rows[name]["shared_mb"] = memory(key, name)
     return {**asdict(case), "name": case.name, "rounds": rounds, "rows": rows}
 
 
@@ -154,10 +154,12 @@ def summary(name: str, series: Series) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles), peak MB + letters"]
+    lines = [
+        f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles), peak MB + shared memory"
+    ]
     for name, row in result["rows"].items():
         low, high = row["quartiles"]
-        peak = f"{row['peak_mb']:7.0f} + {row['letters_mb']:.0f}" if "peak_mb" in row else "      -"
+        peak = f"{row['peak_mb']:7.0f} + {row['shared_mb']:.0f}" if "peak_mb" in row else "      -"
         lines.append(f"  {name:18s} {row['ms']:8.1f}   {row['ratio']:.2f} ({low:.2f} to {high:.2f}) {peak}")
     return "\n".join(lines)
 

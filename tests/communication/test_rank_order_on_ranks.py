@@ -8,7 +8,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum, psum_scatter
-from functorch_shard.communication.gloo import SMALL_LETTER, SMALL_SUM
+from functorch_shard.communication.gloo import SMALL_SUM, SOCKET_LIMIT
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from tests.support.pool import run_ranks
 
@@ -69,8 +69,8 @@ def test_sums_are_added_in_rank_order_bitwise_on_real_and_simulated_ranks(num_ra
 
 def test_the_sizes_go_each_way() -> None:
     assert SIZES["short"] * 16 < SMALL_MESSAGE // 2
-    assert SMALL_SUM < SIZES["sockets"] * 2 < SIZES["sockets"] * 8 < SMALL_LETTER
-    assert SIZES["shared memory"] * 8 // 4 > SMALL_LETTER
+    assert SMALL_SUM < SIZES["sockets"] * 2 < SIZES["sockets"] * 8 < SOCKET_LIMIT
+    assert SIZES["shared memory"] * 8 // 4 > SOCKET_LIMIT
 
 
 def overflow_on_this_rank() -> list[float]:

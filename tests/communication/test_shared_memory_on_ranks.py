@@ -20,17 +20,17 @@ from torch import Tensor
 import functorch_shard as fs
 import functorch_shard.communication.gloo
 from functorch_shard.communication import Work
-from functorch_shard.communication.gloo import SMALL_LETTER, GlooBackend
+from functorch_shard.communication.gloo import SOCKET_LIMIT, GlooBackend
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import RankError
 from tests.sharding import test_lazy_on_ranks as test_lazy
 from tests.support.pool import run_ranks
 
-LARGE = SMALL_LETTER // 8 + 5  # elements of a part of 8 bytes each: large enough
+LARGE = SOCKET_LIMIT // 8 + 5  # elements of a part of 8 bytes each: large enough
 SUMMED = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128, torch.int64, torch.int8]
 GATHERED = [*SUMMED, torch.float8_e4m3fn, torch.uint8, torch.bool]
-BY_SOCKETS = partial(patch.object, GlooBackend, "_mail", None)
+BY_SOCKETS = partial(patch.object, GlooBackend, "_memory", None)
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -57,9 +57,9 @@ def bare(axis: Any) -> Any:
 
 
 def same_on_both_ways(axis: Any, call: Callable[[Any], Work]) -> None:
-    by_mail = call(axis).wait()
+    by_memory = call(axis).wait()
     with BY_SOCKETS():
-        assert_same_bytes(by_mail, call(axis).wait())
+        assert_same_bytes(by_memory, call(axis).wait())
 
 
 def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
@@ -73,7 +73,7 @@ def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
         for dtype in SUMMED:
             x = values((numel_of(dtype) * size,), dtype, mesh.rank)
             same_on_both_ways(axis, lambda a, x=x: a.issue("psum_scatter", x))
-        matrix = values((7 * size, SMALL_LETTER // 8 * size), torch.float64, mesh.rank).mT  # not contiguous
+        matrix = values((7 * size, SOCKET_LIMIT // 8 * size), torch.float64, mesh.rank).mT  # not contiguous
         for dim in (0, 1):
             same_on_both_ways(axis, lambda a, dim=dim, x=matrix: a.issue("all_gather", x, dim=dim))
             same_on_both_ways(axis, lambda a, dim=dim, x=matrix: a.issue("psum_scatter", x, dim=dim))
@@ -83,7 +83,7 @@ def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
         assert_same_bytes(axis.issue("psum_scatter", conjugated).wait(), resolved)
         wide = values((4 * LARGE,), torch.float32, mesh.rank)
         same_on_both_ways(axis, lambda a, x=wide: a.issue("all_gather", x, dtype=torch.bfloat16))
-        assert backend._mail is not None
+        assert backend._memory is not None
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
@@ -114,7 +114,7 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
                 del work  # nobody wants it
             else:
                 assert torch.equal(work.wait(), expected), i
-    assert len(backend._mail._sizes) <= 8
+    assert len(backend._memory._sizes) <= 8
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -123,7 +123,7 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num
 
 
 def use_on_this_rank() -> None:
-    with patch.object(functorch_shard.communication.gloo, "SMALL_LETTER", 0):
+    with patch.object(functorch_shard.communication.gloo, "SOCKET_LIMIT", 0):
         for name in test_lazy.USES:
             for reshard in (True, False):
                 test_lazy.use_on_this_rank(name, reshard)
@@ -132,29 +132,29 @@ def use_on_this_rank() -> None:
         test_lazy.delayed_training_on_this_rank()
 
 
-def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_are_letters() -> None:
+def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_shared_memory() -> None:
     run_ranks(use_on_this_rank, 2)
 
 
 def slots_of_training_on_this_rank() -> int:
     mesh = fs.init_mesh()
-    with patch.object(functorch_shard.communication.gloo, "SMALL_LETTER", 0):
+    with patch.object(functorch_shard.communication.gloo, "SOCKET_LIMIT", 0):
         test_lazy.delayed_training(test_lazy.delayed(mesh, 0.01), num_steps=20)
-    return len(backend_of(mesh["shard"])._mail._sizes)
+    return len(backend_of(mesh["shard"])._memory._sizes)
 
 
-def test_training_holds_no_more_letters_than_are_under_way_and_waited_for() -> None:
+def test_training_holds_no_more_messages_than_are_under_way_and_waited_for() -> None:
     """Two gathers and a reduction, and of both the one before, which a rank behind may still have to read."""
     assert all(1 < num_slots <= 5 for num_slots in run_ranks(slots_of_training_on_this_rank, 3))
 
 
 def rewrite_on_this_rank() -> Tensor:
     mesh = fs.init_mesh()
-    x = torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
+    x = torch.full((SOCKET_LIMIT,), 1.0 + mesh.rank)
     work = mesh["shard"].issue("all_gather", x)
     x.zero_()
     with torch.inference_mode():
-        made_there = torch.full((SMALL_LETTER,), 1.0 + mesh.rank)
+        made_there = torch.full((SOCKET_LIMIT,), 1.0 + mesh.rank)
         from_there = mesh["shard"].issue("all_gather", made_there)
         made_there.zero_()
     return torch.stack([work.wait(), from_there.wait()]).view(2, 2, -1)[:, :, ::1000].clone()
@@ -173,42 +173,42 @@ def _another_host(*_: Any) -> str:
     return "/memfd:another (deleted)"
 
 
-def without_mail_on_this_rank(name: str, fails: Any) -> bool:
+def without_memory_on_this_rank(name: str, fails: Any) -> bool:
     mesh = fs.init_mesh()
-    x = values((3 * SMALL_LETTER,), torch.float32, mesh.rank)
+    x = values((3 * SOCKET_LIMIT,), torch.float32, mesh.rank)
     backend = backend_of(mesh["shard"])
     with patch.object(os, name, fails if mesh.rank == 1 else getattr(os, name)):
         gathered = mesh["shard"].issue("all_gather", x).wait()
-    expected = [values((3 * SMALL_LETTER,), torch.float32, rank) for rank in range(mesh.size)]
+    expected = [values((3 * SOCKET_LIMIT,), torch.float32, rank) for rank in range(mesh.size)]
     assert torch.equal(gathered, torch.cat(expected))
     part = mesh["shard"].issue("psum_scatter", x).wait()
     assert torch.equal(part, sum(expected[1:], expected[0]).view(3, -1)[mesh.rank])
-    return backend._mail is None
+    return backend._memory is None
 
 
 @pytest.mark.parametrize(
     ("name", "fails"), [("memfd_create", _fails), ("readlink", _another_host)], ids=["no files", "another host"]
 )
 def test_one_rank_that_cannot_read_the_memory_of_others_keeps_all_of_them_on_sockets(name: str, fails: Any) -> None:
-    assert run_ranks(without_mail_on_this_rank, 3, name, fails) == [True] * 3
+    assert run_ranks(without_memory_on_this_rank, 3, name, fails) == [True] * 3
 
 
 def different_on_this_rank() -> str:
     mesh = fs.init_mesh()
     with pytest.raises(RuntimeError) as error:
-        mesh["shard"].issue("all_gather", torch.ones(SMALL_LETTER + mesh.rank)).wait()
+        mesh["shard"].issue("all_gather", torch.ones(SOCKET_LIMIT + mesh.rank)).wait()
     return str(error.value)
 
 
 def test_operands_of_different_sizes_are_refused_on_every_rank() -> None:
-    sizes = [f"rank {rank}: all_gather of {SMALL_LETTER + rank:,} float32" for rank in range(2)]
+    sizes = [f"rank {rank}: all_gather of {SOCKET_LIMIT + rank:,} float32" for rank in range(2)]
     for message in run_ranks(different_on_this_rank, 2):
         assert all(size in message for size in sizes)
 
 
 def killed_on_this_rank(report: str) -> None:
     mesh = fs.init_mesh()
-    axis, x = bare(mesh["shard"]), torch.ones(SMALL_LETTER)
+    axis, x = bare(mesh["shard"]), torch.ones(SOCKET_LIMIT)
     for i in range(10):
         works = [axis.issue("all_gather", x), axis.issue("psum_scatter", x)]
         if mesh.rank == 1 and i == 7:
@@ -232,7 +232,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_pat
 
 def outlives_on_this_rank(report: str) -> None:
     mesh = fs.init_mesh()
-    axis, x = bare(mesh["shard"]), torch.ones(SMALL_LETTER)
+    axis, x = bare(mesh["shard"]), torch.ones(SOCKET_LIMIT)
     axis.issue("all_gather", x).wait()
     if mesh.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

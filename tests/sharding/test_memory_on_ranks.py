@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.communication import gloo
-from functorch_shard.communication.gloo import SMALL_LETTER
+from functorch_shard.communication.gloo import SOCKET_LIMIT
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.testing import run_ranks
 from tests.support.live_bytes import LiveBytes, settle
@@ -21,7 +21,7 @@ from tests.support.live_bytes import LiveBytes, settle
 RANKS, UNITS, WIDTH, SAMPLES = 2, 6, 256, 16
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of a weight and a bias in float32: nothing else is nearly as large
 STEPS = 10
-SMALL_LETTERS = {"sockets": SMALL_LETTER, "mail": SMALL_MESSAGE}  # for units of this size
+SOCKET_LIMITS = {"sockets": SOCKET_LIMIT, "shared memory": SMALL_MESSAGE}  # for units of this size
 OPTIMIZERS: dict[str, Any] = {
     "adamw": fs.optimizer(torch.optim.AdamW, lr=1e-3),
     "sgd": fs.optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9),
@@ -42,12 +42,12 @@ def loss_between_marks(live: LiveBytes, i: int, model: nn.Module, parameters: An
 
 def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
-    gloo.SMALL_LETTER = SMALL_LETTERS[way]
+    gloo.SOCKET_LIMIT = SOCKET_LIMITS[way]
     mesh, model = fs.init_mesh(), model_of_equal_units()
-    mesh["shard"].issue("all_gather", torch.empty(SMALL_LETTER)).wait()  # the first letter opens the files of all ranks
+    mesh["shard"].issue("all_gather", torch.empty(SOCKET_LIMIT)).wait()  # opens the files of all ranks
     layout, opt = fs.plan(model, mesh), OPTIMIZERS[optimizer]
     assert [unit.buffers[0].nbytes for unit in layout.units] == [UNIT] * UNITS
-    assert SMALL_MESSAGE < UNIT // RANKS < SMALL_LETTER  # gradients are sent from where they lie
+    assert SMALL_MESSAGE < UNIT // RANKS < SOCKET_LIMIT  # gradients are sent from where they lie
     settle()
     samples = torch.randn(STEPS, RANKS, SAMPLES, WIDTH)[:, mesh.rank]
     with LiveBytes() as live:
@@ -101,14 +101,14 @@ def test_the_counter_sees_every_byte_and_what_was_freed_again() -> None:
     assert live.peak("start", "end") == 4000 + max(840, live.growth("dropped", "kernel"))
 
 
-@pytest.mark.parametrize("way", SMALL_LETTERS)
+@pytest.mark.parametrize("way", SOCKET_LIMITS)
 def test_forward_has_two_units_and_the_activations_at_most(way: str) -> None:
     bound = 2 * UNIT + activations()
     for live in training("adamw", way):
         assert max(live.growth(f"forward {i}", f"backward {i}") for i in range(STEPS)) <= bound
 
 
-@pytest.mark.parametrize("way", SMALL_LETTERS)
+@pytest.mark.parametrize("way", SOCKET_LIMITS)
 def test_backward_has_one_full_gradient_more_and_its_reduction(way: str) -> None:
     full_gradient, received, results = UNIT, UNIT * (RANKS - 1) // RANKS, UNITS * UNIT // RANKS
     bound = 2 * UNIT + activations() + full_gradient + received + results
@@ -117,7 +117,7 @@ def test_backward_has_one_full_gradient_more_and_its_reduction(way: str) -> None
         assert max(peaks) <= bound
 
 
-@pytest.mark.parametrize("way", SMALL_LETTERS)
+@pytest.mark.parametrize("way", SOCKET_LIMITS)
 def test_every_step_after_the_first_ends_and_peaks_at_the_same_byte(way: str) -> None:
     for live in training("adamw", way):
         assert len({live.at(f"end {i}") for i in range(1, STEPS)}) == 1
