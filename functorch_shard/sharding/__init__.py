@@ -1,10 +1,11 @@
 """From whole parameters to shards and back: ``shard``, ``gather``, ``scatter_grads`` and what they are made of.
 
-``gathering``: the three verbs. ``lazy_tensor``: the tensor that ``gather`` returns, which is fetched when it is used;
-``prefetch``: which units are gathered at a moment, and which is next. ``reduction``: full gradients to shards;
-``unused``: those of units that a rank did not use. ``replicas`` and ``compression``: reductions in two halves, and
-encoded ones. ``slicing`` and ``one_rank``: whole buffers to shards, and whole parameters on one rank. ``initialize``
-and ``module_reset``: ``init_params``. ``reshard``: from one layout to another. ``streams``: streams of a device.
+``gather``, ``scatter``, ``shard``: the verbs. ``lazy_tensor``: the tensor that ``gather`` returns, gathered when it is
+used; ``use_order``: which units to keep and which to gather next; ``prefetch``: their buffers. ``reduction``: full
+gradients to shards; ``unused``: those of units that a rank did not use. ``replicas`` and ``compression``: reductions in
+two halves, and encoded ones. ``slicing`` and ``one_rank``: whole buffers to shards, and whole parameters on one rank.
+``initialize`` and ``module_reset``: ``init_params``. ``reshard``: from one layout to another. ``streams``: streams of a
+device.
 
 Imports ``collectives``, ``storage`` and below; imported by ``training`` and ``checkpoint``.
 """

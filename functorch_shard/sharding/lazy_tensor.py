@@ -34,7 +34,7 @@ from ..torch_internals.tensors import (
     without_memory,
 )
 from ..torch_internals.transforms import in_transform
-from .prefetch import Cell, Part, Session
+from .prefetch import Part, Session, UnitBuffers
 from .reduction import copies, is_transpose, reduced, scattered
 
 aten = torch.ops.aten
@@ -59,25 +59,25 @@ _FORM_ONLY = {
 
 
 class Lazy(Tensor):
-    """A view of one whole buffer of a cell, by its shape, strides and offset; it holds no data."""
+    """A view of one whole buffer of a unit, by its shape, strides and offset; it holds no data."""
 
     _session: Session
-    _cell: Cell
+    _buffers: UnitBuffers
     _index: int
 
     @staticmethod
     def __new__(
         cls,
         session: Session,
-        cell: Cell,
+        buffers: UnitBuffers,
         index: int,
         shape: Sequence[int],
         strides: Sequence[int],
         offset: int,
         dtype: torch.dtype,
     ) -> Lazy:
-        self = without_memory(cls, shape, strides, offset, dtype, cell.device)
-        self._session, self._cell, self._index = session, cell, index
+        self = without_memory(cls, shape, strides, offset, dtype, buffers.device)
+        self._session, self._buffers, self._index = session, buffers, index
         refuse_pointers(self)
         return self
 
@@ -104,12 +104,12 @@ class Lazy(Tensor):
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that nobody may write to, or in a copy of that."""
         refuse_swapped(self._is_in)
-        flat = self._session.data(self._cell, self._index)
+        flat = self._session.data(self._buffers, self._index)
         flat = flat.clone() if own else flat
         return flat.as_strided(self.shape, self.stride(), flat.storage_offset() + self.storage_offset())
 
     def _is_in(self, values: Iterable[Any]) -> bool:
-        return any(isinstance(x, Lazy) and x._cell is self._cell for x in values)
+        return any(isinstance(x, Lazy) and x._buffers is self._buffers for x in values)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.t.default and self.ndim == 2:  # every linear layer, twice
@@ -123,7 +123,7 @@ class Lazy(Tensor):
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
 
     def _at(self, shape: Sequence[int], strides: Sequence[int], offset: Any) -> Lazy:
-        return Lazy(self._session, self._cell, self._index, shape, strides, int(offset), self.dtype)
+        return Lazy(self._session, self._buffers, self._index, shape, strides, int(offset), self.dtype)
 
     def _form(self) -> Tensor:
         """Its shape, dtype and device, over one element of memory where strides say no more than the shape."""
@@ -163,7 +163,7 @@ class Lazy(Tensor):
 def _memory_numel(x: Tensor) -> int:
     """Elements of the memory that ``x`` is a view of."""
     if isinstance(x, Lazy):
-        return x._cell.numel(x._index)
+        return x._buffers.numel(x._index)
     return x.untyped_storage().nbytes() // x.element_size()
 
 
@@ -233,18 +233,18 @@ def _gather(
 def _joined(
     session: Session, shards: Mapping[str, Tensor], layout: Layout, anchors: list[Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Those that gradients are wanted of, behind one node at which what is under way lands.
+    """Those that require grad, behind one node that waits for their reductions.
 
-    Only plain autograd lets reductions be under way: a transform wants to see every gradient when it is made.
+    Only plain autograd can wait for them at the end: a transform wants to see every gradient when it is made.
     """
-    needy = [key for key, x in shards.items() if x.requires_grad]
-    if not needy or in_transform() or not torch.is_grad_enabled():
+    requires_grad = [key for key, x in shards.items() if x.requires_grad]
+    if not requires_grad or in_transform() or not torch.is_grad_enabled():
         return {}
-    device = working_device(shards[needy[0]], layout.mesh.device)
-    anchor, *joined = _Join.apply(session, needy, device, *(shards[key] for key in needy))
+    device = working_device(shards[requires_grad[0]], layout.mesh.device)
+    anchor, *joined = _Join.apply(session, requires_grad, device, *(shards[key] for key in requires_grad))
     if anchors is not None:
         anchors.append(anchor)
-    return dict(zip(needy, joined, strict=True))
+    return dict(zip(requires_grad, joined, strict=True))
 
 
 def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
@@ -267,9 +267,9 @@ class _Gather(Function):
 
     @staticmethod
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
-        cell = session.cell(part, shards)
+        buffers = session.add(part, shards)
         return tuple(
-            Lazy(session, cell, i, *_place(slot, buffer, shard.shape[:-1]), part.gathered_dtype(buffer))
+            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), part.gathered_dtype(buffer))
             for i, (buffer, shard) in enumerate(zip(part.buffers, shards, strict=True))
             for slot in buffer.slots
         )
@@ -290,10 +290,10 @@ class _Gather(Function):
         if part.joined and now is not None and not _is_differentiated(grads):
             _reduce_zeros(session, session.owed.before(part, now), now, averages)
             session.reductions.start(by_name, wanted, part.layout, now, averages)
-            shards = {buffer.key: _stand_in(buffer, session.homes[buffer.key].device) for buffer in wanted}
+            shards = {buffer.key: _placeholder(buffer, session.memory_kinds[buffer.key].device) for buffer in wanted}
         else:
             total = reduced if averages else scattered
-            shards = {b.key: total(by_name, b, part.layout).to(session.homes[b.key].device) for b in wanted}
+            shards = {b.key: total(by_name, b, part.layout).to(session.memory_kinds[b.key].device) for b in wanted}
         return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
 
     @staticmethod
@@ -339,8 +339,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed([*behind]))[: len(shape)]
 
 
-def _stand_in(buffer: Buffer, device: torch.device) -> Tensor:
-    """For a gradient that is under way: nobody reads it before ``_Join`` puts the landed one in its place."""
+def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
+    """For a gradient that is still being reduced: ``_Join`` replaces it before anything reads it."""
     return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
 
 
@@ -354,7 +354,7 @@ def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, a
 
 
 class _Join(Function):
-    """An anchor (Note [Unused units]) and the shards themselves. In backward: where what is under way lands.
+    """An anchor (Note [Unused units]) and the shards themselves. Its backward waits for the reductions.
 
     Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
     of the device that one of its outputs is on, and on the stream that this was made on. Of offloaded shards all are on
@@ -376,13 +376,13 @@ class _Join(Function):
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
         session, now = ctx.session, backward_pass()
         if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
-            return None, None, None, *grads  # nothing is under way
+            return None, None, None, *grads  # no reduction was started
         boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
         _reduce_zeros(session, session.owed.rest(now), now, averages=boundary is None)
-        landed = [session.reductions.land(key, now) for key in ctx.keys]
+        results = [session.reductions.wait(key, now) for key in ctx.keys]
         if boundary is not None:
-            landed = [None if x is None else boundary.made(x) for x in landed]
-        return None, None, None, *(grad if x is None else x for x, grad in zip(landed, grads, strict=True))
+            results = [None if x is None else boundary.made(x) for x in results]
+        return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:

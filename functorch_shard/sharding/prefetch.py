@@ -1,19 +1,14 @@
-"""Which units are whole at a moment, and which is fetched next: decided by the order of use alone.
+"""The gathered buffers of a ``gather``: freed and gathered again as :mod:`use_order` decides.
 
-Note [Residency]: at most two units of a session are whole: the one in use and the one that is fetched ahead of it (or,
-where none follows, the one before it). What is next is guessed: in forward what followed the last time that this unit
-came after that one, or what the order of the parameters says; in backward what came before in forward. A wrong guess
-costs two gathers, its own and that of what it pushed out, so a unit that comes back where nobody expected it (a head
-that shares the embedding's unit) has no guess. Nothing here looks at a clock, at what has arrived or at what the
-garbage collector has done, so that all ranks fetch in the same order, whatever their timing.
+A ``Session`` belongs to one call of ``gather``; it holds the ``UnitBuffers`` and asks the policy at each use. Which
+units are whole at a moment: Note [Residency] in use_order.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -30,11 +25,7 @@ from ..torch_internals.tensors import version_of
 from .reduction import Reductions
 from .streams import Streams, streams_of
 from .unused import Owed
-
-# Units so small that all of them together are no more than this part of the largest one (norms, scalars, position
-# tables) stay once they are fetched: a gather costs a round of messages however little it moves, and a scalar that
-# every block uses would push the block out of its place each time.
-SMALL_PART = 1 / 8
+from .use_order import use_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +37,7 @@ class Part:
     layout: Layout
     dtype: torch.dtype | None
     codec: Codec | None = None
-    joined: bool = False  # whether a node behind it waits for what is under way
+    joined: bool = False  # whether a node behind it waits for its reductions
 
     @property
     def is_sharded(self) -> bool:
@@ -56,7 +47,7 @@ class Part:
         return self.layout.travel(buffer, self.dtype).gathered
 
 
-class Cell:
+class UnitBuffers:
     """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
 
     __slots__ = (
@@ -86,7 +77,7 @@ class Cell:
         return self._shards[index].numel() * self.part.buffers[index].num_shards
 
     def start(self) -> None:
-        """Send for the whole buffers."""
+        """Start the all-gathers."""
         if self.flats is None and self._works is None:
             self._check_unchanged()
             self._sent_on = self._streams.current()
@@ -94,8 +85,8 @@ class Cell:
             with _no_inference_mode():
                 self._works = [self._work(buffer, shard) for buffer, shard in pairs]
 
-    def land(self) -> None:
-        """Wait for them."""
+    def wait(self) -> None:
+        """Wait for the all-gathers."""
         self.start()
         if self._works is not None:
             with _no_inference_mode(), self._streams.on(self._sent_on):
@@ -109,7 +100,7 @@ class Cell:
         return self.flats[index]
 
     def drop(self) -> None:
-        """Let them go."""
+        """Free the gathered buffers."""
         self.flats = self._works = None
 
     def _work(self, buffer: Buffer, shard: Tensor) -> Work:
@@ -150,174 +141,71 @@ class Cell:
 
 
 class Session:
-    """All cells of one ``gather``: it owns what is resident and what is under way, and dies with the last lazy tensor.
+    """All buffers of one ``gather``, whole and pending; freed with the last lazy tensor.
 
-    The first cell of a part is fetched ahead with its unit. Nothing that a session knows refers back to it. ``homes``
-    is where each buffer's shard lives, and where its gradient is put; ``streams``, unless they are those of the device.
+    The first ``UnitBuffers`` of a part are gathered ahead with its unit. Nothing in a session refers back to it.
+    ``memory_kinds`` is where each buffer's shard is stored, and where its gradient is put; ``streams``, unless they are
+    those of the device.
     """
 
     def __init__(
-        self, layout: Layout, homes: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None
+        self, layout: Layout, memory_kinds: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None
     ) -> None:
-        self.homes = homes or {}
+        self.memory_kinds = memory_kinds or {}
         self._streams = streams
-        self.reductions = Reductions(self.homes)
+        self.reductions = Reductions(self.memory_kinds)
         self.owed = Owed()
-        self._keeps = not layout.reshard_after_forward
-        self._small = small_units(layout)
-        self._trail = _Trail(expected_order(layout, self._small), _in_front(layout))
-        self._cells: dict[int, dict[Part, Cell]] = {}
-        self._resident: dict[int, list[Cell]] = {}  # from the least to the most recently used unit
-        self._current: int | None = None
+        self._order = use_order(layout)
+        self._buffers: dict[int, dict[Part, UnitBuffers]] = {}
+        self._resident: dict[int, list[UnitBuffers]] = {}  # from the least to the most recently used unit
 
-    def cell(self, part: Part, shards: Sequence[Tensor]) -> Cell:
-        cell = Cell(part, shards, self._streams)
-        self._cells.setdefault(part.unit, {}).setdefault(part, cell)
-        return cell
+    def add(self, part: Part, shards: Sequence[Tensor]) -> UnitBuffers:
+        buffers = UnitBuffers(part, shards, self._streams)
+        self._buffers.setdefault(part.unit, {}).setdefault(part, buffers)
+        return buffers
 
-    def data(self, cell: Cell, index: int) -> Tensor:
-        """The whole buffer ``index`` of ``cell``, which is in use from now on."""
-        if cell.flats is None or cell.part.unit != self._current:
-            self._arrive(cell)
-        return cell.whole(index)
+    def data(self, buffers: UnitBuffers, index: int) -> Tensor:
+        """The whole buffer ``index`` of ``buffers``, whose unit is in use from now on."""
+        if buffers.flats is None or buffers.part.unit != self._order.current:
+            self._arrive(buffers)
+        return buffers.whole(index)
 
     def leave(self, part: Part) -> None:
-        """Let ``part`` go: its gradients are complete, and so backward is done with it (not with frozen neighbours)."""
-        for cell in self._resident.get(part.unit, []):
-            if cell.part is part:
-                cell.drop()
-                cell.left_in = backward_pass()
+        """Free ``part``: its gradients are complete, and backward is done with it (not with frozen neighbours)."""
+        for buffers in self._resident.get(part.unit, []):
+            if buffers.part is part:
+                buffers.drop()
+                buffers.left_in = backward_pass()
+
+    def _arrive(self, buffers: UnitBuffers) -> None:
+        unit, now = buffers.part.unit, backward_pass()
+        if unit != self._order.current:  # the most recently used one from now on
+            self._resident[unit] = self._resident.pop(unit, [])
+        decision = self._order.arrive(unit, now, self._resident, torch.is_grad_enabled())
+        for other in decision.evict:
+            self._evict(other)
+        self._fetch(buffers, now)
+        for other in decision.fetch:  # before waiting for this one: the network is never idle
+            for ahead in self._buffers.get(other, {}).values():
+                if ahead.left_in is None or ahead.left_in != now:
+                    self._fetch(ahead, now)
+        buffers.wait()
+
+    def _fetch(self, buffers: UnitBuffers, now: int | None) -> None:
+        gathered = self._resident.setdefault(buffers.part.unit, [])
+        if buffers not in gathered:
+            gathered.append(buffers)
+            if now is None and buffers.part.is_sharded:
+                self.owed.gather(buffers.part)
+        buffers.start()
 
     def _evict(self, unit: int) -> None:
-        for cell in self._resident.pop(unit):
-            cell.drop()
-
-    def _arrive(self, cell: Cell) -> None:
-        unit = cell.part.unit
-        ahead = None
-        if unit != self._current and unit not in self._small:
-            ahead = self._trail.arrive(unit)
-            self._current = unit
-            self._make_room(unit, ahead)
-        self._fetch(cell)
-        if ahead is not None:  # before waiting for this one: the wire is never idle
-            for next_unit in self._up_to(unit, ahead):
-                for next_cell in self._cells.get(next_unit, {}).values():
-                    if next_cell.left_in is None or next_cell.left_in != backward_pass():
-                        self._fetch(next_cell)
-        cell.land()
-
-    def _fetch(self, cell: Cell) -> None:
-        cells = self._resident.setdefault(cell.part.unit, [])
-        if cell not in cells:
-            cells.append(cell)
-            if backward_pass() is None and cell.part.is_sharded:
-                self.owed.gather(cell.part)
-        cell.start()
-
-    def _make_room(self, unit: int, ahead: int | None) -> None:
-        """For ``unit`` and the one ahead; where none is, the last one that was used or fetched may stay."""
-        self._resident[unit] = self._resident.pop(unit, [])
-        large = [other for other in self._resident if other not in self._small]
-        kept = {unit, ahead} if ahead is not None else set(large[-2:])
-        for other in large:
-            if other not in kept and not self._keeps:
-                self._evict(other)
-
-    def _up_to(self, unit: int, ahead: int) -> list[int]:
-        """The small units that lie on the way, and ``ahead``."""
-        return [*(other for other in range(unit + 1, ahead) if other in self._small), ahead]
-
-
-class _Trail:
-    """The order in which units were used, and from it the next one in the direction of travel."""
-
-    def __init__(self, expected: Sequence[int], frozen_in_front: range) -> None:
-        self._expected = {(a, b): c for a, b, c in zip([None, *expected], expected, expected[1:], strict=False)}
-        self._next = dict(reversed([*pairwise(expected)]))  # of its first place
-        self._frozen_in_front = frozen_in_front
-        self._followers: dict[tuple[int | None, int], int] = {}  # of a unit that came after another one
-        self._seen: set[int] = set()
-        self._before: int | None = None
-        self._last: int | None = None  # in forward
-        self._units: list[int] = []
-        self._position = 0  # in the list, of the backward pass
-        self._backward_pass: int | None = None
-
-    def arrive(self, unit: int) -> int | None:
-        """``unit`` is in use from now on; which one may be next."""
-        now = backward_pass()
-        if now is None:
-            return self._forward(unit)
-        if now != self._backward_pass:
-            self._backward_pass, self._position, self._before, self._last = now, len(self._units) - 1, None, None
-        return self._backward(unit)
-
-    def _forward(self, unit: int) -> int | None:
-        if self._last is not None:
-            self._followers[self._before, self._last] = unit
-        self._before, self._last = self._last, unit
-        self._units += [unit] if torch.is_grad_enabled() else []
-        is_new = unit not in self._seen
-        self._seen.add(unit)
-        here = (self._before, unit)
-        for known in (self._followers, self._expected):
-            if here in known:
-                return known[here]
-        return self._unseen_after(unit) if is_new else None
-
-    def _unseen_after(self, unit: int) -> int | None:
-        follower = self._next.get(unit)
-        return None if follower in self._seen else follower
-
-    def _backward(self, unit: int) -> int | None:
-        """From where it was used nearest to here, on in the same direction; at the turn, back."""
-        for distance in range(len(self._units)):
-            for step in (-1, 1):
-                i = self._position + step * distance
-                if 0 <= i < len(self._units) and self._units[i] == unit:
-                    self._position = i
-                    return self._ahead(i + step, unit)
-        return None
-
-    def _ahead(self, i: int, unit: int) -> int | None:
-        """The unit at ``i``, but not the first one: nothing was computed before it, so seldom is its data asked for.
-
-        Nor the frozen ones in front: backward does not come there, unless somebody asks for the input's gradient.
-        """
-        return self._units[i] if self._first() <= i < len(self._units) and self._units[i] != unit else None
-
-    def _first(self) -> int:
-        return max(next((i for i, unit in enumerate(self._units) if unit not in self._frozen_in_front), 0), 1)
+        for buffers in self._resident.pop(unit):
+            buffers.drop()
 
 
 def _gather_batch(axis: Axis, key: str, shards: Tensor) -> Tensor:
     return axis.issue("all_gather", shards, key=key, dim=shards.ndim - 1).wait().contiguous()
-
-
-def small_units(layout: Layout) -> frozenset[int]:
-    sizes = sorted((sum(buffer.nbytes for buffer in unit.buffers), i) for i, unit in enumerate(layout.units))
-    limit = SMALL_PART * sizes[-1][0] if sizes else 0
-    sums = accumulate(size for size, _ in sizes)
-    return frozenset(i for (_, i), total in zip(sizes, sums, strict=True) if total <= limit)
-
-
-def expected_order(layout: Layout, small: Set[int]) -> list[int]:
-    """The large units in the order that a model uses them in, as far as the order of its parameters tells.
-
-    What has parameters before and after others (embedding and head of one unit) comes more than once; so does a unit
-    that is tied, if it is the only one.
-    """
-    unit_of = {slot.name: i for i, unit in enumerate(layout.units) for buffer in unit.buffers for slot in buffer.slots}
-    in_source = [unit_of[name] for name in layout.slots if unit_of[name] not in small]
-    tied = {unit_of[name] for _, name in layout.aliases} - small
-    return [unit for unit, _ in groupby([*in_source, *(tied if len(tied) == 1 else ())])]
-
-
-def _in_front(layout: Layout) -> range:
-    """The units before the first one that has anything to train."""
-    trainable = (i for i, unit in enumerate(layout.units) if any(buffer.trainable for buffer in unit.buffers))
-    return range(next(trainable, 0))
 
 
 def _no_inference_mode() -> AbstractContextManager[object]:

@@ -197,19 +197,19 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 class Reductions:
-    """The reductions of backward passes, started as gradients come and landed at the end of each pass.
+    """The reductions of backward passes, started as gradients come and waited for at the end of each pass.
 
     One part's is under way at a time: the next waits for it, and so one full gradient is let go before another is laid
     out, in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
-    A result is put where its shard lives, of which ``homes`` tells, as soon as it has landed. Autograd may call from
+    A result is put in the memory kind of its shard as soon as it is complete. Autograd may call from
     several threads: whoever comes while another one waits for a message waits for it too.
     """
 
-    def __init__(self, homes: Mapping[str, MemoryKind] | None = None) -> None:
-        self._homes = homes or {}
+    def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None) -> None:
+        self._memory_kinds = memory_kinds or {}
         self._one_at_a_time = RLock()
         self._under_way: list[tuple[int, _Reduction]] = []
-        self._landed: dict[tuple[int, str], Tensor] = {}
+        self._results: dict[tuple[int, str], Tensor] = {}
         self._room: dict[int, Tensor] = {}
 
     def start(
@@ -222,22 +222,22 @@ class Reductions:
     ) -> None:
         """Of the mean over ranks, or else of the sum over the ranks that share a buffer."""
         with self._one_at_a_time:
-            self._land()
+            self._finish()
             for i, buffer in enumerate(buffers):
                 one = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
                 self._under_way.append((backward_pass, one))
 
-    def land(self, key: str, backward_pass: int) -> Tensor | None:
+    def wait(self, key: str, backward_pass: int) -> Tensor | None:
         """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
         with self._one_at_a_time:
-            self._land()
-            return self._landed.pop((backward_pass, key), None)
+            self._finish()
+            return self._results.pop((backward_pass, key), None)
 
-    def _land(self) -> None:
+    def _finish(self) -> None:
         while self._under_way:
             backward_pass, reduction = self._under_way.pop(0)
             key, total = reduction.buffer.key, reduction.land()
-            self._landed[backward_pass, key] = self._homes.get(key, MemoryKind(total.device)).put(total)
+            self._results[backward_pass, key] = self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
 
     def _start(
         self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool

@@ -21,8 +21,8 @@ from ..errors import axes_text, table
 from ..layout.buffers import Buffer, Unit
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
-from ..sharding.prefetch import small_units
 from ..sharding.reduction import copies
+from ..sharding.use_order import small_units
 from .optimizer import Optimizer
 
 AxisAndKind = tuple[str, str]

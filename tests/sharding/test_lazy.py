@@ -45,7 +45,7 @@ def gathered(source: Any = None) -> fs.Full:
 
 
 def is_fetched(x: Any) -> bool:
-    return x._cell.flats is not None
+    return x._buffers.flats is not None
 
 
 def test_every_parameter_is_lazy_and_has_the_form_and_the_values_of_its_own() -> None:

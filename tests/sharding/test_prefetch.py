@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.sharding import prefetch as residency
-from functorch_shard.sharding.prefetch import Cell, Part, Session, expected_order, small_units
+from functorch_shard.sharding import prefetch
+from functorch_shard.sharding.prefetch import Part, Session, UnitBuffers
+from functorch_shard.sharding.use_order import expected_order, small_units
 from tests.support.models import awkward, loss_of
 
 some_laws = settings(max_examples=100, deadline=None)
@@ -34,11 +35,11 @@ class Units:
         layout = layout or layout_of(sizes, **options)
         self.session = Session(layout)
         parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
-        self.cells = [self.session.cell(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
+        self.cells = [self.session.add(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
 
     def whole(self) -> list[int]:
         """Those that are there or on their way."""
-        return [i for i, cell in enumerate(self.cells) if cell.flats is not None or cell._flights is not None]
+        return [i for i, cell in enumerate(self.cells) if cell.flats is not None or cell._works is not None]
 
     def leave(self, unit: int) -> None:
         self.session.leave(self.cells[unit].part)
@@ -55,7 +56,7 @@ class Units:
 
 @contextmanager
 def backward(number: int = 1) -> Iterator[None]:
-    with mock.patch.object(residency, "backward_pass", return_value=number):
+    with mock.patch.object(prefetch, "backward_pass", return_value=number):
         yield
 
 
@@ -63,8 +64,10 @@ def backward(number: int = 1) -> Iterator[None]:
 def fetches() -> Iterator[list[int]]:
     """The units that are sent for, in order."""
     seen: list[int] = []
-    flight = Cell._flight
-    with mock.patch.object(Cell, "_flight", lambda cell, *args: (seen.append(cell.part.unit), flight(cell, *args))[1]):
+    flight = UnitBuffers._work
+    with mock.patch.object(
+        UnitBuffers, "_work", lambda cell, *args: (seen.append(cell.part.unit), flight(cell, *args))[1]
+    ):
         yield seen
 
 
@@ -289,7 +292,7 @@ def test_no_order_of_use_makes_more_than_two_large_units_whole(
     units = Units(*sizes)
     large = {i for i in range(len(sizes)) if i not in small_units(layout_of(sizes))}
     for unit, number, left in uses:
-        with mock.patch.object(residency, "backward_pass", return_value=number):
+        with mock.patch.object(prefetch, "backward_pass", return_value=number):
             (whole,) = units.use(unit % len(sizes))
         assert unit % len(sizes) in whole
         assert len(large.intersection(whole)) <= 2
@@ -313,11 +316,11 @@ def test_a_forward_that_was_repeated_knows_what_follows_wherever_two_units_in_a_
 def test_a_tangent_is_fetched_when_it_is_asked_for() -> None:
     units = Units(7, 7, 7, 7, 7)
     part = units.cells[1].part
-    tangent = units.session.cell(part, [torch.ones(7)])
+    tangent = units.session.add(part, [torch.ones(7)])
     units.use(0)
     assert units.whole() == [0, 1]
     assert tangent.flats is None
-    assert tangent._flights is None
+    assert tangent._works is None
     assert torch.equal(units.session.data(tangent, 0), torch.ones(7))
     units.use(3)
     assert tangent.flats is None

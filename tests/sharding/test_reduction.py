@@ -63,7 +63,7 @@ def planned(kind: str, mesh: fs.Mesh, reduction: Any = "mean") -> fs.Layout:
 
 
 def landed(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor:
-    total = reductions.land(key, backward_pass)
+    total = reductions.wait(key, backward_pass)
     assert total is not None
     return total
 
@@ -198,9 +198,9 @@ def test_what_landed_belongs_to_its_backward_pass_and_is_given_once() -> None:
     reductions = Reductions()
     reductions.start(grads, [a], layout, 1)
     reductions.start(grads, [b], layout, 1)
-    assert reductions.land("a", 2) is None
-    assert_trees_close({key: reductions.land(key, 1) for key in "ab"}, {"a": grads["a.w"], "b": grads["b.w"]})
-    assert reductions.land("a", 1) is None
+    assert reductions.wait("a", 2) is None
+    assert_trees_close({key: reductions.wait(key, 1) for key in "ab"}, {"a": grads["a.w"], "b": grads["b.w"]})
+    assert reductions.wait("a", 1) is None
 
 
 def test_a_pass_that_was_stopped_leaves_nothing_to_the_next() -> None:
@@ -209,7 +209,7 @@ def test_a_pass_that_was_stopped_leaves_nothing_to_the_next() -> None:
     reductions = Reductions()
     reductions.start({"a.w": grads["a.w"] * 100, "b.w": grads["b.w"]}, [a, b], layout, 1)
     reductions.start(grads, [b], layout, 2)
-    assert_trees_close({"b": reductions.land("b", 2)}, {"b": grads["b.w"]})
+    assert_trees_close({"b": reductions.wait("b", 2)}, {"b": grads["b.w"]})
 
 
 def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
@@ -221,7 +221,7 @@ def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
         reductions = Reductions()
         reductions.start(grads, list(mixed.buffers.values()), mixed, 1)
         assert_trees_close(
-            {key: reductions.land(key, 1) for key in mixed.buffers},
+            {key: reductions.wait(key, 1) for key in mixed.buffers},
             {b.key: reduced_and_cast(grads, b, mixed) for b in mixed.buffers.values()},
             rtol=0,
             atol=0,
@@ -282,9 +282,9 @@ def test_a_result_is_there_for_whoever_asks_while_another_thread_puts_it_where_i
     with ThreadPoolExecutor(1) as other:
         under_way = other.submit(reductions.start, HUNDREDS, [b], layout, 1)
         assert SlowHome.putting.wait(60)
-        assert_trees_close(reductions.land("a", 1), torch.ones(4))
+        assert_trees_close(reductions.wait("a", 1), torch.ones(4))
         under_way.result()
-    assert_trees_close(reductions.land("b", 1), torch.full((4,), 100.0))
+    assert_trees_close(reductions.wait("b", 1), torch.full((4,), 100.0))
 
 
 def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread() -> None:
@@ -294,8 +294,8 @@ def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread()
     reductions = Reductions()
     reductions.start(ONES, [a], layout, 1)
     with ThreadPoolExecutor(1) as other:
-        landing = other.submit(reductions.land, "a", 1)
+        landing = other.submit(reductions.wait, "a", 1)
         assert started.wait(60)
         reductions.start(HUNDREDS, [b], layout, 1)
         assert_trees_close(landing.result(), torch.ones(4))
-    assert_trees_close(reductions.land("b", 1), torch.full((4,), 100.0))
+    assert_trees_close(reductions.wait("b", 1), torch.full((4,), 100.0))

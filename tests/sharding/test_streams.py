@@ -15,8 +15,8 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Work
-from functorch_shard.sharding import prefetch as residency
-from functorch_shard.sharding.prefetch import Cell, Part, Session
+from functorch_shard.sharding import prefetch
+from functorch_shard.sharding.prefetch import Part, Session, UnitBuffers
 from functorch_shard.sharding.streams import Made, Streams, streams_of
 
 some_laws = settings(max_examples=100, deadline=None)
@@ -100,23 +100,23 @@ class Units:
         layout = fs.plan(tensors, fs.init_mesh(), **options)
         self.device, self.session = device, Session(layout, streams=streams)
         parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
-        self.cells = [self.session.cell(part, [torch.zeros(7)]) for part in parts]
-        self.landed: dict[Cell, Any] = {}
-        self.memory_of: dict[Cell, Stream] = {}  # whose memory it is
+        self.cells = [self.session.add(part, [torch.zeros(7)]) for part in parts]
+        self.landed: dict[UnitBuffers, Any] = {}
+        self.memory_of: dict[UnitBuffers, Stream] = {}  # whose memory it is
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        flight = Cell._work
+        flight = UnitBuffers._work
 
-        def watched(cell: Cell, *args: Any) -> Work:
+        def watched(cell: UnitBuffers, *args: Any) -> Work:
             sent = flight(cell, *args)
             self.memory_of[cell] = self.device.now
             return Work(lambda: (self._land(cell), sent.wait())[-1])
 
-        with mock.patch.object(Cell, "_work", watched):
+        with mock.patch.object(UnitBuffers, "_work", watched):
             yield
 
-    def _land(self, cell: Cell) -> None:
+    def _land(self, cell: UnitBuffers) -> None:
         assert self.device.now is self.memory_of[cell]  # what is let go on the way is of that stream too
         self.landed[cell] = object()
         self.device.now.behind.add(self.landed[cell])
@@ -142,7 +142,7 @@ def test_no_stream_uses_a_unit_before_it_is_there_or_after_its_memory_is_given_a
         units = Units(device, streams, 4, reshard_after_forward=reshard)
         with units.watched():
             for unit, stream, number in uses:
-                with mock.patch.object(residency, "backward_pass", return_value=number):
+                with mock.patch.object(prefetch, "backward_pass", return_value=number):
                     units.use(unit, stream)
 
 
