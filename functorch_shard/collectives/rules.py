@@ -1,4 +1,4 @@
-"""Derivative and batching rules of collectives: with ``encoded``, the only files that differentiate communication.
+"""Derivative and batching rules of collectives; ``data_parallel`` and ``encoded`` differentiate communication too.
 
 Every collective is one Function in one order: forward, setup_context, backward, jvp, vmap. torch's own collectives
 cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage (vmap). See Note [Ranks
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..communication.axis import Axis
-from ..layout.precision import Travel
-from .operands import aside, fold, place_of, save_static, saved, stack
+from .operands import aside, fold, save_static, saved, stack
 
 
 class Psum(Function):
@@ -85,10 +84,7 @@ def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
 
 class AllGather(Function):
     @staticmethod
-    def forward(
-        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
-    ) -> Tensor:
-        x = x.to(dtypes.gathered) if dtypes else x
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
         return axis.issue("all_gather", x, dim=dim).wait()
 
     @staticmethod
@@ -97,7 +93,7 @@ class AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return PsumScatter.apply(grad, *saved(ctx)), None, None, None, None, None
+        return PsumScatter.apply(grad, *saved(ctx)), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -112,23 +108,17 @@ class AllGather(Function):
         others: Tensor | None,
         axis: Axis,
         dim: int,
-        dtypes: Travel | None,
     ) -> Any:
         if in_dims[1] is None:
             x, batch_dim, shift = aside(x, in_dims[0])
-            return AllGather.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
-        x = x.to(dtypes.gathered) if dtypes else x
+            return AllGather.apply(x, index, others, fold(axis, info, in_dims), dim + shift), batch_dim
         return axis.issue("all_gather", stack(x, in_dims[0], axis), dim=dim).wait(), None
 
 
 class PsumScatter(Function):
     @staticmethod
-    def forward(
-        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, dtypes: Travel | None
-    ) -> Tensor:
-        x = x.to(dtypes.reduced) if dtypes else x
-        total = axis.issue("psum_scatter", x, dim=dim).wait()
-        return total.to(dtypes.carried) if dtypes else total
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
+        return axis.issue("psum_scatter", x, dim=dim).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -136,7 +126,7 @@ class PsumScatter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return AllGather.apply(grad, *saved(ctx)), None, None, None, None, None
+        return AllGather.apply(grad, *saved(ctx)), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
@@ -151,21 +141,8 @@ class PsumScatter(Function):
         others: Tensor | None,
         axis: Axis,
         dim: int,
-        dtypes: Travel | None,
     ) -> Any:
         if in_dims[1] is None:
             x, batch_dim, shift = aside(x, in_dims[0])
-            return PsumScatter.apply(x, index, others, fold(axis, info, in_dims), dim + shift, dtypes), batch_dim
-        x = x.to(dtypes.reduced) if dtypes else x
-        total = axis.issue("psum_scatter", stack(x, in_dims[0], axis), dim=dim).wait()
-        return total.to(dtypes.carried) if dtypes else total, 0
-
-
-def gather_shards(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
-    """``all_gather`` of stored shards in the dtype to compute in; its transpose reduces in the dtype for that."""
-    return AllGather.apply(x, *place_of(axis), axis, 0, dtypes)
-
-
-def scatter_sums(x: Tensor, axis: Axis, dtypes: Travel) -> Tensor:
-    """``psum_scatter`` of full gradients in the dtype to reduce in, a sum in the dtype that it is carried in."""
-    return PsumScatter.apply(x, *place_of(axis), axis, 0, dtypes)
+            return PsumScatter.apply(x, index, others, fold(axis, info, in_dims), dim + shift), batch_dim
+        return axis.issue("psum_scatter", stack(x, in_dims[0], axis), dim=dim).wait(), 0

@@ -21,8 +21,13 @@ from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Mesh
 from .buffers import Buffer, Slice, Slot, Unit, in_source_order
-from .precision import MixedPrecision, Travel, divide_factors, travel
-from .serialization import OPTIONS, Reduction, dtype_name, from_json, to_json
+from .precision import MixedPrecision, buffer_dtypes, divide_factors
+from .schedule import Schedule, schedule
+from .serialization import dtype_name
+
+Reduction = Literal["mean", "sum"]
+_FORMAT = 3
+_OPTIONS = ("shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward")
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,13 +102,29 @@ class Layout(Static):
         """Ranks that a gradient is averaged over: shards times replicas."""
         return self.num_shards * self.axis_size(self.replicate_axis)
 
-    def divisors(self, reduced: torch.dtype) -> tuple[float, float]:
-        """The divisors of gradients before and after they are summed over all ranks in ``reduced``."""
-        return divide_factors(self.num_ranks, reduced) if self.reduction == "mean" else (1, 1)
+    def schedule(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Schedule:
+        """How ``buffer`` is gathered and its gradient reduced, made once; Note [Schedule] in schedule.py.
 
-    def travel(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Travel:
-        """The dtypes that ``buffer`` is gathered and reduced in; ``dtype`` overrides the policy of its unit."""
-        return travel(buffer.dtype, self.precision_of[buffer.key], dtype)
+        Args:
+            buffer: one of this layout.
+            dtype: what one call gathers in, or what gradients come in, instead of its unit's policy.
+        """
+        key = (buffer.key, dtype)
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(buffer, dtype)
+        return self._schedules[key]
+
+    @cached_property
+    def _schedules(self) -> dict[tuple[str, torch.dtype | None], Schedule]:
+        return {}
+
+    def _schedule(self, buffer: Buffer, dtype: torch.dtype | None) -> Schedule:
+        dtypes = buffer_dtypes(buffer.dtype, self.precision_of[buffer.key], dtype)
+        divisors = divide_factors(self.num_ranks, dtypes.reduced) if self.reduction == "mean" else (1, 1)
+        sharded = buffer.num_shards > 1
+        others = [self.replicate_axis, *([] if sharded else [self.shard_axis])]
+        copies = {axis: size for axis in others if (size := self.axis_size(axis)) > 1}
+        return schedule(buffer.key, dtypes, self.shard_axis if sharded else None, copies, divisors)
 
     def as_stored(self) -> Layout:
         """The same places, without mixed precision."""

@@ -1,4 +1,4 @@
-"""In which dtypes parameters travel and are computed with, and gradients are reduced."""
+"""The dtypes that parameters are gathered and computed with in, and that gradients are reduced in."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 class MixedPrecision:
     """Dtypes of a step, with FSDP's names and meanings: ``plan(model, mesh, precision=MixedPrecision(...))``.
 
-    Parameters and optimizer state are stored as they are. Shards are cast *before* they travel, so a half-precision
-    gather moves half the bytes. Integers and bools are never cast. ``gather`` and the reduction of gradients follow
-    the policy of each unit by themselves; inputs, outputs and buffers are yours, and cast where you say so.
+    Parameters and optimizer state are stored as they are. Shards are cast *before* they are gathered, so a
+    half-precision gather moves half the bytes. Integers and bools are never cast. ``gather`` and the reduction of
+    gradients follow the policy of each unit by themselves; inputs, outputs and buffers are yours, and cast where you
+    say so.
 
     Args:
         param_dtype: what ``gather`` returns, and what the model computes in. ``None``: as stored.
@@ -91,9 +92,9 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     return optree.tree_map(cast, opened(tree), none_is_leaf=True)
 
 
-@dataclass(frozen=True)
-class Travel:
-    """The dtypes of one buffer on its way: how it is stored and gathered, and its gradient reduced and returned."""
+@dataclass(frozen=True, slots=True)
+class BufferDtypes:
+    """The dtypes that a buffer is stored and gathered in, and that its gradient is reduced and returned in."""
 
     stored: torch.dtype
     gathered: torch.dtype
@@ -102,20 +103,25 @@ class Travel:
 
     @property
     def carried(self) -> torch.dtype:
-        """What a sum that was reduced is held in until it is divided: nothing of it is lost or overflows."""
+        """The dtype of a sum that was reduced, until it is divided: nothing of it is lost or overflows."""
         if not self.stored.is_floating_point:
             return self.stored
         wide = torch.promote_types(self.stored, self.reduced)
         return torch.promote_types(wide, torch.float32) if self.reduced == torch.float16 else wide
 
 
-def travel(stored: torch.dtype, precision: MixedPrecision, dtype: torch.dtype | None = None) -> Travel:
-    """How a buffer travels under ``precision``; ``dtype`` is what one call asks it to be gathered in."""
+def buffer_dtypes(stored: torch.dtype, precision: MixedPrecision, dtype: torch.dtype | None = None) -> BufferDtypes:
+    """Those under ``precision``; ``dtype``: what one call gathers in, or what gradients come in.
+
+    Only floating-point numbers are cast; complex gradients are reduced as they come.
+    """
     if not stored.is_floating_point:
-        return Travel(stored, stored, stored, stored)
+        computed = dtype if dtype is not None and dtype.is_complex else stored
+        return BufferDtypes(stored, computed, computed, stored)
     gathered = dtype or precision.param_dtype or stored
     reduced = precision.reduce_dtype or gathered
-    return Travel(stored, gathered, reduced, reduced if precision.keep_low_precision_grads else stored)
+    kept = precision.reduce_dtype or precision.param_dtype or stored
+    return BufferDtypes(stored, gathered, reduced, kept if precision.keep_low_precision_grads else stored)
 
 
 def divide_factors(num_ranks: int, reduced: torch.dtype) -> tuple[float, float]:

@@ -34,18 +34,18 @@ def scatter_encoded_grads(
 
     Args:
         grads: this rank's full gradients, as for :func:`scatter_grads`.
-        codec: ``(encode, decode)``, as ``fs.codecs.int8()``.
+        codec: ``(encode, decode)``, for example ``fs.codecs.int8()``.
         error: what the last call returned; ``None`` for zeros, at the start or for no feedback.
-        layout: where the gradients are to lie; a ``Full`` brings its own.
+        layout: the layout of the result; a ``Full`` brings its own.
 
     Returns:
-        ``(grads, error)``: a ``Sharded`` as of :func:`scatter_grads`, and for each buffer that travels encoded what
+        ``(grads, error)``: a ``Sharded`` as of :func:`scatter_grads`, and for each buffer that is sent encoded what
         this rank still owes, in float32 and ``buffer.numel`` elements. Buffers that are whole on every rank and complex
         ones are reduced exactly and owe nothing. Outside ``spmd`` all carry rank dims.
 
     Raises:
-        TypeError, ValueError: as :func:`scatter_grads`; a codec that is no pair; an ``error`` that does not fit.
-        NotImplementedError: someone differentiates through it.
+        TypeError, ValueError: as :func:`scatter_grads`; a codec that is not a pair; an ``error`` that does not fit.
+        NotImplementedError: it is differentiated.
 
     Cost:
         One all-to-all of encoded bytes per trainable buffer, one all-reduce of the shard where there are replicas; the

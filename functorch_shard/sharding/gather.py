@@ -1,4 +1,4 @@
-"""The verbs of the library: ``shard``, ``gather``, ``scatter_grads``, ``partition``, ``materialize``."""
+"""``gather``: whole parameters from shards, differentiable; ``materialize``: plain copies of them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from torch.autograd import Function
 
 from ..collectives.boundary import here, takes_mean
 from ..collectives.codecs import Codec, as_codec, recode
-from ..collectives.data_parallel import averaged, carried, scaled_gradient
-from ..collectives.encoded import gather_encoded
-from ..collectives.primitives import all_gather
-from ..collectives.rules import gather_shards
+from ..collectives.data_parallel import averaged, gathered
 from ..containers import opened
 from ..layout.buffers import Buffer
 from ..layout.dtensor import with_dtensors
@@ -25,7 +22,7 @@ from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
 from .lazy_tensor import lazily
-from .reduction import copies, copy_dims, reduced_together
+from .reduction import copy_dims, reduced_together
 
 
 def gather(
@@ -42,7 +39,7 @@ def gather(
     ``torch.func.grad`` or ``backward()`` the backward of each gather takes it, and a derivative that goes through two
     gathers, as through a training step, is refused. In forward mode the tangents are gathered.
 
-    On real ranks the parameters are lazy: a unit is fetched when an operation first needs its data, the next one ahead
+    On real ranks the parameters are lazy: a unit is gathered when an operation first needs its data, the next one ahead
     of its use, and at most two are whole at a time; backward gathers again what it needs. So every rank has to use
     them, in the same order: what one rank alone looks at, take with ``lazy=False``. Inside of ``fs.grad``, what all
     ranks gathered and this one did not use counts as zeros in its gradient; so with ``lazy=False`` ranks may use
@@ -54,11 +51,11 @@ def gather(
         lazy: ``False`` gathers everything now, into plain tensors. ``True`` makes even what one rank holds whole lazy,
             ``None`` only what has to be fetched, from other ranks or from where :func:`offload` put it. Simulated ranks
             share one memory: there all is plain.
-        dtype: what to gather floating-point shards in, cast before they travel; the layout's ``precision`` unless
-            given. Gradients come back in the stored dtype.
-        codec: ``(encode, decode)``, what floating-point shards travel as: ``fs.codecs.int8()``, say. Every rank gets
+        dtype: the dtype to gather floating-point shards in, cast before they are sent; by default that of the
+            layout's ``precision``. Gradients come back in the stored dtype.
+        codec: ``(encode, decode)`` for floating-point shards, for example ``fs.codecs.int8()``. Every rank gets
             what ``decode`` makes of the message, its own part too. Derivatives pass straight through, uncoded: the
-            gradient is that of the plain gather at the decoded values. A buffer that does not travel stays exact.
+            gradient is that of the plain gather at the decoded values. A buffer that is not sent stays exact.
 
     Returns:
         A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or views of the
@@ -68,14 +65,14 @@ def gather(
         whole shares its memory with ``params``.
 
     Raises:
-        TypeError: ``params`` is a ``Full`` or no tree at all, ``dtype`` is not a floating-point one, or ``codec`` is no
+        TypeError: ``params`` is not a ``Sharded``, ``dtype`` is not a floating-point one, or ``codec`` is not a
             pair of functions.
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
         RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), used after its
             shards were written to, or used by a model that checkpoints itself under ``functional_call``: see ``call``.
             On every rank, over gloo: ranks used different units where they may not.
-        KeyError: the layout has DTensors, and its mesh is no slice of a device mesh with their axes.
+        KeyError: the layout has DTensors, and its mesh is not a slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
 
     Cost:
@@ -131,31 +128,22 @@ def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bo
 
 
 def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
-    """Whether ``x`` was offloaded: to where there may be no room for all that is made from it at once."""
+    """Whether ``x`` was offloaded: the device may not have memory for all whole buffers at once."""
     return x.device != working_device(x, layout.mesh.device) or memory_kind_of(x).directory is not None
 
 
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from this rank's shard."""
-    axis = layout.mesh[layout.shard_axis].of(buffer.key) if buffer.num_shards > 1 else None
-    x = x.to(working_device(x, layout.mesh.device), non_blocking=True)
-    if not buffer.differentiable:
-        return all_gather(x, axis) if axis else x
-    codec = codec if x.is_floating_point() else None
-    dtypes = layout.travel(buffer, dtype)
-    divisors = layout.divisors(dtypes.reduced)
-    x = averaged(carried(x, dtypes), copies(buffer, layout), divisors, dtypes.reduced)
-    if axis is None:
-        return x.to(dtypes.gathered)
-    x = scaled_gradient(x, divisors[0], dtypes.carried)  # backward meets the last of these lines first
-    gathered = gather_encoded(x, axis, dtypes, codec) if codec else gather_shards(x, axis, dtypes)
-    return scaled_gradient(gathered, 1 / divisors[0], dtypes.reduced)
+    plan, mesh = layout.schedule(buffer, dtype), layout.mesh
+    x = x.to(working_device(x, mesh.device), non_blocking=True)
+    x = averaged(x, plan, mesh) if buffer.differentiable else x
+    return gathered(x, plan, mesh, codec if buffer.dtype.is_floating_point else None)
 
 
 def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
     x = recode(x, codec) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-    x = x.to(working_device(x, layout.mesh.device), layout.travel(buffer, dtype).gathered)
+    x = x.to(working_device(x, layout.mesh.device), layout.schedule(buffer, dtype).dtypes.gathered)
     for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
         x = _FirstCopy.apply(x, dim, i == 0)
     return x.flatten().clone()
@@ -197,7 +185,7 @@ def materialize(tree: Any) -> Any:
     The tensors of a ``Full`` are views of one gathered buffer per unit: keeping one keeps the whole buffer.
 
     Args:
-        tree: a ``Full``, a tensor, or any pytree; what is no tensor is passed through.
+        tree: a ``Full``, a tensor, or any pytree; what is not a tensor is passed through.
 
     Returns:
         The same tree with a contiguous copy of each tensor. Differentiable.

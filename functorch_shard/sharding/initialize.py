@@ -34,7 +34,7 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
     Args:
         model: what ``layout`` was planned from, on the meta device or elsewhere: parameters' values are not looked at.
             The nearest module around a parameter that has a ``reset_parameters`` is to fill it. A module that has
-            torch's private ``_reset_parameters`` instead, as ``MultiheadAttention``, is reset with all modules inside.
+            torch's private ``_reset_parameters`` instead (``MultiheadAttention``) is reset with all modules inside.
             Tied parameters are filled once, under their first name. A DTensor is filled as the whole tensor that it
             stands for, so values are those of the same model without tensor parallelism.
         layout: from :func:`plan`.
@@ -44,14 +44,14 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
         A ``Sharded`` as of :func:`shard`: on the mesh's device, and stacked outside ``spmd`` on simulated ranks.
 
     Raises:
-        TypeError: ``model`` is no module, ``layout`` no layout, ``seed`` no int.
+        TypeError: ``model`` is not a module, ``layout`` not a layout, or ``seed`` not an int.
         ValueError: the model is not the layout's, or parameters are left unfilled, in part or whole, by their reset or
             for want of one; all of them at once.
         RuntimeError: a reset raised, or the ranks disagree about ``seed``. An error on one rank comes on all.
 
     Cost:
         One all-gather of 32 bytes per axis. Memory: the shards, one unit, and what else one module's reset fills. Every
-        rank computes every unit; a module whose parameters lie in several units is reset once for each of them, and one
+        rank computes every unit; a module whose parameters are in several units is reset once for each of them, and one
         that leaves zeros in integers twice, to see that it did.
 
     Example:
@@ -146,7 +146,7 @@ def _fill_shards(resets: Resets, layout: Layout) -> Sharded:
 
 
 def _fill_unit(resets: Resets, unit: Unit, layout: Layout, shards: dict[str, Tensor]) -> list[str]:
-    """Add the shards of ``unit``, and let go of it; or say what is not filled."""
+    """Add the shards of ``unit`` and free it; or report what is not filled."""
     slots = [slot for buffer in unit.buffers for slot in buffer.slots]
     whole, problems = resets.fill([slot.name for slot in slots])
     if not problems:

@@ -1,7 +1,7 @@
-"""The lazy tensor: a gathered parameter that fetches its unit when an operation needs data.
+"""The lazy tensor: a gathered parameter whose unit is gathered when an operation needs its data.
 
-Autograd saves the lazy tensor and not its data, so a unit that was let go is gathered again when backward asks. Nothing
-wraps the model; the order of use drives everything. Views stay lazy, any other operation sees plain data.
+Autograd saves the lazy tensor and not its data, so a unit that was freed is gathered again when backward needs it.
+Nothing wraps the model; the order of use drives everything. Views stay lazy, any other operation sees plain data.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ..torch_internals.tensors import (
 )
 from ..torch_internals.transforms import in_transform
 from .prefetch import Part, Session, UnitBuffers
-from .reduction import copies, is_transpose, reduced, scattered
+from .reduction import reduced, scattered
 
 aten = torch.ops.aten
 _PLAIN_COPY = (
-    "Pass it through functorch_shard.materialize first, as in full | {name: materialize(full[name])}, or gather with "
-    "lazy=False."
+    "Pass it through functorch_shard.materialize first, for example full | {name: materialize(full[name])}, or gather "
+    "with lazy=False."
 )
 # What asks for the form of a tensor and not for its values.
 _FORM_ONLY = {
@@ -102,7 +102,7 @@ class Lazy(Tensor):
         return func(*plain_args, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
 
     def _data(self, own: bool = False) -> Tensor:
-        """Its values, in memory that nobody may write to, or in a copy of that."""
+        """Its values, in memory that must not be written to, or in a copy of that."""
         refuse_swapped(self._is_in)
         flat = self._session.data(self._buffers, self._index)
         flat = flat.clone() if own else flat
@@ -153,7 +153,7 @@ class Lazy(Tensor):
     def _has_no_memory(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
             f"a lazy parameter has no memory of its own to point to: {self!r}. Kernels that take pointers (Triton's, "
-            f"those of nn.LSTM and other RNNs on CUDA) want plain tensors. {_PLAIN_COPY}"
+            f"those of nn.LSTM and other RNNs on CUDA) need plain tensors. {_PLAIN_COPY}"
         )
 
     data_ptr = untyped_storage = storage = numpy = share_memory_ = apply_ = map_ = __dlpack__ = _has_no_memory
@@ -269,7 +269,7 @@ class _Gather(Function):
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
         buffers = session.add(part, shards)
         return tuple(
-            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), part.gathered_dtype(buffer))
+            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), part.plan(buffer).dtypes.gathered)
             for i, (buffer, shard) in enumerate(zip(part.buffers, shards, strict=True))
             for slot in buffer.slots
         )
@@ -277,8 +277,9 @@ class _Gather(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.part, *_ = inputs
-        ctx.boundary, ctx.averages = here(), _has_mean(ctx.part)
-        ctx.transposes = all(is_transpose(buffer, ctx.part.layout) for buffer in ctx.part.buffers)
+        ctx.boundary, plans = here(), [ctx.part.plan(buffer) for buffer in ctx.part.buffers]
+        ctx.averages = any(plan.has_mean for plan in plans)
+        ctx.transposes = all(plan.mean_is_transpose for plan in plans)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -313,14 +314,8 @@ class _Gather(Function):
         return _Gather.apply(session, part, *moved), tuple(out_dims)
 
 
-def _has_mean(part: Part) -> bool:
-    """Whether the mean over ranks differs from the transpose of an all-gather."""
-    layout = part.layout
-    return (layout.reduction == "mean" and layout.num_ranks > 1) or any(copies(b, layout) for b in part.buffers)
-
-
 def _is_differentiated(grads: Sequence[Tensor]) -> bool:
-    """Whether somebody wants a derivative (or a batch) of what is done with ``grads``."""
+    """Whether what is done with ``grads`` is differentiated or batched in turn."""
     return any(map(_has_tangent, grads)) or in_transform() or torch.is_grad_enabled()
 
 
@@ -347,7 +342,7 @@ def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
 def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, averages: bool) -> None:
     """What this rank has to add to the gradients of parts that its loss does not depend on."""
     for part in parts:
-        dtypes = {slot: part.gathered_dtype(buffer) for buffer in part.buffers for slot in buffer.slots}
+        dtypes = {slot: part.plan(buffer).dtypes.gathered for buffer in part.buffers for slot in buffer.slots}
         device = part.layout.mesh.device
         zeros = {slot.name: torch.zeros(slot.shape, dtype=dtype, device=device) for slot, dtype in dtypes.items()}
         session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)

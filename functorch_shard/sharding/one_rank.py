@@ -20,7 +20,7 @@ def gather_to(
     Args:
         params: parameters, or any ``Sharded`` of their shape; every real rank calls this.
         rank: which one, counted in row-major order of the mesh's axes; the same number on every rank.
-        device: where they are to lie; ``"cpu"`` leaves no more than one unit on the mesh's device. ``None``: there.
+        device: where to put them; ``"cpu"`` leaves no more than one unit on the mesh's device. ``None``: there.
         dtype: what to gather floating-point shards in, as in :func:`gather`.
 
     Returns:
@@ -28,7 +28,7 @@ def gather_to(
         whose ranks are one process, the ``Full``, without rank dims.
 
     Raises:
-        TypeError: ``params`` is no ``Sharded``, ``rank`` no int, or ``dtype`` is not a floating-point one.
+        TypeError: ``params`` is not a ``Sharded``, ``rank`` not an int, or ``dtype`` is not a floating-point one.
         ValueError: there is no such rank, or shards that do not fit their layout.
         RuntimeError: inside ``spmd`` of simulated ranks, where all return alike.
 

@@ -18,7 +18,7 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
         Two ``Sharded`` that share the leaves of ``params``, each with the layout of its own buffers.
 
     Raises:
-        TypeError: ``params`` is no ``Sharded``.
+        TypeError: ``params`` is not a ``Sharded``.
 
     Cost:
         Nothing is copied or communicated.

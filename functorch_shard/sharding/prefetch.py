@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import Codec, decode_rows, encode_rows
-from ..communication.axis import Axis
-from ..communication.work import Finished, Work
+from ..collectives.codecs import Codec
+from ..communication.work import Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.schedule import Ops, Schedule, gathered_encoded
 from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
 from ..torch_internals.tensors import version_of
+from .asynchronous import start_gather
 from .reduction import Reductions
 from .streams import Streams, streams_of
 from .unused import Owed
@@ -43,8 +44,13 @@ class Part:
     def is_sharded(self) -> bool:
         return all(buffer.num_shards > 1 for buffer in self.buffers)
 
-    def gathered_dtype(self, buffer: Buffer) -> torch.dtype:
-        return self.layout.travel(buffer, self.dtype).gathered
+    def plan(self, buffer: Buffer) -> Schedule:
+        return self.layout.schedule(buffer, self.dtype)
+
+    def gather_ops(self, buffer: Buffer) -> Ops:
+        plan = self.plan(buffer)
+        encodes = self.codec is not None and buffer.dtype.is_floating_point
+        return gathered_encoded(plan.gather, plan.dtypes, self.codec) if encodes else plan.gather
 
 
 class UnitBuffers:
@@ -56,6 +62,7 @@ class UnitBuffers:
         "_shards",
         "_streams",
         "_versions",
+        "_works",
         "_works",
         "device",
         "flats",
@@ -83,7 +90,7 @@ class UnitBuffers:
             self._sent_on = self._streams.current()
             pairs = zip(self.part.buffers, self._shards, strict=True)
             with _no_inference_mode():
-                self._works = [self._work(buffer, shard) for buffer, shard in pairs]
+                self._works = [self._gather(buffer, shard) for buffer, shard in pairs]
 
     def wait(self) -> None:
         """Wait for the all-gathers."""
@@ -94,7 +101,7 @@ class UnitBuffers:
                 self._made = self._streams.made()
 
     def whole(self, index: int) -> Tensor:
-        """The whole buffer ``index``, which has landed, for use on the current stream."""
+        """The whole buffer ``index``, once it was waited for, for use on the current stream."""
         assert self.flats is not None
         self._made.take(self.flats)
         return self.flats[index]
@@ -103,38 +110,14 @@ class UnitBuffers:
         """Free the gathered buffers."""
         self.flats = self._works = None
 
-    def _work(self, buffer: Buffer, shard: Tensor) -> Work:
-        dtype = self.part.gathered_dtype(buffer)
-        if buffer.num_shards == 1:
-            whole = self._copied(shard, dtype)
-            return Finished(whole)
-        if self.part.codec is None or not buffer.dtype.is_floating_point:
-            return self._send(shard, dtype, buffer.key)
-        return self._send_encoded(shard.to(self.device, non_blocking=True), dtype, buffer.key, self.part.codec)
-
-    def _send(self, x: Tensor, dtype: torch.dtype, key: str) -> Work:
-        """Ranks are laid side by side in the last dim."""
-        axis = self.part.layout.mesh[self.part.layout.shard_axis]
-        if x.ndim > 1:
-            here = self._copied(x, dtype)
-            return Work(lambda: _gather_batch(axis, key, here))
-        return axis.issue("all_gather", x, dtype=dtype, key=key, device=self.device)
-
-    def _copied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """As it is now, row-major in memory of its own: a shard may be a view, and may be written to meanwhile."""
-        return x.new_empty(x.shape, dtype=dtype, device=self.device).copy_(x, non_blocking=True)
-
-    def _send_encoded(self, shard: Tensor, dtype: torch.dtype, key: str, codec: Codec) -> Work:
-        message, form = encode_rows(shard, codec)
-        sizes = self.part.layout.num_shards, message.shape[-1]
-        work = self._send(message, message.dtype, key)
-        return work.then(lambda rows: decode_rows(rows.unflatten(-1, sizes), form, codec).flatten(-2).to(dtype))
+    def _gather(self, buffer: Buffer, shard: Tensor) -> Work:
+        return start_gather(self.part.gather_ops(buffer), shard, buffer.key, self.part.layout.mesh, self.device)
 
     def _check_unchanged(self) -> None:
         if [_version(shard) for shard in self._shards] != self._versions:
             keys = ", ".join(repr(buffer.key) for buffer in self.part.buffers)
             raise RuntimeError(
-                f"gather: {keys}: the shards were written to (by a step with donate=True, say) after they were "
+                f"gather: {keys}: the shards were written to (for example by a step with donate=True) after they were "
                 "gathered, and a lazy parameter would now have other values than before. Gather again from the new "
                 "shards, or take plain values with gather(params, lazy=False)."
             )
@@ -202,10 +185,6 @@ class Session:
     def _evict(self, unit: int) -> None:
         for buffers in self._resident.pop(unit):
             buffers.drop()
-
-
-def _gather_batch(axis: Axis, key: str, shards: Tensor) -> Tensor:
-    return axis.issue("all_gather", shards, key=key, dim=shards.ndim - 1).wait().contiguous()
 
 
 def _no_inference_mode() -> AbstractContextManager[object]:

@@ -1,14 +1,12 @@
-"""Full gradients to reduced shards: by differentiable collectives, or under way while backward goes on.
+"""Full gradients to reduced shards: by differentiable collectives, or asynchronously while backward goes on.
 
-Both add up the same numbers in the same order, so their results are equal bitwise: packed, cast to the dtype to reduce
-in, divided (if that is float16), summed over the shards, summed over the copies, divided, and cast to the stored dtype
-once. Where ``fs.grad`` takes the mean, the last three of these are done at its boundary.
+Both follow the schedule of the buffer, Note [Schedule], so their results are equal bitwise. Where ``fs.grad`` takes the
+mean, ``across`` is done at its boundary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from threading import RLock
 from typing import Any
@@ -20,17 +18,17 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here
 from ..collectives.codecs import Codec
+from ..collectives.data_parallel import across, within
 from ..collectives.encoded import scatter_encoded
-from ..collectives.primitives import psum
-from ..collectives.rules import scatter_sums
-from ..communication.axis import Axis
-from ..communication.work import Finished, Work
+from ..communication.work import Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack
-from ..layout.precision import Travel, divide_factors
+from ..layout.precision import divide_factors
+from ..layout.schedule import AllReduce, Cast, Divide, Schedule, schedule
 from ..storage.memory_kind import MemoryKind, to_memory_kind_of, to_working_device
 from ..torch_internals.transforms import in_transform
+from .asynchronous import start_reduction
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -38,10 +36,8 @@ def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) 
 
     Not yet cast to the dtype that it is stored or returned in.
     """
-    packed = pack(_complete(grads, buffer, layout), buffer)
-    dtypes = _dtypes(packed, buffer, layout)
-    total = _scattered(packed, buffer, layout, dtypes)
-    return mean(total, copies(buffer, layout), layout.divisors(dtypes.reduced), dtypes)
+    packed, plan = _packed(grads, buffer, layout)
+    return across(within(packed, plan, layout.mesh), plan, layout.mesh)
 
 
 def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -51,37 +47,20 @@ def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout:
 
 def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
     """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather."""
-    packed = pack(_complete(grads, buffer, layout), buffer)
-    return _scattered(packed, buffer, layout, _dtypes(packed, buffer, layout))
-
-
-def _scattered(packed: Tensor, buffer: Buffer, layout: Layout, dtypes: Travel) -> Tensor:
-    if buffer.num_shards == 1:
-        return packed.to(dtypes.carried)
-    before, _ = layout.divisors(dtypes.reduced)
-    packed = packed if before == 1 else packed.to(dtypes.reduced) / before
-    return _times(scatter_sums(packed, layout.mesh[layout.shard_axis].of(buffer.key), dtypes), before)
+    packed, plan = _packed(grads, buffer, layout)
+    return within(packed, plan, layout.mesh)
 
 
 def reduced_encoded(
     grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: Codec, error: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """:func:`reduced` of what ``codec`` makes of ``grads`` and last time's ``error``, and what it lost of them."""
-    packed = pack(_complete(grads, buffer, layout), buffer)
+    packed, _ = _packed(grads, buffer, layout)
     wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
     owed = wide if error is None else wide + error
     total, lost = scatter_encoded(owed, layout.mesh[layout.shard_axis].of(buffer.key), codec)
-    dtypes = layout.travel(buffer, wide.dtype)
-    return _returned(mean(total, copies(buffer, layout), layout.divisors(dtypes.reduced), dtypes), buffer, layout), lost
-
-
-def mean(total: Tensor, axes: Sequence[Axis], divisors: tuple[float, float], dtypes: Travel) -> Tensor:
-    """What the copies on ``axes`` have in all, divided by ``divisors`` before and after."""
-    before, after = divisors
-    total = _times(total, 1 / before).to(dtypes.reduced)
-    for axis in axes:
-        total = psum(total, axis)
-    return _divided(total.to(dtypes.carried), after)
+    plan = layout.schedule(buffer, wide.dtype)
+    return _returned(across(total, plan, layout.mesh), buffer, layout), lost
 
 
 def at_boundary(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) -> dict[str, Any]:
@@ -99,12 +78,13 @@ def at_boundary(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) ->
 
 
 def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool) -> Tensor:
-    axes, dtypes = copies(buffer, layout), _dtypes_at_boundary(x, buffer, layout)
-    divisors = layout.divisors(dtypes.reduced)
-    if in_place and not axes and x.dtype == dtypes.returned:
-        return x.div_(divisors[0] * divisors[1]) if layout.reduction == "mean" else x
-    moved = to_working_device(x, layout.mesh.device) if axes else x
-    average = _returned(mean(moved, axes, divisors, dtypes), buffer, layout)
+    plan = _schedule_of_shard(x, buffer, layout)
+    has_copies = any(isinstance(op, AllReduce) for op in plan.across)
+    if in_place and not has_copies and x.dtype == plan.dtypes.returned:
+        return x.div_(prod(op.by for op in plan.across if isinstance(op, Divide))) if plan.has_mean else x
+    average = _returned(
+        across(to_working_device(x, layout.mesh.device) if has_copies else x, plan, layout.mesh), buffer, layout
+    )
     return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
 
 
@@ -114,12 +94,29 @@ def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     return _returned(x, buffer, layout)
 
 
-def _dtypes_at_boundary(x: Tensor, buffer: Buffer, layout: Layout) -> Travel:
-    return _dtypes(x, buffer, layout) if x.is_complex() else layout.travel(buffer)
+def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """The mean (or the sum) over replicas of what each of them has reduced for itself, added up as gradients are."""
+    size, dtypes = layout.axis_size(layout.replicate_axis), _schedule_of_shard(shard, buffer, layout).dtypes
+    if size == 1:
+        return _returned(shard, buffer, layout)
+    divisors = divide_factors(size, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
+    plan = schedule(buffer.key, dtypes, None, {layout.replicate_axis: size}, divisors)
+    return _returned(across(shard, plan, layout.mesh), buffer, layout)
+
+
+def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:
+    """One full gradient, and how it is reduced in the dtype that it comes in."""
+    packed = pack(_complete(grads, buffer, layout), buffer)
+    return packed, layout.schedule(buffer, packed.dtype)
+
+
+def _schedule_of_shard(x: Tensor, buffer: Buffer, layout: Layout) -> Schedule:
+    """By the unit's policy: ``x`` has the dtype that it is carried or returned in, and not that it was computed in."""
+    return layout.schedule(buffer, x.dtype if x.is_complex() else None)
 
 
 def _returned(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    return x.to(layout.travel(buffer).returned)
+    return x.to(layout.schedule(buffer).dtypes.returned)
 
 
 def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
@@ -128,40 +125,10 @@ def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
     return [i for i, name in names if buffer.num_shards == 1 or name != layout.shard_axis]
 
 
-def _times(x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1 else x * factor
-
-
-def _divided(x: Tensor, divisor: float) -> Tensor:
-    return x if divisor == 1 else x / divisor
-
-
-def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    """The mean (or the sum) over replicas of what each of them has reduced for itself, added up as gradients are."""
-    dtypes = _dtypes(shard, buffer, layout) if shard.is_complex() else layout.travel(buffer)
-    size = layout.axis_size(layout.replicate_axis)
-    if size == 1:
-        return _returned(shard, buffer, layout)
-    divisors = divide_factors(size, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
-    return _returned(mean(shard, [layout.mesh[layout.replicate_axis]], divisors, dtypes), buffer, layout)
-
-
-def copies(buffer: Buffer, layout: Layout) -> list[Axis]:
-    """The axes whose ranks hold copies of a shard."""
-    names = [layout.replicate_axis, *([layout.shard_axis] if buffer.num_shards == 1 else [])]
-    return [layout.mesh[name].of(buffer.key) for name in names if layout.axis_size(name) > 1]
-
-
-def is_transpose(buffer: Buffer, layout: Layout) -> bool:
-    """Whether the mean (or the sum) over ranks is the transpose of a gather, for equal values of equal copies."""
-    divisor = layout.num_ranks if layout.reduction == "mean" else 1
-    return prod(axis.size for axis in copies(buffer, layout)) == divisor
-
-
 def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """Whole buffers behind one node: backward reduces all of them or none, those that were not used as zeros.
 
-    Inside of an outermost ``fs.grad``, on real ranks (Note [Unused units] in owed.py); elsewhere ``flats``.
+    Inside of an outermost ``fs.grad``, on real ranks (Note [Unused units] in unused.py); elsewhere ``flats``.
     """
     anchors = anchors_here()
     keys = [key for key, x in flats.items() if x.requires_grad]
@@ -199,18 +166,18 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 class Reductions:
     """The reductions of backward passes, started as gradients come and waited for at the end of each pass.
 
-    One part's is under way at a time: the next waits for it, and so one full gradient is let go before another is laid
-    out, in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
+    One part is reduced at a time: the next waits for it, and so one full gradient is freed before another is packed,
+    in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
     A result is put in the memory kind of its shard as soon as it is complete. Autograd may call from
-    several threads: whoever comes while another one waits for a message waits for it too.
+    several threads: a call that comes while another one waits for a message waits for it too.
     """
 
     def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None) -> None:
         self._memory_kinds = memory_kinds or {}
         self._one_at_a_time = RLock()
-        self._under_way: list[tuple[int, _Reduction]] = []
+        self._started: list[tuple[int, str, Work]] = []
         self._results: dict[tuple[int, str], Tensor] = {}
-        self._room: dict[int, Tensor] = {}
+        self._scratch: dict[int, Tensor] = {}
 
     def start(
         self,
@@ -224,8 +191,8 @@ class Reductions:
         with self._one_at_a_time:
             self._finish()
             for i, buffer in enumerate(buffers):
-                one = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
-                self._under_way.append((backward_pass, one))
+                work = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
+                self._started.append((backward_pass, buffer.key, work))
 
     def wait(self, key: str, backward_pass: int) -> Tensor | None:
         """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
@@ -234,57 +201,25 @@ class Reductions:
             return self._results.pop((backward_pass, key), None)
 
     def _finish(self) -> None:
-        while self._under_way:
-            backward_pass, reduction = self._under_way.pop(0)
-            key, total = reduction.buffer.key, reduction.land()
+        while self._started:
+            backward_pass, key, work = self._started.pop(0)
+            total = work.wait()
             self._results[backward_pass, key] = self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
 
-    def _start(
-        self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool
-    ) -> _Reduction:
+    def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
         like = grads[buffer.slots[0].name]
-        dtypes = _dtypes(like, buffer, layout)
-        before, _ = layout.divisors(dtypes.reduced)
-        if buffer.num_shards == 1:  # nothing to add up here, and what was laid out may be the result
-            packed = pack(grads, buffer).to(dtypes.carried)
-            return _Reduction(buffer, layout, dtypes, Finished(packed), 1, averages)
-        packed = pack(grads, buffer, out=self._room_for(buffer, like, dtypes.reduced, place))
-        packed = packed if before == 1 else packed.div_(before)
-        axis = layout.mesh[layout.shard_axis]
-        work = axis.issue("psum_scatter", packed, key=buffer.key)
-        return _Reduction(buffer, layout, dtypes, work, before, averages)
+        plan = layout.schedule(buffer, like.dtype)
+        ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
+        # where there is nothing to add up now, what is packed may be the result, and is in new memory
+        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
+        return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
 
-    def _room_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
+    def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""
-        room = self._room.get(place)
-        if room is None or room.dtype != dtype or room.numel() < buffer.numel:
-            room = self._room[place] = like.new_empty(buffer.numel, dtype=dtype)
-        return room[: buffer.numel]
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """One buffer on its way: over the shards while backward goes on, then over the copies."""
-
-    buffer: Buffer
-    layout: Layout
-    dtypes: Travel
-    work: Work
-    divided: float  # what the addends were divided by
-    averages: bool
-
-    def land(self) -> Tensor:
-        total = self.work.wait().to(self.dtypes.carried)
-        total = total if self.divided == 1 else total.mul_(self.divided)
-        return self._mean(total) if self.averages else total
-
-    def _mean(self, total: Tensor) -> Tensor:
-        before, after = self.layout.divisors(self.dtypes.reduced)
-        total = (total if before == 1 else total.div_(before)).to(self.dtypes.reduced)
-        for axis in copies(self.buffer, self.layout):
-            total = axis.issue("psum", total, key=self.buffer.key).wait()
-        total = total.to(self.dtypes.carried)
-        return (total if after == 1 else total.div_(after)).to(self.dtypes.stored)
+        scratch = self._scratch.get(place)
+        if scratch is None or scratch.dtype != dtype or scratch.numel() < buffer.numel:
+            scratch = self._scratch[place] = like.new_empty(buffer.numel, dtype=dtype)
+        return scratch[: buffer.numel]
 
 
 def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
@@ -293,10 +228,3 @@ def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout
     like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)
     every = {slot.name: (slot, grads[slot.name]) for slot in buffer.slots}
     return {name: like.new_zeros(slot.shape) if grad is None else grad for name, (slot, grad) in every.items()}
-
-
-def _dtypes(grads: Tensor, buffer: Buffer, layout: Layout) -> Travel:
-    """Gradients come in the dtype that was computed in; a complex one is not cast to a real one."""
-    if grads.is_complex():
-        return Travel(buffer.dtype, grads.dtype, grads.dtype, buffer.dtype)
-    return layout.travel(buffer, grads.dtype)

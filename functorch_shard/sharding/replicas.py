@@ -22,14 +22,14 @@ def within_replicas(params: Sharded) -> Sharded:
     ``set_requires_all_reduce(False)``.
 
     Args:
-        params: what is differentiated by: any ``Sharded`` that lies on replicas. On others nothing changes.
+        params: what is differentiated by: any ``Sharded`` whose mesh has replicas. Without them nothing changes.
 
     Returns:
         A ``Sharded`` of the same tensors. ``gather`` of it has the values of ``params``, and a gradient is the mean
         over this replica's ranks of what each of them returns (the sum, with ``reduction="sum"``).
 
     Raises:
-        TypeError: ``params`` is no ``Sharded``.
+        TypeError: ``params`` is not a ``Sharded``.
 
     Cost:
         Nothing is copied or communicated. Of the gradient: one reduce-scatter per trainable buffer.
@@ -64,8 +64,8 @@ def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
         ``reduction="sum"``), added up in the dtype that gradients are reduced in.
 
     Raises:
-        TypeError: ``grads`` is no ``Sharded``, or ``layout`` no layout.
-        ValueError: gradients that are reduced over replicas already, or lie otherwise than ``layout`` says; shards that
+        TypeError: ``grads`` is not a ``Sharded``, or ``layout`` not a layout.
+        ValueError: gradients that are reduced over replicas already, or have a different layout; shards that
             do not fit.
 
     Cost:

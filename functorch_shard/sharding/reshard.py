@@ -37,7 +37,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
             What is in no ``Sharded`` is passed through. On simulated ranks a stacked tree, outside ``spmd``. A *list*
             holds the trees of all ranks, in rank order, as they come out of files: several trees of one rank go into a
             tuple or a dict.
-        layout: where the values are to lie, with the names, shapes, dtypes, placements and ties that they have
+        layout: the new layout, with the names, shapes, dtypes, placements and ties that they have
             now. From real ranks
             to real ranks: on a mesh of the same processes, in any order and in any axes. From a stacked tree, a list or
             a single rank: on any mesh.
@@ -51,7 +51,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
         ranks: stacked. Real ranks: this rank's.
 
     Raises:
-        TypeError: no ``Sharded`` in ``tree``, or ``layout`` is no layout.
+        TypeError: no ``Sharded`` in ``tree``, or ``layout`` is not a layout.
         ValueError: parameters that the two layouts do not agree about; leaves that do not fit; a new buffer that takes
             parameters from buffers of different step counts. All offenders of a kind at once.
         RuntimeError: inside ``spmd`` on simulated ranks, or inside a transform; or another rank failed, or has another
@@ -102,7 +102,7 @@ class _Move:
     home: Sequence[int]  # the old rank that each new rank is; empty where every old rank is held here
 
     def lines(self) -> Iterator[str]:
-        """What a difference between ranks is told in."""
+        """The text in which ranks compare it."""
         yield from self.held.lines()
         yield from self.fresh.lines() if self.fresh else ()
         yield from self.layout.lines()
@@ -262,8 +262,8 @@ def _leaves(held: Holding, fresh: Holding | None, layout: Layout) -> list[dict[s
             result[node][key] = _Leaf(origins[0].example, carried)
     advice = (
         "A buffer has one leaf for all of its parameters. Keep parameters whose histories differ in buffers of their "
-        'own, as plan(labels=lambda name, p: "late" if name in thawed else None). For an optimizer\'s state, '
-        "fresh=opt.init(params) is what parameters without one start from."
+        'own, for example by plan(labels=lambda name, p: "late" if name in thawed else None). For an optimizer\'s '
+        "state, fresh=opt.init(params) is what parameters without one start from."
     )
     reject("reshard", problems, advice)
     return result

@@ -27,7 +27,7 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         grads: a ``Full``, or a mapping name -> tensor with ``layout``: this rank's gradients, in shapes of the
             parameters and any floating-point dtype. ``None`` counts as zeros. Frozen parameters may be left out. Those
             of DTensors are DTensors, in any placements.
-        layout: where the gradients are to lie; a ``Full`` brings its own.
+        layout: the layout of the result; a ``Full`` brings its own.
 
     Returns:
         A ``Sharded`` of gradients in the stored dtypes (with ``keep_low_precision_grads`` in those of the reduction),
@@ -90,7 +90,7 @@ def accumulate(total: Full | None, grads: Full) -> Full:
         A new ``Full`` in each unit's ``reduce_dtype``, or as ``grads`` come. ``None`` counts as zeros.
 
     Raises:
-        TypeError: ``grads`` or ``total`` is no ``Full``.
+        TypeError: ``grads`` or ``total`` is not a ``Full``.
 
     Cost:
         No collectives; the memory of one set of full gradients in that dtype.

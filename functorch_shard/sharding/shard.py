@@ -42,7 +42,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
         padding. On a simulated mesh: of all ranks, stacked, with one leading rank dim per axis.
 
     Raises:
-        TypeError: ``source`` is already sharded, ``layout`` is no layout, or ``from_rank`` no int.
+        TypeError: ``source`` is already sharded, ``layout`` is not a layout, or ``from_rank`` not an int.
         ValueError: names, shapes or dtypes that do not fit, or meta tensors; all of them at once. Or there is no rank
             ``from_rank``. With it, and of a module, an error on one real rank comes on all.
         RuntimeError: a module has other values on another rank: on all ranks, with the first parameter that differs. Or

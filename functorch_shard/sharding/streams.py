@@ -1,9 +1,9 @@
 """Streams of a device: what is made on one is waited for on another, and its memory outlives its use there.
 
-A kernel runs behind those that were put on its stream before it, and beside those of other streams. What is whole may
-be asked for on any stream: it is finished on the stream that it was sent for on, where all of its memory is from, an
-event marks when it is there, and every other stream waits for that event once. The allocator is told of such a stream,
-so that what is let go is not given away before the stream is done with it.
+A kernel runs after those that were put on its stream before it, and concurrently with those of other streams. A
+gathered buffer may be used on any stream: it is finished on the stream that its gather was started on, which all of its
+memory is from, an event marks when it is complete, and every other stream waits for that event once.
+``record_stream`` reports such a stream to the allocator, so that freed memory is not reused before the stream is done.
 """
 
 from __future__ import annotations

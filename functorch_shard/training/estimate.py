@@ -20,8 +20,8 @@ from ..communication.counter import Traffic, bytes_sent
 from ..errors import axes_text, table
 from ..layout.buffers import Buffer, Unit
 from ..layout.layout import Layout
+from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
-from ..sharding.reduction import copies
 from ..sharding.use_order import small_units
 from .optimizer import Optimizer
 
@@ -94,7 +94,7 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
         An :class:`Estimate` in bytes of one rank. All ranks have equal shards, padding included.
 
     Raises:
-        TypeError: ``layout`` is no layout.
+        TypeError: ``layout`` is not a layout.
         ValueError: ``opt`` has options for a label that no buffer has.
 
     Cost:
@@ -128,7 +128,7 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     return Estimate(
         axes=layout.axes,
         parameters=sum(_shard_bytes(b, b.dtype) for b in layout.buffers.values()),
-        gradients=sum(_shard_bytes(b, layout.travel(b).returned) for b in trainable),
+        gradients=sum(_shard_bytes(b, layout.schedule(b).dtypes.returned) for b in trainable),
         optimizer=_state_bytes(layout, opt) if opt else 0,
         gathered=_gathered_bytes(layout),
         reducing=max((_reducing_bytes(unit, layout) for unit in layout.units), default=0),
@@ -142,7 +142,7 @@ def _shard_bytes(buffer: Buffer, dtype: torch.dtype) -> int:
 
 def _whole_bytes(buffer: Buffer, layout: Layout) -> int:
     """Of the gathered buffer; where every rank has it whole already, of its cast."""
-    gathered = layout.travel(buffer).gathered
+    gathered = layout.schedule(buffer).dtypes.gathered
     return 0 if buffer.num_shards == 1 and gathered == buffer.dtype else buffer.numel * gathered.itemsize
 
 
@@ -159,8 +159,8 @@ def _gathered_bytes(layout: Layout) -> int:
 
 
 def _reducing_bytes(unit: Unit, layout: Layout) -> int:
-    trainable = [(b.numel, layout.travel(b)) for b in unit.buffers if b.trainable]
-    return sum(numel * (way.gathered.itemsize + way.reduced.itemsize) for numel, way in trainable)
+    trainable = [(b.numel, layout.schedule(b).dtypes) for b in unit.buffers if b.trainable]
+    return sum(numel * (dtypes.gathered.itemsize + dtypes.reduced.itemsize) for numel, dtypes in trainable)
 
 
 def _state_bytes(layout: Layout, opt: Optimizer) -> int:
@@ -189,12 +189,27 @@ def _traffic(layout: Layout) -> dict[AxisAndKind, Traffic]:
 def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
     """Axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
     for unit in (*layout.units, *(layout.units[i] for i in _gathered_again(layout))):
-        for buffer in unit.buffers:
-            if buffer.num_shards > 1:
-                yield layout.shard_axis, "all_gather", _shard_bytes(buffer, layout.travel(buffer).gathered)
-    for buffer in layout.buffers.values():
-        if buffer.trainable:
-            yield from _reductions(buffer, layout)
+        for b in unit.buffers:
+            yield from collectives_of(layout.schedule(b).gather, b.shard_numel, b.dtype, b.num_shards)
+    for b in layout.buffers.values():
+        if b.trainable:
+            yield from collectives_of(layout.schedule(b).reduce, b.numel, b.dtype, b.num_shards)
+
+
+def collectives_of(ops: Ops, numel: int, dtype: torch.dtype, num_shards: int) -> Iterator[tuple[str, str, int]]:
+    """The counting interpreter of a schedule: an operand is its number of elements and its dtype."""
+    for op in ops:
+        match op:
+            case Cast():
+                dtype = op.dtype
+            case AllGather():
+                yield op.axis, "all_gather", numel * dtype.itemsize
+                numel *= num_shards
+            case ReduceScatter():
+                yield op.axis, "psum_scatter", numel * dtype.itemsize
+                numel //= num_shards
+            case AllReduce():
+                yield op.axis, "psum", numel * dtype.itemsize
 
 
 def _gathered_again(layout: Layout) -> list[int]:
@@ -209,11 +224,3 @@ def _gathered_again(layout: Layout) -> list[int]:
     start = learning.index(True)
     first = sum(i < start for i in large)  # its place among the large ones
     return large[:-2][first:]
-
-
-def _reductions(buffer: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:
-    reduced = layout.travel(buffer).reduced
-    if buffer.num_shards > 1:
-        yield layout.shard_axis, "psum_scatter", buffer.numel * reduced.itemsize
-    for axis in copies(buffer, layout):
-        yield axis.name, "psum", _shard_bytes(buffer, reduced)

@@ -236,8 +236,8 @@ def _is_carried_wider(tree: Any) -> list[bool]:
 
 
 def _wider_than_stored(node: Sharded) -> list[bool]:
-    ways = {key: node.layout.travel(node.layout.buffers[key]) for key in node}
-    return [way.carried != way.stored for way in ways.values()]
+    dtypes = [node.layout.schedule(node.layout.buffers[key]).dtypes for key in node]
+    return [each.carried != each.stored for each in dtypes]
 
 
 def _picked(xs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:

@@ -64,9 +64,9 @@ def backward(number: int = 1) -> Iterator[None]:
 def fetches() -> Iterator[list[int]]:
     """The units that are sent for, in order."""
     seen: list[int] = []
-    flight = UnitBuffers._work
+    flight = UnitBuffers._gather
     with mock.patch.object(
-        UnitBuffers, "_work", lambda cell, *args: (seen.append(cell.part.unit), flight(cell, *args))[1]
+        UnitBuffers, "_gather", lambda cell, *args: (seen.append(cell.part.unit), flight(cell, *args))[1]
     ):
         yield seen
 

@@ -106,14 +106,14 @@ class Units:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        flight = UnitBuffers._work
+        flight = UnitBuffers._gather
 
         def watched(cell: UnitBuffers, *args: Any) -> Work:
             sent = flight(cell, *args)
             self.memory_of[cell] = self.device.now
             return Work(lambda: (self._land(cell), sent.wait())[-1])
 
-        with mock.patch.object(UnitBuffers, "_work", watched):
+        with mock.patch.object(UnitBuffers, "_gather", watched):
             yield
 
     def _land(self, cell: UnitBuffers) -> None:

@@ -1,0 +1,132 @@
+"""What is done with one buffer to gather it and to reduce its gradient: tuples of operations, without tensors.
+
+Note [Schedule]: a shard becomes the whole buffer by ``gather``; a full gradient becomes the exact sum over the ranks
+that share the buffer by ``within``, the transpose of ``gather``; that sum becomes the mean over all ranks by
+``across``::
+
+    gather   Cast(gathered), AllGather(shard axis)
+    within   Cast(reduced), Divide(before), ReduceScatter(shard axis), Cast(carried), Divide(1 / before)
+    across   Divide(before), Cast(reduced), AllReduce(axis of copies) ..., Cast(carried), Divide(after)
+
+Without a shard axis there is no ``AllGather`` and ``within`` is a cast; casts and divisions that change nothing are
+left out. ``before`` is a power of two, so a division by it is undone exactly. Everybody who gathers or reduces follows
+these tuples, by differentiable collectives, asynchronously or counting bytes, so their numbers are equal bitwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isclose, prod
+from typing import Any
+
+import torch
+
+from .precision import BufferDtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Elements in another dtype."""
+
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """Elements divided by a number."""
+
+    by: float
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """The operands of all ranks side by side; with a ``codec``, what it makes of each of them."""
+
+    axis: str
+    codec: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """This rank's part of the sum of the operands of all ranks."""
+
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """The sum of the operands of all ranks."""
+
+    axis: str
+
+
+Local = Cast | Divide
+Communication = AllGather | ReduceScatter | AllReduce
+Op = Local | Communication
+Ops = tuple[Op, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The operations of one buffer; see Note [Schedule]."""
+
+    key: str  # of the buffer: ranks compare it where they compare collectives
+    dtypes: BufferDtypes
+    gather: Ops
+    within: Ops
+    across: Ops
+    mean_is_transpose: bool  # whether ``across`` is the transpose of making equal copies
+
+    @property
+    def reduce(self) -> Ops:
+        """A full gradient to the shard of the mean (or the sum) over all ranks, in the dtype to return."""
+        return (*self.within, *self.across, Cast(self.dtypes.returned))
+
+    @property
+    def has_mean(self) -> bool:
+        """Whether the mean over all ranks differs from the transpose of ``gather``."""
+        return any(not isinstance(op, Cast) for op in self.across)
+
+
+def schedule(
+    key: str, dtypes: BufferDtypes, shard_axis: str | None, copies: Mapping[str, int], divisors: tuple[float, float]
+) -> Schedule:
+    """The operations of buffer ``key``, sharded over ``shard_axis``; ``copies``: how many each other axis has."""
+    before, after = divisors
+    gather, within = [Cast(dtypes.gathered)], [Cast(dtypes.carried)]
+    if shard_axis is not None:
+        gather = [*gather, AllGather(shard_axis)]
+        within = [Cast(dtypes.reduced), *_divide(before), ReduceScatter(shard_axis), *within, *_divide(1 / before)]
+    sums = map(AllReduce, copies)
+    across = (*_divide(before), Cast(dtypes.reduced), *sums, Cast(dtypes.carried), *_divide(after))
+    transposes = isclose(before * after, prod(copies.values()))
+    return Schedule(key, dtypes, tuple(gather), tuple(within), across, transposes)
+
+
+def _divide(by: float) -> Iterator[Divide]:
+    if by != 1:
+        yield Divide(by)
+
+
+def gathered_encoded(ops: Ops, dtypes: BufferDtypes, codec: Any) -> Ops:
+    """``ops`` of a gather that moves what ``codec`` makes of the stored shards."""
+    encoded = [AllGather(op.axis, codec) for op in ops if isinstance(op, AllGather)]
+    return (Cast(dtypes.stored), *encoded, Cast(dtypes.gathered)) if encoded else ops
+
+
+def up_to_communication(ops: Ops) -> tuple[Ops, Communication | None, Ops]:
+    """The local operations in front, the first communication, and the operations after it."""
+    for i, op in enumerate(ops):
+        if not isinstance(op, Local):
+            return ops[:i], op, ops[i + 1 :]
+    return ops, None, ()
+
+
+def one_communication_each(ops: Ops) -> list[Ops]:
+    """``ops`` in pieces with one communication each, everything in front of the first and behind the last included."""
+    before, op, after = up_to_communication(ops)
+    if op is None:
+        return [ops]
+    rest, more, _ = up_to_communication(after)
+    return [(*before, op, *rest)] if more is None else [(*before, op), *one_communication_each(after)]

@@ -1,0 +1,167 @@
+"""Schedules: pure tuples of operations, gather and reduction each other's transpose, made once per layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functorch_shard as fs
+from functorch_shard.collectives.data_parallel import gathered, within
+from functorch_shard.layout.buffers import Buffer
+from functorch_shard.layout.schedule import (
+    AllGather,
+    AllReduce,
+    Cast,
+    Communication,
+    Divide,
+    Op,
+    ReduceScatter,
+    Schedule,
+    one_communication_each,
+)
+
+some_laws = settings(max_examples=60, deadline=None)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+floats = st.sampled_from(FLOATS)
+maybe = st.sampled_from([None, *FLOATS])
+policies = st.builds(fs.MixedPrecision, param_dtype=maybe, reduce_dtype=maybe, keep_low_precision_grads=st.booleans())
+axes = st.fixed_dictionaries({"replicate": st.integers(1, 3), "shard": st.integers(1, 4)})
+reductions = st.sampled_from(["mean", "sum"])
+dtypes = st.sampled_from([*FLOATS, torch.complex64, torch.int64])
+
+
+def planned(
+    dtype: torch.dtype, policy: fs.MixedPrecision, axes: dict[str, int], reduction: str, numel: int = 3
+) -> tuple[fs.Layout, Buffer, Schedule]:
+    layout = fs.plan(
+        {"u.w": torch.zeros(numel, dtype=dtype)},
+        fs.simulated_mesh(axes),
+        precision=policy,
+        reduction=reduction,  # pyright: ignore[reportArgumentType]
+        align_bytes=0,
+    )
+    (buffer,) = layout.buffers.values()
+    return layout, buffer, layout.schedule(buffer)
+
+
+schedules = st.builds(planned, dtypes, policies, axes, reductions)
+
+
+def communications(ops: tuple[Op, ...]) -> list[AllGather | ReduceScatter | AllReduce]:
+    return [op for op in ops if isinstance(op, Communication)]
+
+
+def divided_by(ops: tuple[Op, ...]) -> float:
+    return prod(op.by for op in ops if isinstance(op, Divide))
+
+
+TRANSPOSED: dict[type, Any] = {AllGather: ReduceScatter, ReduceScatter: AllGather}
+
+
+@given(schedules)
+@some_laws
+def test_within_communicates_as_the_transpose_of_gather_does(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
+    _, _, plan = planned
+    transposed = [TRANSPOSED[type(op)](op.axis) for op in reversed(communications(plan.gather))]
+    assert transposed == communications(plan.within)
+
+
+@given(
+    st.sampled_from([torch.float32, torch.float64]),
+    axes,
+    reductions,
+    st.integers(1, 9),
+    st.integers(0, 2**16),
+    policies,
+)
+@some_laws
+def test_within_is_the_transpose_of_gather_exactly_on_integers(
+    dtype: torch.dtype, axes: dict[str, int], reduction: str, numel: int, seed: int, policy: fs.MixedPrecision
+) -> None:
+    layout, buffer, plan = planned(dtype, policy, axes, reduction, numel)
+    mesh, generator = layout.mesh, torch.Generator().manual_seed(seed)
+    ranks = tuple(mesh.axes.values())
+    shards = torch.randint(-4, 5, (*ranks, buffer.shard_numel), generator=generator).to(plan.dtypes.carried)
+    grads = torch.randint(-4, 5, (*ranks, buffer.numel), generator=generator).to(plan.dtypes.gathered)
+    whole = mesh.spmd(lambda x: gathered(x, plan, mesh))(shards)
+    sums = mesh.spmd(lambda g: within(g, plan, mesh))(grads)
+    assert (whole.double() * grads.double()).sum() == (shards.double() * sums.double()).sum()
+
+
+@given(schedules)
+@some_laws
+def test_within_is_a_sum_and_across_divides_by_the_number_of_ranks(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
+    layout, _, plan = planned
+    assert divided_by(plan.within) == 1
+    assert divided_by(plan.across) == (layout.num_ranks if layout.reduction == "mean" else 1)
+
+
+@given(schedules)
+@some_laws
+def test_every_rank_that_has_other_numbers_is_summed_over_once(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
+    layout, _, plan = planned
+    summed = [op.axis for op in communications(plan.reduce) if isinstance(op, (ReduceScatter, AllReduce))]
+    assert sorted(summed) == sorted(name for name, size in layout.axes if size > 1)
+
+
+@given(schedules)
+@some_laws
+def test_sums_are_made_in_the_dtype_to_reduce_in_and_divided_in_one_that_loses_nothing(
+    planned: tuple[fs.Layout, Buffer, Schedule],
+) -> None:
+    _, _, plan = planned
+    dtype = plan.dtypes.gathered
+    for op in plan.reduce:
+        if isinstance(op, Cast):
+            dtype = op.dtype
+        elif isinstance(op, Communication):
+            assert dtype == plan.dtypes.reduced
+    assert dtype == plan.dtypes.returned
+    assert torch.promote_types(plan.dtypes.carried, plan.dtypes.reduced) == plan.dtypes.carried
+
+
+@given(schedules)
+@some_laws
+def test_pieces_of_one_communication_each_are_the_whole(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
+    _, _, plan = planned
+    pieces = one_communication_each(plan.across)
+    assert tuple(op for piece in pieces for op in piece) == plan.across
+    assert all(len(communications(piece)) <= 1 for piece in pieces)
+
+
+@given(schedules)
+@some_laws
+def test_nothing_in_a_schedule_does_nothing(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
+    layout, _, plan = planned
+    for ops in (plan.gather, plan.reduce):
+        assert Divide(1) not in ops
+        assert all(layout.axis_size(op.axis) > 1 for op in ops if isinstance(op, Communication))
+
+
+def test_a_schedule_is_made_once_for_each_dtype_of_a_layout() -> None:
+    layout, buffer, plan = planned(torch.float32, fs.MixedPrecision(), {"shard": 2}, "mean")
+    assert layout.schedule(buffer) is plan
+    assert layout.schedule(buffer, torch.bfloat16) is layout.schedule(buffer, torch.bfloat16)
+    assert layout.schedule(buffer, torch.bfloat16) != plan
+    assert replace(layout, reduction="sum").schedule(buffer) != plan
+
+
+def test_a_schedule_reads_as_the_note_says() -> None:
+    policy = fs.MixedPrecision(torch.bfloat16, torch.float16)
+    _, _, plan = planned(torch.float32, policy, {"replicate": 2, "shard": 2}, "mean")
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    assert plan.gather == (Cast(bf16), AllGather("shard"))
+    assert plan.within == (Cast(f16), Divide(2), ReduceScatter("shard"), Cast(f32), Divide(0.5))
+    assert plan.across == (Divide(2), Cast(f16), AllReduce("replicate"), Cast(f32), Divide(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integers_are_gathered_as_they_are(dtype: torch.dtype) -> None:
+    _, _, plan = planned(dtype, fs.MixedPrecision(torch.bfloat16, torch.float16), {"shard": 2}, "mean")
+    assert plan.gather == (Cast(dtype), AllGather("shard"))

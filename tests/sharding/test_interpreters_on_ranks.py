@@ -1,0 +1,207 @@
+"""One schedule, three interpreters: differentiable and asynchronous agree bitwise, counting agrees to the byte.
+
+Sampled dtypes, policies, axes, replicas, codecs and sizes, on gloo ranks against simulated ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.communication import Counter
+from functorch_shard.training.estimate import collectives_of
+from tests.support.pool import run_ranks
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}]
+CODECS: dict[str, Callable[[], Any]] = {"int8": fs.codecs.int8, "float8": lambda: fs.codecs.float8(block=3)}
+Bytes = dict[tuple[str, str], tuple[int, int]]  # number of collectives and bytes of their operands, by axis and kind
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is gathered and reduced; three buffers of one dtype."""
+
+    dtype: torch.dtype
+    policy: fs.MixedPrecision
+    reduction: Any
+    codec: str | None
+    numels: tuple[int, ...]
+    seed: int
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        """Of magnitudes so different that another order of operations shows."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return {f"u{i}.w": self._draw(numel, generator) for i, numel in enumerate(self.numels)}
+
+    def _draw(self, numel: int, generator: torch.Generator) -> Tensor:
+        scale = torch.tensor([1e-3, 1.0, 30.0])[torch.randint(3, (numel,), generator=generator)]
+        x = torch.rand(numel, generator=generator) * scale
+        return torch.complex(x, x.flip(0)) if self.dtype.is_complex else x.to(self.dtype)
+
+    def plan(self, mesh: fs.Mesh) -> fs.Layout:
+        units = [[name] for name in self.values]
+        return fs.plan(
+            self.values,
+            mesh,
+            units=units,
+            precision=self.policy,
+            reduction=self.reduction,
+            reshard_after_forward=False,
+        )
+
+    def gather(self, params: fs.Sharded, lazy: bool | None) -> fs.Full:
+        return fs.gather(params, lazy=lazy, codec=CODECS[self.codec]() if self.codec else None)
+
+
+def cases(axes: dict[str, int]) -> list[Case]:
+    random = Random(str(axes))
+    dtypes = [F16, BF16, F32, F32, F64, torch.complex64]
+    maybe = [None, F16, BF16, F32, F64]
+
+    def policy() -> fs.MixedPrecision:
+        return fs.MixedPrecision(
+            random.choice(maybe), random.choice(maybe), keep_low_precision_grads=random.random() < 0.3
+        )
+
+    return [
+        Case(
+            dtype=random.choice(dtypes),
+            policy=policy(),
+            reduction=random.choice(["mean", "sum"]),
+            codec=random.choice([None, None, *CODECS]),
+            numels=tuple(random.choice([0, 1, 2, 3, 5, 16, 31, 257, 4099]) for _ in range(3)),
+            seed=seed,
+        )
+        for seed in range(24)
+    ]
+
+
+def loss(full: fs.Full, x: Tensor) -> Tensor:
+    """Elementwise before the sum, so that one rank at a time computes the same bits as all of them side by side."""
+    plain = [torch.view_as_real(w) if w.is_complex() else w for w in full.values()]
+    return torch.stack([(w.double() * x).square().sum() for w in plain]).sum()
+
+
+def by_backward(of: Callable[[fs.Sharded], Tensor], params: fs.Sharded) -> dict[str, Tensor]:
+    """The mean taken at the gather; on real ranks by plain autograd, which reduces while backward goes on."""
+    if params.layout.mesh.is_simulated:
+        return dict(torch.func.grad(of)(params))
+    leaves = {key: x.detach().requires_grad_() for key, x in params.items()}
+    of(fs.Sharded(leaves, params.layout)).backward()
+    return {key: x.grad for key, x in leaves.items() if x.grad is not None}
+
+
+def results(case: Case, mesh: fs.Mesh, lazy: bool | None) -> dict[str, dict[str, Tensor]]:
+    """What every rank gathers, and its gradients in three ways."""
+    params = fs.shard(case.values, case.plan(mesh))
+    x = mesh.split(torch.tensor([1 / 3, 7.0, -0.2, 11.0])[: mesh.size])
+    of = lambda p, x: loss(case.gather(p, lazy), x)  # noqa: E731
+    by_hand = lambda p, x: fs.scatter_grads(torch.func.grad(loss)(case.gather(p, False), x))  # noqa: E731
+    return {
+        "values": dict(mesh.spmd(lambda p: fs.materialize(case.gather(p, lazy)))(params)),
+        "fs.grad": dict(mesh.spmd(fs.grad(of))(params, x)),
+        "backward": mesh.spmd(lambda p, x: by_backward(lambda p: of(p, x), p))(params, x),
+        "by hand": dict(mesh.spmd(by_hand)(params, x)),
+    }
+
+
+def counted(case: Case, mesh: fs.Mesh, lazy: bool | None) -> Bytes:
+    """The collectives of one gather and its gradient."""
+    counter, params = Counter(), fs.shard(case.values, case.plan(mesh))
+    params = fs.Sharded(params, params.layout.on(mesh.with_backend(counter)))
+    x = mesh.split(torch.ones(mesh.size))
+    params.layout.mesh.spmd(fs.grad(lambda p, x: loss(case.gather(p, lazy), x)))(params, x)
+    return {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}
+
+
+def expected(case: Case, mesh: fs.Mesh) -> Bytes:
+    """By the schedules alone."""
+    layout, total = case.plan(mesh), {}
+    for b in layout.buffers.values():
+        plan = layout.schedule(b)
+        for ops, numel in ((plan.gather, b.shard_numel), (plan.reduce, b.numel)):
+            for axis, kind, nbytes in collectives_of(ops, numel, b.dtype, b.num_shards):
+                number, before = total.get((axis, kind), (0, 0))
+                total[axis, kind] = number + 1, before + nbytes
+    return total
+
+
+def without_gathers(seen: Bytes, case: Case) -> Bytes:
+    """An encoded gather has as many bytes as its codec makes, which no schedule knows."""
+    return {key: value for key, value in seen.items() if not (case.codec and key[1] == "all_gather")}
+
+
+def on_this_rank(axes: dict[str, int]) -> list[tuple[Any, Any, Bytes, Bytes]]:
+    mesh = fs.init_mesh(axes)
+    return [
+        (results(case, mesh, False), results(case, mesh, True), counted(case, mesh, False), counted(case, mesh, True))
+        for case in cases(axes)
+    ]
+
+
+@cache
+def of_ranks(axes: tuple[tuple[str, int], ...]) -> list[list[tuple[Any, Any, Bytes, Bytes]]]:
+    return run_ranks(on_this_rank, fs.simulated_mesh(dict(axes)).size, dict(axes))
+
+
+def bits(x: Tensor) -> Tensor:
+    return (torch.view_as_real(x) if x.is_complex() else x).contiguous().view(torch.uint8)
+
+
+def assert_bitwise(actual: Any, expected: Any, case: Case) -> None:
+    assert actual.keys() == expected.keys()
+    for way, tensors in expected.items():
+        assert tensors.keys() == actual[way].keys(), (case, way)
+        for key, x in tensors.items():
+            assert actual[way][key].dtype == x.dtype, (case, way, key)
+            assert torch.equal(bits(actual[way][key]), bits(x)), (case, way, key, actual[way][key], x)
+
+
+every_mesh = pytest.mark.parametrize("axes", AXES, ids=str)
+
+
+@every_mesh
+def test_differentiable_and_asynchronous_ranks_agree_bitwise(axes: dict[str, int]) -> None:
+    for result in of_ranks(tuple(axes.items())):
+        for case, (differentiable, asynchronous, _, _) in zip(cases(axes), result, strict=True):
+            assert_bitwise(asynchronous, differentiable, case)
+
+
+@every_mesh
+def test_gloo_ranks_and_simulated_ranks_agree_bitwise(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    for i, case in enumerate(cases(axes)):
+        simulated = results(case, mesh, None)
+        for rank, result in enumerate(of_ranks(tuple(axes.items()))):
+            place = tuple(int(j) for j in torch.unravel_index(torch.tensor(rank), tuple(axes.values())))
+            mine = {way: {key: x[place] for key, x in tensors.items()} for way, tensors in simulated.items()}
+            assert_bitwise(result[i][0], mine, case)
+
+
+@every_mesh
+def test_counting_agrees_with_what_is_issued_to_the_byte(axes: dict[str, int]) -> None:
+    mesh = fs.simulated_mesh(axes)
+    for i, case in enumerate(cases(axes)):
+        wanted = without_gathers(expected(case, mesh), case)
+        assert without_gathers(counted(case, mesh, None), case) == wanted, case
+        for result in of_ranks(tuple(axes.items())):
+            for seen in result[i][2:]:
+                assert without_gathers(seen, case) == wanted, case
+
+
+def test_the_sample_has_every_kind_of_case() -> None:
+    every = [case for axes in AXES for case in cases(axes)]
+    assert {case.dtype for case in every} == {F16, BF16, F32, F64, torch.complex64}
+    assert {case.codec for case in every} == {None, *CODECS}
+    assert {case.reduction for case in every} == {"mean", "sum"}
+    assert {case.policy.reduce_dtype for case in every} == {None, F16, BF16, F32, F64}
