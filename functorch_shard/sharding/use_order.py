@@ -88,7 +88,7 @@ class UseOrder:
         return (*(other for other in range(unit + 1, ahead) if other in self._small), ahead)
 
     def _forward(self, unit: int, with_graph: bool) -> int | None:
-        if self._last is not None:
+        if self._last not in (None, unit):
             self._followers[self._before, self._last] = unit
         self._before, self._last = self._last, unit
         self._units += [unit] if with_graph else []
@@ -146,7 +146,7 @@ def small_units(layout: Layout) -> frozenset[int]:
 
 
 def expected_order(layout: Layout, small: Set[int]) -> list[int]:
-    """The large units in the order that a model uses them in, as far as the order of its parameters tells.
+    """The large units in the order that a model uses them in, as far as the order of its parameters suggests.
 
     A unit with parameters before and after those of others (embedding and head of one unit) comes more than once; so
     does a unit that is tied, if it is the only one.

@@ -140,3 +140,10 @@ def test_without_a_graph_nothing_is_remembered_for_backward() -> None:
     for unit in range(3):
         policy.arrive(unit, None, (), with_graph=False)
     assert policy.arrive(1, 1, ()) == Decision()
+
+
+def test_a_forward_that_comes_back_to_a_unit_after_a_backward_never_expects_it_to_follow_itself() -> None:
+    uses: list[Use] = [(0, 1), (1, None), (0, None), (1, 1), (0, None), (1, None), (0, None)]
+    assert all(
+        unit not in decision.fetch for (unit, _), decision in zip(uses, followed(UseOrder(range(2)), uses), strict=True)
+    )
