@@ -6,6 +6,9 @@ their results are equal bitwise. Nothing here is seen by autograd.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from threading import RLock
+
 import torch
 from torch import Tensor
 
@@ -13,8 +16,13 @@ from ..collectives.codecs import decode_rows, encode_rows
 from ..collectives.data_parallel import no_communication, run
 from ..communication.axis import Axis
 from ..communication.work import Finished, Work
+from ..layout.buffers import Buffer
+from ..layout.layout import Layout
+from ..layout.packing import pack
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
+from ..storage.memory_kind import Home
+from .reduction import complete
 
 
 def start_gather(ops: Ops, shard: Tensor, key: str, mesh: Mesh, device: torch.device) -> Work:
@@ -46,6 +54,65 @@ def start_reduction(ops: Ops, packed: Tensor, key: str, mesh: Mesh) -> Work:
         return Work(lambda: run(ops, packed, all_reduce, Tensor.div_))
     work = mesh[op.axis].issue("psum_scatter", run(front, packed, no_communication, Tensor.div_), key=key)
     return work.then(lambda total: run(behind, total, all_reduce, Tensor.div_))
+
+
+class Reductions:
+    """The reductions of backward passes, started as gradients come and waited for at the end of each pass.
+
+    One part is reduced at a time: the next waits for it, and so one full gradient is freed before another is packed,
+    in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
+    A result is put in the memory kind of its shard as soon as it is complete. Autograd may call from
+    several threads: a call that comes while another one waits for a message waits for it too.
+    """
+
+    def __init__(self, memory_kinds: Mapping[str, Home] | None = None) -> None:
+        self._memory_kinds = memory_kinds or {}
+        self._one_at_a_time = RLock()
+        self._started: list[tuple[int, str, Work]] = []
+        self._results: dict[tuple[int, str], Tensor] = {}
+        self._scratch: dict[int, Tensor] = {}
+
+    def start(
+        self,
+        grads: Mapping[str, Tensor | None],
+        buffers: Sequence[Buffer],
+        layout: Layout,
+        backward_pass: int,
+        averages: bool = True,
+    ) -> None:
+        """Of the mean over ranks, or else of the sum over the ranks that share a buffer."""
+        with self._one_at_a_time:
+            self._finish()
+            for i, buffer in enumerate(buffers):
+                work = self._start(complete(grads, buffer, layout), buffer, layout, i, averages)
+                self._started.append((backward_pass, buffer.key, work))
+
+    def wait(self, key: str, backward_pass: int) -> Tensor | None:
+        """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
+        with self._one_at_a_time:
+            self._finish()
+            return self._results.pop((backward_pass, key), None)
+
+    def _finish(self) -> None:
+        while self._started:
+            backward_pass, key, work = self._started.pop(0)
+            total = work.wait()
+            self._results[backward_pass, key] = self._memory_kinds.get(key, Home(total.device)).put(total)
+
+    def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
+        like = grads[buffer.slots[0].name]
+        plan = layout.schedule(buffer, like.dtype)
+        ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
+        # where there is nothing to add up now, what is packed may be the result, and is in new memory
+        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
+        return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
+
+    def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
+        """Memory that is written again and again: fresh pages cost as much as what is written to them."""
+        scratch = self._scratch.get(place)
+        if scratch is None or scratch.dtype != dtype or scratch.numel() < buffer.numel:
+            scratch = self._scratch[place] = like.new_empty(buffer.numel, dtype=dtype)
+        return scratch[: buffer.numel]
 
 
 def _start_all_gather(axis: Axis, x: Tensor, dtype: torch.dtype, key: str, device: torch.device) -> Work:

@@ -21,7 +21,7 @@ from ..layout.packing import unpack
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
-from .lazy_tensor import lazily
+from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
 
 

@@ -7,22 +7,12 @@ Nothing wraps the model; the order of use drives everything. Views stay lazy, an
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
-from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.forward_ad import unpack_dual
 
-from ..collectives.boundary import anchors_here, here, takes_mean
-from ..collectives.codecs import Codec
-from ..layout.buffers import Buffer, Slot
-from ..layout.layout import Layout
-from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import backward_pass, differentiate_at_once
 from ..torch_internals.pytree import tree_map_only
 from ..torch_internals.recomputation import refuse_swapped
 from ..torch_internals.tensors import (
@@ -33,9 +23,7 @@ from ..torch_internals.tensors import (
     refuse_pointers,
     without_memory,
 )
-from ..torch_internals.transforms import in_transform
-from .prefetch import Part, Session, UnitBuffers
-from .reduction import reduced, scattered
+from .prefetch import Session, UnitBuffers
 
 aten = torch.ops.aten
 _PLAIN_COPY = (
@@ -196,191 +184,3 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
                 "functorch_shard.materialize, and bring that back with shard()."
             )
-
-
-def lazily(
-    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None
-) -> dict[str, Tensor]:
-    """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
-    session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
-    if any(layout.buffers[key].num_shards > 1 for key in shards):
-        layout.mesh[layout.shard_axis].backend.ready()
-    anchors = anchors_here()
-    together = anchors is not None and not any(_has_tangent(x) for x in shards.values())
-    joined = _joined(session, shards, layout, anchors) if together else {}
-    for part in _parts(shards, layout, dtype, codec):
-        whole = _gather(session, part, shards, joined)
-        differentiate_at_once(whole)
-        tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
-    return tensors
-
-
-def _gather(
-    session: Session, part: Part, shards: Mapping[str, Tensor], joined: Mapping[str, Tensor]
-) -> tuple[Tensor, ...]:
-    own = {buffer.key: shards[buffer.key] for buffer in part.buffers}
-    together = {key: x for key, x in joined.items() if key in own}
-    joined = together or _joined(session, own, part.layout)
-    if not joined:
-        return _Gather.apply(session, part, *own.values())
-    part = replace(part, joined=True)
-    whole = _Gather.apply(session, part, *(own | joined).values())
-    if own.keys() == together.keys():
-        session.owed.expect(part, whole[0].grad_fn)
-    return whole
-
-
-def _joined(
-    session: Session, shards: Mapping[str, Tensor], layout: Layout, anchors: list[Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Those that require grad, behind one node that waits for their reductions.
-
-    Only plain autograd can wait for them at the end: a transform wants to see every gradient when it is made.
-    """
-    requires_grad = [key for key, x in shards.items() if x.requires_grad]
-    if not requires_grad or in_transform() or not torch.is_grad_enabled():
-        return {}
-    device = working_device(shards[requires_grad[0]], layout.mesh.device)
-    anchor, *joined = _Join.apply(session, requires_grad, device, *(shards[key] for key in requires_grad))
-    if anchors is not None:
-        anchors.append(anchor)
-    return dict(zip(requires_grad, joined, strict=True))
-
-
-def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
-    """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
-    groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
-    for i, unit in enumerate(layout.units):
-        for buffer in unit.buffers:
-            if buffer.key in shards:
-                kind = i, buffer.trainable, buffer.differentiable
-                groups.setdefault(kind, []).append(buffer)
-    return [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
-
-
-def _slots(part: Part) -> list[Slot]:
-    return [slot for buffer in part.buffers for slot in buffer.slots]
-
-
-class _Gather(Function):
-    """The shards of a part to its parameters. Its transpose is ``scatter_grads``."""
-
-    @staticmethod
-    def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
-        buffers = session.add(part, shards)
-        return tuple(
-            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), part.plan(buffer).dtypes.gathered)
-            for i, (buffer, shard) in enumerate(zip(part.buffers, shards, strict=True))
-            for slot in buffer.slots
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.session, ctx.part, *_ = inputs
-        ctx.boundary, plans = here(), [ctx.part.plan(buffer) for buffer in ctx.part.buffers]
-        ctx.averages = any(plan.has_mean for plan in plans)
-        ctx.transposes = all(plan.mean_is_transpose for plan in plans)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        session, part, now = ctx.session, ctx.part, backward_pass()
-        averages = takes_mean(ctx, ctx.boundary)
-        session.leave(part)
-        by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
-        wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
-        if part.joined and now is not None and not _is_differentiated(grads):
-            _reduce_zeros(session, session.owed.before(part, now), now, averages)
-            session.reductions.start(by_name, wanted, part.layout, now, averages)
-            shards = {buffer.key: _placeholder(buffer, session.memory_kinds[buffer.key].device) for buffer in wanted}
-        else:
-            total = reduced if averages else scattered
-            shards = {b.key: total(by_name, b, part.layout).to(session.memory_kinds[b.key].device) for b in wanted}
-        return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[2:], strict=True) if x is not None}
-        buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
-        part = replace(ctx.part, buffers=buffers, codec=None, joined=False)
-        whole = _Gather.apply(ctx.session, part, *given.values())
-        by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
-        return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, session: Session, part: Part, *shards: Tensor) -> Any:
-        dims = in_dims[2:]
-        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
-        out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
-        return _Gather.apply(session, part, *moved), tuple(out_dims)
-
-
-def _is_differentiated(grads: Sequence[Tensor]) -> bool:
-    """Whether what is done with ``grads`` is differentiated or batched in turn."""
-    return any(map(_has_tangent, grads)) or in_transform() or torch.is_grad_enabled()
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return unpack_dual(x).tangent is not None
-
-
-def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and offset of a parameter in the whole buffer, of which there is one for each of a batch."""
-    return (*batch, *slot.shape), (*_strides((*batch, buffer.numel))[:-1], *_strides(slot.shape)), slot.offset
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    behind = accumulate(reversed(shape[1:]), lambda product, size: product * max(size, 1), initial=1)
-    return tuple(reversed([*behind]))[: len(shape)]
-
-
-def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
-    """For a gradient that is still being reduced: ``_Join`` replaces it before anything reads it."""
-    return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
-
-
-def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, averages: bool) -> None:
-    """What this rank has to add to the gradients of parts that its loss does not depend on."""
-    for part in parts:
-        dtypes = {slot: part.plan(buffer).dtypes.gathered for buffer in part.buffers for slot in buffer.slots}
-        device = part.layout.mesh.device
-        zeros = {slot.name: torch.zeros(slot.shape, dtype=dtype, device=device) for slot, dtype in dtypes.items()}
-        session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)
-
-
-class _Join(Function):
-    """An anchor (Note [Unused units]) and the shards themselves. Its backward waits for the reductions.
-
-    Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
-    of the device that one of its outputs is on, and on the stream that this was made on. Of offloaded shards all are on
-    the CPU; with the empty one this is the thread of ``_Gather.backward``, and one follows the other.
-    """
-
-    @staticmethod
-    def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
-        return torch.empty(0, device=device), *(x.view_as(x) for x in shards)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.session, ctx.keys, ctx.device, *shards = inputs
-        ctx.boundary = here()
-        ctx.save_for_forward(*shards)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        session, now = ctx.session, backward_pass()
-        if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
-            return None, None, None, *grads  # no reduction was started
-        boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
-        _reduce_zeros(session, session.owed.rest(now), now, averages=boundary is None)
-        results = [session.reductions.wait(key, now) for key in ctx.keys]
-        if boundary is not None:
-            results = [None if x is None else boundary.made(x) for x in results]
-        return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        pairs = zip(ctx.saved_tensors, tangents[3:], strict=True)
-        views = (torch.zeros_like(x) if tangent is None else tangent.view_as(tangent) for x, tangent in pairs)
-        return torch.empty(0, device=ctx.device), *views

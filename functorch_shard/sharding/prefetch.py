@@ -22,8 +22,7 @@ from ..layout.schedule import Ops, Schedule, gathered_encoded
 from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
 from ..torch_internals.tensors import version_of
-from .asynchronous import start_gather
-from .reduction import Reductions
+from .asynchronous import Reductions, start_gather
 from .streams import Streams, streams_of
 from .unused import Owed
 from .use_order import use_order

@@ -1,14 +1,13 @@
-"""Full gradients to reduced shards: by differentiable collectives, or asynchronously while backward goes on.
+"""Full gradients to reduced shards by differentiable collectives, and the mean at the boundary of ``fs.grad``.
 
-Both follow the schedule of the buffer, Note [Schedule], so their results are equal bitwise. Where ``fs.grad`` takes the
-mean, ``across`` is done at its boundary.
+The lazy gather reduces by ``asynchronous`` instead. Both follow the schedule of the buffer, Note [Schedule], so their
+results are equal bitwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
-from threading import RLock
 from typing import Any
 
 import torch
@@ -20,15 +19,13 @@ from ..collectives.boundary import Boundary, anchors_here
 from ..collectives.codecs import Codec
 from ..collectives.data_parallel import across, within
 from ..collectives.encoded import scatter_encoded
-from ..communication.work import Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack
 from ..layout.precision import divide_factors
-from ..layout.schedule import AllReduce, Cast, Divide, Schedule, schedule
-from ..storage.memory_kind import MemoryKind, to_memory_kind_of, to_working_device
+from ..layout.schedule import AllReduce, Divide, Schedule, schedule
+from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.transforms import in_transform
-from .asynchronous import start_reduction
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -106,7 +103,7 @@ def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
 
 def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:
     """One full gradient, and how it is reduced in the dtype that it comes in."""
-    packed = pack(_complete(grads, buffer, layout), buffer)
+    packed = pack(complete(grads, buffer, layout), buffer)
     return packed, layout.schedule(buffer, packed.dtype)
 
 
@@ -163,66 +160,7 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
-class Reductions:
-    """The reductions of backward passes, started as gradients come and waited for at the end of each pass.
-
-    One part is reduced at a time: the next waits for it, and so one full gradient is freed before another is packed,
-    in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
-    A result is put in the memory kind of its shard as soon as it is complete. Autograd may call from
-    several threads: a call that comes while another one waits for a message waits for it too.
-    """
-
-    def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None) -> None:
-        self._memory_kinds = memory_kinds or {}
-        self._one_at_a_time = RLock()
-        self._started: list[tuple[int, str, Work]] = []
-        self._results: dict[tuple[int, str], Tensor] = {}
-        self._scratch: dict[int, Tensor] = {}
-
-    def start(
-        self,
-        grads: Mapping[str, Tensor | None],
-        buffers: Sequence[Buffer],
-        layout: Layout,
-        backward_pass: int,
-        averages: bool = True,
-    ) -> None:
-        """Of the mean over ranks, or else of the sum over the ranks that share a buffer."""
-        with self._one_at_a_time:
-            self._finish()
-            for i, buffer in enumerate(buffers):
-                work = self._start(_complete(grads, buffer, layout), buffer, layout, i, averages)
-                self._started.append((backward_pass, buffer.key, work))
-
-    def wait(self, key: str, backward_pass: int) -> Tensor | None:
-        """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
-        with self._one_at_a_time:
-            self._finish()
-            return self._results.pop((backward_pass, key), None)
-
-    def _finish(self) -> None:
-        while self._started:
-            backward_pass, key, work = self._started.pop(0)
-            total = work.wait()
-            self._results[backward_pass, key] = self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
-
-    def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
-        like = grads[buffer.slots[0].name]
-        plan = layout.schedule(buffer, like.dtype)
-        ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
-        # where there is nothing to add up now, what is packed may be the result, and is in new memory
-        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
-        return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
-
-    def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
-        """Memory that is written again and again: fresh pages cost as much as what is written to them."""
-        scratch = self._scratch.get(place)
-        if scratch is None or scratch.dtype != dtype or scratch.numel() < buffer.numel:
-            scratch = self._scratch[place] = like.new_empty(buffer.numel, dtype=dtype)
-        return scratch[: buffer.numel]
-
-
-def _complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
+def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
     """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
     given = [grad for slot in buffer.slots if (grad := grads[slot.name]) is not None]
     like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)

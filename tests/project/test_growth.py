@@ -23,7 +23,7 @@ import functorch_shard as fs
 from functorch_shard.checkpoint.chunks import chunks_of
 from functorch_shard.checkpoint.names import Leaf
 from functorch_shard.errors import name_problems
-from functorch_shard.sharding.reduction import _complete
+from functorch_shard.sharding.reduction import complete
 from tests.support.refusals import refused
 
 FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once
@@ -226,7 +226,7 @@ def test_a_buffer_is_reduced_without_a_look_at_the_gradients_of_others() -> None
     layout = planned(7)
     grads: dict[str, Tensor | None] = dict.fromkeys(layout.slots)
     buffer = layout.buffers["blocks.3"]
-    assert list(_complete(grads, buffer, layout)) == ["blocks.3.w"]
+    assert list(complete(grads, buffer, layout)) == ["blocks.3.w"]
 
 
 # errors

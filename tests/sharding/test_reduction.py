@@ -17,7 +17,8 @@ import functorch_shard as fs
 from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.layout.packing import pack
-from functorch_shard.sharding.reduction import Reductions, reduced_and_cast
+from functorch_shard.sharding.asynchronous import Reductions
+from functorch_shard.sharding.reduction import reduced_and_cast
 from functorch_shard.storage.memory_kind import MemoryKind
 from functorch_shard.testing import assert_trees_close
 from tests.support.pool import run_ranks
