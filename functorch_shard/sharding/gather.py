@@ -69,8 +69,9 @@ def gather(
             pair of functions.
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
-        RuntimeError: a lazy parameter is asked for its memory or written to (:func:`materialize` helps), used after its
-            shards were written to, or used by a model that checkpoints itself under ``functional_call``: see ``call``.
+        RuntimeError: the memory of a lazy parameter is accessed or written to (:func:`materialize` helps), or a lazy
+            parameter is used after its shards were written to, or by a model that checkpoints itself under
+            ``functional_call``: see ``call``.
             On every rank, over gloo: ranks used different units where they may not.
         KeyError: the layout has DTensors, and its mesh is not a slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.

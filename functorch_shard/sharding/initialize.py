@@ -80,7 +80,7 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model:
         layout: from :func:`plan`; its mesh says where.
         seed: as for :func:`init_params`.
         from_model: take the values that ``model`` has on this rank, and reset nothing: to go on from a pretrained
-            model, beside ``shard(model, layout)``.
+            model, next to ``shard(model, layout)``.
 
     Returns:
         A dict name -> new tensor on the mesh's device, as ``model.named_buffers()`` lists them, for :func:`apply`.

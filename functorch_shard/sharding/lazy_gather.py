@@ -97,10 +97,10 @@ class _Gather(Function):
 
     @staticmethod
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
-        buffers = session.add(part, shards)
+        buffers, dtypes = session.add(part, shards), [part.plan(buffer).dtypes.gathered for buffer in part.buffers]
         return tuple(
-            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), part.plan(buffer).dtypes.gathered)
-            for i, (buffer, shard) in enumerate(zip(part.buffers, shards, strict=True))
+            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), dtype)
+            for i, (buffer, shard, dtype) in enumerate(zip(part.buffers, shards, dtypes, strict=True))
             for slot in buffer.slots
         )
 

@@ -30,7 +30,7 @@ _PLAIN_COPY = (
     "Pass it through functorch_shard.materialize first, for example full | {name: materialize(full[name])}, or gather "
     "with lazy=False."
 )
-# What asks for the form of a tensor and not for its values.
+# Operations that need the shape of a tensor and not its values.
 _FORM_ONLY = {
     aten.empty_like.default,
     aten.zeros_like.default,
@@ -75,8 +75,8 @@ class Lazy(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_view(func) and isinstance(args[0], Lazy):
-            # Reshape, contiguous and to are a view or a copy, as only their parts can tell. Autograd takes them apart;
-            # below it (in inference mode, inside of a DTensor) they come as they are.
+            # Reshape, contiguous and to are a view or a copy, which their decomposition decides. Autograd decomposes
+            # them; below it (in inference mode, inside of a DTensor) they arrive whole.
             from_parts = func.decompose(*args, **kwargs)
             return args[0]._view(func, args, kwargs) if from_parts is NotImplemented else from_parts
         if func in _FORM_ONLY and isinstance(args[0], Lazy):

@@ -54,7 +54,7 @@ def gather_to(
             part = gather(Sharded({key: params[key] for key in unit.buffers}, unit), lazy=False, dtype=dtype)
             if mine:
                 whole.update({name: x.to(device) for name, x in part.items()})
-            del part  # before the next one is laid out
+            del part  # before the next one is gathered
     return Full({name: whole[name] for name in layout.slots}, layout) if mine else None
 
 

@@ -99,7 +99,7 @@ class _Move:
     layout: Layout
     leaves: Sequence[Mapping[str, _Leaf]]  # node by node
     copies: Mapping[str, Sequence[Copy]]  # by new buffer
-    home: Sequence[int]  # the old rank that each new rank is; empty where every old rank is held here
+    old_ranks: Sequence[int]  # the old rank of each new rank; empty where every old rank is held here
 
     def lines(self) -> Iterator[str]:
         """The text in which ranks compare it."""
@@ -109,8 +109,8 @@ class _Move:
         yield f"from processes {self.held.layout.mesh.processes} to {self.layout.mesh.processes}"
 
     def nodes(self) -> Iterator[Sharded]:
-        if self.home:
-            run_on_job("reshard", lambda: connect(len(self.home), self.layout.mesh.device))
+        if self.old_ranks:
+            run_on_job("reshard", lambda: connect(len(self.old_ranks), self.layout.mesh.device))
         for node, leaves in enumerate(self.leaves):
             yield Sharded({key: self._make(node, key, leaf) for key, leaf in leaves.items()}, self.layout)
 
@@ -133,7 +133,7 @@ class _Move:
         return rows.view(*dims, numel) if dims else rows[0]
 
     def _fill(self, made: Mapping[int, Tensor], held: Mapping[int, Mapping[str, Any]], copies: Sequence[Copy]) -> None:
-        moves = [bool(self.home) and self.home[copy.rank] != copy.source_rank for copy in copies]
+        moves = [bool(self.old_ranks) and self.old_ranks[copy.rank] != copy.source_rank for copy in copies]
         for copy, away in zip(copies, moves, strict=True):
             if not away and copy.rank in made:
                 _target(copy, made).copy_(_source(copy, held))
@@ -167,7 +167,7 @@ def _target(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
 
 
 def _meeting(tree: Any, layout: Layout) -> Mesh | None:
-    """The mesh whose ranks have to agree where they exchange something; a rank whose arguments are wrong comes too."""
+    """The mesh whose ranks have to agree where they exchange something; those with wrong arguments take part."""
     nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_node) if isinstance(node, Sharded)]
     layouts = [node.layout for node in nodes] or [x for x in [layout] if isinstance(x, Layout)]
     mesh = layouts[0].mesh if layouts and not isinstance(tree, list) else None
@@ -183,11 +183,11 @@ def _prepare(tree: Any, layout: Layout, fresh: Any) -> _Move:
     _check_layouts(held.layout, layout, halves=made is not None)
     if made:
         _check_fresh(made, held, layout)
-    home = [] if len(held.ranks) == held.layout.mesh.size else _home(held.layout.mesh, layout.mesh)
+    old_ranks = [] if len(held.ranks) == held.layout.mesh.size else _old_ranks(held.layout.mesh, layout.mesh)
     copies: dict[str, list[Copy]] = {}
-    for copy in copy_plan(held.layout, layout, home or None):
+    for copy in copy_plan(held.layout, layout, old_ranks or None):
         copies.setdefault(copy.key, []).append(copy)
-    return _Move(held, made, layout, _leaves(held, made, layout), copies, home)
+    return _Move(held, made, layout, _leaves(held, made, layout), copies, old_ranks)
 
 
 def _refuse_transforms() -> None:
@@ -198,7 +198,7 @@ def _refuse_transforms() -> None:
         )
 
 
-def _home(old: Mesh, new: Mesh) -> list[int]:
+def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
     """The rank on ``old`` of each rank on ``new``, which have the same processes."""
     problems = []
     if not old.processes:
@@ -229,7 +229,7 @@ def _check_layouts(old: Layout, new: Layout, halves: bool) -> None:
         was, now = (f"tied to {tie[alias]!r}" if alias in tie else "not tied" for tie in ties)
         problems += [f"{alias!r}: {was} in the tree, {now} in the layout"] if was != now else []
     advice = (
-        "Plan the new layout from the same model. A change of values is shard(full, layout); DTensors come to other "
+        "Plan the new layout from the same model. A change of values is shard(full, layout); DTensors get other "
         "placements by checkpoint.save and load."
     )
     reject("reshard", problems, advice)

@@ -51,7 +51,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
     Cost:
         The memory of the shards. Of a mapping no collectives. Of a module on several real ranks its values are read
         once, and there is one all-gather of a 32-byte digest per axis: all ranks have to call this. With ``from_rank``:
-        per buffer one scatter among the shards beside that rank and one broadcast to the copies, each rank receiving
+        per buffer one scatter from that rank to the other shards and one broadcast to the copies, each rank receiving
         its shard; that rank holds one whole buffer more.
 
     Example:

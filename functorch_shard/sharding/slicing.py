@@ -47,7 +47,7 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
 
 
 def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
-    """From the source to the shards beside it, and from each to its copies: nobody receives more than it keeps."""
+    """From the source to the other shards, and from each to its copies: no rank receives more than it keeps."""
     mesh, axes, at = layout.mesh, _axes(layout), _coordinates(source, layout.mesh)
     x = torch.empty(0, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)  # rows of what this rank has
     x = _rows(tensors, buffer, layout) if mesh.rank == source else x

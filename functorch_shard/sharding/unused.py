@@ -1,14 +1,14 @@
-"""What a rank did not use counts as zeros in its gradients, so that all ranks reduce alike.
+"""Units that a rank did not use count as zeros in its gradients, so that all ranks issue the same reductions.
 
-Note [Unused units]: a reduction is made when backward comes to it, and on a rank whose loss does not depend on a unit
-it never does, while the others wait for its addend. So inside of ``fs.grad`` all ranks owe each other one reduction for
-each part that they gathered, used or not: those are the same on all of them, or the gathers would have been refused
-(Note [Envelopes]). They are made in one order, the last gathered first, which is that of backward: before a part's
-own reduction come, as zeros, those before it to which the pass does not come here, and at the end the others. That end
-is a node in front of everything, which the backward pass always comes to: ``fs.grad`` differentiates its *anchor*, an
-output that nobody uses, along with the loss.
+Note [Unused units]: backward starts the reduction of a unit when it reaches the unit's node. On a rank whose loss does
+not depend on the unit it never does, while the other ranks wait for its addend. So inside of ``fs.grad`` every rank
+makes one reduction for each part that it gathered, used or not; what was gathered is the same on all ranks, or the
+gathers would have been refused (Note [Envelopes]). The order is the same too, the last gathered first, as in backward:
+before the reduction of a part, those before it whose nodes this pass does not reach are made with zeros, and at the end
+the rest. That end is the backward of a node in front of all shards. The pass always reaches it, because ``fs.grad``
+differentiates its *anchor*, an output without a use, along with the loss.
 
-Anywhere else (``backward()``, a reentrant checkpoint) nobody knows which pass is the last one, and nothing is added.
+Elsewhere (``backward()``, a reentrant checkpoint) it is not known which pass is the last one, and nothing is added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..torch_internals.autograd import backward_comes_to
 
 
 class Owed:
-    """The reductions that every rank makes in a backward pass over one ``gather``, by the part they are of."""
+    """The reductions that every rank has to make in a backward pass over one ``gather``, by part."""
 
     def __init__(self) -> None:
         self._nodes: dict[Hashable, ref[Any]] = {}  # weak: they know the session
@@ -31,7 +31,7 @@ class Owed:
         self._open: dict[int, OrderedDict[Hashable, None]] = {}  # what a backward pass has not reduced yet
 
     def expect(self, part: Hashable, node: Any) -> None:
-        """Backward reduces ``part`` when it comes to ``node``."""
+        """Backward reduces ``part`` when it reaches ``node``."""
         self._nodes[part] = ref(node)
 
     def gather(self, part: Hashable) -> None:

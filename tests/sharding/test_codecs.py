@@ -115,7 +115,7 @@ def test_derivatives_are_those_of_the_plain_gather_at_the_decoded_values(axes: d
     assert_trees_close(grad(outside)(params), expected)
 
 
-def test_what_a_shard_travels_as_is_all_that_is_sent() -> None:
+def test_the_encoded_form_of_a_shard_is_all_that_is_sent() -> None:
     mesh = fs.simulated_mesh(4)
     given = {"w": torch.randn(1000, 101)}
     params = fs.shard(given, fs.plan(given, mesh))

@@ -72,7 +72,7 @@ def counted(mesh: fs.Mesh) -> list[tuple[str, int]]:
 
 
 def trained(mesh: fs.Mesh, lazy: bool | None = None) -> list[Tensor]:
-    """Losses of a deep model whose units are let go and gathered again, encoded, in backward."""
+    """Losses of a deep model whose units are freed and gathered again, encoded, in backward."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(33, 33), torch.nn.Tanh()) for _ in range(5)])
     params = fs.shard(model, fs.plan(model, mesh))

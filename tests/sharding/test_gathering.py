@@ -219,7 +219,7 @@ def test_a_missing_gradient_is_zeros_and_the_stored_dtype_comes_back() -> None:
     assert grads["0"].sum() == 35
 
 
-def test_gathering_in_another_dtype_casts_before_it_travels_and_returns_stored_gradients() -> None:
+def test_gathering_in_another_dtype_casts_before_it_sends_and_returns_stored_gradients() -> None:
     mesh, model = fs.simulated_mesh(2), awkward()
     params = fs.shard(model, fs.plan(model, mesh))
     with count_collectives() as seen:

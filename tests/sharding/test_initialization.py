@@ -329,7 +329,7 @@ def test_a_reset_may_assign_new_parameters_of_the_same_form() -> None:
         (lambda m, std: None, "the model itself, raised TypeError"),
     ],
 )
-def test_a_reset_that_does_something_else_is_told_by_its_name(reset: Callable[..., object], told: str) -> None:
+def test_a_reset_that_does_something_else_is_reported_by_its_name(reset: Callable[..., object], told: str) -> None:
     model = on_meta(lambda: Resetting(reset))
     text = refused(fs.init_params, model, fs.plan(model, fs.simulated_mesh(2)))
     assert "reset_parameters" in text

@@ -29,28 +29,28 @@ def layout_of(sizes: Iterable[int], **options: Any) -> fs.Layout:
 
 
 class Units:
-    """A session with one cell a unit, and what it fetched so far."""
+    """A session with one ``UnitBuffers`` a unit, and what it gathered so far."""
 
     def __init__(self, *sizes: int, layout: fs.Layout | None = None, **options: Any) -> None:
         layout = layout or layout_of(sizes, **options)
         self.session = Session(layout)
         parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
-        self.cells = [self.session.add(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
+        self.buffers = [self.session.add(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
 
     def whole(self) -> list[int]:
-        """Those that are there or on their way."""
-        return [i for i, cell in enumerate(self.cells) if cell.flats is not None or cell._works is not None]
+        """Those that are whole or being gathered."""
+        return [i for i, one in enumerate(self.buffers) if one.flats is not None or one._works is not None]
 
     def leave(self, unit: int) -> None:
-        self.session.leave(self.cells[unit].part)
+        self.session.leave(self.buffers[unit].part)
 
     def use(self, *order: int) -> list[list[int]]:
         """What is whole after each use."""
         return [self._use(unit) for unit in order]
 
     def _use(self, unit: int) -> list[int]:
-        assert self.session.data(self.cells[unit], 0).numel() == self.cells[unit].part.buffers[0].numel
-        assert self.cells[unit].flats is not None
+        assert self.session.data(self.buffers[unit], 0).numel() == self.buffers[unit].part.buffers[0].numel
+        assert self.buffers[unit].flats is not None
         return self.whole()
 
 
@@ -62,11 +62,11 @@ def backward(number: int = 1) -> Iterator[None]:
 
 @contextmanager
 def fetches() -> Iterator[list[int]]:
-    """The units that are sent for, in order."""
+    """The units whose gathers are started, in order."""
     seen: list[int] = []
-    flight = UnitBuffers._gather
+    gather = UnitBuffers._gather
     with mock.patch.object(
-        UnitBuffers, "_gather", lambda cell, *args: (seen.append(cell.part.unit), flight(cell, *args))[1]
+        UnitBuffers, "_gather", lambda unit, *args: (seen.append(unit.part.unit), gather(unit, *args))[1]
     ):
         yield seen
 
@@ -228,7 +228,7 @@ def test_what_backward_is_done_with_is_not_fetched_ahead_with_its_frozen_neighbo
         units.use(1)
         units.leave(1)
         assert units.use(2) == [[2]]  # before it in forward was 1 again
-        assert units.use(1) == [[1, 2]]  # whoever asks for it gets it
+        assert units.use(1) == [[1, 2]]  # a use gathers it all the same
     with backward(2):
         units.use(1)
         assert units.use(2) == [[1, 2]]
@@ -315,7 +315,7 @@ def test_a_forward_that_was_repeated_knows_what_follows_wherever_two_units_in_a_
 
 def test_a_tangent_is_fetched_when_it_is_asked_for() -> None:
     units = Units(7, 7, 7, 7, 7)
-    part = units.cells[1].part
+    part = units.buffers[1].part
     tangent = units.session.add(part, [torch.ones(7)])
     units.use(0)
     assert units.whole() == [0, 1]

@@ -63,7 +63,7 @@ def planned(kind: str, mesh: fs.Mesh, reduction: Any = "mean") -> fs.Layout:
     )
 
 
-def landed(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor:
+def waited(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor:
     total = reductions.wait(key, backward_pass)
     assert total is not None
     return total
@@ -73,7 +73,7 @@ def both_ways(grads: Any, layout: fs.Layout) -> tuple[Tensor, Tensor]:
     (buffer,) = layout.buffers.values()
     reductions = Reductions()
     reductions.start(grads, [buffer], layout, 1)
-    return reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)
+    return reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)
 
 
 def reduce_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -193,7 +193,7 @@ def alone(**options: Any) -> tuple[fs.Layout, dict[str, Tensor]]:
     return fs.plan(grads, fs.init_mesh(), **options), grads
 
 
-def test_what_landed_belongs_to_its_backward_pass_and_is_given_once() -> None:
+def test_a_result_belongs_to_its_backward_pass_and_is_given_once() -> None:
     layout, grads = alone()
     a, b = layout.buffers.values()
     reductions = Reductions()
@@ -235,7 +235,7 @@ def test_reducing_never_writes_to_the_gradients() -> None:
     for buffer in layout.buffers.values():
         reductions = Reductions()
         reductions.start(grads, [buffer], layout, 1)
-        for result in (reduced_and_cast(grads, buffer, layout), landed(reductions, buffer.key)):
+        for result in (reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)):
             result.zero_()
     assert_trees_close(grads, before, rtol=0, atol=0)
 
@@ -274,7 +274,7 @@ def slow_layout(started: Event, seconds: float) -> fs.Layout:
 ONES, HUNDREDS = {"a.w": torch.ones(8)}, {"b.w": torch.full((8,), 100.0)}
 
 
-def test_a_result_is_there_for_whoever_asks_while_another_thread_puts_it_where_it_lives() -> None:
+def test_a_result_is_there_for_any_thread_while_another_one_copies_it_to_its_memory_kind() -> None:
     layout = slow_layout(Event(), 0.0)
     a, b = layout.buffers.values()
     reductions = Reductions({"a": SlowHome(torch.device("cpu"))})
@@ -295,8 +295,8 @@ def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread()
     reductions = Reductions()
     reductions.start(ONES, [a], layout, 1)
     with ThreadPoolExecutor(1) as other:
-        landing = other.submit(reductions.wait, "a", 1)
+        waiting = other.submit(reductions.wait, "a", 1)
         assert started.wait(60)
         reductions.start(HUNDREDS, [b], layout, 1)
-        assert_trees_close(landing.result(), torch.ones(4))
+        assert_trees_close(waiting.result(), torch.ones(4))
     assert_trees_close(reductions.wait("b", 1), torch.full((4,), 100.0))

@@ -39,12 +39,12 @@ class Stream:
 
 
 class Device:
-    """Some streams, one of which is current, and the streams that the allocator was told of, by memory."""
+    """Some streams, one of which is current, and the streams that were reported to the allocator, by memory."""
 
     def __init__(self, number: int) -> None:
         self.streams = [Stream(f"stream {i}") for i in range(number)]
         self.now = self.streams[0]
-        self.told: dict[int, set[Stream]] = {}
+        self.recorded: dict[int, set[Stream]] = {}
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -56,8 +56,8 @@ class Device:
 
     @contextmanager
     def at_work(self) -> Iterator[Streams]:
-        tell = lambda x, stream: self.told.setdefault(x.data_ptr(), set()).add(stream)  # noqa: E731
-        with mock.patch.object(Tensor, "record_stream", tell):
+        record = lambda x, stream: self.recorded.setdefault(x.data_ptr(), set()).add(stream)  # noqa: E731
+        with mock.patch.object(Tensor, "record_stream", record):
             yield Streams(lambda: self.now, self.on)
 
 
@@ -66,7 +66,7 @@ def test_the_stream_that_made_something_does_not_wait_for_it() -> None:
     with device.at_work() as streams:
         streams.made().take([torch.ones(1)])
     assert device.now.waits == 0
-    assert device.told == {}
+    assert device.recorded == {}
 
 
 def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
@@ -81,7 +81,7 @@ def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
                 made.take([x])
     assert [stream.waits for stream in device.streams] == [0, 1, 1]
     assert (second.behind, third.behind) == ({"made"}, {"made"})
-    assert device.told == {x.data_ptr(): {second, third}}
+    assert device.recorded == {x.data_ptr(): {second, third}}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -93,40 +93,40 @@ def test_a_device_without_streams_does_everything_in_order(device: str) -> None:
 
 
 class Units:
-    """A session of a device with some streams; what each landing and each sending left on them is known."""
+    """A session of a device with some streams; what each start and each wait left on them is known."""
 
     def __init__(self, device: Device, streams: Streams, number: int, **options: Any) -> None:
         tensors = {f"u{i}.w": torch.zeros(7) for i in range(number)}
         layout = fs.plan(tensors, fs.init_mesh(), **options)
         self.device, self.session = device, Session(layout, streams=streams)
         parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
-        self.cells = [self.session.add(part, [torch.zeros(7)]) for part in parts]
-        self.landed: dict[UnitBuffers, Any] = {}
+        self.buffers = [self.session.add(part, [torch.zeros(7)]) for part in parts]
+        self.complete: dict[UnitBuffers, Any] = {}
         self.memory_of: dict[UnitBuffers, Stream] = {}  # whose memory it is
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        flight = UnitBuffers._gather
+        gather = UnitBuffers._gather
 
-        def watched(cell: UnitBuffers, *args: Any) -> Work:
-            sent = flight(cell, *args)
-            self.memory_of[cell] = self.device.now
-            return Work(lambda: (self._land(cell), sent.wait())[-1])
+        def watched(unit: UnitBuffers, *args: Any) -> Work:
+            work = gather(unit, *args)
+            self.memory_of[unit] = self.device.now
+            return Work(lambda: (self._wait(unit), work.wait())[-1])
 
         with mock.patch.object(UnitBuffers, "_gather", watched):
             yield
 
-    def _land(self, cell: UnitBuffers) -> None:
-        assert self.device.now is self.memory_of[cell]  # what is let go on the way is of that stream too
-        self.landed[cell] = object()
-        self.device.now.behind.add(self.landed[cell])
+    def _wait(self, unit: UnitBuffers) -> None:
+        assert self.device.now is self.memory_of[unit]  # memory that is freed meanwhile is of that stream too
+        self.complete[unit] = object()
+        self.device.now.behind.add(self.complete[unit])
 
     def use(self, unit: int, stream: int) -> None:
-        cell, now = self.cells[unit], self.device.streams[stream]
+        buffers, now = self.buffers[unit], self.device.streams[stream]
         with self.device.on(now):
-            memory = self.session.data(cell, 0).data_ptr()
-        assert self.landed[cell] in now.behind
-        assert now is self.memory_of[cell] or now in self.device.told[memory]
+            memory = self.session.data(buffers, 0).data_ptr()
+        assert self.complete[buffers] in now.behind
+        assert now is self.memory_of[buffers] or now in self.device.recorded[memory]
 
 
 @given(
@@ -154,4 +154,4 @@ def test_one_stream_alone_never_waits() -> None:
             for unit in (0, 1, 2, 3, 3, 2, 1, 0):
                 units.use(unit, 1)
     assert [stream.waits for stream in device.streams] == [0, 0]
-    assert device.told == {}
+    assert device.recorded == {}
