@@ -23,11 +23,7 @@ from ..mesh.mesh import Mesh
 from .buffers import Buffer, Slice, Slot, Unit, in_source_order
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 from .schedule import Schedule, schedule
-from .serialization import dtype_name
-
-Reduction = Literal["mean", "sum"]
-_FORMAT = 3
-_OPTIONS = ("shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward")
+from .serialization import OPTIONS, Reduction, dtype_name, from_json, to_json
 
 
 @dataclass(frozen=True, repr=False)

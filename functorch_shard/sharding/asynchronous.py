@@ -21,7 +21,7 @@ from ..layout.layout import Layout
 from ..layout.packing import pack
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
-from ..storage.memory_kind import Home
+from ..storage.memory_kind import MemoryKind
 from .reduction import complete
 
 
@@ -65,7 +65,7 @@ class Reductions:
     several threads: a call that comes while another one waits for a message waits for it too.
     """
 
-    def __init__(self, memory_kinds: Mapping[str, Home] | None = None) -> None:
+    def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None) -> None:
         self._memory_kinds = memory_kinds or {}
         self._one_at_a_time = RLock()
         self._started: list[tuple[int, str, Work]] = []
@@ -97,7 +97,7 @@ class Reductions:
         while self._started:
             backward_pass, key, work = self._started.pop(0)
             total = work.wait()
-            self._results[backward_pass, key] = self._memory_kinds.get(key, Home(total.device)).put(total)
+            self._results[backward_pass, key] = self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
 
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
         like = grads[buffer.slots[0].name]

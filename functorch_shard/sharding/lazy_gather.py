@@ -20,7 +20,7 @@ from ..collectives.boundary import anchors_here, here, takes_mean
 from ..collectives.codecs import Codec
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
-from ..storage.memory_kind import home_of, working_device
+from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import backward_pass, differentiate_at_once
 from ..torch_internals.transforms import in_transform
 from .lazy_tensor import Lazy
@@ -32,7 +32,7 @@ def lazily(
     shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None
 ) -> dict[str, Tensor]:
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
-    session, tensors = Session(layout, {key: home_of(x) for key, x in shards.items()}), {}
+    session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
     anchors = anchors_here()
