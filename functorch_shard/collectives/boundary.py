@@ -35,7 +35,7 @@ class Boundary:
         self._made: dict[int, Tensor] = {}
 
     def made(self, x: Tensor) -> Tensor:
-        """``x``, which this derivative made and returns: nobody else has its memory."""
+        """``x``, which this derivative made and returns: no other tensor has its memory."""
         self._made[id(x)] = x
         return x
 
@@ -78,7 +78,7 @@ def here() -> Boundary | None:
 
 
 def anchors_here() -> list[Tensor] | None:
-    """Where an anchor is to be put; ``None`` where nobody differentiates it, which an outermost ``fs.grad`` does."""
+    """Where an anchor is to be put; ``None`` where it is not differentiated, which an outermost ``fs.grad`` does."""
     boundary = _OPEN.get().get(0)
     return None if boundary is None else boundary.anchors
 

@@ -1,7 +1,7 @@
-"""Other forms for what travels: ``codec=(encode, decode)`` around an all-gather, or around a reduction.
+"""Compressed communication: ``codec=(encode, decode)`` around an all-gather, or around a reduction.
 
 A codec is a pair of pure functions. ``encode`` takes 1-D elements and returns any pytree of tensors whose shapes depend
-on their number alone; ``decode`` takes that tree and returns as many elements. The tensors of one rank travel as one
+on their number alone; ``decode`` takes that tree and returns as many elements. The tensors of one rank are sent as one
 message of bytes, so any dtype does, on any backend.
 
 Blocks of int8 with a scale each are those of ZeRO++ (qwZ and qgZ, https://arxiv.org/abs/2306.10209).
@@ -82,7 +82,7 @@ class _Blocks:
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows(x.float())
         scales = torch.linalg.vector_norm(rows, torch.inf, 1) / self.largest
-        scales = torch.where(scales.isfinite(), scales, torch.nan)  # nothing in the block can be told: say so
+        scales = torch.where(scales.isfinite(), scales, torch.nan)  # the values of the block are lost: show it
         too_small = scales < torch.finfo(scales.dtype).tiny  # to be divided by
         quotients = rows * torch.where(too_small, 0.0, 1 / scales).unsqueeze(1)
         values = quotients if self.dtype.is_floating_point else quotients.round_()

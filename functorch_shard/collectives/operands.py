@@ -1,4 +1,4 @@
-"""What the Functions of collectives share: operands that tell levels of vmap apart, and batch dims out of the way.
+"""What the Functions of collectives share: operands that distinguish levels of vmap, and batch dims out of the way.
 
 See Note [Ranks as a batch axis] in mesh.py.
 """
@@ -14,7 +14,7 @@ from ..communication.axis import Axis
 
 
 def place_of(axis: Axis) -> tuple[Tensor | None, Tensor | None]:
-    """The operands that tell vmap levels apart: batched at the level of the axis, and at those of the other axes.
+    """The operands that distinguish vmap levels: batched at the level of the axis, and at those of the other axes.
 
     Real ranks need neither.
     """

@@ -32,13 +32,13 @@ def psum(x: Tree, axis: Over, /) -> Tree:
 
     Args:
         x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted, in int64.
-        axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes.
+        axis: the ranks to sum over, for example ``mesh["shard"]``; a mesh means all of its axes.
 
     Returns:
         The shapes of ``x``; the same values on every rank.
 
     Raises:
-        TypeError: a leaf is no tensor; the message names it.
+        TypeError: a leaf is not a tensor; the message names it.
 
     Cost:
         One all-reduce per leaf and axis: each rank sends ``2 (N - 1) / N`` of ``x``.
@@ -64,7 +64,7 @@ def pmean(x: Tree, axis: Over, /) -> Tree:
         The shapes of ``x``; the same values on every rank.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
 
     Cost:
         As :func:`psum`.
@@ -92,7 +92,7 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
         The shapes of ``x``; the same values on every rank.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
 
     Cost:
         One all-reduce per leaf and axis; differentiated, two psums more.
@@ -121,7 +121,7 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
         Shape of ``x`` with ``dim`` multiplied by ``axis.size``; the same values on every rank.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: a leaf has no dimension ``dim``.
 
     Cost:
@@ -148,14 +148,14 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     Args:
         x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; ``x.shape[dim]`` divisible
             by ``axis.size``; bools are counted, in int64.
-        axis: the ranks to sum over, as ``mesh["shard"]``; a mesh means all of its axes, in row-major rank order.
+        axis: the ranks to sum over, for example ``mesh["shard"]``; a mesh means all of its axes, in row-major order.
         dim: the dimension that is split.
 
     Returns:
         Shape of ``x`` with ``dim`` divided by ``axis.size``; rank r holds part r.
 
     Raises:
-        TypeError: a leaf is no tensor.
+        TypeError: a leaf is not a tensor.
         ValueError: ``x.shape[dim]`` is not divisible; the message gives both numbers.
 
     Cost:
@@ -174,7 +174,7 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
 
 
 def axis_index(axis: Over, /) -> Tensor:
-    """This rank's position on ``axis``, from 0: an integer tensor without dims, differentiable by nobody.
+    """This rank's position on ``axis``, from 0: an integer tensor without dims, without a derivative.
 
     Args:
         axis: the ranks to count; a mesh means all of its axes, in row-major order.
@@ -202,7 +202,9 @@ def axis_index(axis: Over, /) -> Tensor:
 
 def _axes(axis: Over) -> Sequence[Axis]:
     if not isinstance(axis, (Axis, Mesh)):
-        raise TypeError(f"axis: got {type(axis).__name__}, expected a mesh or one of its axes, as mesh['shard']")
+        raise TypeError(
+            f"axis: got {type(axis).__name__}, expected a mesh or one of its axes, for example mesh['shard']"
+        )
     return [axis] if isinstance(axis, Axis) else list(axis)
 
 
@@ -214,7 +216,7 @@ def _over(
     inner_axis_first: bool = False,
     prepare: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank has nothing to tell.
+    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank communicates nothing.
 
     Each leaf is ``prepare``d first, on one rank too: a dtype does not depend on the number of ranks.
     """

@@ -21,10 +21,10 @@ class Axis:
     size: int
     backend: Backend = field(repr=False)
     folded: int = field(default=1, repr=False)  # values of other simulated ranks inside an operand; see collectives
-    key: str = field(default="", repr=False)  # of the buffer that is communicated: ranks compare it where they compare
+    key: str = field(default="", repr=False)  # of the buffer that is communicated
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A process group does not travel; a simulated axis is pickled with its mesh.
+        # A process group is not pickled; a simulated axis is pickled with its mesh.
         rank = 0 if self.backend.simulated else int(self.backend.index())
         return Axis, (self.name, self.size, DetachedBackend(rank))
 

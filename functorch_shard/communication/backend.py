@@ -61,7 +61,7 @@ class Backend(ABC):
 
 @dataclass(frozen=True)
 class DetachedBackend(Backend):
-    """No ranks at hand: one rank alone (nobody asks it), or a mesh that came out of a pickle."""
+    """No ranks to communicate with: one rank alone, which does not, or an unpickled mesh."""
 
     rank: int = 0
 

@@ -1,16 +1,25 @@
-"""What numbers travel as, where a library cannot send or compare them as they are: pure tensor functions."""
+"""Dtypes in which numbers are sent or compared where a library cannot do it in their own: pure tensor functions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) travel as their bytes.
-_WIRE = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+# What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) are sent as their bytes.
+_SENDABLE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
 
 
-def as_wire(x: Tensor) -> Tensor:
-    return x if x.dtype in _WIRE else x.unsqueeze(-1).view(torch.uint8)
+def as_sendable(x: Tensor) -> Tensor:
+    return x if x.dtype in _SENDABLE else x.unsqueeze(-1).view(torch.uint8)
 
 
 def as_real(x: Tensor) -> Tensor:

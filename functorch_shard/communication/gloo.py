@@ -91,7 +91,7 @@ class GlooBackend(GroupBackend):
 
     @property
     def _peers(self) -> list[int]:
-        """The other ranks, nearest first: nobody is everybody's first."""
+        """The other ranks, nearest first: no rank is the first of all others."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def _call(self, op: Collective, numel: int) -> Call:

@@ -191,7 +191,7 @@ def _texts_of_all(group: Any, number: int, text: str) -> dict[int, str]:
     key = f"functorch_shard/different/{group.group_name}/{number}"
 
     def exchange() -> None:
-        with suppress(RuntimeError, ValueError):  # of the store, which may be gone
+        with suppress(RuntimeError, ValueError):  # of the store, whose host may have exited
             store, end = job_store(), time.monotonic() + window
             store.set(f"{key}/{dist.get_rank()}", text)
             missing = set(dist.get_process_group_ranks(group))

@@ -1,16 +1,16 @@
-"""A rank that raises, ends or stalls is named in the error of every other rank.
+"""A rank that raises, exits or stalls is named in the error of every other rank.
 
-Note [Roll call]: torch says that a connection closed, or that a wait timed out, and not whose fault it was; and a rank
-that ends because of it closes its own connections, which others then complain about. So a rank that meets such an error
-signs in, with what failed, in the key/value store that the process group was made with. When its window is over, it
-names those ranks of the failing collective that did not sign in. The first to conclude writes that down, and who looks
-later, as a rank of another row that lost one that had ended, repeats it instead of naming that one.
+Note [Lost ranks]: torch says that a connection closed, or that a wait timed out, and not which rank caused it; and a
+rank that exits because of it closes its own connections, which others then complain about. So a rank that meets such an
+error signs in, with what failed, in the key/value store that the process group was made with. When its window is over,
+it names those participants of the failed collective that did not sign in. The first to conclude writes that down, and
+a rank that looks later, such as one of another row that lost a rank that had exited, repeats it.
 
 The window is a tenth of the group's timeout, but at least 2 and at most 10 seconds. A rank that works for longer than
-that between two collectives, or came to the same collective so much later, is silent too and may be named beside the
-one that is gone; when it gets its own error, it judges for itself. What is written stays as long as the store, and a
-program that goes on after such an error needs a new process group with a new store, as init_mesh makes it under
-torchrun (Note [Fresh store] in rendezvous.py).
+that between two collectives, or reached the same collective so much later, does not respond either and may be named
+beside the one that exited; when it gets its own error, it concludes for itself. What is written stays as long as the
+store, and a program that goes on after such an error needs a new process group with a new store, as init_mesh makes it
+under torchrun (Note [Fresh store] in rendezvous.py).
 
 Nothing is sent, asked or waited for before there is an error.
 """
@@ -41,7 +41,7 @@ _LOST = ("gloo/transport/", "Operation timed out")  # what gloo's errors say; al
 
 
 def naming_lost_ranks(backend: GroupBackend) -> Backend:
-    """``backend``, whose errors for want of another rank name it. One rank alone loses nobody."""
+    """``backend``, whose errors name the rank that caused them. One rank alone can lose none."""
     group = backend.group
 
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
@@ -52,7 +52,7 @@ def naming_lost_ranks(backend: GroupBackend) -> Backend:
 
 
 def run_on_job(what: str, part: Callable[[], T]) -> T:
-    """``part()``, which waits for ranks of the default group: an error for want of one names it."""
+    """``part()``, which waits for ranks of the default group: an error that one of them caused names it."""
     return _run(what, dist.group.WORLD, part)
 
 
@@ -60,7 +60,7 @@ def _run(what: Collective | str, group: Any, part: Callable[..., T], *args: Any)
     try:
         return part(*args)
     except RuntimeError as error:
-        if not _is_for_want_of_ranks(error):
+        if not _is_of_lost_ranks(error):
             raise
         text = _explained(what if isinstance(what, str) else _text(what), group)
         if text is None:
@@ -73,19 +73,19 @@ def _text(op: Collective) -> str:
     return f"{op.kind} of {what} on axis {op.axis!r}"
 
 
-def _is_for_want_of_ranks(error: RuntimeError) -> bool:
+def _is_of_lost_ranks(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
 
 
 def _explained(what: str, group: Any) -> str | None:
-    """Why ``what`` failed; None where nobody is missing, or no store is there to ask."""
+    """Why ``what`` failed; None where no rank is missing, or there is no store to ask."""
     try:
         store = job_store()
     except ValueError:  # the process group was destroyed meanwhile
         return None
-    call = _RollCall(store, what, dist.get_process_group_ranks(group), window_of(timeout_of(group)))
-    call.hold()
-    return call.explanation()
+    check = _ResponseCheck(store, what, dist.get_process_group_ranks(group), window_of(timeout_of(group)))
+    check.run()
+    return check.explanation()
 
 
 def window_of(timeout: timedelta) -> float:
@@ -104,64 +104,62 @@ class _Conclusion:
     window: float
 
     def text(self, rank: int) -> str:
-        missing, here = list(self.missing), sorted({*self.here, rank} - {*self.missing})
-        it = "it" if len(missing) == 1 else "them"
-        whose = "no word" if self.by == rank else f"rank {self.by} had no word"
-        during = "" if self.by == rank else f", in its {self.what}"
-        found = f"{whose} from {it} within {self.window:g} s{during}"
-        return f"{_ranks(missing)} gone or stalled ({found}); {_ranks(here)} here"
+        responded = sorted({*self.here, rank} - {*self.missing})
+        found = f"within {self.window:g} s" + ("" if self.by == rank else f" to rank {self.by} in its {self.what}")
+        return f"{_ranks(self.missing)} did not respond {found} (exited or stalled); {_ranks(responded)} responded"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks))
-    return f"rank {text} is" if len(ranks) == 1 else f"ranks {text} are"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-class _RollCall:
-    """One rank's part in Note [Roll call]."""
+class _ResponseCheck:
+    """Which ranks respond: one rank's part in Note [Lost ranks]."""
 
-    def __init__(self, store: Any, what: str, members: Sequence[int], window: float) -> None:
-        self._store, self._what, self._members, self._window = store, what, members, window
+    def __init__(self, store: Any, what: str, participants: Sequence[int], window: float) -> None:
+        self._store, self._what, self._participants, self._window = store, what, participants, window
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._found: _Conclusion | None = None
         self._verdict: _Conclusion | None = None  # of others, on this rank
-        self._waiting: dict[int, str] = {}  # what each member waits in, where nobody is missing
+        self._waiting: dict[int, str] = {}  # what each participant waits in, where none is missing
         self._trouble = "no answer"
 
-    def hold(self) -> None:
+    def run(self) -> None:
         """In a thread of its own: a store whose host is stopped does not answer in time, or ever."""
-        thread = Thread(target=self._hold, name="functorch_shard roll call", daemon=True)
+        thread = Thread(target=self._run, name="functorch_shard lost ranks", daemon=True)
         thread.start()
         thread.join(3 * self._window)
 
     def explanation(self) -> str | None:
         note = ""
         if by := self._verdict:
-            note = f"rank {by.by} had no word from this rank, {self._rank}, within {by.window:g} s, and gave it up"
+            note = f"this rank, {self._rank}, did not respond to rank {by.by} within {by.window:g} s"
         if self._found:
             text = self._found.text(self._rank) + (f"; {note}" if note else "")
         elif note:
             text = note
         elif self._trouble:
-            guess = "rank 0 is probably gone" if self._rank else "which rank is gone is not known"
+            guess = (
+                "rank 0 probably exited or stalled" if self._rank else "it is not known which rank exited or stalled"
+            )
             text = (
-                f"{guess}: the key/value store, in which ranks tell each other who is here, does not answer. "
-                f"Unless torchrun keeps it, rank 0 does ({self._trouble})"
+                f"{guess}: the key/value store in which ranks sign in does not answer. Unless torchrun hosts it, "
+                f"rank 0 does ({self._trouble})"
             )
         elif len({*self._waiting.values()}) > 1:
             each = "; ".join(f"rank {rank}: {what}" for rank, what in self._waiting.items())
-            text = f"all of its ranks are here, and wait for each other in different collectives ({each})"
+            text = f"all of its ranks responded, and wait for each other in different collectives ({each})"
         else:
             return None
         return f"{self._what} failed: {text}"
 
-    def _hold(self) -> None:
+    def _run(self) -> None:
         try:
             self._sign_in()
             self._found = self._listen() or self._conclude()
             self._waiting = {} if self._found else self._waiting_in()
             self._trouble = ""
-            self._store.set(_key("told", self._rank), "")
+            self._store.set(_key("read", self._rank), "")
             self._linger()
         except RuntimeError as error:  # of the store; no harm once all is found
             self._trouble = self._trouble and str(error).partition("\n")[0]
@@ -189,27 +187,27 @@ class _RollCall:
         missing = self._missing()
         if not missing:
             return None
-        here = [rank for rank in self._members if rank not in missing]
+        here = [rank for rank in self._participants if rank not in missing]
         mine = _Conclusion(missing, here, self._rank, self._what, self._window)
         first = _Conclusion(**json.loads(self._store.compare_set(_key("conclusion"), "", json.dumps(asdict(mine)))))
         return mine if self._rank in first.missing else first
 
     def _missing(self) -> list[int]:
-        return [rank for rank in self._members if not self._store.check([_key("here", rank)])]
+        return [rank for rank in self._participants if not self._store.check([_key("here", rank)])]
 
     def _waiting_in(self) -> dict[int, str]:
         if self._missing():
             return {}
-        return {rank: self._store.get(_key("here", rank)).decode() for rank in self._members}
+        return {rank: self._store.get(_key("here", rank)).decode() for rank in self._participants}
 
     def _linger(self) -> None:
         """Rank 0 may host the store: it stays until the others have read there, or for another window."""
         end = time.monotonic() + self._window
         others = set(range(1, self._size)) - {*(self._found.missing if self._found else ())}
         while self._rank == 0 and others and time.monotonic() < end:
-            others = {rank for rank in others if not self._store.check([_key("told", rank)])}
+            others = {rank for rank in others if not self._store.check([_key("read", rank)])}
             time.sleep(POLL)
 
 
 def _key(*parts: object) -> str:
-    return "/".join(["functorch_shard", "roll call", *map(str, parts)])
+    return "/".join(["functorch_shard", "lost ranks", *map(str, parts)])

@@ -1,8 +1,8 @@
-"""All ranks issue the same collectives, or every rank is told the first one that differs, and who did not come.
+"""All ranks issue the same collectives, or every rank raises the first one that differs, and who did not respond.
 
 A collective that other ranks do not issue hangs, or worse, adds up what does not belong together. Gloo ranks find out
 when it is there (Note [Envelopes] in headers.py), and are out of step then; ranks of other libraries never do. So
-before each one the ranks tell each other what they are about to issue. Messages go their own way, in the order of the
+before each one the ranks send each other what they are about to issue. Messages go their own way, in the order of the
 calls: the k-th of one rank meets the k-th of every other, even when the collectives behind them would not.
 """
 
@@ -46,7 +46,7 @@ def checked(axis: Axis) -> Backend:
     the operand and their dtype, and the buffer it is for. Nothing that is computed changes.
 
     Args:
-        axis: the axis to check, as ``through`` passes it.
+        axis: the axis to check, as ``with_backend`` passes it.
 
     Returns:
         A backend whose collectives raise before they are issued if ranks differ. Simulated ranks and a single one are
@@ -54,9 +54,9 @@ def checked(axis: Axis) -> Backend:
 
     Raises:
         TypeError: the bytes are moved by something other than a process group.
-        RuntimeError: later, from a collective, on every rank that is there: the ranks issue different ones, or some did
-            not come within the process group's timeout (they stalled, raised, or ended). It names these ranks, what
-            each of the others wanted, and the last few collectives before. Ranks are numbered as in the process group.
+        RuntimeError: later, from a collective, on every rank that responds: the ranks issue different ones, or some did
+            not respond within the process group's timeout (stalled, raised or exited). It names these ranks, what each
+            of the others issued, and the last few collectives before. Ranks are numbered as in the process group.
 
     Cost:
         A gloo group on the host beside each axis, and before each collective one all-to-all of 512 bytes for each pair
@@ -107,18 +107,18 @@ class _Checks:
     def _explained(
         self, mine: str, messages: Mapping[int, bytes], before: list[str], error: RuntimeError | None
     ) -> str:
-        wanted = {rank: message[32:].decode(errors="ignore").rstrip() for rank, message in messages.items()}
-        lines = [f"  rank {rank}: {text}" for rank, text in sorted(wanted.items())]
-        lines += [f"  rank {rank}: did not come" for rank in self.channel.ranks if rank not in wanted]
-        title = f"checked: axis {self.axis!r}: " + (self._absence(mine, wanted) if error else "the ranks differ.")
+        issued = {rank: message[32:].decode(errors="ignore").rstrip() for rank, message in messages.items()}
+        lines = [f"  rank {rank}: {text}" for rank, text in sorted(issued.items())]
+        lines += [f"  rank {rank}: did not respond" for rank in self.channel.ranks if rank not in issued]
+        title = f"checked: axis {self.axis!r}: " + (self._absence(mine, issued) if error else "the ranks differ.")
         return "\n".join([title, *lines, *_past(before), _ADVICE, *([f"torch said: {error}"] if error else [])])
 
-    def _absence(self, mine: str, wanted: Mapping[int, str]) -> str:
-        absent = ", ".join(str(rank) for rank in self.channel.ranks if rank not in wanted)
-        who = f"no message from rank {absent}" if absent else "a rank was gone again"
+    def _absence(self, mine: str, issued: Mapping[int, str]) -> str:
+        absent = ", ".join(str(rank) for rank in self.channel.ranks if rank not in issued)
+        who = f"rank {absent} did not respond" if absent else "a rank stopped responding"
         return (
-            f"{who} before collective {mine}. Each waits {self.channel.timeout.total_seconds():g} s for the others, "
-            "and who gives up or ends is gone for all."
+            f"{who} before collective {mine}. Each waits {self.channel.timeout.total_seconds():g} s for the others; "
+            "a rank that gave up or exited does not respond to any."
         )
 
     def _run(self, mine: str, before: list[str], part: Callable[[], T]) -> T:

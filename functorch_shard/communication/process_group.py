@@ -14,7 +14,7 @@ from torch import Tensor
 from ..torch_internals.transforms import being_traced
 from .backend import Backend
 from .collective import Collective, record
-from .dtypes import as_ordered, as_real, as_wire, from_ordered, from_real
+from .dtypes import as_ordered, as_real, as_sendable, from_ordered, from_real
 from .work import Finished, Work
 
 # 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
@@ -59,7 +59,7 @@ class GroupBackend(Backend):
         out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
         if not out.numel():
             return Finished(out.flatten(0, 1))
-        rows = as_wire(out)
+        rows = as_sendable(out)
         handle = _gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)
         return Work(lambda: out.flatten(0, 1), [handle])
 
@@ -82,19 +82,19 @@ class GroupBackend(Backend):
         received = torch.empty_like(sent)
         if not sent.numel():
             return Finished(received)
-        handle = dist.all_to_all_single(as_wire(received), as_wire(sent), group=self.group, async_op=True)
+        handle = dist.all_to_all_single(as_sendable(received), as_sendable(sent), group=self.group, async_op=True)
         return Work(lambda: received, [handle])
 
     def scatter(self, op: Collective, x: Tensor) -> Work:
         out = torch.empty(x.shape[1:], dtype=op.dtype, device=op.device or x.device)
-        rows = list(as_wire(x).unbind(0)) if self.rank == op.source else []
+        rows = list(as_sendable(x).unbind(0)) if self.rank == op.source else []
         if out.numel():
-            dist.scatter(as_wire(out), rows, group=self.group, group_src=op.source)
+            dist.scatter(as_sendable(out), rows, group=self.group, group_src=op.source)
         return Finished(out)
 
     def broadcast(self, op: Collective, x: Tensor) -> Work:
         if x.numel():
-            dist.broadcast(as_wire(x), group=self.group, group_src=op.source)
+            dist.broadcast(as_sendable(x), group=self.group, group_src=op.source)
         return Finished(x)
 
     def _all_reduce(self, x: Tensor, op: Any) -> Work:
@@ -123,8 +123,8 @@ def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype:
     All are posted before one is waited for, so their order cannot make two processes wait for each other.
     """
     record(Collective("send", "mesh", sum(x.numel() for x in sends.values()), dtype))
-    messages = [dist.P2POp(dist.irecv, as_wire(x), process) for process, x in receives.items()]
-    messages += [dist.P2POp(dist.isend, as_wire(x), process) for process, x in sends.items()]
+    messages = [dist.P2POp(dist.irecv, as_sendable(x), process) for process, x in receives.items()]
+    messages += [dist.P2POp(dist.isend, as_sendable(x), process) for process, x in sends.items()]
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
 

@@ -17,7 +17,7 @@ class Work:
     Args:
         finish: gives the result, after all ``handles`` were waited for.
         handles: what is under way, each with a ``wait()``, such as ``torch.distributed``'s.
-        abandon: called instead of ``finish`` where nobody waits for the result.
+        abandon: called instead of ``finish`` where the result is not waited for.
     """
 
     __slots__ = ("_abandon", "_finish", "_handles")
@@ -41,7 +41,7 @@ class Work:
         return Work(lambda: change(self.wait()))
 
     def __del__(self) -> None:
-        # Nobody wants the result (a part of the model was skipped, or an error was thrown): other ranks still send it,
+        # The result is not needed (a part of the model was skipped, or an error was thrown): other ranks still send it,
         # and its memory must outlive that.
         handles = getattr(self, "_handles", ())  # a compiler that traces may make one without __init__
         for handle in handles:

@@ -34,13 +34,13 @@ def agree(
         RuntimeError: ``build`` raised on another rank, or the lines differ; it names the rank and the first difference.
 
     Cost:
-        One all-gather of a 32-byte digest per axis; two more when there is an error to tell.
+        One all-gather of a 32-byte digest per axis; two more when there is an error to report.
     """
     error, lines, value = None, [], None
     try:
         value = build()
         lines = list(describe(value))
-    except Exception as caught:  # told to the other ranks before it goes on
+    except Exception as caught:  # reported to the other ranks before it goes on
         error = caught
     digest = _FAILED if error else hashlib.sha256("\n".join(lines).encode()).digest()
     digests = _gather_bytes(digest, axes, device)

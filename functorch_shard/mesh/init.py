@@ -49,7 +49,7 @@ def init_mesh(
             that is not above 0, or that comes with a process group that exists or without one. Or a ``device`` that the
             process group has no backend for. Or a launcher started several processes, or set only one of ``RANK`` and
             ``WORLD_SIZE``, and does not say how the ranks find each other; the message has the torchrun line.
-        RuntimeError: ranks of the job did not come within ``timeout``; every other one names them. Or later, from a
+        RuntimeError: ranks of the job did not respond within ``timeout``; every other one names them. Or later, from a
             collective of gloo ranks: another rank has ended, or stalled for longer than the timeout. It names that
             rank, by its number in the default group, with torch's error as its cause, up to a tenth of the timeout
             later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog ends the process

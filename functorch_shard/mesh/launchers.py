@@ -5,7 +5,7 @@ number their processes under names of their own and do not say where rank 0 is. 
 ``SLURM_STEP_NUM_TASKS`` is how many processes one ``srun`` started. ``SLURM_NTASKS`` is how many an allocation has room
 for: it is set in the script of ``sbatch`` and in the shell of ``salloc`` too, and those are one process each, with a
 ``SLURM_PROCID`` of 0. MPI is asked before SLURM: inside an allocation ``mpirun`` may start its daemons by ``srun``, one
-on each node, and their children inherit what ``srun`` told the daemons.
+on each node, and their children inherit what ``srun`` gave the daemons.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def job_of(environ: Mapping[str, str], *, alone: bool = False) -> Job | None:
-    """The job that ``environ`` speaks of, or ``None``: one process that nobody launched as one of several.
+    """The job that ``environ`` speaks of, or ``None``: one process that was not launched as one of several.
 
     Args:
         environ: ``os.environ``.

@@ -2,8 +2,8 @@
 
 Note [Ranks as a batch axis]: on a simulated mesh ``spmd`` is ``torch.func.vmap`` over the ranks, one level per axis,
 and the vmap rule of a collective *is* the communication. Each level carries the rank index as a tensor batched at that
-level alone; a collective takes it as an operand, and so tells the level of its axis from the user's own vmaps. JAX's
-``vmap(axis_name=...)`` is the same idea.
+level alone; a collective takes it as an operand, and so distinguishes the level of its axis from the user's own vmaps.
+JAX's ``vmap(axis_name=...)`` is the same idea.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Mesh(Static):
 
         Raises:
             ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
-            TypeError: an argument, or the result, has tensors inside of an object that is no such container. Modules,
-                functions and optimizers are passed through.
+            TypeError: an argument, or the result, has tensors inside of an object that is not such a container.
+                Modules, functions and optimizers are passed through.
             RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a
                 vmap (an ``if`` on values, buffers that are written to, a checkpoint): the message says what instead.
             NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on simulated ranks.
@@ -167,7 +167,7 @@ class Mesh(Static):
         index: Any = 0
         for axis in self._axes:
             index = index * axis.size + axis.backend.index()
-        return rows.index_select(0, index.reshape(1)).squeeze(0)  # a batched index is no number to subscript with
+        return rows.index_select(0, index.reshape(1)).squeeze(0)  # a batched index cannot subscript
 
     @property
     def rank(self) -> int:
@@ -227,12 +227,12 @@ class Mesh(Static):
         return replace(self, _axes=tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes))
 
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
-        """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
+        """``build()``, made sure to be the same on every rank; see ``consensus.agree``."""
         real = self._several()
         return agree(verb, build, describe, real, self.device, *advice) if real else build()
 
     def gather_texts(self, text: str) -> list[str]:
-        """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""
+        """``text`` of every real rank, in rank order; see ``consensus.gather_texts``. Of simulated ranks, the one."""
         real = self._several()
         return gather_texts(text, real, self.device) if real else [text]
 
@@ -262,16 +262,16 @@ class Mesh(Static):
         return Mesh(axes, device, processes, device_mesh)
 
     def sibling(self, *names: str) -> Mesh:
-        """The ranks along other axes of the device mesh that this one is a slice of, as ``mesh.sibling("tensor")``.
+        """The ranks along other axes of the device mesh that this one is a slice of: ``mesh.sibling("tensor")``.
 
         Raises:
-            KeyError: the mesh is no slice of a device mesh with these axes.
+            KeyError: the mesh is not a slice of a device mesh with these axes.
         """
         whole = None if self.device_mesh is None else whole_mesh(self.device_mesh)
         if whole is None or not set(names) <= set(whole.mesh_dim_names or ()):
             raise KeyError(
                 f"{self} has no axes {', '.join(map(repr, names))} beside it. Make it from a slice of the device mesh "
-                "that has all axes, as Mesh.from_device_mesh(device_mesh['shard'])."
+                "that has all axes, for example Mesh.from_device_mesh(device_mesh['shard'])."
             )
         return Mesh.from_device_mesh(whole[names])
 

@@ -1,12 +1,12 @@
 """The ranks of a job meet, and make the process group they talk through.
 
 Note [Fresh store]: torchrun keeps one key/value store for a job and all its restarts, and torch's gloo and NCCL leave
-under the same keys how to reach a rank. Whoever starts again may read the address of a process that is gone, and then
+under the same keys how to reach a rank. Whoever starts again may read the address of a process that exited, and then
 waits for ever, or until torchrun has no restart left (https://github.com/pytorch/pytorch/issues/135712, mended for a
-time by a new store per restart; torch 2.13 shares it again). Nothing that torchrun tells a rank says which life of the
-job it is: agents count restarts on their own. So each process picks a name that nobody has had, rank 0 answers to names
-with its own, and that one is the prefix of all that follows. A name of an earlier life is answered too, and read by
-nobody; rank 0 goes on until the newest name of every rank has signed under the new prefix.
+time by a new store per restart; torch 2.13 shares it again). Nothing that torchrun gives a rank says which life of the
+job it is: agents count restarts on their own. So each process picks a name that no process has had, rank 0 answers to
+names with its own, and that one is the prefix of all that follows. A name of an earlier life is answered too, and not
+read; rank 0 goes on until the newest name of every rank has signed under the new prefix.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
 
 
 def _store(rank: int, timeout: timedelta) -> Any:
-    """torchrun's own, or one that rank 0 keeps: torch's ``env://``, which waits there for all and names nobody."""
+    """torchrun's own, or one that rank 0 keeps: torch's ``env://``, which waits there for all and names none."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -56,7 +56,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
     """A text that is the same on all ranks of this life of the job, and was never used before.
 
     Raises:
-        RuntimeError: ranks did not come within ``timeout``; every rank that did names them.
+        RuntimeError: ranks did not respond within ``timeout``; every rank that did names them.
     """
     name = uuid.uuid4().hex
     if rank == 0:
@@ -71,7 +71,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
         store.set(f"{first}/{rank}", name)
         store.wait([f"{first}/missing"], timeout + MARGIN)
         missing = store.get(f"{first}/missing").decode().split()
-        store.set(f"{first}/told/{rank}", "")
+        store.set(f"{first}/read/{rank}", "")
     except RuntimeError as error:  # torch's store errors are
         why = "did not start, or ended, or began without this rank, which came again"
         raise RuntimeError(f"rank 0 {why}, while rank {rank} waited for it: {error}") from error
@@ -101,15 +101,15 @@ def _linger(store: Any, name: str, others: set[int]) -> None:
     """Rank 0 may keep the store: it stays until the others have read there what is missing, or for a moment."""
     end = time.monotonic() + LINGER
     while others and time.monotonic() < end:
-        others = {rank for rank in others if not store.check([f"{name}/told/{rank}"])}
+        others = {rank for rank in others if not store.check([f"{name}/read/{rank}"])}
         time.sleep(POLL)
 
 
 def _all_here(name: str, missing: Sequence[Any], size: int, timeout: timedelta) -> str:
     if missing:
-        who, were = ", ".join(map(str, missing)), "was" if len(missing) == 1 else "were"
+        who = ", ".join(map(str, missing))
         raise RuntimeError(
-            f"rank{'s' if len(missing) > 1 else ''} {who} of {size} {were} not there within "
+            f"rank{'s' if len(missing) > 1 else ''} {who} of {size} did not respond within "
             f"{timeout.total_seconds():g} s: the job needs all of them to start"
         )
     return name

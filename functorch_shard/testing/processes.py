@@ -109,15 +109,15 @@ def _receive(connection: Connection, rank: int) -> tuple[bool, Any]:
 
 
 def _raise_first(failures: dict[int, tuple[bool, Any]], ranks: list[Rank]) -> None:
-    """A rank that died comes first: others only say that it is gone. Of those that spoke, the first to speak."""
+    """A rank that died comes first: others only report that it exited. Of those that raised, the first to raise."""
     died = [rank for rank, (_, value) in failures.items() if value is None]
     if died:
         rank = min(died)
         ranks[rank][0].join(5)
         raise RankError(f"run_ranks: rank {rank} died without an answer, exit code {ranks[rank][0].exitcode}")
-    told = {rank: value for rank, (_, value) in failures.items()}
-    rank = min(told, key=lambda rank: told[rank][0])
-    _, error, text = told[rank]
+    raised = {rank: value for rank, (_, value) in failures.items()}
+    rank = min(raised, key=lambda rank: raised[rank][0])
+    _, error, text = raised[rank]
     cause = RankError(f"on rank {rank}:\n{text}")
     raise _unpickled(error, text, rank) from cause
 
@@ -170,7 +170,7 @@ def _answer(rank: int, world_size: int, folder: str, work: bytes, timeout: float
         os.environ.update(environ)  # the server's is as old as the server
         _join_group(rank, world_size, folder, timeout)
         return pickle.dumps((True, fn(*args, **kwargs)))
-    except BaseException as error:  # told to the parent, whatever it is
+    except BaseException as error:  # reported to the parent, whatever it is
         text = "".join(traceback.format_exception(error))
         return pickle.dumps((False, (time.time(), _pickle_error(error), text)))
 

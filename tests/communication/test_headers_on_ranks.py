@@ -26,7 +26,7 @@ def different_on_this_rank() -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_rank_is_told_the_first_collective_that_differs_and_what_each_wanted(num_ranks: int) -> None:
+def test_every_rank_reports_the_first_collective_that_differs_and_what_each_issued(num_ranks: int) -> None:
     """Whatever differs, kind, size, dtype or unit: none waits, none is taken for another, and no process is aborted."""
     for name, (_, _, usual, odd) in DIFFERENT.items():
         told = {answer[name] for answer in differences(num_ranks)}
@@ -70,10 +70,10 @@ def two_short_axes(seconds: float) -> fs.Mesh:
     return fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu", timeout=seconds)
 
 
-def test_ranks_that_wait_on_different_axes_are_told_who_waits_where() -> None:
+def test_ranks_that_wait_on_different_axes_report_which_waits_where() -> None:
     with patch.dict(os.environ, TEST_PORT=str(free_port())):
         answers = run_ranks(other_axis_on_this_rank, 4)
     for _, text in answers:
-        assert "all of its ranks are here, and wait for each other in different collectives" in text
+        assert "all of its ranks responded, and wait for each other in different collectives" in text
         assert "psum of 3 float32 on axis 'shard'" in text
         assert "psum of 3 float32 on axis 'replicate'" in text

@@ -102,32 +102,32 @@ def error_of(program: Program, mesh: fs.Mesh) -> tuple[str, str]:
 
 
 def differ_on_this_rank() -> dict[str, tuple[str, str]]:
-    plain, told = fs.init_mesh(), {}
+    plain, reported = fs.init_mesh(), {}
     odd = plain.rank == plain.size - 1
     for name, case in DIFFERENT.items():
         mesh = plain.with_backend(checked)
-        told[name] = error_of(case[1] if odd else case[0], mesh)
+        reported[name] = error_of(case[1] if odd else case[0], mesh)
         assert psum(1 + ONES, mesh).tolist() == [2 * mesh.size] * 4  # and then the ranks are still in step
     mesh = plain.with_backend(checked)
     psum(ONES, mesh)
     twice = [error_of(lambda mesh: (pmax if odd else psum)(ONES, mesh), mesh)[1] for _ in range(2)]
     assert "Before that, the same" in twice[1]
     assert twice[0].splitlines()[1].partition(": ")[2] not in twice[1]  # it was not the same on all ranks
-    return told
+    return reported
 
 
 @cache
-def told_differences(num_ranks: int) -> list[dict[str, tuple[str, str]]]:
+def reported_differences(num_ranks: int) -> list[dict[str, tuple[str, str]]]:
     return run_ranks(differ_on_this_rank, num_ranks, timeout=60)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_every_rank_is_told_the_first_collective_that_differs(case: str, num_ranks: int) -> None:
+def test_every_rank_reports_the_first_collective_that_differs(case: str, num_ranks: int) -> None:
     *_, usual, odd = DIFFERENT[case]
-    told = {answer[case] for answer in told_differences(num_ranks)}
-    assert len(told) == 1
-    kind, text = told.pop()
+    reported = {answer[case] for answer in reported_differences(num_ranks)}
+    assert len(reported) == 1
+    kind, text = reported.pop()
     assert kind == "RuntimeError"
     lines = text.splitlines()
     assert lines[0] == "checked: axis 'shard': the ranks differ."
@@ -175,55 +175,55 @@ class _Fails(nn.Module):
 
 
 def stay_away_on_this_rank() -> list[tuple[str, str, float]]:
-    world, told = fs.init_mesh(), []
+    world, reported = fs.init_mesh(), []
     for program, first_absent in ((stall, world.size - 1), (fail, 1)):
         mesh, absent = short_mesh(PATIENCE).with_backend(checked), world.rank >= first_absent
         psum(ONES, mesh)
         start = time.monotonic()
         kind, text = error_of(lambda mesh, p=program, a=absent: p(mesh, a), mesh)
-        told.append((kind, text, time.monotonic() - start))
+        reported.append((kind, text, time.monotonic() - start))
         dist.barrier()  # of all, beside the group that has broken
-    return told
+    return reported
 
 
 @cache
-def told_absences(num_ranks: int) -> list[list[tuple[str, str, float]]]:
+def reported_absences(num_ranks: int) -> list[list[tuple[str, str, float]]]:
     return run_ranks(stay_away_on_this_rank, num_ranks, timeout=90)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_that_stalls_is_named_on_all_others_and_is_told_when_it_comes(num_ranks: int) -> None:
-    *waiting, (late, _) = told_absences(num_ranks)
+def test_a_rank_that_stalls_is_named_on_all_others_and_gets_an_error_when_it_comes(num_ranks: int) -> None:
+    *waiting, (late, _) = reported_absences(num_ranks)
     absent, others = num_ranks - 1, ", ".join(str(rank) for rank in range(num_ranks - 1))
     for (kind, text, seconds), _ in waiting:
         assert kind == "RuntimeError"
         lines = text.splitlines()
         assert lines[0].startswith(
-            f"checked: axis 'shard': no message from rank {absent} before collective 2: psum of 4"
+            f"checked: axis 'shard': rank {absent} did not respond before collective 2: psum of 4"
         )
         assert "Each waits 8 s for the others" in lines[0]
         assert lines[1 : 1 + num_ranks] == [
             *(f"  rank {rank}: 2: psum of 4 float32" for rank in range(absent)),
-            f"  rank {absent}: did not come",
+            f"  rank {absent}: did not respond",
         ]
         assert lines[2 + num_ranks] == "  1: psum of 4 float32"
         assert PATIENCE - 1 < seconds < NO_LATER
     kind, text, seconds = late
     assert kind == "RuntimeError"
     assert text.startswith("checked: axis 'shard': ")
-    assert f"no message from rank {others} before" in text or "a rank was gone again" in text
+    assert f"rank {others} did not respond before" in text or "a rank stopped responding" in text
     assert LATE <= seconds < NO_LATER
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_that_raise_are_all_named(num_ranks: int) -> None:
-    (_, (kind, text, seconds)), *failed = told_absences(num_ranks)
+    (_, (kind, text, seconds)), *failed = reported_absences(num_ranks)
     assert [(kind, text) for _, (kind, text, _) in failed] == [("ArithmeticError", "a bad batch")] * (num_ranks - 1)
     assert kind == "RuntimeError"
     absent = ", ".join(str(rank) for rank in range(1, num_ranks))
-    assert text.startswith(f"checked: axis 'shard': no message from rank {absent} before collective ")
+    assert text.startswith(f"checked: axis 'shard': rank {absent} did not respond before collective ")
     assert re.search(r"\n  rank 0: 6: psum_scatter of \d+ float32 for '0'\n", text)
     assert seconds < NO_LATER
 
@@ -254,7 +254,7 @@ def test_a_rank_that_ended_is_named_at_once(num_ranks: int, tmp_path: Path) -> N
     for rank in range(num_ranks - 1):
         kind, text, seconds = json.loads((tmp_path / f"{rank}.json").read_text())
         assert kind == "RuntimeError"
-        assert f"\n  rank {num_ranks - 1}: did not come\n" in text
+        assert f"\n  rank {num_ranks - 1}: did not respond\n" in text
         assert f"\n  rank {rank}: 2: psum_scatter of 6 float32\n" in text
         assert seconds < 30
 
@@ -283,10 +283,10 @@ def test_what_is_refused_keeps_its_error() -> None:
         assert "Use torch.func.jvp" in text
 
 
-def test_what_breaks_under_way_is_told_with_the_collective_it_was() -> None:
+def test_what_breaks_under_way_is_reported_with_the_collective_it_was() -> None:
     for kind, text in run_ranks(broken_on_this_rank, 2):
         assert kind == "RuntimeError"
-        first, *history = text.splitlines()  # the gather ahead was announced since
+        first, *history = text.splitlines()  # the gather ahead was issued since
         assert re.fullmatch(
             r"checked: axis 'shard': all ranks agreed on 2: all_gather of \d+ float32 for '0', and then it failed: cut",
             first,

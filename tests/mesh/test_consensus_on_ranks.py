@@ -132,7 +132,7 @@ both = pytest.mark.parametrize("num_ranks", [2, 3])
 
 @both
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_every_rank_is_told_the_first_difference(case: str, num_ranks: int) -> None:
+def test_every_rank_reports_the_first_difference(case: str, num_ranks: int) -> None:
     *_, first, last = DIFFERENT[case]
     told = [different[case] for different, _, _ in answers(num_ranks)]
     assert len(told) == num_ranks

@@ -95,7 +95,7 @@ def test_a_rank_of_an_earlier_life_that_never_finished_is_not_taken_for_one_of_t
 def test_every_rank_that_came_names_those_that_did_not(server: dist.TCPStore) -> None:
     server.set("hello/2", "a process of an earlier life")
     said = meet_all(server, [0, 1, 3], 5, seconds=5)
-    assert said == ["ranks 2, 4 of 5 were not there within 5 s: the job needs all of them to start"] * 3
+    assert said == ["ranks 2, 4 of 5 did not respond within 5 s: the job needs all of them to start"] * 3
 
 
 def test_a_rank_that_dies_and_comes_again_is_met_while_others_are_awaited(server: dist.TCPStore) -> None:
@@ -147,7 +147,7 @@ def test_without_torchrun_too_every_rank_names_those_that_did_not_come() -> None
     finally:
         for process in ranks:
             process.kill()
-    assert said == ["rank 2 of 4 was not there within 10 s: the job needs all of them to start\n"] * 3
+    assert said == ["rank 2 of 4 did not respond within 10 s: the job needs all of them to start\n"] * 3
 
 
 NUMBERED_BY = {
