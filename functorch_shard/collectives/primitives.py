@@ -135,8 +135,11 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [ 1,  2, 10, 20]])
     """
     _check_dim("all_gather", x, dim)
-    inner_first = lambda x, axis: AllGather.apply(x, *place_of(axis), axis, dim % x.ndim)  # noqa: E731
-    return _over("all_gather", x, axis, inner_first, inner_axis_first=True)
+
+    def gather(x: Tensor, axis: Axis) -> Any:
+        return AllGather.apply(x, *place_of(axis), axis, dim % x.ndim, None)
+
+    return _over("all_gather", x, axis, gather, inner_axis_first=True)
 
 
 def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
@@ -169,7 +172,10 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
                 [33, 44]])
     """
     _check_dim("psum_scatter", x, dim, axis.size)
-    scatter = lambda x, axis: PsumScatter.apply(x, *place_of(axis), axis, dim % x.ndim)  # noqa: E731
+
+    def scatter(x: Tensor, axis: Axis) -> Any:
+        return PsumScatter.apply(x, *place_of(axis), axis, dim % x.ndim, None)
+
     return _over("psum_scatter", x, axis, scatter, prepare=_countable)
 
 

@@ -61,9 +61,12 @@ class GlooBackend(GroupBackend):
         if self.size == 2 or x.nbytes <= SMALL_SUM:
             return self._share(op, x, lambda rows: in_rank_order(rows.unbind(0)))
         flat = pad(x.detach().flatten(), (0, -x.numel() % self.size))
-        first, half = self._sum(op, flat.unflatten(0, (self.size, -1))), replace(op, kind="psum, second half")
-        whole = lambda part: self._share(half, part, lambda rows: rows.flatten()).wait()  # noqa: E731
-        return Work(lambda: whole(first.wait())[: x.numel()].view(x.shape))
+        second = replace(op, kind="psum, second half")
+
+        def whole(part: Tensor) -> Tensor:
+            return self._share(second, part, lambda rows: rows.flatten()[: x.numel()].view(x.shape)).wait()
+
+        return self._sum(op, flat.unflatten(0, (self.size, -1))).then(whole)
 
     def pmax(self, op: Collective, x: Tensor) -> Work:
         if not x.is_floating_point():
@@ -109,21 +112,29 @@ class GlooBackend(GroupBackend):
         memory = None if nbytes <= self._line.capacity else self._memory_for(nbytes)
         call = self._call(op, x.numel())
         if nbytes <= self._line.capacity:
-            call.post(_as_bytes(in_memory(x, dtype)))
-            read = lambda: call.rows(nbytes, dtype).clone(memory_format=_DENSE).view(self.size, *x.shape)  # noqa: E731
-        elif memory:
-            read = self._read_later(call, memory, x, dtype)
+            read = self._by_envelope(call, x, dtype)
         else:
-            rows = torch.empty((self.size, *x.shape), dtype=dtype)
-            rows[self.rank].copy_(x)
-            call.works = self._receive(call, {rank: rows[rank] for rank in self._peers})
-            call.works += self._send(call, dict.fromkeys(self._peers, rows[self.rank]))
-            call.post()
-            read = lambda: rows  # noqa: E731
+            read = self._by_memory(call, memory, x, dtype) if memory else self._by_sockets(call, x, dtype)
         return _work(call, lambda: then(read()).to(device))
 
-    def _read_later(self, call: Call, memory: SharedMemory, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-        """Write ``x`` to shared memory; what reads it, and what the other ranks wrote there."""
+    # Each sends ``x`` to all ranks, and returns what gives the values of all ranks, stacked.
+
+    def _by_envelope(self, call: Call, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        call.post(_as_bytes(in_memory(x, dtype)))
+
+        def read() -> Tensor:
+            rows = call.rows(x.numel() * dtype.itemsize, dtype)
+            return rows.clone(memory_format=_DENSE).view(self.size, *x.shape)
+
+        return read
+
+    def _by_sockets(self, call: Call, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        rows = torch.empty((self.size, *x.shape), dtype=dtype)
+        rows[self.rank].copy_(x)
+        self._swap_rows(call, dict.fromkeys(self._peers, rows[self.rank]), {rank: rows[rank] for rank in self._peers})
+        return lambda: rows
+
+    def _by_memory(self, call: Call, memory: SharedMemory, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         writes = None if x.is_inference() or type(x) is not Tensor else version_of(x)  # what it has now, was sent
         call.memory = memory
         call.post(slot=memory.write([in_memory(x, dtype)]))
@@ -143,8 +154,8 @@ class GlooBackend(GroupBackend):
             call.post(slot=memory.write([plain[: self.rank], plain[self.rank + 1 :]]))
             return _work(call, lambda: memory.read_sum(call.slots(), plain[self.rank]).to(device))
         sent = plain[0].nbytes > self._line.capacity  # then what is received is memory of its own
-        into = lambda rows: rows[0 if self.rank else 1] if sent else None  # noqa: E731
-        return self._swap(op, plain, lambda rows: in_rank_order(rows, into(rows)), device)
+        into = 0 if self.rank else 1
+        return self._swap(op, plain, lambda rows: in_rank_order(rows, rows[into] if sent else None), device)
 
     def _swap(
         self, op: Collective, parts: Tensor, then: Callable[[list[Tensor]], Tensor], device: torch.device
@@ -153,13 +164,14 @@ class GlooBackend(GroupBackend):
         call, nbytes = self._call(op, parts.numel()), parts[0].nbytes
         if nbytes <= self._line.capacity:
             call.post(_as_bytes(parts, self.size))
-            rows = lambda: [row.view(parts.shape[1:]) for row in call.rows(nbytes, parts.dtype)]  # noqa: E731
-            return _work(call, lambda: then(rows()).to(device))
+            return _work(call, lambda: then(list(call.rows(nbytes, parts.dtype).view(parts.shape))).to(device))
         got = [parts[rank] if rank == self.rank else torch.empty_like(parts[rank]) for rank in range(self.size)]
-        call.works = self._receive(call, {rank: got[rank] for rank in self._peers})
-        call.works += self._send(call, {rank: parts[rank] for rank in self._peers})
-        call.post()
+        self._swap_rows(call, {rank: parts[rank] for rank in self._peers}, {rank: got[rank] for rank in self._peers})
         return _work(call, lambda: then(got).to(device))
+
+    def _swap_rows(self, call: Call, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        call.works = self._receive(call, receives) + self._send(call, sends)
+        call.post()
 
     def _send(self, call: Call, rows: dict[int, Tensor]) -> list[Any]:
         to = {"group": self.group, "tag": call.tag}

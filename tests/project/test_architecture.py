@@ -93,6 +93,10 @@ def test_arrows_between_packages_are_few() -> None:
     assert len({arrow for arrow in arrows() if packages.issuperset(arrow)}) <= 31
 
 
+def test_tools_for_tests_know_no_internals_of_torch() -> None:
+    assert ("testing", "torch_internals") not in arrows()
+
+
 def test_no_circle_of_imports_within_a_package() -> None:
     behind = {module: set(own_imports(module)) - {module} for module in MODULES}
     for _ in range(len(MODULES)):  # what has nothing left to wait for, goes
