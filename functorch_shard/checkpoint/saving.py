@@ -138,10 +138,10 @@ class Saving:
     _versions: Sequence[tuple[Leaf, Tensor, int]] = field(repr=False)  # when ``save`` was called
     _thread: threading.Thread | None = field(default=None, repr=False)
     _error: BaseException | None = field(default=None, repr=False)
-    _hurry: threading.Event = field(default_factory=threading.Event, repr=False)
-    _left: threading.Event = field(default_factory=threading.Event, repr=False)  # the tensors are no longer read
+    _result_called: threading.Event = field(default_factory=threading.Event, repr=False)
+    _tensors_read: threading.Event = field(default_factory=threading.Event, repr=False)
     _published: bool = field(default=False, repr=False)
-    _settled: bool = field(default=False, repr=False)
+    _complete: bool = field(default=False, repr=False)
 
     @staticmethod
     def begin(path: Path, tree: Any, keep: int | None, async_save: bool) -> Saving:
@@ -177,7 +177,7 @@ class Saving:
 
     def done(self) -> bool:
         """Whether this rank has written all of its values, or failed: its tensors may be written to again."""
-        return self._thread is None or self._left.is_set()
+        return self._thread is None or self._tensors_read.is_set()
 
     def result(self) -> Path:
         """Wait for all ranks, and return the path of the checkpoint.
@@ -187,7 +187,7 @@ class Saving:
             RuntimeError: a tensor was written to meanwhile, for example by ``opt.step(donate=True)``; or another rank
                 failed.
         """
-        if self._settled:
+        if self._complete:
             return self.path
         agree = self._contents.participants.agree
         try:
@@ -196,7 +196,7 @@ class Saving:
         except BaseException:
             self._staging.abandon()
             raise
-        self._settled = True
+        self._complete = True
         self._contents, self._versions = Contents((), self._contents.participants), ()  # frees the tensors
         return self.path
 
@@ -204,7 +204,7 @@ class Saving:
         if self._thread is None:
             self._write()
         else:
-            self._hurry.set()
+            self._result_called.set()
             self._thread.join()
         if self._error is not None:
             raise self._error
@@ -212,25 +212,25 @@ class Saving:
     def _in_background(self) -> None:
         try:
             self._write()
-            self._left.set()
+            self._tensors_read.set()
             if self._contents.participants.rank == 0 and self._wait_for_others():
                 self._publish()
         except BaseException as error:  # raised by result(), on this rank and on the others
             self._error = error
             self._staging.note_failure()
         finally:
-            self._left.set()
+            self._tensors_read.set()
 
     def _wait_for_others(self) -> bool:
         """Wait until all ranks have written; False if one failed or ``result()`` was called, which continues."""
         while not all(has_index(self._staging.folder, rank) for rank in range(self._contents.participants.size)):
-            if self._staging.has_failed() or self._hurry.wait(_POLL):
+            if self._staging.has_failed() or self._result_called.wait(_POLL):
                 return False
         return True
 
     def __del__(self) -> None:
         """Warn of a failure that ``result()`` did not raise, and free the path for another save."""
-        if self._error is not None and not self._hurry.is_set():
+        if self._error is not None and not self._result_called.is_set():
             self._staging.abandon()
             warnings.warn(f"save: {self.path}: {self._error!r}; result() was not called", stacklevel=1)
 
