@@ -1,4 +1,4 @@
-"""Checkpoints: the same values for any ranks, units and strategies; other programs' too; whole, or not there at all."""
+"""Checkpoints load on any ranks, units and strategies, also those of other programs, and are complete or absent."""
 
 from __future__ import annotations
 
@@ -243,7 +243,9 @@ def test_a_tree_without_values_is_enough_to_load_into(four: Any) -> None:
 
 
 def test_parameters_of_different_step_counts_do_not_share_a_buffer(tmp_path: Path) -> None:
-    label = lambda name, p: "late" if name.startswith("2.") else None  # noqa: E731
+    def label(name: str, _: Tensor) -> str | None:
+        return "late" if name.startswith("2.") else None
+
     params = fs.shard(two_layers(), planned({"shard": 2}, two_layers(), units="auto", labels=label))
     state = fs.optimizer(torch.optim.AdamW, lr=0.1).init(params)
     late = next(key for key, buffer in params.layout.buffers.items() if buffer.label == "late")
@@ -635,11 +637,8 @@ def test_metadata_that_points_out_of_the_directory_is_refused(pair: Path) -> Non
     shutil.copy(folder / "__0_0.distcp", pair / "stolen.distcp")
     (folder / "functorch_shard.json").unlink()
     raw = (folder / ".metadata").read_bytes()
-    old, new = b"__0_0.distcp", b"../stolen.distcp"
-    length = lambda text: b"\x8c" + bytes([len(text)]) + text  # noqa: E731
-    assert length(old) in raw
-    frameless = pickle.dumps(stored_metadata(raw, old.decode(), new.decode()))
-    (folder / ".metadata").write_bytes(frameless)
+    assert b"\x8c\x0c__0_0.distcp" in raw  # with its length
+    (folder / ".metadata").write_bytes(pickle.dumps(stored_metadata(raw, "__0_0.distcp", "../stolen.distcp")))
     text = refused(load, folder, {"step": 0})
     assert "../stolen.distcp: missing, or not in this folder" in text
 

@@ -202,7 +202,9 @@ class Ours:
         save(path, self.tree())
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = lambda p: mse(functional_call(self.model, fs.gather(p), (x,)), y)  # noqa: E731
+        def loss(p: fs.Sharded) -> Tensor:
+            return mse(functional_call(self.model, fs.gather(p), (x,)), y)
+
         grads, value = fs.grad_and_value(loss)(self.params)
         self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
         return value
@@ -352,8 +354,8 @@ def fail(folder: Path) -> dict[str, str]:
     for when, method in {"opened": "__init__", "written": "tensor", "closed": "close"}.items():
         for how in (False, True):
             with writers(**({method: full_disk} if last else {})):
-                call = lambda how=how: save(folder / "failed", tree, async_save=how).result()  # noqa: E731
-                answers[f"{when}, {'in background' if how else 'at once'}"] = error_of(call)
+                error = error_of(lambda how=how: save(folder / "failed", tree, async_save=how).result())
+            answers[f"{when}, {'in background' if how else 'at once'}"] = error
     complete = saving.complete
     saving.complete = full_disk
     answers["completed, at once"] = error_of(lambda: save(folder / "failed", tree))

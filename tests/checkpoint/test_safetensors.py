@@ -103,6 +103,10 @@ def test_keys_that_the_format_does_not_define_are_ignored(tmp_path: Path) -> Non
     assert_same_bits(import_safetensors(file, layout), fs.shard({"a": torch.tensor([1.0, 2.0])}, layout))
 
 
+def label_of(_: str, p: Tensor) -> str | None:
+    return "vector" if p.ndim < 2 else None
+
+
 @pytest.mark.parametrize("given", ["directory", "index", "files", "text"])
 def test_exported_at_one_layout_it_comes_back_in_any_other(tmp_path: Path, given: str) -> None:
     model = awkward()
@@ -115,8 +119,7 @@ def test_exported_at_one_layout_it_comes_back_in_any_other(tmp_path: Path, given
         "text": str(folder),
     }[given]
     for axes in (1, 2, 8, {"replicate": 2, "shard": 2}):
-        label = lambda name, p: "vector" if p.ndim < 2 else None  # noqa: E731
-        layout = fs.plan(model, fs.simulated_mesh(axes), units=10**9, labels=label, align_bytes=0)
+        layout = fs.plan(model, fs.simulated_mesh(axes), units=10**9, labels=label_of, align_bytes=0)
         assert_same_bits(import_safetensors(files, layout), fs.shard(model, layout))
 
 

@@ -1,4 +1,4 @@
-"""Shards in the CPU's memory and ranks on another device: what enters a collective is on the device, and goes back.
+"""Shards on the CPU and ranks on another device: operands of collectives are on the device, results on the CPU.
 
 There need not be such a device: fake tensors have all of one but the memory, and refuse to compute across two of them.
 """

@@ -1,4 +1,4 @@
-"""Offloaded trees hold the same values, train to the same values bitwise, and survive what happens to disks."""
+"""Offloaded trees have the same values, train to the same values bitwise, and survive full disks and kills."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ DTYPES = list(
 
 def same_bits(a: Any, b: Any) -> bool:
     """Whether two trees have the same structure, and tensors of the same bytes; NaN or not."""
-    described = lambda x: (x.dtype, x.shape, raw(x)) if isinstance(x, Tensor) else x  # noqa: E731
+
+    def described(x: Any) -> Any:
+        return (x.dtype, x.shape, raw(x)) if isinstance(x, Tensor) else x
+
     same = tree_map(lambda x, y: described(x) == described(y), a, b)
     return optree.tree_structure(a) == optree.tree_structure(b) and all(leaves_of(same))
 
@@ -243,7 +246,9 @@ def training(mesh: fs.Mesh, place: Callable[[str, Any], Any], *, inside: bool, d
     def loss_fn(params: fs.Sharded, x: Tensor) -> Tensor:
         return (functional_call(model, fs.gather(params), (x,)) - x).square().mean()
 
-    step = lambda params, grads, state: ADAMW.step(params, grads=grads, state=state, donate=donate)  # noqa: E731
+    def step(params: fs.Sharded, grads: fs.Sharded, state: Any) -> Any:
+        return ADAMW.step(params, grads=grads, state=state, donate=donate)
+
     gradient = mesh.spmd(fs.grad_and_value(loss_fn))
     losses = []
     for x in SAMPLES:
@@ -302,7 +307,9 @@ def test_ranks_that_are_at_different_steps_train_in_place_too(tmp_path: Path) ->
 
 
 def gradient_of(params: fs.Sharded, x: Tensor = SAMPLES[0]) -> fs.Sharded:
-    loss = lambda params: functional_call(model_of(), fs.gather(params), (x,)).square().mean()  # noqa: E731
+    def loss(params: fs.Sharded) -> Tensor:
+        return functional_call(model_of(), fs.gather(params), (x,)).square().mean()
+
     return fs.grad(loss)(params)
 
 
@@ -647,8 +654,7 @@ def test_on_a_gpu_offloaded_training_is_that_on_the_gpu(where: str, donate: bool
     def train(params: fs.Sharded) -> tuple[fs.Sharded, Any]:
         state = ADAMW.init(params)
         for x in SAMPLES.cuda():
-            loss = lambda p, x=x: functional_call(model, fs.gather(p), (x,)).square().mean()  # noqa: E731
-            grads = fs.grad(loss)(params)
+            grads = fs.grad(lambda p, x=x: functional_call(model, fs.gather(p), (x,)).square().mean())(params)
             assert {g.device for g in grads.values()} == {p.device for p in params.values()}
             params, state = ADAMW.step(params, grads=grads, state=state, donate=donate)
         return params, state

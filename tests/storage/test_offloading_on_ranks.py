@@ -1,4 +1,4 @@
-"""Offloading on real ranks: together or not at all, the same training bitwise, and within a limit on memory."""
+"""Offloading on real ranks is all or nothing, trains to the same values bitwise, and within a limit on memory."""
 
 from __future__ import annotations
 
