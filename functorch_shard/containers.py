@@ -190,13 +190,10 @@ def _tensor_path(x: Any, matters: Callable[[Any], bool], seen: set[int], depth: 
 
 
 def _attributes(x: Any) -> list[tuple[str, Any]]:
-    slots = [name for cls in type(x).__mro__ for name in _names(getattr(cls, "__slots__", ()))]
+    declared = [getattr(cls, "__slots__", ()) for cls in type(x).__mro__]
+    slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
     named = [(name, getattr(x, name)) for name in slots if not name.startswith("__") and hasattr(x, name)]
     return named + list(getattr(x, "__dict__", {}).items())
-
-
-def _names(slots: str | Iterable[str]) -> list[str]:
-    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def is_array(x: Any) -> bool:

@@ -31,16 +31,13 @@ class DTensorForm:
 
     def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part of rank ``place[i]`` of each axis, chunked like ``torch.chunk``, axis after axis."""
-        shape = list(self.shape)
-        for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
-            if text != "R":
-                dim = int(text[2:-1])
-                chunk = -(-shape[dim] // size)
-                shape[dim] = min(chunk, max(shape[dim] - index * chunk, 0))
-        return tuple(shape)
+        return self._local_part(place)[0]
 
     def local_start(self, place: Sequence[int]) -> tuple[int, ...]:
         """The start of that part in each dim of the whole."""
+        return self._local_part(place)[1]
+
+    def _local_part(self, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape, start = list(self.shape), [0] * len(self.shape)
         for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
             if text != "R":
@@ -49,7 +46,7 @@ class DTensorForm:
                 skipped = min(index * chunk, shape[dim])
                 start[dim] += skipped
                 shape[dim] = min(chunk, shape[dim] - skipped)
-        return tuple(start)
+        return tuple(shape), tuple(start)
 
     def problem(self, local_shape: tuple[int, ...]) -> str:
         """Why no rank has a part of ``local_shape``; empty if one has."""

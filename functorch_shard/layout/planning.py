@@ -158,7 +158,9 @@ def _plan(
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
         slots = groups.setdefault(kind, [])
-        slots.append(_slot(name, tensor, slots[-1].end if slots else 0, index, options.align_bytes))
+        offset = aligned(slots[-1].end if slots else 0, tensor.dtype, options.align_bytes)
+        shape, numel = tuple(parts[name].shape), parts[name].numel()
+        slots.append(Slot(name, shape, tensor.dtype, offset, numel, index, form_of(tensor)))
     shards = mesh.axes.get(options.shard_axis, 1)
     return Layout(
         units=_with_policies(_units(groups, shards), precision),
@@ -173,11 +175,6 @@ def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
     """The names that are one of ``prefixes`` or inside of one."""
     prefixes = set(prefixes)
     return [name for name in names if not prefixes.isdisjoint(prefixes_of(name))] if prefixes else []
-
-
-def _slot(name: str, tensor: Tensor, taken: int, index: int, align_bytes: int) -> Slot:
-    offset, part = aligned(taken, tensor.dtype, align_bytes), local_part(tensor)
-    return Slot(name, tuple(part.shape), part.dtype, offset, part.numel(), index, form_of(tensor))
 
 
 def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, ...]:

@@ -56,7 +56,11 @@ def copy_plan(old: Layout, new: Layout, old_rank: Sequence[int | None] | None = 
             source = old.buffers[old.key_of[slot.name]]
             holders = old_ranks if source.num_shards > 1 else [range(old.mesh.size)]
             for part in _parts(source, old.slots[slot.name], buffer, slot):
-                plan += _on_ranks(part, holders[part.source_rank], takers[part.rank], old_rank)
+                sources = holders[part.source_rank]
+                for rank in takers[part.rank]:
+                    own = old_rank[rank]
+                    source_rank = own if own in sources else sources[rank % len(sources)]
+                    plan.append(part._replace(rank=rank, source_rank=source_rank))
     return plan
 
 
@@ -69,14 +73,6 @@ def _parts(source: Buffer, taken: Slot, buffer: Buffer, slot: Slot) -> Iterator[
         numel = min(slot.numel - start, source.shard_numel - source_offset, buffer.shard_numel - offset)
         yield Copy(source.key, source_rank, source_offset, buffer.key, rank, offset, numel)
         start += numel
-
-
-def _on_ranks(
-    part: Copy, holders: Sequence[int], takers: Sequence[int], old_rank: Sequence[int | None]
-) -> Iterator[Copy]:
-    for rank in takers:
-        own = old_rank[rank]
-        yield part._replace(rank=rank, source_rank=own if own in holders else holders[rank % len(holders)])
 
 
 def ranks_by_shard(layout: Layout) -> list[list[int]]:

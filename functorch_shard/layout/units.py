@@ -72,13 +72,9 @@ def _numbered_prefix(name: str) -> str:
 
 def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
     """Units by entries of stacks; the rest by the outermost module without a stack inside."""
-    outside = {prefix for entry in entries for prefix in prefixes_of(entry)[:-1]}
-    return {name: _outermost(name, entries, outside) for name in names}
-
-
-def _outermost(name: str, entries: set[str], outside: set[str]) -> str:
-    owners = prefixes_of(name)[1:-1]
-    return next((owner for owner in owners if owner in entries or owner not in outside), owners[-1] if owners else ROOT)
+    outside = {prefix for entry in entries for prefix in prefixes_of(entry)[:-1]} - entries
+    owners = {name: prefixes_of(name)[1:-1] for name in names}
+    return {name: next((x for x in xs if x not in outside), xs[-1] if xs else ROOT) for name, xs in owners.items()}
 
 
 def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
@@ -132,8 +128,4 @@ def _by_module(
         raise TypeError("plan: units: classes and callables need an nn.Module as source; got a mapping of tensors")
     names = {name for name, child in module.named_modules(remove_duplicate=False) if chosen(name, child)}
     reject("plan: units", [] if names else ["no module was chosen"], "Name a class that the model has, or use 'auto'.")
-    return {name: _innermost(name, names) for name in tensors}
-
-
-def _innermost(name: str, chosen: set[str]) -> str:
-    return next((prefix for prefix in reversed(prefixes_of(name)) if prefix in chosen), "") or ROOT
+    return {name: next((x for x in reversed(prefixes_of(name)) if x in names), "") or ROOT for name in tensors}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import name_problems, reject
-from .buffers import Buffer, Slot
+from .buffers import Slot
 from .dtensor import form_of, local_part
 from .layout import Layout
 from .ranks import axis_sizes, rank_dims
@@ -36,7 +36,8 @@ def check_shards(
     for key, buffer in layout.buffers.items():
         if key in shards and not (allow_none and shards[key] is None):
             dtype = _grad_dtype(shards[key], buffer.dtype) if gradients else buffer.dtype
-            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), dtype, _arithmetic(buffer))
+            arithmetic = f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
+            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), dtype, arithmetic)
     expected = "with rank dims (outside spmd)" if ranks else "of one rank"
     advice = (
         f"Expected the shards {expected} of {layout!r}. Make the tree with shard(), from a layout of this mesh; a tree "
@@ -50,7 +51,7 @@ def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     special, advice = source_problems({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
     reject("shard", special, advice)
     problems, fit = _form_problems(tensors, layout)
-    problems += [problem for name in fit for problem in _without_values(name, tensors[name])]
+    problems += [f"{name!r}: on the meta device, without values" for name in fit if tensors[name].is_meta]
     fit = {name for name in fit if not tensors[name].is_meta}
     problems += [
         f"{alias!r}: tied to {name!r} in the layout, but the values differ"
@@ -133,14 +134,6 @@ def _misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arith
     if tuple(x.shape) == shape and x.dtype == dtype:
         return []
     return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}, expected {shape}, {dtype}{arithmetic}"]
-
-
-def _arithmetic(buffer: Buffer) -> str:
-    return f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
-
-
-def _without_values(name: str, x: Tensor) -> list[str]:
-    return [f"{name!r}: on the meta device, without values"] if x.is_meta else []
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

@@ -66,7 +66,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     for key, buffer in _counted(tree).items():
         x = without_padding(tree[key], buffer, shard_index(buffer, layout))
         parts[buffer.num_shards > 1].append(kind.total(x))
-    return kind.root(kind.join([*_combined(kind, parts[True], layout), *parts[False]], layout))
+    sharded = [kind.across(kind.join(parts[True], layout), shard_axis(layout))] if parts[True] else []
+    return kind.root(kind.join([*sharded, *parts[False]], layout))
 
 
 def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tuple[Sharded, Tensor]:
@@ -255,11 +256,6 @@ def _whole(tree: Sharded) -> Full:
         key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()
     }  # gradients may be low precision
     return gather(Sharded(shards, layout.as_stored()))
-
-
-def _combined(kind: _Kind, parts: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """One number of all shards, if there are any."""
-    return [kind.across(kind.join(parts, layout), shard_axis(layout))] if parts else []
 
 
 def _sums_by_slot(kind: _Kind, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:

@@ -147,7 +147,8 @@ def _whole(cls: Class, options: Mapping[str, Any], shapes: Sequence[tuple[int, .
         finally:  # its state is a better reason than the error that follows from it
             _check_kept(cls, optimizer, params)
         writes_grads |= any(not torch.equal(x, grad) for x, grad in zip(given, grads, strict=True) if x is not None)
-        _check_combinations(cls, watch)
+        if watch.found:
+            raise _refusal(cls, f"its update of one element depends on others (it calls {', '.join(watch.found)})")
     return _Whole(torch.cat([x.detach().flatten() for x in params]), before, _entries(optimizer), writes_grads)
 
 
@@ -243,11 +244,6 @@ def _check_kept(cls: Class, optimizer: torch.optim.Optimizer, params: Sequence[T
                 shape = f" of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
                 kept = f"{name!r} is a {type(x).__name__}{shape} for a parameter of shape {tuple(param.shape)}"
                 raise _refusal(cls, f"its state cannot be sharded like its parameter: {kept}")
-
-
-def _check_combinations(cls: Class, watch: _Combinations) -> None:
-    if watch.found:
-        raise _refusal(cls, f"its update of one element depends on others (it calls {', '.join(watch.found)})")
 
 
 def _check_equal(cls: Class, options: Mapping[str, Any], whole: _Whole, parts: Sequence[_Parts]) -> None:

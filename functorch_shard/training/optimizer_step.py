@@ -73,7 +73,8 @@ class StepCall:
         own = _in_place if self.donate else _copy
         given = {name: _first(x, rows) for name, x in zip(self.names[key], state, strict=True) if x is not None}
         states = {name: own(x) for name, x in given.items() if not name.startswith(CARRIED)}
-        carried = {name: _number(given.get(CARRIED + name)) for name in self.traits[key].carried}
+        numbers = {name: given.get(CARRIED + name) for name in self.traits[key].carried}
+        carried = {name: None if x is None else x.item() for name, x in numbers.items()}
         return Group(own(param), self._gradient(key, grad, param), states, self.options[key], carried)
 
     def _gradient(self, key: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
@@ -206,10 +207,6 @@ def _as_state(carried: Mapping[str, Any]) -> dict[str, Any]:
     return {CARRIED + name: tensors.get(name) for name in carried}
 
 
-def _number(x: Tensor | None) -> Any:
-    return None if x is None else x.item()
-
-
 _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -220,13 +217,10 @@ def _in_memory_kind(x: Any, param: Tensor) -> Any:
 
 def _in_memory_of(given: Any, result: Any) -> Any:
     """``result``, or ``given`` with its values, unless elements of ``given`` share memory (expanded tensors)."""
-    if not isinstance(given, Tensor) or given.data_ptr() == result.data_ptr() or _shares_places(given):
+    if not isinstance(given, Tensor) or given.data_ptr() == result.data_ptr():
         return result
-    return given.detach().copy_(result)
-
-
-def _shares_places(x: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    expanded = any(size > 1 and not stride for size, stride in zip(given.shape, given.stride(), strict=True))
+    return result if expanded else given.detach().copy_(result)
 
 
 def _copy(x: Any) -> Any:

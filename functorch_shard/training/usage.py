@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
-from ..layout.trees import Full, Sharded
+from ..layout.rank_trees import is_node
 from ..torch_internals.autograd import nodes
 
 _ADVICE = (
@@ -39,7 +39,8 @@ def unused_arguments(
     for i, (arg, wanted) in chosen.items():
         tensors = list(islice(rest, sum(wanted)))
         if tensors and (kind := _parameters_in(arg)) and not depends_on(value, tensors):
-            problems[i] = f"args[{i}]: the result of {_name(fn)} does not depend on this {kind}"
+            name = getattr(fn, "__name__", type(fn).__name__)
+            problems[i] = f"args[{i}]: the result of {name} does not depend on this {kind}"
     return problems
 
 
@@ -64,13 +65,5 @@ def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:
 
 def _parameters_in(arg: Any) -> str:
     """The class of the first ``Sharded`` or ``Full`` in ``arg``, or an empty string."""
-    nodes = optree.tree_leaves(arg, is_leaf=_is_node, none_is_leaf=True)
-    return next((type(node).__name__ for node in nodes if _is_node(node)), "")
-
-
-def _is_node(x: Any) -> bool:
-    return isinstance(x, (Sharded, Full))
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
+    leaves = optree.tree_leaves(arg, is_leaf=is_node, none_is_leaf=True)
+    return next((type(leaf).__name__ for leaf in leaves if is_node(leaf)), "")
