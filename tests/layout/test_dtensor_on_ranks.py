@@ -603,8 +603,8 @@ def other_placements_are_refused_by_reshard_and_come_by_a_checkpoint(axes: Devic
     w, tensor = torch.arange(24.0).view(6, 4), axes["tensor"]
     rows, columns = ({"w": distribute_tensor(w, tensor, [Shard(dim)])} for dim in (0, 1))
     params = fs.shard(rows, fs.plan(rows, mesh))
-    alike = {"w": rows["w"].to_local()}  # the same local shape, and another tensor
-    for other in (columns, alike):
+    same_local = {"w": rows["w"].to_local()}  # the same local shape, and another tensor
+    for other in (columns, same_local):
         text = refused(fs.reshard, params, fs.plan(other, mesh))
         assert "'w': DTensor of shape (6, 4), S(0) over tensor=2, torch.float32 in the tree; " in text
         assert "checkpoint.save and load" in text

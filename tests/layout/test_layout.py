@@ -161,7 +161,7 @@ def test_json_and_pickle_give_an_equal_layout_with_an_equal_hash(layout: Layout)
 
 def test_the_hash_of_a_pickled_layout_is_right_in_another_process() -> None:
     layout = fs.plan({"p": torch.zeros(3)}, fs.simulated_mesh(2))
-    hash(layout)  # what is cached here must not travel: strings hash differently there
+    hash(layout)  # cached properties must not be pickled: strings hash differently in another process
     code = (
         "import pickle, sys, torch, functorch_shard as fs\n"
         "layout = pickle.load(sys.stdin.buffer)\n"

@@ -34,7 +34,7 @@ def buffer_of(tensors: dict[str, Tensor], ranks: int = 3, align_bytes: int = 16)
 
 
 def padding_of(buffer: Buffer) -> Tensor:
-    """True where no parameter lies."""
+    """True in padding."""
     mask = torch.ones(buffer.numel, dtype=torch.bool)
     for slot in buffer.slots:
         mask[slot.offset : slot.end] = False

@@ -1,4 +1,4 @@
-"""Mixed precision on simulated ranks: what travels, what is computed in, and what gradients are summed in."""
+"""Mixed precision on simulated ranks: the dtypes of gathers, of computation, and of sums of gradients."""
 
 from __future__ import annotations
 

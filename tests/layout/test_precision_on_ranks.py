@@ -160,7 +160,7 @@ def test_complex_gradients_keep_their_imaginary_part_whatever_reals_are_summed_i
             assert_trees_close(result, {key: rows[rank] for key, rows in expected.items()})
 
 
-# What rank 0 plans with, what rank 1 does, and how each is told.
+# What rank 0 plans with, what rank 1 does, and how each is reported.
 DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "param_dtype": (
         {},

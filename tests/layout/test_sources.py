@@ -1,4 +1,4 @@
-"""Parameters that cannot lie in a flat buffer, or would lose something there, are named before anything is planned."""
+"""Parameters that a flat buffer cannot store are named before anything is planned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Quantized(Tensor):
 
 
 class Packed(nn.Parameter):
-    """As those of bitsandbytes: bytes, and what they mean kept beside them."""
+    """Like those of bitsandbytes: bytes, with their meaning in another attribute."""
 
 
 class Tagged(nn.Parameter):

@@ -19,7 +19,7 @@ PACKAGE = Path(fs.__file__).parent
 MODULES = sorted(
     path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py")
 )
-# A floor imports from those below it (before it in this list), and from none beside or above it.
+# A floor imports from those below it (before it in this list), and from none of its own level or above it.
 FLOORS = [
     {"errors"},
     {"torch_internals"},

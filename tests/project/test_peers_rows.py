@@ -61,7 +61,7 @@ def gradients_on(mesh: fs.Mesh, model: nn.Module, params: fs.Sharded, x: Tensor,
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
-# Ways in which a tensor lies in memory: values are what counts, and what is gathered is row-major.
+# Strides of tensors: only values matter, and gathered tensors are row-major.
 IN_MEMORY: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(5, 3, dtype=torch.float64).T,
     "channels_last": lambda: torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last),
@@ -499,7 +499,7 @@ def test_dense_and_expert_parameters_live_on_meshes_of_their_own() -> None:
     experts, inside = fs.simulated_mesh({"expert": 2}), fs.simulated_mesh(2)
     by_dense, by_expert, dense_layout, layout = dense_and_experts(experts, inside)
     dense, each = expected_of_experts()
-    for rank in range(2):  # pmean has made them alike
+    for rank in range(2):  # pmean has made them equal
         rows = fs.Sharded({key: x[:, rank] for key, x in by_dense.items()}, dense_layout)
         assert_close(whole(rows), dense)
     for expert in range(2):

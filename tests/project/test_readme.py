@@ -28,7 +28,7 @@ def test_the_python_of_the_readme_runs_from_top_to_bottom(capsys: pytest.Capture
 
 
 def test_the_first_program_needs_nothing_of_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """On a device that refuses what lies elsewhere: ``meta``, where tensors have no values to look at."""
+    """On a device that refuses tensors of others: ``meta``, where tensors have no values."""
     program = BLOCKS[0].replace("simulated_mesh(4)", 'simulated_mesh(4, device="meta")')
     assert program != BLOCKS[0]
     exec(compile(program, "README.md, block 0", "exec"), {"__name__": "readme"})

@@ -1,4 +1,4 @@
-"""The repr of every public object is short, and tells names, shapes or sizes."""
+"""The repr of every public object is short, with names, shapes or sizes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ WORDS = {
     r"\bTrails?\b": "UseOrder",
     r"\bPieces?\b|\bpieces? of (a|the) (tensor|checkpoint)\b": "LocalChunk",
     r"\bBox(es)?\b": "Region",
-    r"\bMade\b": "InertObject",
+    r"\bMade\(|\bclass Made\b|: Made\b": "InertObject",
     r"\b[Hh]omes?\b": "memory kind",
     r"\b(is|are|was) told\b|\btells? (every|all|each) ranks?\b": "reported",
     r"\bcalls? the roll\b|\bis gone\b|\bare gone\b": "did not respond",

@@ -77,8 +77,8 @@ def leaf_with(hook: Any) -> Tensor:
     return y * 2
 
 
-class Told:
-    """What contexts and backwards have told; no list, which torch.func would take apart and copy."""
+class Reported:
+    """What contexts and backwards have reported; not a list, which torch.func would flatten and copy."""
 
     def __init__(self) -> None:
         self.levels: list[int] = []
@@ -86,55 +86,55 @@ class Told:
 
 
 class Level(Function):
-    """The identity; tells the level of each of its contexts, and whether a backward comes to those behind it."""
+    """The identity; reports the level of each of its contexts, and whether a backward runs the nodes after it."""
 
     @staticmethod
-    def forward(x: Tensor, told: Told) -> Tensor:
+    def forward(x: Tensor, reported: Reported) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.told = inputs[1]
-        ctx.told.levels.append(current_level())
+        ctx.reported = inputs[1]
+        ctx.reported.levels.append(current_level())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         node = ctx
-        while node := next((behind for behind, _ in node.next_functions if hasattr(behind, "told")), None):
-            ctx.told.comes_there.append(backward_comes_to(node))
+        while node := next((behind for behind, _ in node.next_functions if hasattr(behind, "reported")), None):
+            ctx.reported.comes_there.append(backward_comes_to(node))
         return grad, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, told: Told) -> Any:
-        return Level.apply(x, told), in_dims[0]
+    def vmap(info: Any, in_dims: Any, x: Tensor, reported: Reported) -> Any:
+        return Level.apply(x, reported), in_dims[0]
 
 
 def test_every_level_of_autograd_has_a_number_of_its_own_and_plain_autograd_0() -> None:
-    told = Told()
-    grad(lambda x: grad(lambda y: Level.apply(x * y, told))(x))(torch.ones(()))
-    assert sorted(told.levels) == [0, 1, 2]
-    told = Told()
-    grad(lambda x: vmap(lambda y: Level.apply(x * y, told))(torch.ones(2)).sum())(torch.ones(()))
-    assert sorted(told.levels) == [0, 1]  # the level of a vmap has no derivative
+    reported = Reported()
+    grad(lambda x: grad(lambda y: Level.apply(x * y, reported))(x))(torch.ones(()))
+    assert sorted(reported.levels) == [0, 1, 2]
+    reported = Reported()
+    grad(lambda x: vmap(lambda y: Level.apply(x * y, reported))(torch.ones(2)).sum())(torch.ones(()))
+    assert sorted(reported.levels) == [0, 1]  # the level of a vmap has no derivative
     assert current_level() == 0
 
 
 def test_nodes_that_a_backward_runs_are_distinguished_from_those_after_its_end() -> None:
-    told, x = Told(), torch.ones(()).requires_grad_()
-    first: Any = Level.apply(x, told)
-    middle: Any = Level.apply(first, told)
-    last: Any = Level.apply(middle, told)
+    reported, x = Reported(), torch.ones(()).requires_grad_()
+    first: Any = Level.apply(x, reported)
+    middle: Any = Level.apply(first, reported)
+    last: Any = Level.apply(middle, reported)
     torch.autograd.grad(last, first, retain_graph=True)
-    assert told.comes_there == [True, True, True]  # the end itself counts as one that it comes to
-    told.comes_there.clear()
+    assert reported.comes_there == [True, True, True]  # the end itself counts as one that it comes to
+    reported.comes_there.clear()
     torch.autograd.grad(last, middle, retain_graph=True)
-    assert told.comes_there == [True, False]
-    told.comes_there.clear()
+    assert reported.comes_there == [True, False]
+    reported.comes_there.clear()
     last.backward()
-    assert told.comes_there == [True, True, True]
-    told = Told()
-    grad(lambda x: Level.apply(Level.apply(x, told), told))(torch.ones(()))
-    assert told.comes_there == [True]
+    assert reported.comes_there == [True, True, True]
+    reported = Reported()
+    grad(lambda x: Level.apply(Level.apply(x, reported), reported))(torch.ones(()))
+    assert reported.comes_there == [True]
 
 
 def test_outside_there_is_neither_a_backward_pass_nor_a_transform() -> None:
@@ -339,7 +339,7 @@ def test_an_rnn_has_its_own_weights_again_when_functional_call_is_done() -> None
     assert all(kept is given for kept, given in zip(rnn._flat_weights, others.values(), strict=True))  # torch's way
     functional_call(model, Updated(others), (x,))
     assert all(kept is mine for kept, mine in zip(rnn._flat_weights, own, strict=True))
-    Updated(others).update(others)  # nobody's module
+    Updated(others).update(others)  # not the module's own
 
 
 @pytest.mark.parametrize("name", ["jvp", "hvp", "vhp", "hessian"])
@@ -521,7 +521,7 @@ def test_torchs_refusals_of_a_checkpoint_are_distinguished_from_other_errors() -
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("on purpose, use_reentrant=True")
 
-    def told(fn: Any, *args: Any) -> tuple[bool, bool]:
+    def reported(fn: Any, *args: Any) -> tuple[bool, bool]:
         try:
             fn(*args)
         except RuntimeError as error:  # kept no longer: before 2.13 the hooks of a checkpoint that failed stay as long
@@ -530,10 +530,10 @@ def test_torchs_refusals_of_a_checkpoint_are_distinguished_from_other_errors() -
 
     for reentrant in (False, True):
         run = lambda fn, x, reentrant=reentrant: checkpoint(fn, x, use_reentrant=reentrant)  # noqa: E731
-        assert told(grad(lambda x, run=run: run(torch.sin, x).sum()), x) == (True, False)
-        assert told(run, fail, x.clone().requires_grad_()) == (False, False)
+        assert reported(grad(lambda x, run=run: run(torch.sin, x).sum()), x) == (True, False)
+        assert reported(run, fail, x.clone().requires_grad_()) == (False, False)
     leaf = x.clone().requires_grad_()
-    assert told(torch.autograd.grad, checkpoint(torch.sin, leaf, use_reentrant=True).sum(), leaf) == (False, True)
+    assert reported(torch.autograd.grad, checkpoint(torch.sin, leaf, use_reentrant=True).sum(), leaf) == (False, True)
 
 
 def test_gradients_are_those_of_autograd_and_modes_see_what_is_computed_for_them() -> None:

@@ -1,4 +1,4 @@
-"""fs.grad gives torch.func's numbers everywhere, and frees activations where nobody needs them."""
+"""fs.grad gives torch.func's numbers everywhere, and frees activations that are not needed."""
 
 from __future__ import annotations
 

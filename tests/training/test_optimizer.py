@@ -97,7 +97,7 @@ def _laid(lay: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return optree.tree_map(lambda x: lay(x) if x.ndim == 3 and x.numel() else x, tree)
 
 
-# What is laid out in which way, beside contiguous others.
+# Leaves that are not contiguous, among contiguous ones.
 MEMORY: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "gradients once for all replicas": (lambda x: x, _one_for_all),
     "gradients inside out": (lambda x: x, _inside_out),

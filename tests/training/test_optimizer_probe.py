@@ -1,4 +1,4 @@
-"""What an optimizer takes trains as it does without shards; what would not is refused, and told why."""
+"""Accepted optimizers train as without shards; others are refused, with the reason."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.parity import BF16, CASES, NUMBERS, Numbers, assert_alike, reference, sharded
 
-# float64 tells every factor and every order of axes; the other numbers add only their dtypes.
+# float64 detects every wrong factor and order of axes; the other numbers add only their dtypes.
 AXES: dict[str, list[dict[str, int]]] = {
     "float64": [
         {"shard": 2},

@@ -34,7 +34,7 @@ def inputs(mesh: fs.Mesh) -> Tensor:
 
 
 def gradients(mesh: fs.Mesh, everyone: bool) -> tuple[fs.Sharded, fs.Sharded]:
-    """Parameters and gradients of a step in which nobody uses the idle layer, or all ranks but the first do."""
+    """Parameters and gradients of a step in which no rank uses the idle layer, or all ranks but the first do."""
     model = Partly()
     params = fs.shard(model, fs.plan(model, mesh))
     uses = (torch.arange(2 * mesh.size) >= 2).double() * everyone
