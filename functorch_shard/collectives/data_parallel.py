@@ -18,16 +18,19 @@ from torch.autograd import Function
 from ..communication.axis import Axis
 from ..communication.simulated import in_rank_order
 from ..layout.schedule import (
+    AllGather,
     Cast,
+    Communication,
     Divide,
     Ops,
     Schedule,
     gathered_encoded,
+    one_communication_each,
     up_to_communication,
 )
 from ..mesh.mesh import Mesh
 from .boundary import here, takes_mean
-from .codecs import Codec
+from .codecs import Codec, decode_rows, encode_rows
 from .operands import aside, fold, place_of, save_static, saved, stack
 from .primitives import psum
 from .rules import psum_at
@@ -80,23 +83,81 @@ class _Linear(Function):
     Ranks are laid side by side in the last dim, behind any batch dims.
     """
 
-    before, after = divisors
-    places: list[Any] = [(*place_of(axis), axis) for axis in axes if axis.size > 1]
-    if not places and before * after != 1:
-        places = [(None, None, _NoRanks())]
-    last, transposes = len(places) - 1, isclose(before * after, prod(axis.size for axis in axes))
-    for i in range(last, -1, -1):  # backward goes from the first to the last
-        how = (before if i == 0 else 1, after if i == last else 1, reduced, transposes, i == 0)
-        x = _Averaged.apply(x, *places[i], how)
+    @staticmethod
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, ops: Ops, derivative: tuple[Ops, Ops]
+    ) -> Tensor:
+        return run(ops, x, lambda op, x: _communicate(op, x, axis, x.ndim - 1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        save_static(ctx, inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        *place, axis, _, (ops, transposed) = saved(ctx)
+        return _Linear.apply(grad, *place, axis, transposed, (transposed, ops)), None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        *place, axis, _, derivative = saved(ctx)
+        return _Linear.apply(tangent, *place, axis, derivative[0], derivative)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: Any,
+        x: Tensor,
+        index: Tensor | None,
+        others: Tensor | None,
+        axis: Axis,
+        ops: Ops,
+        derivative: tuple[Ops, Ops],
+    ) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return _Linear.apply(x, index, others, fold(axis, info, in_dims), ops, derivative), batch_dim
+        whole = any(isinstance(op, AllGather) for op in ops)  # one value for all ranks
+        x = stack(x, in_dims[0], axis)
+        return run(ops, x, lambda op, x: _communicate(op, x, axis, x.ndim - 2)), None if whole else 0
+
+
+def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    if not isinstance(op, AllGather):
+        return axis.issue("psum_scatter", x, dim=dim).wait()
+    if op.codec is None:
+        return axis.issue("all_gather", x, dim=dim).wait()
+    messages, form = encode_rows(x, op.codec)
+    rows = axis.issue("all_gather", messages, dim=dim).wait().unflatten(-1, (axis.size, messages.shape[-1]))
+    return decode_rows(rows, form, op.codec).flatten(-2)
+
+
+def no_communication(op: Communication, x: Tensor) -> Tensor:
+    raise AssertionError(op)
+
+
+def averaged(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
+    """``x``, as a value that ranks hold copies of: its gradient is the mean of theirs, by ``plan.across``.
+
+    Unless ``fs.grad`` takes the mean: Note [Boundary]. The gradient comes in the dtype that sums are carried in, if
+    ``x`` can have one of that dtype. Forward mode passes the tangent through, as the copies' tangents are equal.
+    """
+    pieces: list[Ops] = one_communication_each(plan.across) if plan.has_mean else []
+    if not pieces and x.dtype != plan.dtypes.carried:
+        pieces = [()]
+    for i, ops in reversed([*enumerate(pieces)]):  # backward goes from the first to the last
+        _, op, _ = up_to_communication(ops)
+        axis = None if op is None else mesh[op.axis].of(plan.key)
+        place = (None, None, None) if axis is None else (*place_of(axis), axis)
+        x = _Averaged.apply(x, *place, (ops, plan.dtypes.carried, plan.mean_is_transpose, i == 0 and plan.has_mean))
     return x
 
 
 class _Averaged(Function):
     @staticmethod
-    def forward(
-        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis | _Rows | _NoRanks, how: Any
-    ) -> Tensor:
-        return x.view_as(x)
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis | _Rows | None, how: Any) -> Tensor:
+        _, carried, *_ = how
+        return x.view_as(x) if x.dtype == carried else x.to(carried)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -122,7 +183,7 @@ class _Averaged(Function):
         x: Tensor,
         index: Tensor | None,
         others: Tensor | None,
-        axis: Axis | _Rows | _NoRanks,
+        axis: Axis | _Rows | None,
         how: Any,
     ) -> Any:
         if in_dims[1] is None:
@@ -137,61 +198,3 @@ class _Rows:
 
     def psum(self, x: Tensor) -> Tensor:
         return in_rank_order(x.unbind(0)).expand_as(x)
-
-
-class _NoRanks:
-    """No ranks to sum over."""
-
-    def psum(self, x: Tensor) -> Tensor:
-        return x
-
-
-def carried(x: Tensor, dtypes: Travel) -> Tensor:
-    """``x``, whose gradient comes in the dtype that sums are carried in, if ``x`` can have one of that dtype."""
-    return x if x.dtype == dtypes.carried else _Carried.apply(x, dtypes.carried)
-
-
-class _Carried(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.to(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.dtype = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None  # autograd casts it to the dtype of x, unless x.grad_dtype allows others
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return tangent.to(ctx.dtype)
-
-
-def scaled_gradient(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """``x``, whose gradient has the values of ``dtype``, times ``factor``."""
-    return x if factor == 1 else _ScaledGradient.apply(x, factor, dtype)
-
-
-class _ScaledGradient(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, *ctx.static = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        factor, dtype = ctx.static
-        return grad.to(dtype).to(grad.dtype) * factor, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _ScaledGradient.apply(tangent, *ctx.static)
