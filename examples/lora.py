@@ -6,8 +6,8 @@ python examples/lora.py --text book.txt --rank 16      # your text, adapters of 
 
 A small GPT learns Python first; then its weights are cast to bfloat16 and frozen, and adapters (Hu et al.,
 arxiv.org/abs/2106.09685) learn the prose of Python's manual. Base and adapters of a block are one unit: gathered
-together, each in its own buffer. What the base costs is counted and printed: it is gathered, in its two bytes an
-element, and there is no gradient, no reduction and no optimizer state of it.
+together, each in its own buffer. The cost of the base is counted and printed: it is gathered, with two bytes per
+element, and has no gradient, reduction or optimizer state.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sysconfig
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ CONTEXT, WIDTH, HEADS, DEPTH, VOCABULARY = 64, 128, 4, 3, 256
 
 
 class Linear(nn.Linear):
-    """Multiplies in the dtype of its weight, and answers in the dtype that it was asked in."""
+    """Multiplies in the dtype of its weight, and returns the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:  # (.., in) -> (.., out)
         return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype) + self.bias
@@ -142,7 +142,7 @@ def loss_of(model: nn.Module, full: dict[str, Tensor], x: Tensor, y: Tensor) -> 
 
 
 def pretrain(model: GPT, mesh: fs.Mesh, data: list[tuple[Tensor, Tensor]], lr: float) -> tuple[GPT, list[float]]:
-    """The model with all of its parameters trained, in float32, and the loss of every step."""
+    """Train all parameters in float32; return the model and the loss of every step."""
     params = fs.shard(model, fs.plan(model, mesh))
     opt = fs.optimizer(torch.optim.AdamW, lr=lr)
 
@@ -163,15 +163,17 @@ def pretrain(model: GPT, mesh: fs.Mesh, data: list[tuple[Tensor, Tensor]], lr: f
 def adapt(
     model: GPT, mesh: fs.Mesh, data: list[tuple[Tensor, Tensor]], lr: float, show: Callable[[int, float], None]
 ) -> tuple[fs.Full, dict[str, Any]]:
-    """The model with its adapters trained, whole, and what that cost."""
+    """Train the adapters; return the whole model and the cost."""
     layout = fs.plan(model, mesh)
     adapters, base = fs.partition(fs.shard(model, layout))
     opt = fs.optimizer(torch.optim.AdamW, lr=lr)
 
     @mesh.spmd
     def train_step(adapters: fs.Sharded, base: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        loss_fn = lambda adapters: loss_of(model, fs.gather(adapters, base), x, y)  # noqa: E731
-        grads, loss = fs.grad_and_value(loss_fn)(adapters)  # of the adapters alone: the base is not an argument
+        def loss_fn(adapters: fs.Sharded) -> Tensor:
+            return loss_of(model, fs.gather(adapters, base), x, y)
+
+        grads, loss = fs.grad_and_value(loss_fn)(adapters)  # of the adapters only: the base is not an argument
         adapters, state = opt.step(adapters, grads=grads, state=state, donate=True)
         return adapters, state, grads, fs.collectives.pmean(loss, mesh)
 
@@ -181,7 +183,10 @@ def adapt(
             adapters, state, grads, loss = train_step(adapters, base, state, *mesh.split((x, y)))
             losses.append(loss.flatten()[0].item())
             show(i + 1, losses[-1])
-    bytes_of = lambda tree: sum(x.nbytes for x in tree.values()) // (mesh.size if mesh.is_simulated else 1)  # noqa: E731
+
+    def bytes_of(tree: Mapping[str, Tensor]) -> int:
+        return sum(x.nbytes for x in tree.values()) // (mesh.size if mesh.is_simulated else 1)
+
     cost = {
         "losses": losses,
         "base_bytes": bytes_of(base),  # of one rank
@@ -194,23 +199,23 @@ def adapt(
 
 
 def traffic(seen: fs.testing.CollectiveCounter, steps: int) -> dict[str, int]:
-    """Bytes that one rank passes to collectives in a step, by the dtype that travels; two bytes are the base's."""
+    """Bytes that one rank passes to collectives in a step, by the dtype that is sent; two bytes are the base's."""
     total: dict[str, int] = {}
     for one in seen.issued:
-        if one.numel > 1:  # but for the mean of the loss
+        if one.numel > 1:  # except for the mean of the loss
             key = f"{'bfloat16' if one.nbytes == 2 * one.numel else 'float32'}: {one.kind}"
             total[key] = total.get(key, 0) + one.nbytes
     return {key: nbytes // steps for key, nbytes in sorted(total.items())}
 
 
 def same_bits(full: dict[str, Tensor], model: nn.Module) -> bool:
-    """Whether every frozen parameter still is what it was."""
+    """Whether every frozen parameter is unchanged."""
     frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     return all(torch.equal(full[name].cpu().view(torch.uint8), p.view(torch.uint8)) for name, p in frozen.items())
 
 
 def export(full: dict[str, Tensor], model: GPT, base: GPT, tokens: Tensor) -> dict[str, Any]:
-    """The adapters written to a file and read again; and what merging them into the weights changes."""
+    """Write the adapters to a file and read them; compare the model with adapters merged into the weights."""
     adapters = {name: full[name] for name, p in model.named_parameters() if p.requires_grad}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "adapters.pt"
@@ -227,7 +232,7 @@ def export(full: dict[str, Tensor], model: GPT, base: GPT, tokens: Tensor) -> di
 
 
 def ranks_of(simulated: int) -> fs.Mesh:
-    """Those of the job that a launcher started; in plain python, that many inside this process."""
+    """The ranks that a launcher started; without one, simulated ranks in this process."""
     job = fs.init_mesh()
     return job if dist.is_initialized() else fs.simulated_mesh(simulated, device=job.device)
 
@@ -251,13 +256,17 @@ def main() -> None:
     mesh = ranks_of(args.ranks)
     say = (lambda text: print(text, file=sys.stderr, flush=True)) if mesh.rank == 0 else (lambda text: None)
     start = time.perf_counter()
-    torch.manual_seed(args.seed)  # alike on every rank: shard compares what they drew, and only the shards are kept
+    torch.manual_seed(args.seed)  # the same on every rank: shard compares the values, and only the shards are kept
     size, code = mesh.size * args.batch_size, read_code().to(mesh.device)
     base, before = pretrain(GPT(), mesh, batches(code, args.pretrain_steps, size, args.seed), lr=3e-3)
     if before:
         say(f"{mesh}: the base learned Python in {len(before)} steps: loss {before[0]:.2f} to {before[-1]:.2f}")
     model, text = adapted(base, args.rank, getattr(torch, args.base_dtype)), read_text(args.text).to(mesh.device)
-    show = lambda i, loss: None if i % max(args.steps // 5, 1) else say(f"step {i}/{args.steps}  loss {loss:.3f}")  # noqa: E731
+
+    def show(i: int, loss: float) -> None:
+        if i % max(args.steps // 5, 1) == 0:
+            say(f"step {i}/{args.steps}  loss {loss:.3f}")
+
     full, results = adapt(model, mesh, batches(text, args.steps, size, args.seed + 1), lr=1e-2, show=show)
     results |= {
         "base_unchanged": same_bits(full, model),
@@ -270,12 +279,12 @@ def main() -> None:
     if args.json and mesh.rank == 0:
         print(json.dumps(results))
     if dist.is_initialized():
-        dist.barrier()  # leave together: gloo of torch 2.15 aborts in a rank that goes while another is still at work
+        dist.barrier()  # exit together: gloo of torch 2.15 aborts if a rank exits while another still communicates
         dist.destroy_process_group()
 
 
 def report(results: dict[str, Any]) -> str:
-    """What the adapters cost, and what the base did not."""
+    """Print the cost of the adapters and of the base."""
     sizes = {name: results[f"{name}_bytes"] for name in ("base", "adapter", "gradient", "state")}
     lines = [f"  {name:24} {nbytes:>9,} bytes" for name, nbytes in sizes.items()]
     moved = [f"  {name:24} {nbytes:>9,} bytes" for name, nbytes in results["traffic"].items()]

@@ -4,7 +4,7 @@ python examples/train_gpt.py                                # 4 simulated ranks 
 torchrun --nproc-per-node 2 examples/train_gpt.py           # the same program on 2 real gloo ranks
 python examples/train_gpt.py --text book.txt --ranks 8      # your text, 8 ranks
 
-torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --resume   # survives its ranks
+torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt --resume   # restarts
 """
 
 import argparse
@@ -53,7 +53,7 @@ class GPT(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.before = nn.Embedding(VOCABULARY, WIDTH)  # a byte says little by itself: the two before it help early on
+        self.before = nn.Embedding(VOCABULARY, WIDTH)  # a byte has little information: the two before it help early on
         self.before_that = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
         self.blocks = nn.ModuleList([Block(dropout) for _ in range(DEPTH)])
@@ -79,7 +79,7 @@ def read_text(path: str | None) -> tuple[Tensor, Tensor]:
         cut = len(text) - max(len(text) // 10, 2 * CONTEXT)
         return text[:cut], text[cut:]
     root = Path(sysconfig.get_paths()["stdlib"])
-    other = {"site-packages", "test", "tests", "encodings"}  # tables of character codes are no text
+    other = {"site-packages", "test", "tests", "encodings"}  # tables of character codes are not text
     files = sorted(f for f in root.rglob("*.py") if not other & set(f.parts))
     parts = [[f.read_bytes() for i, f in enumerate(files) if (i % 16 == 0) == held_out] for held_out in (False, True)]
     train, valid = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
@@ -93,14 +93,14 @@ def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def schedule(step: int, num_steps: int, peak: float = 4e-3) -> float:
-    """The learning rate: a linear warm-up, then a cosine down to a tenth."""
+    """The learning rate: linear warm-up, then cosine decay to a tenth."""
     warmup = max(num_steps // 20, 1)
     progress = max(step - warmup, 0) / max(num_steps - warmup, 1)
     return peak * min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) -> str:
-    """The prompt and what the model makes of it."""
+    """The prompt and the bytes that the model continues it with."""
     generator = torch.Generator().manual_seed(seed)
     tokens, device = torch.tensor([list(prompt)]), full["position"].device
     with torch.no_grad():
@@ -112,13 +112,13 @@ def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) 
 
 
 def digest(full: fs.Full) -> str:
-    """The same for the same parameters, bit by bit."""
+    """A hash of the bits of the parameters."""
     rows = (x.cpu().flatten().view(torch.uint8) for x in full.values())
-    return hashlib.sha256(b"".join(bytes(row.tolist()) for row in rows)).hexdigest()  # without numpy, as the package
+    return hashlib.sha256(b"".join(bytes(row.tolist()) for row in rows)).hexdigest()  # without numpy
 
 
 def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
-    """What is there already is of this run, resumed from an earlier checkpoint: it stays, unless it is damaged."""
+    """Save a checkpoint; keep one that exists, of this run before it was resumed, unless it is invalid."""
     try:
         fs.checkpoint.save(path, tree, keep=keep)
     except FileExistsError:
@@ -131,7 +131,7 @@ def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
 
 
 class Progress:
-    """One line that is rewritten on a terminal, and ten lines elsewhere; silent on all ranks but the first."""
+    """Prints one line that is rewritten on a terminal, and ten lines elsewhere; on the first rank only."""
 
     def __init__(self, first: int, num_steps: int, tokens_per_step: int, silent: bool) -> None:
         self.first, self.num_steps, self.tokens_per_step, self.silent = first, num_steps, tokens_per_step, silent
@@ -156,7 +156,7 @@ class Progress:
 
 
 def ranks_of(simulated: int) -> fs.Mesh:
-    """Those of the job that a launcher started; in plain python, that many inside this process."""
+    """The ranks that a launcher started; without one, simulated ranks in this process."""
     job = fs.init_mesh()
     return job if dist.is_initialized() else fs.simulated_mesh(simulated, device=job.device)
 
@@ -169,7 +169,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, metavar="SEQUENCES", help="on all ranks together, however many")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codec", choices=["none", "int8", "float8"], default="none", help="what parameters travel as")
+    parser.add_argument(
+        "--codec", choices=["none", "int8", "float8"], default="none", help="encode gathered parameters"
+    )
     parser.add_argument("--text", help="train on this file instead of the standard library")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
     parser.add_argument("--checkpoint", metavar="DIR", help="save to DIR/step-000100 and so on, and at the end")
@@ -190,7 +192,7 @@ def main() -> None:
     args = parse()
     mesh = ranks_of(args.ranks)
     train_text, valid_text = (text.to(mesh.device) for text in read_text(args.text))
-    torch.manual_seed(args.seed)  # alike on every rank: shard compares what they drew
+    torch.manual_seed(args.seed)  # the same on every rank: shard compares the values
     model = GPT(args.dropout)  # only the shards are kept, on the mesh's device
     layout = fs.plan(model, mesh, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
     params = fs.shard(model, layout)
@@ -236,7 +238,7 @@ def main() -> None:
     for step in range(first, args.steps):
         starts = torch.randint(len(train_text) - CONTEXT, (batch_size,), generator=data)
         x, y = mesh.split(windows(train_text, starts))
-        # As fold_in of JAX: every rank and step has a dropout of its own, and there is no state to save.
+        # Like fold_in of JAX: every rank and step has its own dropout, and there is no state to save.
         torch.manual_seed(hash((args.seed, step, mesh.rank)))
         params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
         losses.append(loss.flatten()[0].item())
@@ -277,7 +279,7 @@ def main() -> None:
         if args.json:
             print(json.dumps(results))
     if dist.is_initialized():
-        dist.barrier()  # leave together: gloo of torch 2.15 aborts in a rank that goes while another is still at work
+        dist.barrier()  # exit together: gloo of torch 2.15 aborts if a rank exits while another still communicates
         dist.destroy_process_group()
 
 

@@ -375,13 +375,13 @@ def a_layout_of_another_place_is_refused(axes: DeviceMesh, mesh: fs.Mesh) -> Non
 
 
 @check
-def the_ranks_of_the_other_axes_are_found_beside_a_slice(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+def the_ranks_of_the_other_axes_of_the_device_mesh_are_found(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     """torch has no public way from a slice of a device mesh to another: this watches the private one."""
-    beside = mesh.sibling("tensor")
-    assert (beside.axes, beside.device_mesh) == ({"tensor": 2}, axes["tensor"])
-    assert (*mesh.coordinate, *beside.coordinate) == tuple(axes.get_coordinate() or ())
+    sibling = mesh.sibling("tensor")
+    assert (sibling.axes, sibling.device_mesh) == ({"tensor": 2}, axes["tensor"])
+    assert (*mesh.coordinate, *sibling.coordinate) == tuple(axes.get_coordinate() or ())
     assert mesh.sibling("shard", "tensor").device_mesh == axes
-    total = psum(torch.tensor([1.0, float(beside.rank)]), beside)
+    total = psum(torch.tensor([1.0, float(sibling.rank)]), sibling)
     exactly(total, torch.tensor([2.0, 1.0]))
     assert "Mesh(shard=2, cpu) has no axes 'tensr' beside it" in refused(mesh.sibling, "tensr")
     assert "has no axes 'tensor' beside it" in refused(fs.init_mesh().sibling, "tensor")
@@ -773,4 +773,6 @@ def _outcome(fn: Check, axes: DeviceMesh) -> str:
 
 @pytest.mark.parametrize("claim", CHECKS)
 def test_on_four_ranks(claim: str) -> None:
-    assert [told[claim] for told in outcomes()] == [""] * RANKS, "\n".join(told[claim] for told in outcomes())
+    assert [reported[claim] for reported in outcomes()] == [""] * RANKS, "\n".join(
+        reported[claim] for reported in outcomes()
+    )

@@ -184,19 +184,19 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 def different_plans_on_this_rank() -> dict[str, str]:
-    mesh, told = fs.init_mesh(), {}
+    mesh, reported = fs.init_mesh(), {}
     for name, case in DIFFERENT.items():
         try:
             fs.plan({"w": torch.zeros(3)}, mesh, **case[:2][mesh.rank])
         except RuntimeError as error:
-            told[name] = str(error)
-    return told
+            reported[name] = str(error)
+    return reported
 
 
 def test_ranks_that_plan_another_precision_are_reported_on_every_rank() -> None:
-    for told in run_ranks(different_plans_on_this_rank, 2):
+    for reported in run_ranks(different_plans_on_this_rank, 2):
         for name, (*_, first, second) in DIFFERENT.items():
-            assert told[name].splitlines()[:3] == [
+            assert reported[name].splitlines()[:3] == [
                 "plan: the ranks disagree. First difference:",
                 f"  rank 0: {first}",
                 f"  rank 1: {second}",

@@ -82,7 +82,7 @@ AUTO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         lambda: nn.ModuleDict({"encoder": inside("layers", nn.ModuleList(linears(2))), "head": nn.Linear(2, 2)}),
         {"encoder.layers.0": 2, "encoder.layers.1": 2, "head": 2},
     ),
-    "beside a stack in a submodule": (
+    "next to a stack in a submodule": (
         lambda: nn.ModuleDict({"body": nn.ModuleDict({"stack": nn.ModuleList(linears(1)), "norm": nn.LayerNorm(3)})}),
         {"body.stack.0": 2, "body.norm": 2},
     ),

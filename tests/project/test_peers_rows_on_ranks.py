@@ -40,7 +40,7 @@ def wrong(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_row_holds_on_real_ranks(wrong: list[dict[str, str]], name: str) -> None:
-    assert [told.get(name) for told in wrong] == [None] * len(wrong)
+    assert [reported.get(name) for reported in wrong] == [None] * len(wrong)
 
 
 def test_all_rows_are_there() -> None:

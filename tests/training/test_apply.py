@@ -351,7 +351,7 @@ class Rebellious(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "problem"),
     [
         (lambda m: m.register_buffer("cache", torch.ones(1)), "'cache': added"),
         (lambda m: setattr(m, "none", torch.ones(1)), "'none': added"),
@@ -363,11 +363,11 @@ class Rebellious(nn.Module):
         ),
     ],
 )
-def test_a_model_that_changes_which_buffers_it_has_is_refused_and_left_as_it_was(change: Any, told: str) -> None:
+def test_a_model_that_changes_which_buffers_it_has_is_refused_and_left_as_it_was(change: Any, problem: str) -> None:
     model = Rebellious(change)
     with untouched(model):
         text = refused(fs.apply, model, {}, dict(model.named_buffers()), torch.ones(2))
-    assert told in text
+    assert problem in text
     assert model.none is None
     assert model.twin.kept is model.kept
 
