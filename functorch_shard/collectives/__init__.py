@@ -1,8 +1,8 @@
 """Collectives that are linear maps with exact derivatives, under every transform and at every order.
 
 ``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules`` and
-``encoded``: their derivatives. ``data_parallel``: the parts of ``gather`` that move nothing, where gradients are
-averaged and cast; ``boundary``: where ``fs.grad`` takes its mean instead. ``operands``: what the autograd Functions
+``encoded``: their derivatives. ``data_parallel``: those of ``gather`` and of the reduction of gradients, by their
+schedule; ``boundary``: where ``fs.grad`` takes its mean instead. ``operands``: what the autograd Functions
 here share.
 
 Imports ``layout``, ``mesh``, ``communication`` and below; imported by ``sharding`` and ``training``.

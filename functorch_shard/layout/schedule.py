@@ -6,11 +6,13 @@ that share the buffer by ``within``, the transpose of ``gather``; that sum becom
 
     gather   Cast(gathered), AllGather(shard axis)
     within   Cast(reduced), Divide(before), ReduceScatter(shard axis), Cast(carried), Divide(1 / before)
-    across   Divide(before), Cast(reduced), AllReduce(axis of copies) ..., Cast(carried), Divide(after)
+    across   Divide(before), Cast(reduced), AllReduce(each axis of copies), Cast(carried), Divide(after)
 
-Without a shard axis there is no ``AllGather`` and ``within`` is a cast; casts and divisions that change nothing are
-left out. ``before`` is a power of two, so a division by it is undone exactly. Everybody who gathers or reduces follows
-these tuples, by differentiable collectives, asynchronously or counting bytes, so their numbers are equal bitwise.
+Without a shard axis there is no ``AllGather`` and ``within`` is a cast; divisions by 1 are left out. ``before`` is a
+power of two, so a division by it is undone exactly. Three interpreters follow these tuples, so their numbers are equal
+bitwise: ``collectives.data_parallel`` (differentiable), ``sharding.asynchronous`` and ``training.estimate`` (counting).
+A fourth, which records functional collectives for a compiler, would be one more way to ``communicate`` in
+``data_parallel.run``.
 """
 
 from __future__ import annotations
@@ -98,8 +100,8 @@ def schedule(
     if shard_axis is not None:
         gather = [*gather, AllGather(shard_axis)]
         within = [Cast(dtypes.reduced), *_divide(before), ReduceScatter(shard_axis), *within, *_divide(1 / before)]
-    sums = map(AllReduce, copies)
-    across = (*_divide(before), Cast(dtypes.reduced), *sums, Cast(dtypes.carried), *_divide(after))
+    sums = [op for axis in copies for op in (Cast(dtypes.reduced), AllReduce(axis))] or [Cast(dtypes.reduced)]
+    across = (*_divide(before), *sums, Cast(dtypes.carried), *_divide(after))
     transposes = isclose(before * after, prod(copies.values()))
     return Schedule(key, dtypes, tuple(gather), tuple(within), across, transposes)
 

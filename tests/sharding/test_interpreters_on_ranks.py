@@ -35,6 +35,7 @@ class Case:
     reduction: Any
     codec: str | None
     numels: tuple[int, ...]
+    whole: bool  # whether every rank holds all of one of the buffers
     seed: int
 
     @property
@@ -57,6 +58,7 @@ class Case:
             precision=self.policy,
             reduction=self.reduction,
             reshard_after_forward=False,
+            ignored=["u1.w"] if self.whole else (),
         )
 
     def gather(self, params: fs.Sharded, lazy: bool | None) -> fs.Full:
@@ -80,6 +82,7 @@ def cases(axes: dict[str, int]) -> list[Case]:
             reduction=random.choice(["mean", "sum"]),
             codec=random.choice([None, None, *CODECS]),
             numels=tuple(random.choice([0, 1, 2, 3, 5, 16, 31, 257, 4099]) for _ in range(3)),
+            whole=random.random() < 0.3,
             seed=seed,
         )
         for seed in range(24)
