@@ -72,20 +72,20 @@ class MixedPrecision:
         return f"MixedPrecision({', '.join(chosen)})"
 
     def cast_inputs(self, tree: Tree) -> Tree:
-        """The floating-point tensors of any pytree in ``param_dtype``: what a model is called with."""
+        """Cast the floating-point tensors of any pytree to ``param_dtype``: the inputs of a model."""
         return cast_floats(tree, self.param_dtype if self.cast_forward_inputs else None)
 
     def cast_output(self, tree: Tree) -> Tree:
-        """The floating-point tensors of any pytree in ``output_dtype``: what a model returned."""
+        """Cast the floating-point tensors of any pytree to ``output_dtype``: the output of a model."""
         return cast_floats(tree, self.output_dtype)
 
     def cast_buffers(self, tree: Tree) -> Tree:
-        """The floating-point tensors of any pytree in ``buffer_dtype``: the model's buffers, once, before training."""
+        """Cast the floating-point tensors of any pytree to ``buffer_dtype``: the model's buffers, before training."""
         return cast_floats(tree, self.buffer_dtype)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """``tree`` with its real floating-point tensors in ``dtype``; ``None`` leaves all as they are."""
+    """Cast the real floating-point tensors of ``tree`` to ``dtype``; ``None`` casts none."""
     if dtype is None:
         return tree
     cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
@@ -125,7 +125,7 @@ def buffer_dtypes(stored: torch.dtype, precision: MixedPrecision, dtype: torch.d
 
 
 def divide_factors(num_ranks: int, reduced: torch.dtype) -> tuple[float, float]:
-    """What a mean over ``num_ranks`` divides by before and after its sum in ``reduced``.
+    """The divisors of a mean over ``num_ranks`` before and after its sum in ``reduced``.
 
     A sum of many float16 overflows and a quotient underflows: each takes about the root of the number of ranks, as in
     ``_get_gradient_divide_factors`` of torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.

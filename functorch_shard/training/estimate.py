@@ -1,9 +1,8 @@
-"""What a step takes of each rank, before there is one: arithmetic on a layout, for a mesh of any size.
+"""Predict the memory and traffic of a training step on each rank: arithmetic on a layout, for a mesh of any size.
 
-Note [Estimate]: what is counted is what the library decides: shards, their gradients and states, the units that are
-whole at a moment, the gradients on their way, and every collective of a step. Activations are the model's own, and what
-a backend lays out to move a message is the backend's. ``tests/training/test_estimate_on_ranks.py`` holds it to what
-gloo ranks allocate and send.
+Note [Estimate]: counted are shards, their gradients and states, the units that are whole at a time, the gradients that
+are being reduced, and every collective of a step; not activations, and not the memory that a backend needs for
+messages. ``tests/training/test_estimate_on_ranks.py`` compares it with what gloo ranks allocate and send.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from ..communication.counter import Traffic, bytes_sent
 from ..errors import axes_text, table
 from ..layout.buffers import Buffer, Unit
 from ..layout.layout import Layout
+from ..layout.ranks import rank_dims
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
 from ..sharding.use_order import small_units
@@ -30,7 +30,7 @@ AxisAndKind = tuple[str, str]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank of a training step; ``print`` shows them as a table.
+    """Bytes of one rank in a training step; ``print`` shows a table.
 
     Args:
         axes: names and sizes of the mesh.
@@ -52,17 +52,17 @@ class Estimate:
 
     @property
     def between_steps(self) -> int:
-        """Bytes that stay: parameters and optimizer state."""
+        """Bytes between steps: parameters and optimizer state."""
         return self.parameters + self.optimizer
 
     @property
     def peak(self) -> int:
-        """Bytes at the most, without activations and without what a backend needs to move messages."""
+        """The maximal bytes at a time, without activations and messages of a backend."""
         return self.between_steps + self.gradients + self.gathered + self.reducing
 
     @property
     def sent(self) -> int:
-        """Bytes that each rank has to send for a step at least."""
+        """The minimal bytes that each rank sends in a step."""
         return sum(one.sent for one in self.traffic.values())
 
     def __repr__(self) -> str:
@@ -79,16 +79,16 @@ _ROWS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "betwee
 
 
 def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
-    """Memory and traffic of one rank for a training step: pure arithmetic, whatever the number of ranks.
+    """Predict the memory and traffic of one rank in a training step, for any number of ranks.
 
     A step is ``opt.step(params, grads=fs.grad(loss)(params), state=state, donate=True)`` on real ranks, with a
     ``gather`` in the loss, of a model that uses each unit once, in the layout's order. ``traffic`` is then what
-    ``fs.communication.Counter`` counts, but that a first unit whose gradient needs no weights (an embedding) is not
-    gathered again. Simulated ranks keep what they gather: theirs is that of ``reshard_after_forward=False``.
+    ``fs.communication.Counter`` counts, except that a first unit whose gradient needs no weights (an embedding) is not
+    gathered again. Simulated ranks keep what they gather, as with ``reshard_after_forward=False``.
 
     Args:
         layout: from :func:`plan`; the model may be on the meta device, and the mesh simulated, of any size.
-        opt: whose state is to count.
+        opt: the optimizer whose state is counted, if any.
 
     Returns:
         An :class:`Estimate` in bytes of one rank. All ranks have equal shards, padding included.
@@ -141,13 +141,13 @@ def _shard_bytes(buffer: Buffer, dtype: torch.dtype) -> int:
 
 
 def _whole_bytes(buffer: Buffer, layout: Layout) -> int:
-    """Of the gathered buffer; where every rank has it whole already, of its cast."""
+    """Bytes of the gathered buffer, or of its cast if every rank holds it whole."""
     gathered = layout.schedule(buffer).dtypes.gathered
     return 0 if buffer.num_shards == 1 and gathered == buffer.dtype else buffer.numel * gathered.itemsize
 
 
 def _gathered_bytes(layout: Layout) -> int:
-    """Small units and buffers that are whole on every rank stay, and of the others a unit and the next one."""
+    """Bytes of small units and buffers that are whole on every rank, and of a unit and the next one of the others."""
     always = sum(_whole_bytes(b, layout) for b in layout.buffers.values() if b.num_shards == 1)
     sizes = [sum(_whole_bytes(b, layout) for b in unit.buffers if b.num_shards > 1) for unit in layout.units]
     if not layout.reshard_after_forward:
@@ -164,8 +164,8 @@ def _reducing_bytes(unit: Unit, layout: Layout) -> int:
 
 
 def _state_bytes(layout: Layout, opt: Optimizer) -> int:
-    """Of the shapes that ``init`` makes; what comes with the first gradient is as large as its parameter."""
-    ranks = () if layout.mesh.in_spmd else tuple(size for _, size in layout.axes)
+    """Bytes of the state of ``init``; state that the first gradient creates has the size of its parameter."""
+    ranks = rank_dims(layout)
     buffers = layout.buffers.items()
     params = {key: torch.empty((*ranks, b.shard_numel), dtype=b.dtype, device="meta") for key, b in buffers}
     state = opt.init(Sharded(params, layout))
@@ -213,7 +213,7 @@ def collectives_of(ops: Ops, numel: int, dtype: torch.dtype, num_shards: int) ->
 
 
 def _gathered_again(layout: Layout) -> list[int]:
-    """In backward: down to the first unit with gradients, but for the last two, which forward has left there."""
+    """The units that backward gathers: down to the first with gradients, without the last two of forward."""
     if not layout.reshard_after_forward:
         return []
     small = small_units(layout)
