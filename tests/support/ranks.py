@@ -1,0 +1,94 @@
+"""One body for simulated and real ranks: a test is written once and runs on both.
+
+A body takes a mesh and is the same on both kinds because it uses ``mesh.spmd`` and ``mesh.split``. The fixture
+``ranks`` (tests/conftest.py) runs a test on a few kinds of ranks; ``parametrize`` says which ones where others matter:
+
+    def sums(mesh):
+        return mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(mesh.split(torch.arange(2 * mesh.size)))
+
+    @pytest.mark.parametrize("ranks", [*simulated(1, 5, HYBRID), *gloo(2)], ids=str)  # others than the fixture's
+    def test_a_sum_is_that_of_all_ranks(ranks):
+        for result in ranks.run(sums):
+            assert ...
+
+For real ranks bodies, their arguments and what they return are pickled: a body is a function of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import Any
+
+import optree
+from torch import Tensor
+
+import functorch_shard as fs
+from tests.support.pool import run_ranks
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Axes of ranks, simulated in this process or real: gloo processes of the pool."""
+
+    axes: Mapping[str, int]
+    real: bool = False
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        return "gloo " * self.real + ",".join(f"{name}={size}" for name, size in self.axes.items())
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.axes.values())
+
+    @property
+    def simulated(self) -> Ranks:
+        """As many ranks in this process."""
+        return replace(self, real=False)
+
+    def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """What ``body(mesh, *args)`` returns on each rank, in rank order.
+
+        Simulated ranks run it once, and what it returns is taken apart: its tensors have one leading dim per axis, and
+        each rank gets its row. A ``Full``, as ``gather`` returns it outside of ``spmd``, and whatever is not a tensor
+        is the same for all.
+        """
+        if self.real:
+            return run_ranks(_on_this_rank, self.size, body, dict(self.axes), args)
+        tree = body(fs.simulated_mesh(dict(self.axes)), *args)
+        return [_row(tree, coordinate) for coordinate in product(*map(range, self.axes.values()))]
+
+
+def _on_this_rank(body: Callable[..., Any], axes: dict[str, int], args: tuple[Any, ...]) -> Any:
+    return body(fs.init_mesh(axes), *args)
+
+
+def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
+    whole = lambda x: isinstance(x, fs.Full)  # noqa: E731
+    return optree.tree_map(
+        lambda x: x[coordinate] if isinstance(x, Tensor) else x, tree, is_leaf=whole, none_is_leaf=True
+    )
+
+
+def _kinds(real: bool, axes: tuple[int | Mapping[str, int], ...]) -> list[Ranks]:
+    return [Ranks({"shard": one} if isinstance(one, int) else one, real) for one in axes]
+
+
+def simulated(*axes: int | Mapping[str, int]) -> list[Ranks]:
+    """Kinds of ranks in this process: numbers of shards, or sizes of axes."""
+    return _kinds(False, axes)
+
+
+def gloo(*axes: int | Mapping[str, int]) -> list[Ranks]:
+    """Kinds of gloo ranks; the ids of their tests begin with "gloo", so ``-k "not gloo"`` leaves them out."""
+    return _kinds(True, axes)
+
+
+HYBRID = {"replicate": 2, "shard": 2}
+DEFAULT = [*simulated(1, 3, HYBRID), *gloo(2)]  # of the fixture

@@ -1,0 +1,43 @@
+"""One body on simulated and on real ranks returns the same on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+
+SOURCE = {"w": torch.arange(5.0), "b": torch.tensor([7.0, 8.0])}
+
+
+def body(mesh: fs.Mesh, factor: int) -> dict[str, Any]:
+    params = fs.shard(SOURCE, fs.plan(SOURCE, mesh, align_bytes=0))
+    mine = mesh.split(torch.arange(2 * mesh.size))
+    total = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(mine)
+    whole = fs.gather(params, lazy=False)
+    return {"shards": dict(params), "mine": factor * mine, "of all": [total, None], "whole": whole, "axes": mesh.axes}
+
+
+def test_each_rank_has_what_is_its_own_and_what_all_have(ranks: Ranks) -> None:
+    results = ranks.run(body, 10)
+    assert len(results) == ranks.size
+    total = torch.arange(2 * ranks.size).view(-1, 2).sum(0)
+    for rank, result in enumerate(results):
+        assert result["mine"].tolist() == [20 * rank, 20 * rank + 10]
+        assert_trees_close(result["of all"], [total, None])
+        assert_trees_close(dict(result["whole"]), SOURCE)
+        assert result["axes"] == ranks.axes
+
+
+@pytest.mark.parametrize("ranks", gloo(1, 3, HYBRID, {"shard": 2, "replicate": 2}), ids=str)
+def test_ranks_count_in_row_major_order_on_both(ranks: Ranks) -> None:
+    assert_trees_close(ranks.run(body, 1), ranks.simulated.run(body, 1), rtol=0, atol=0)
+
+
+def test_kinds_of_ranks_have_names_and_are_keys() -> None:
+    assert [str(one) for one in (*simulated(3, HYBRID), *gloo(2))] == ["shard=3", "replicate=2,shard=2", "gloo shard=2"]
+    assert len({*gloo(2, 2), *simulated(2), gloo(2)[0].simulated}) == 2
