@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
 IDLE = ("idle.weight", "idle.bias")
@@ -92,18 +93,26 @@ def assert_what_some_ranks_use_is_the_mean_with_zeros(mesh: fs.Mesh) -> fs.Shard
     return grads
 
 
-@pytest.mark.parametrize("axes", [1, 2, 3, {"replicate": 2, "shard": 2}], ids=str)
-def test_unused_parameters_have_zeros_which_adamw_decays_and_none_which_it_skips(axes: Any) -> None:
-    assert_unused_is_zeros_and_none_is_left_alone(fs.simulated_mesh(axes))
+@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, HYBRID), *gloo(3)], ids=str)
+def test_unused_parameters_have_zeros_which_adamw_decays_and_none_which_it_skips(ranks: Ranks) -> None:
+    ranks.run(assert_unused_is_zeros_and_none_is_left_alone)
 
 
 def test_one_real_rank_gives_zeros_too() -> None:
     assert_unused_is_zeros_and_none_is_left_alone(fs.init_mesh())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_what_some_ranks_use_is_the_mean_with_zeros_of_the_others(ranks: int) -> None:
-    assert_what_some_ranks_use_is_the_mean_with_zeros(fs.simulated_mesh(ranks))
+@pytest.mark.parametrize("ranks", [*simulated(2, 3), *gloo(3)], ids=str)
+def test_what_some_ranks_use_is_the_mean_with_zeros_of_the_others(ranks: Ranks) -> None:
+    ranks.run(assert_what_some_ranks_use_is_the_mean_with_zeros)
+
+
+@pytest.mark.parametrize("ranks", gloo(3), ids=str)
+@pytest.mark.parametrize(
+    "body", [assert_unused_is_zeros_and_none_is_left_alone, assert_what_some_ranks_use_is_the_mean_with_zeros]
+)
+def test_gloo_ranks_agree_with_simulated_ones_about_what_is_not_used(body: Any, ranks: Ranks) -> None:
+    assert_trees_close(ranks.run(body), ranks.simulated.run(body), rtol=1e-13, atol=1e-15)
 
 
 def test_a_gradient_by_name_that_was_not_computed_is_zeros_as_in_torch_func() -> None:
