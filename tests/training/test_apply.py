@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 Values = dict[str, Tensor]
@@ -113,21 +114,25 @@ def untouched(model: nn.Module, *trees: Any) -> Iterator[None]:
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(before, copies, strict=True))
 
 
+def trained(mesh: fs.Mesh, momentum: float | None, sync: bool) -> tuple[fs.Full, Values, list[float]]:
+    model = normalized(momentum=momentum)
+    with untouched(model):
+        return train(mesh, model, sync)
+
+
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-def test_batchnorm_trains_as_in_a_loop_over_ranks(axes: dict[str, int], momentum: float | None, sync: bool) -> None:
-    mesh, model = fs.simulated_mesh(axes), normalized(momentum=momentum)
-    params, ranks, losses = train_in_a_loop(mesh.size, model, sync)
-    with untouched(model):
-        actual, buffers, actual_losses = train(mesh, model, sync)
-    assert_trees_close(dict(actual), params, rtol=1e-10, atol=1e-10)
-    rows = {name: torch.stack([rank[name] for rank in ranks]).unflatten(0, tuple(axes.values())) for name in ranks[0]}
-    assert_trees_close(buffers, rows, rtol=1e-10, atol=1e-10)
-    assert actual_losses == pytest.approx(losses, abs=1e-10)
-    assert (buffers["1.num_batches_tracked"] == STEPS).all()
-    if mesh.size > 1 and not sync:
-        assert not torch.equal(*buffers["1.running_mean"].flatten(0, len(axes) - 1)[:2])
+@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, HYBRID), *gloo(2, 3)], ids=str)
+def test_batchnorm_trains_as_in_a_loop_over_ranks(ranks: Ranks, momentum: float | None, sync: bool) -> None:
+    params, expected, losses = train_in_a_loop(ranks.size, normalized(momentum=momentum), sync)
+    results = ranks.run(trained, momentum, sync)
+    for (actual, buffers, actual_losses), wanted in zip(results, expected, strict=True):
+        assert_trees_close(dict(actual), params, rtol=1e-10, atol=1e-10)
+        assert_trees_close(buffers, wanted, rtol=1e-10, atol=1e-10)
+        assert actual_losses == pytest.approx(losses, abs=1e-10)
+        assert buffers["1.num_batches_tracked"] == STEPS
+    if ranks.size > 1 and not sync:
+        assert not torch.equal(*(buffers["1.running_mean"] for _, buffers, _ in results[:2]))
 
 
 def plain(model: nn.Module, x: Tensor) -> tuple[Tensor, Values]:
