@@ -68,7 +68,7 @@ def full_gradients_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter],
         counters.append(seen)
     with count_collectives() as seen:
         grads = mesh.spmd(lambda total: fs.scatter_grads(total, params.layout))(added(parts))
-    return dict(fs.gather(grads, lazy=False)), [*counters, seen], params.layout
+    return fs.gather(grads, lazy=False), [*counters, seen], params.layout
 
 
 def shards_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layout]:
@@ -88,7 +88,7 @@ def shards_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layo
         counters.append(seen)
     with count_collectives() as seen:
         total = added(parts)
-    return dict(fs.gather(total, lazy=False)), [*counters, seen], params.layout
+    return fs.gather(total, lazy=False), [*counters, seen], params.layout
 
 
 def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layout]:
@@ -109,7 +109,7 @@ def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveC
         counters.append(seen)
     with count_collectives() as seen:
         total = fs.replicas.across_replicas(added(parts), params.layout)
-    return dict(fs.gather(total, lazy=False)), [*counters, seen], params.layout
+    return fs.gather(total, lazy=False), [*counters, seen], params.layout
 
 
 WAYS: dict[str, Callable[[fs.Mesh], tuple[Grads, list[CollectiveCounter], fs.Layout]]] = {
@@ -184,4 +184,4 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
         return grads, fs.collectives.psum(torch.stack([value for _, value in results]).sum(), mesh)
 
     grads, value = gradients(params, *(of_this_mesh(mesh, rows) for rows in tokens(mesh.size)))
-    return dict(fs.gather(grads, lazy=False)), value.flatten()[0]
+    return fs.gather(grads, lazy=False), value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,9 +21,9 @@ from tests.support.accumulation import (
     tokens,
     weighted_by_tokens,
 )
+from tests.support.ranks import Ranks, gloo, simulated
 
-MESHES: list[dict[str, int]] = [*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}]
-every_mesh = pytest.mark.parametrize("axes", MESHES, ids=str)
+MESHES = [*simulated(*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}), *gloo(*AXES)]
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
@@ -44,24 +46,24 @@ def assert_reductions(counters: list[CollectiveCounter], layout: fs.Layout, way:
         assert one.numel in {buffer.shard_numel for buffer in layout.buffers.values()}
 
 
-@pytest.mark.parametrize("axes", [*MESHES, {"replicate": 2, "shard": 4}], ids=str)
+@pytest.mark.parametrize("ranks", [*MESHES, *simulated({"replicate": 2, "shard": 4})], ids=str)
 @every_way
-def test_accumulated_gradients_are_those_of_the_big_batch(way: str, axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    grads, counters, layout = WAYS[way](mesh)
-    expected = big_batch(mesh.size)
+def test_accumulated_gradients_are_those_of_the_big_batch(way: str, ranks: Ranks) -> None:
+    expected = big_batch(ranks.size)
     assert all(grad.any() for grad in expected.values() if grad.numel())
-    assert_trees_close(grads, expected, rtol=1e-10, atol=1e-12)
-    assert_reductions(counters, layout, way)
+    for grads, counters, layout in ranks.run(WAYS[way]):
+        assert_trees_close(grads, expected, rtol=1e-10, atol=1e-12)
+        assert_reductions(counters, layout, way)
 
 
-@every_mesh
+@pytest.mark.parametrize(("ranks", "cut"), [*product(MESHES, [False]), *product(gloo(*AXES), [True])], ids=str)
 @every_way
-def test_losses_weighted_by_tokens_are_those_of_a_single_process(way: str, axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    actual, expected = weighted_by_tokens(mesh, way), all_tokens_at_once(mesh.size)
+def test_losses_weighted_by_tokens_are_those_of_a_single_process(way: str, ranks: Ranks, cut: bool) -> None:
+    """Real ranks also where those with unequal numbers of tokens compute with tensors of unequal shapes."""
+    expected = all_tokens_at_once(ranks.size)
     assert all(grad.any() for grad in expected[0].values())
-    assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
+    for actual in ranks.run(weighted_by_tokens, way, cut):
+        assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_the_mean_over_ranks_of_means_over_tokens_is_another_number() -> None:
@@ -81,5 +83,5 @@ def test_the_mean_over_ranks_of_means_over_tokens_is_another_number() -> None:
 @every_way
 def test_ranks_without_a_token_change_nothing(way: str) -> None:
     """Rank 1 of two has none: the gradient is that of rank 0 alone."""
-    alone = weighted_by_tokens(fs.simulated_mesh(1), way)
-    assert_trees_close(weighted_by_tokens(fs.simulated_mesh(2), way), alone, rtol=1e-10, atol=1e-12)
+    alone, first, second = (one for ranks in simulated(1, 2) for one in ranks.run(weighted_by_tokens, way))
+    assert_trees_close([first, second], [alone, alone], rtol=1e-10, atol=1e-12)
