@@ -12,6 +12,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support import homemade
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.steps import copied, planned, sharded_grads, structure, tensors, values, whole
 
 ADVICE = r"Gather what it needs, update whole tensors, and shard\(\) the result\.$"
@@ -103,8 +104,8 @@ def by_itself(cls: Any, num_steps: int, **options: Any) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in params.items()}
 
 
-def trained(mesh: fs.Mesh, cls: Any, num_steps: int, donate: bool = False, **options: Any) -> fs.Sharded:
-    opt, layout = fs.optimizer(cls, **options), planned(mesh)
+def trained(mesh: fs.Mesh, cls: Any, options: dict[str, Any], num_steps: int, donate: bool = False) -> fs.Sharded:
+    opt, layout = fs.optimizer(cls, lr=0.1, **options), planned(mesh)
     params = fs.shard(whole(), layout)
     state = mesh.spmd(opt.init)(params)
     step = mesh.spmd(lambda params, grads, state: opt.step(params, grads=grads, state=state, donate=donate))
@@ -113,19 +114,28 @@ def trained(mesh: fs.Mesh, cls: Any, num_steps: int, donate: bool = False, **opt
     return params
 
 
-def assert_trains_as_by_itself(mesh: fs.Mesh, cls: Any, donate: bool, **options: Any) -> None:
-    params = fs.gather(trained(mesh, cls, 7, donate, lr=0.1, **options), lazy=False)
+def assert_trains_as_by_itself(mesh: fs.Mesh, cls: Any, options: dict[str, Any], donate: bool) -> None:
+    params = fs.gather(trained(mesh, cls, options, 7, donate), lazy=False)
     expected = by_itself(cls, 7, lr=0.1, **options)
     assert_trees_close({name: params[name] for name in expected}, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("axes", [1, 3, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *gloo(3)], ids=str)
 @pytest.mark.parametrize("donate", [False, True])
 @every_accepted
 def test_what_is_accepted_trains_as_it_does_by_itself(
-    cls: Any, options: dict[str, Any], names: set[str], donate: bool, axes: Any
+    cls: Any, options: dict[str, Any], names: set[str], donate: bool, ranks: Ranks
 ) -> None:
-    assert_trains_as_by_itself(fs.simulated_mesh(axes), cls, donate, **options)
+    ranks.run(assert_trains_as_by_itself, cls, options, donate)
+
+
+@pytest.mark.parametrize("ranks", gloo(3), ids=str)
+@every_accepted
+def test_what_is_accepted_trains_on_gloo_ranks_as_on_simulated_ones(
+    cls: Any, options: dict[str, Any], names: set[str], ranks: Ranks
+) -> None:
+    expected = ranks.simulated.run(trained, cls, options, 4)
+    assert_trees_close(ranks.run(trained, cls, options, 4), expected, rtol=1e-13, atol=1e-14)
 
 
 @every_accepted
@@ -235,4 +245,4 @@ def test_state_that_appears_late_is_there_from_the_start() -> None:
     state = fs.optimizer(Lookahead, lr=0.1).init(params)
     assert set(state) == {"count", "slow"}
     assert not tensors(state["slow"])
-    assert_trains_as_by_itself(fs.simulated_mesh(3), Lookahead, donate=False)
+    assert_trains_as_by_itself(fs.simulated_mesh(3), Lookahead, {}, donate=False)
