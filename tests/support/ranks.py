@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import product
 from math import prod
 from typing import Any
 
 import optree
+import pytest
+import torch
 from torch import Tensor
 
 import functorch_shard as fs
@@ -66,7 +69,12 @@ class Ranks:
 
 
 def _on_this_rank(body: Callable[..., Any], axes: dict[str, int], args: tuple[Any, ...]) -> Any:
-    return body(fs.init_mesh(axes), *args)
+    return optree.tree_map(_with_values, body(fs.init_mesh(axes), *args), none_is_leaf=True)
+
+
+def _with_values(x: Any) -> Any:
+    """Some tangents are torch's ZeroTensor, which cannot be pickled."""
+    return torch.zeros_like(x) + x if isinstance(x, Tensor) and torch._is_zerotensor(x) else x
 
 
 def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
@@ -88,6 +96,34 @@ def simulated(*axes: int | Mapping[str, int]) -> list[Ranks]:
 def gloo(*axes: int | Mapping[str, int]) -> list[Ranks]:
     """Kinds of gloo ranks; the ids of their tests begin with "gloo", so ``-k "not gloo"`` leaves them out."""
     return _kinds(True, axes)
+
+
+def on_each(kinds: list[Ranks]) -> Callable[[Callable[[fs.Mesh], None]], Callable[[Ranks], None]]:
+    """A decorator: a body that asserts is a test by itself, of each of ``kinds``, and holds on every rank."""
+
+    def as_test(body: Callable[[fs.Mesh], None]) -> Callable[[Ranks], None]:
+        def test(ranks: Ranks) -> None:
+            ranks.run(_body_of, body.__module__, body.__name__)
+
+        test.__name__, test.__qualname__, test.__doc__, test.__module__ = (
+            *(body.__name__, body.__qualname__),
+            *(body.__doc__, body.__module__),
+        )
+        test.__dict__["body"] = body
+        return pytest.mark.parametrize("ranks", kinds, ids=str)(test)
+
+    return as_test
+
+
+def _body_of(mesh: fs.Mesh, module: str, name: str) -> None:
+    """The module knows the test by that name, and pickle would look for the body there."""
+    getattr(import_module(module), name).body(mesh)
+
+
+def rows_of(mesh: fs.Mesh, tree: Any) -> Any:
+    """Of tensors with all ranks in dim 0, what a rank takes: its row, or on simulated ranks the rows of all."""
+    one = lambda x: x.unflatten(0, tuple(mesh.axes.values())) if mesh.is_simulated else x[mesh.rank]  # noqa: E731
+    return optree.tree_map(one, tree)
 
 
 HYBRID = {"replicate": 2, "shard": 2}
