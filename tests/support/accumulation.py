@@ -15,6 +15,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, count_collectives
 from tests.support.models import awkward, loss_of
+from tests.support.ranks import rows_of
 
 NUM_MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 3, 5, 7, 4
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
@@ -44,11 +45,6 @@ def added(trees: list[Any]) -> Any:
     return reduce(lambda one, two: optree.tree_map(torch.add, one, two), trees)
 
 
-def of_this_mesh(mesh: fs.Mesh, rows: Tensor) -> Tensor:
-    """One row a rank, as ``spmd`` takes them: with the rank dims of simulated ranks, or this rank's."""
-    return rows.unflatten(0, tuple(mesh.axes.values())) if mesh.is_simulated else rows[mesh.rank]
-
-
 def full_gradients_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layout]:
     """One ``scatter_grads`` in the end: whole gradients, and the collectives of each microbatch and of the end."""
     model = awkward()
@@ -60,7 +56,7 @@ def full_gradients_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter],
         loss = lambda p: loss_of(model, {**p, **rest}, x, y) / NUM_MICROBATCHES  # noqa: E731
         return dict(fs.grad(loss)(fs.gather(params)))
 
-    x, y = (of_this_mesh(mesh, rows) for rows in samples(mesh.size))
+    x, y = rows_of(mesh, samples(mesh.size))
     dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
     for i in range(NUM_MICROBATCHES):
         with count_collectives() as seen:
@@ -80,7 +76,7 @@ def shards_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layo
     def one(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
         return fs.grad(lambda p: loss_of(model, fs.gather(p, frozen), x, y) / NUM_MICROBATCHES)(params)
 
-    x, y = (of_this_mesh(mesh, rows) for rows in samples(mesh.size))
+    x, y = rows_of(mesh, samples(mesh.size))
     dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
     for i in range(NUM_MICROBATCHES):
         with count_collectives() as seen:
@@ -101,7 +97,7 @@ def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveC
         rest = dict(fs.gather(frozen))
         return fs.grad(lambda p: loss_of(model, {**fs.gather(p), **rest}, x, y) / NUM_MICROBATCHES)(params)
 
-    x, y = (of_this_mesh(mesh, rows) for rows in samples(mesh.size))
+    x, y = rows_of(mesh, samples(mesh.size))
     dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
     for i in range(NUM_MICROBATCHES):
         with count_collectives() as seen:
@@ -183,5 +179,5 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
             grads = fs.scatter_grads(added([grad for grad, _ in results]))
         return grads, fs.collectives.psum(torch.stack([value for _, value in results]).sum(), mesh)
 
-    grads, value = gradients(params, *(of_this_mesh(mesh, rows) for rows in tokens(mesh.size)))
+    grads, value = gradients(params, *rows_of(mesh, tokens(mesh.size)))
     return fs.gather(grads, lazy=False), value
