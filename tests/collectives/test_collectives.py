@@ -1,4 +1,4 @@
-"""Collectives are exact linear maps, on simulated ranks, under every transform and at every order."""
+"""Collectives are exact linear maps under every transform and at every order, and real ranks compute the same."""
 
 from __future__ import annotations
 
@@ -9,24 +9,46 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import vmap
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
+from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
 from tests.support import reference
-from tests.support.programs import PROGRAMS, Case, as_rank, cases
+from tests.support.programs import PROGRAMS, TRANSFORMS, as_rank, cases
 from tests.support.ranking import dtypes_of
+from tests.support.ranks import Ranks, gloo, rows_of, simulated
 from tests.support.refusals import refused
 
 RANKS = (1, 2, 3, 5, 8)
-CASES = [case for num_ranks in (1, 2, 3, 5) for case in cases(num_ranks)]
+NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_simulated_ranks_compute_what_a_loop_over_ranks_does(case: Case) -> None:
-    mesh = fs.simulated_mesh(case.num_ranks)
-    actual = mesh.spmd(case.on_rank(mesh["shard"]))(*case.rows())
-    torch.testing.assert_close(actual, case.expected(), rtol=1e-10, atol=1e-10)
+def computed(mesh: fs.Mesh) -> list[Tensor]:
+    every = [(case, rows_of(mesh, list(case.rows()))) for case in cases(mesh.size)]
+    return [mesh.spmd(case.on_rank(mesh["shard"]))(*mine) for case, mine in every]
+
+
+@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, 5), *gloo(2, 3)], ids=str)
+def test_simulated_and_real_ranks_compute_what_a_loop_over_ranks_does(ranks: Ranks) -> None:
+    batch, results = list(cases(ranks.size)), ranks.run(computed)
+    assert len(batch) == len(PROGRAMS) * len(TRANSFORMS)
+    for case, *rows in zip(batch, *results, strict=True):
+        expected = {str(case): case.expected()}
+        assert_trees_close({str(case): torch.stack(rows)}, expected, rtol=1e-10, atol=1e-10)
+
+
+def on_two_axes(mesh: fs.Mesh) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mine = rows_of(mesh, torch.randn(mesh.size, 4, 4, generator=generator, dtype=torch.float64))
+    axes: dict[str, Any] = {"both": mesh, **{name: mesh[name] for name in mesh.axes}}
+    return {f"{n} {key}": mesh.spmd(as_rank(PROGRAMS[n], axis))(mine) for n in PROGRAMS for key, axis in axes.items()}
+
+
+@pytest.mark.parametrize("ranks", gloo({"a": 2, "b": 2}), ids=str)
+def test_two_axes_of_real_ranks_are_two_axes_of_simulated_ones(ranks: Ranks) -> None:
+    assert_trees_close(ranks.run(on_two_axes), ranks.simulated.run(on_two_axes), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -118,6 +140,38 @@ def test_every_dtype_travels(dtype: torch.dtype) -> None:
     assert mesh.spmd(lambda x: psum_scatter(x, mesh))(rows).dtype == total.dtype
 
 
+DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]
+DTYPES += [torch.complex64, torch.float8_e4m3fn]
+
+
+def dtypes_on_this_rank(mesh: fs.Mesh) -> list[tuple[Any, ...]]:
+    results = []
+    for dtype in DTYPES:
+        x = (torch.arange(4) + mesh.rank).remainder(3).to(dtype)
+        gathered = fs.collectives.all_gather(x, mesh)
+        assert gathered.dtype == dtype
+        results.append((gathered.view(torch.uint8), fs.collectives.all_gather(x[:0], mesh).shape))
+        if dtype != torch.float8_e4m3fn:  # torch has no sum of it
+            results[-1] += (fs.collectives.psum_scatter(x, mesh),)
+        if dtype not in (torch.float8_e4m3fn, torch.int16):  # gloo has no all-reduce of it
+            results[-1] += (fs.collectives.psum(x, mesh),)
+    return results
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_every_dtype_travels_between_real_ranks(ranks: Ranks) -> None:
+    first, second = ranks.run(dtypes_on_this_rank)
+    for dtype, mine, theirs in zip(DTYPES, first, second, strict=True):
+        rows = [(torch.arange(4) + rank).remainder(3).to(dtype) for rank in range(2)]
+        assert torch.equal(mine[0], torch.cat([row.view(torch.uint8) for row in rows]))
+        assert mine[1] == (0,)
+        if dtype != torch.float8_e4m3fn:
+            mine_and_theirs = [row.long() if dtype == torch.bool else row for row in rows]
+            total = mine_and_theirs[0] + mine_and_theirs[1]
+            assert torch.equal(torch.cat([mine[2], theirs[2]]), total)
+            assert all(torch.equal(x, total) for x in mine[3:])
+
+
 def test_booleans_are_counted_and_integers_averaged_in_floating_point() -> None:
     mesh = fs.simulated_mesh(3)
     flags = torch.tensor([True, False, True])
@@ -139,6 +193,26 @@ def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:
     mesh = fs.simulated_mesh(4)
     rows = torch.tensor([1.0, 5.0, 5.0, 2.0])
     assert torch.equal(mesh.spmd(torch.func.grad(lambda x: pmax(x, mesh)))(rows), torch.tensor([0.0, 2.0, 2.0, 0.0]))
+
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+# By column: a NaN on one rank, of either sign; infinities; signs; zeros; what a narrow dtype rounds to zero.
+EXTREMES = [
+    [NAN, 1.0, INF, NAN, -INF, -INF, -1.0, -2.0, 3.0, 0.0, -0.0, 1e-45, -1e-7, 65504.0],
+    [1.0, NAN, NAN, -INF, NAN, -5.0, -2.0, -1.0, -3.0, -1e-7, 0.0, 0.0, -2e-7, -65504.0],
+]
+
+
+def largest(mesh: fs.Mesh) -> list[Tensor]:
+    rows = torch.tensor(EXTREMES, dtype=torch.float64)
+    rows[:, 1] = -rows[:, 1]  # a NaN may have a sign
+    given = [x for dtype in FLOATS for x in (rows.to(dtype), rows.to(dtype)[:, 3], rows[:, :0])]
+    return [mesh.spmd(lambda x: fs.collectives.pmax(x, mesh))(rows_of(mesh, x)) for x in given]
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_the_largest_value_of_real_ranks_is_that_of_simulated_ones_nan_included(ranks: Ranks) -> None:
+    assert_trees_close(ranks.run(largest), ranks.simulated.run(largest), rtol=0, atol=0)
 
 
 def test_trees_go_leaf_by_leaf_with_none_left_out() -> None:
@@ -169,6 +243,50 @@ def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
     same = torch.tensor([1.0, 2.0])
     assert torch.equal(mesh.spmd(lambda: all_gather(same, mesh), out_dims=None)(), same.repeat(3))
     assert torch.equal(mesh.spmd(lambda: psum(same, mesh), out_dims=None)(), 3 * same)
+
+
+def counted(mesh: fs.Mesh) -> CollectiveCounter:
+    def step(x: Tensor) -> Tensor:
+        loss = lambda x: all_gather(x, mesh).square().sum()  # noqa: E731
+        return pmean(torch.func.grad(loss)(x), mesh)
+
+    with count_collectives() as seen:
+        mesh.spmd(step)(rows_of(mesh, torch.ones(mesh.size, 3, 2)))
+    return seen
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_real_and_simulated_ranks_issue_the_same_collectives(ranks: Ranks) -> None:
+    expected = ranks.simulated.run(counted)
+    assert [seen.issued for seen in ranks.run(counted)] == [seen.issued for seen in expected]
+    assert expected[0].by_kind == {"all_gather": 1, "psum_scatter": 1, "psum": 1}
+
+
+def meshes_on_this_rank(mesh: fs.Mesh) -> list[str]:
+    world = mesh.size
+    named = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    texts = [
+        repr(fs.init_mesh()),
+        repr(fs.Mesh.from_device_mesh(named)),
+        repr(fs.init_mesh({"replicate": 1, "shard": -1})),
+    ]
+    for wrong in (
+        lambda: fs.init_mesh({"shard": 5}),
+        lambda: fs.Mesh.from_device_mesh(init_device_mesh("cpu", (world,))),
+    ):
+        try:
+            wrong()
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_meshes_come_from_the_process_group_or_from_a_device_mesh(ranks: Ranks) -> None:
+    texts = ranks.run(meshes_on_this_rank)[1]
+    assert texts[:3] == ["Mesh(shard=2, cpu)", "Mesh(data=2, cpu)", "Mesh(replicate=1 x shard=2, cpu)"]
+    assert texts[3] == "init_mesh: shard=5 makes 5 ranks, but there are 2"
+    assert "expected a device mesh with mesh_dim_names" in texts[4]
 
 
 def test_inputs_are_never_written_to() -> None:
