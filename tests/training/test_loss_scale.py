@@ -19,6 +19,7 @@ import functorch_shard as fs
 from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import two_layers
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 from tests.support.steps import copied
 from tests.training.test_norms import FROZEN, INF, NAN, values, with_padding
@@ -262,12 +263,37 @@ def assert_odd_steps_were_skipped(history: list[Any]) -> None:
         assert ((scale["scale"] == before[2]["scale"] / 2) == skipped).all()
 
 
+def skipped(mesh: fs.Mesh, name: str, bad_rank: int) -> Any:
+    history = skipping_steps(mesh, name, bad_rank)
+    assert_odd_steps_were_skipped(history)
+    params, _, scale, _ = history[-1]
+    return dict(params), scale
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(axes: dict[str, int], name: str) -> None:
-    mesh = fs.simulated_mesh(axes)
-    for bad_rank in range(mesh.size):
-        assert_odd_steps_were_skipped(skipping_steps(mesh, name, bad_rank))
+@pytest.mark.parametrize("ranks", [*simulated(2, 3, HYBRID), *gloo(2, HYBRID)], ids=str)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(ranks: Ranks, name: str) -> None:
+    for bad_rank in range(ranks.size):
+        results = ranks.run(skipped, name, bad_rank)
+        if ranks.real:
+            expected = ranks.simulated.run(skipped, name, bad_rank)
+            assert_trees_close(results, expected)
+            assert_trees_close([scale for _, scale in results], [scale for _, scale in expected], rtol=0, atol=0)
+
+
+def sent(mesh: fs.Mesh) -> dict[str, list[tuple[str, str, int]]]:
+    grads, told = as_grads(sharded(mesh)), {}
+    for name, scaling in SCALES.items():
+        with count_collectives() as seen:
+            scaling.unscale(grads, scaling.init(grads))
+        told[name] = [(c.kind, c.axis, c.numel) for c in seen.issued]
+    return told
+
+
+@pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *gloo(2, HYBRID)], ids=str)
+def test_one_number_is_sent_over_each_axis(ranks: Ranks) -> None:
+    one = [("psum", name, 1) for name in ranks.axes]
+    assert ranks.run(sent) == [{"dynamic": one, "static": one, "none": []}] * ranks.size
 
 
 def test_selecting_outside_spmd_takes_stacked_trees() -> None:
@@ -392,3 +418,14 @@ def test_float16_training_learns_with_a_scale_and_not_without(axes: dict[str, in
     assert without[-1][0] == first
     assert all(finite and scale == 1.0 for _, scale, finite in without)
     assert fp16_training(mesh, fs.LossScale.static(2.0**30))[-1][0] < 0.1 * first
+
+
+@pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
+def test_float16_training_is_that_of_simulated_ranks(ranks: Ranks) -> None:
+    expected, *_ = ranks.simulated.run(fp16_training, DYNAMIC)
+    first, *others = ranks.run(fp16_training, DYNAMIC)
+    assert others == [first] * len(others)
+    assert [row[1:] for row in first] == [row[1:] for row in expected]
+    losses = [torch.tensor([row[0] for row in log]) for log in (first, expected)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=0)  # float16 sums in another order
+    assert first[-1][0] < 0.1 * first[0][0]
