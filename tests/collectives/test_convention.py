@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+from typing import Any
+
 import optree
 import pytest
 import torch
+from torch import Tensor
+from torch.autograd import functional
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
@@ -14,6 +20,8 @@ from tests.support.convention import (
     TASKS,
     Samples,
     Side,
+    autograd_grad,
+    direction,
     dot_over_ranks,
     expected,
     on_mesh,
@@ -22,37 +30,87 @@ from tests.support.convention import (
     sharded_side,
     whole_parameters,
 )
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.refusals import text_of
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 3}, {"replicate": 2, "shard": 3}]
+SIMULATED = simulated(*({"shard": 1, **axes} for axes in MESHES))
+REAL = gloo(2, {"replicate": 2, "shard": 1}, 4, HYBRID)
+every_kind = pytest.mark.parametrize("ranks", [*SIMULATED[1:], *REAL], ids=str)
+every_real = pytest.mark.parametrize("ranks", REAL, ids=str)
+LAZY = None, False
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+def lazy_and_at_once(mesh: fs.Mesh) -> tuple[bool | None, ...]:
+    """Simulated ranks have no lazy tensors."""
+    return LAZY[:1] if mesh.is_simulated else LAZY
+
+
+def derived(mesh: fs.Mesh, inner: str) -> list[dict[str, fs.Full]]:
+    return [on_mesh(mesh, sharded_side(inner, lazy), list(TASKS)) for lazy in lazy_and_at_once(mesh)]
+
+
+@pytest.mark.parametrize("ranks", [*SIMULATED, *REAL], ids=str)
 @pytest.mark.parametrize("inner", INNER)
-def test_the_gradient_is_exact_through_gradients_steps_and_penalties(inner: str, axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh({"shard": 1, **axes})
-    result = on_mesh(mesh, sharded_side(inner, None), list(TASKS))
-    assert_trees_close(result, expected(mesh.size, list(TASKS)), rtol=1e-10, atol=1e-13)
+def test_the_gradient_is_exact_through_gradients_steps_and_penalties(inner: str, ranks: Ranks) -> None:
+    want = expected(ranks.size, list(TASKS))
+    for results in ranks.run(derived, inner):
+        assert_trees_close(results, [want] * len(results), rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
-def test_a_hessian_product_by_psum_is_right_whoever_differentiates(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh({"shard": 1, **axes})
-    task = ["reverse over reverse"]
-    for outer in (fs.grad, torch.func.grad):
-        for inner in ("fs.grad", "torch.func.grad"):
-            result = on_mesh(mesh, sharded_side(inner, None, outer), task)
-            assert_trees_close(result, expected(mesh.size, task), rtol=1e-10, atol=1e-13)
+def autograd_outer(fn: Any) -> Any:
+    """``backward()`` as a function of parameters."""
+
+    def gradient(p: fs.Sharded) -> fs.Sharded:
+        leaves = fs.Sharded({key: x.detach().requires_grad_() for key, x in p.items()}, p.layout)
+        fn(leaves).backward()
+        return fs.Sharded({key: x.grad for key, x in leaves.items()}, p.layout)
+
+    return gradient
 
 
-@pytest.mark.parametrize("axes", MESHES[1:], ids=str)
+def products(mesh: fs.Mesh) -> list[dict[str, fs.Full]]:
+    outers = [fs.grad, torch.func.grad, *([] if mesh.is_simulated else [autograd_outer])]
+    ways = product(("fs.grad", "torch.func.grad"), lazy_and_at_once(mesh), outers)
+    return [on_mesh(mesh, sharded_side(*way), ["reverse over reverse"]) for way in ways]
+
+
+@every_kind
+def test_a_hessian_product_by_psum_is_right_whoever_differentiates(ranks: Ranks) -> None:
+    want = expected(ranks.size, ["reverse over reverse"])
+    for results in ranks.run(products):
+        assert_trees_close(results, [want] * len(results), rtol=1e-10, atol=1e-13)
+
+
+def refusals(mesh: fs.Mesh, task: str, inner: str) -> list[str]:
+    """By torch.func.grad, and on real ranks by backward()."""
+    told = [text_of(on_mesh, mesh, sharded_side(inner, z, torch.func.grad), [task]) for z in lazy_and_at_once(mesh)]
+    if not mesh.is_simulated:
+        told += [text_of(on_mesh, mesh, sharded_side(inner, lazy, autograd_outer), [task]) for lazy in LAZY]
+    return told
+
+
+@every_kind
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("task", ["through one step", "through three steps"])
-def test_a_gradient_through_a_step_by_another_than_fs_grad_is_refused(
-    task: str, inner: str, axes: dict[str, int]
-) -> None:
-    mesh = fs.simulated_mesh({"shard": 1, **axes})
-    with pytest.raises(RuntimeError, match=r"outermost reverse-mode derivative be fs\.grad"):
-        on_mesh(mesh, sharded_side(inner, None, torch.func.grad), [task])
+def test_a_gradient_through_a_step_by_another_than_fs_grad_is_refused(task: str, inner: str, ranks: Ranks) -> None:
+    for told in ranks.run(refusals, task, inner):
+        assert all("RuntimeError" in text and "outermost reverse-mode derivative be fs.grad" in text for text in told)
+
+
+def by_autograd_inside(mesh: fs.Mesh) -> list[dict[str, fs.Full]]:
+    sides = []
+    for lazy in LAZY:
+        loss = partial(sharded_loss, lazy=lazy)
+        sides.append(Side(loss, autograd_grad(loss), fs.grad, dot_over_ranks, fs.global_norm))
+    return [on_mesh(mesh, side, ["reverse over reverse", "through one step"]) for side in sides]
+
+
+@every_real
+def test_torch_autograd_inside_of_fs_grad_is_exact(ranks: Ranks) -> None:
+    want = expected(ranks.size, ["reverse over reverse", "through one step"])
+    for results in ranks.run(by_autograd_inside):
+        assert_trees_close(results, [want] * len(LAZY), rtol=1e-10, atol=1e-13)
 
 
 def test_one_rank_alone_may_be_differentiated_by_anybody() -> None:
@@ -109,3 +167,90 @@ def test_outside_spmd_a_gradient_through_a_step_is_that_of_the_unsharded_model(a
         dims = [i for i, name in enumerate(params.layout.mesh.axes) if name == "replicate"]
         assert all(torch.equal(shard, shard.select(dim, 0).unsqueeze(dim).expand_as(shard)) for dim in dims), key
     assert_trees_close(dict(fs.gather(got)), want, rtol=1e-10, atol=1e-13)
+
+
+def twice_on_this_rank(mesh: fs.Mesh, reduction: Any) -> list[Any]:
+    """What torch.autograd.functional makes of the loss: itself or an error, beside forward mode; and by the input."""
+    layout = fs.plan(whole_parameters(), mesh, reduction=reduction)
+    params, v = fs.shard(whole_parameters(), layout), fs.shard(direction(), layout)
+    rows = Samples(*mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors())))
+    results = []
+    for lazy in LAZY:
+        loss = lambda p, x=rows.x, lazy=lazy: sharded_loss(p, x, rows.y, lazy)  # noqa: E731
+        of_shards = lambda *xs, loss=loss: loss(fs.Sharded(zip(params, xs, strict=True), layout))  # noqa: E731
+        product = torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1]
+        want = torch.func.jvp(loss, (params,), (v,))[1], *[tuple(product.values())] * 2
+        given = tuple(params.values()), tuple(v.values())
+        for function, value in zip((functional.jvp, functional.hvp, functional.vhp), want, strict=True):
+            told = text_of(function, of_shards, *given)
+            results.append(told or all_close(function(of_shards, *given)[1], value))
+        leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, layout)
+        by_input = functional.hvp(lambda x, loss=loss, leaves=leaves: loss(leaves, x), rows.x, rows.next_x)[1]
+        alone = functional.hvp(lambda x: plain_loss(whole_parameters(), x, rows.y), rows.x, rows.next_x)[1]
+        results.append(all_close(by_input, alone))
+    return results
+
+
+def all_close(a: Any, b: Any) -> bool:
+    assert_trees_close(a, b, rtol=1e-10, atol=1e-13)
+    return True
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@every_real
+def test_torch_autograd_functional_is_right_or_refused_on_every_rank(ranks: Ranks, reduction: str) -> None:
+    copies, shards = ranks.axes.get("replicate", 1), ranks.axes["shard"]
+    right = (copies if reduction == "sum" else shards) == 1
+    for results in ranks.run(twice_on_this_rank, reduction):
+        for *twice, by_input in (results[:4], results[4:]):
+            assert by_input is True
+            for name, result in zip(("jvp", "hvp", "vhp"), twice, strict=True):
+                assert result is True if right else f"torch.autograd.functional.{name} takes the backward" in result
+
+
+def by_hand_on_this_rank(mesh: fs.Mesh) -> list[Any]:
+    """Second derivatives of what ranks return and nobody sums: by fs.grad, and by backward()."""
+    tasks = ["reverse over reverse", "penalty on the norm of the gradient"]
+    mine = lambda a, b: torch.stack([(a[key] * b[key]).sum() for key in a]).sum()  # noqa: E731
+    norm = lambda a: mine(a, a).sqrt()  # noqa: E731
+    results = []
+    for lazy in LAZY:
+        loss = lambda p, x, y, lazy=lazy: sharded_loss(p, x, y, lazy)  # noqa: E731
+        results.append([on_mesh(mesh, Side(loss, autograd_grad(loss), o, mine, norm), tasks) for o in OUTER])
+    return results
+
+
+OUTER = fs.grad, autograd_outer
+
+
+@every_real
+def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(
+    ranks: Ranks,
+) -> None:
+    for results in ranks.run(by_hand_on_this_rank):
+        for by_fs, by_backward in results:
+            assert_trees_close(by_backward, by_fs, rtol=1e-10, atol=1e-13)
+
+
+def penalty_by_closure(params: fs.Sharded, x: Tensor) -> Tensor:
+    """The inner fs.grad is by the input alone; parameters reach it by a closure."""
+    full = fs.gather(params)
+    return fs.grad(lambda x: torch.tanh(full["0.weight"] @ x).sum())(x).square().sum()
+
+
+def closure_on_this_rank(mesh: fs.Mesh) -> Any:
+    params = fs.shard(whole_parameters(), fs.plan(whole_parameters(), mesh))
+    x = Samples.of(mesh.size).x.flatten(0, 1)[mesh.rank]
+    return fs.gather(fs.grad(penalty_by_closure)(params, x), lazy=False)
+
+
+@every_real
+def test_what_an_inner_fs_grad_closes_over_has_a_gradient(ranks: Ranks) -> None:
+    def penalty(weight: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: torch.tanh(weight @ x).sum())(x).square().sum()
+
+    rows = Samples.of(ranks.size).x.flatten(0, 1)[: ranks.size]
+    want = torch.func.grad(lambda w: torch.stack([penalty(w, x) for x in rows]).mean())(whole_parameters()["0.weight"])
+    for result in ranks.run(closure_on_this_rank):
+        assert result.keys() == whole_parameters().keys()
+        assert_trees_close(result["0.weight"], want, rtol=1e-10, atol=1e-13)

@@ -135,7 +135,7 @@ def sharded_side(inner: str, lazy: bool | None, outer: Any = fs.grad) -> Side:
     return Side(loss, INNER[inner](loss, lazy), outer, dot_over_ranks, fs.global_norm)
 
 
-def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, dict[str, Tensor]]:
+def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, fs.Full]:
     """Every task's result, whole."""
     layout = fs.plan(whole_parameters(), mesh)
     params, v = fs.shard(whole_parameters(), layout), fs.shard(direction(), layout)
@@ -143,7 +143,7 @@ def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, dict[str, 
     results = {}
     for task in tasks:
         result = mesh.spmd(lambda p, v, *rows, task=task: TASKS[task](side, p, v, Samples(*rows)))(params, v, *rows)
-        results[task] = dict(fs.gather(fs.Sharded({k: x.detach() for k, x in result.items()}, layout), lazy=False))
+        results[task] = fs.gather(fs.Sharded({k: x.detach() for k, x in result.items()}, layout), lazy=False)
     return results
 
 
