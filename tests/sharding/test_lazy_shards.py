@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.odd_shards import (
     looked_at,
     sources,
 )
+from tests.support.ranks import HYBRID, Ranks, gloo
 
 some = settings(max_examples=60, deadline=None)
 stored = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int32])
@@ -102,3 +104,29 @@ def test_what_is_whole_is_memory_of_its_own() -> None:
     for name, x in fs.gather(params, lazy=True).items():
         memory: Any = x
         assert memory._data().untyped_storage().data_ptr() != params[layout.key_of[name]].untyped_storage().data_ptr()
+
+
+def odd_shards_on_this_rank(mesh: fs.Mesh) -> list[list[str]]:
+    draw = random.Random(5)  # the same cases on all ranks
+    for _ in range(12):
+        forms, dtype = draw.choices(sorted(FORMS), k=3), draw.choice([None, torch.bfloat16])
+        check_forms(mesh, forms, draw.choice([torch.float64, torch.bfloat16, torch.complex64, torch.int32]), dtype)
+        check_batches(mesh, draw.choices(sorted(BATCHES), k=3), dtype)
+    return [
+        check_writes(
+            mesh,
+            draw.choice(sorted(FORMS)),
+            draw.choice([True, False]),
+            draw.choice([None, torch.bfloat16]),
+            [(draw.randrange(4), draw.choice([None, None, *sorted(WRITES)])) for _ in range(10)],
+        )
+        for _ in range(20)
+    ]
+
+
+@pytest.mark.parametrize("ranks", gloo(2, {"replicate": 2}, HYBRID), ids=str)
+def test_odd_shards_and_writes_in_between_are_right_or_refused_alike_on_every_rank(ranks: Ranks) -> None:
+    first, *others = ranks.run(odd_shards_on_this_rank)
+    assert any(first)
+    assert not all(first)
+    assert all(told == first for told in others)
