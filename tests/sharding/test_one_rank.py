@@ -1,17 +1,24 @@
-"""Whole parameters for one rank, on simulated ranks: one process, which is every rank."""
+"""Whole parameters for one rank: for the process that is every simulated rank, or for one gloo rank alone."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import functorch_shard as fs
+from functorch_shard.sharding import one_rank
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
+from tests.support.ranks import HYBRID, Ranks, gloo
 
 every_mesh = pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 5}, {"replicate": 2, "shard": 3}], ids=str)
+every_real = pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
+UNITS = 4
 
 
 def params_on(axes: dict[str, int], **options: Any) -> fs.Sharded:
@@ -29,6 +36,60 @@ def test_simulated_ranks_get_what_gather_returns(axes: dict[str, int]) -> None:
     assert_trees_close(dict(full), dict(fs.gather(params)), rtol=0, atol=0)
     again = fs.shard(full, params.layout)
     assert_trees_close(dict(again), dict(params), rtol=0, atol=0)
+
+
+def gathered(mesh: fs.Mesh) -> tuple[list[fs.Full | None], dict[str, int]]:
+    """What this rank gets for each, and what is sent for one."""
+    model = awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    full = [fs.gather_to(params, rank) for rank in range(mesh.size)]
+    with count_collectives() as seen:
+        fs.gather_to(params, 1, device="cpu")
+    return full, dict(seen.by_kind)
+
+
+@every_real
+def test_one_rank_has_the_whole_parameters_and_the_others_none(ranks: Ranks) -> None:
+    expected = {name: p.detach() for name, p in awkward().named_parameters()}
+    for rank, (full, _) in enumerate(ranks.run(gathered)):
+        assert [x is not None for x in full] == [wanted == rank for wanted in range(ranks.size)]
+        assert_trees_close(dict(full[rank] or {}), expected, rtol=0, atol=0)
+
+
+@every_real
+def test_each_buffer_is_gathered_once(ranks: Ranks) -> None:
+    buffers = fs.plan(awkward(), fs.simulated_mesh(2)).buffers
+    assert [seen for _, seen in ranks.run(gathered)] == [{"all_gather": len(buffers)}] * ranks.size
+
+
+def alive_before_each_gather(mesh: fs.Mesh) -> list[list[str]]:
+    """Which whole parameters of this process are still there whenever the next unit is about to be gathered."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(UNITS)))
+    params = fs.shard(model, fs.plan(model, mesh))
+    gathered: dict[str, weakref.ref[Any]] = {}
+    alive: list[list[str]] = []
+    gather = one_rank.gather
+
+    def watched(*args: Any, **options: Any) -> fs.Full:
+        alive.append([name for name, x in gathered.items() if x() is not None])
+        part = gather(*args, **options)
+        gathered.update({name: weakref.ref(x) for name, x in part.items()})
+        return part
+
+    gc.disable()  # what goes, goes by itself
+    one_rank.gather = watched
+    fs.gather_to(params, 1)
+    one_rank.gather = gather
+    gc.enable()
+    return alive
+
+
+@every_real
+def test_the_others_have_one_unit_in_memory_at_a_time(ranks: Ranks) -> None:
+    names = [[f"{i}.weight", f"{i}.bias"] for i in range(UNITS)]
+    for rank, alive in enumerate(ranks.run(alive_before_each_gather)):
+        before = [[name for unit in names[:i] for name in unit] for i in range(UNITS)]
+        assert alive == (before if rank == 1 else [[]] * UNITS)
 
 
 def test_it_is_cast_as_gather_casts() -> None:
