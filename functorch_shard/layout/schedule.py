@@ -8,9 +8,11 @@ that share the buffer by ``within``, the transpose of ``gather``; that sum becom
     within   Cast(reduced), Divide(before), ReduceScatter(shard axis), Cast(carried), Divide(1 / before)
     across   Divide(before), Cast(reduced), AllReduce(each axis of copies), Cast(carried), Divide(after)
 
-Without a shard axis there is no ``AllGather`` and ``within`` is a cast; casts and divisions that change nothing are
-left out. ``before`` is a power of two, so a division by it is undone exactly. Every gather and reduction follows
-these tuples, by differentiable collectives, asynchronously or counting bytes, so their numbers are equal bitwise.
+Without a shard axis there is no ``AllGather`` and ``within`` is a cast; divisions by 1 are left out. ``before`` is a
+power of two, so a division by it is undone exactly. Three interpreters follow these tuples, so their numbers are equal
+bitwise: ``collectives.data_parallel`` (differentiable), ``sharding.asynchronous`` and ``training.estimate`` (counting).
+A fourth, which records functional collectives for a compiler, would be one more way to ``communicate`` in
+``data_parallel.run``.
 """
 
 from __future__ import annotations
