@@ -259,5 +259,5 @@ def test_what_is_not_finite_is_found_on_real_ranks_as_on_simulated_ones(axes: di
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_when_all_is_well_eight_bytes_are_sent(axes: dict[str, int]) -> None:
     for results in all_reported(tuple(axes.items())):
-        once = [("all_gather", 8), ("all_gather", 16)][: len(axes)]  # the second axis passes on what the first gave
+        once = [("exchange", 8), ("exchange", 16)][: len(axes)]  # the second axis passes on what the first gave
         assert results["sent"] == once * 3
