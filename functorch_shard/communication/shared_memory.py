@@ -1,7 +1,7 @@
 """Shared-memory transport between processes of one host: each rank writes to its own memfd, peers read it with pread.
 
 Bytes go into a file by one copy and out of it by another, where sockets have packets and threads that wake each other.
-Nothing is mapped: what is read lies where it is wanted. Messages take memory of the host, but no process has them among
+Nothing is mapped: what is read goes where it is used. Messages take memory of the host, but no process has them among
 its resident pages.
 
 Note [Slots]: a file is a row of slots, far apart; the holes between them take no memory. A slot begins with one byte
@@ -120,7 +120,7 @@ def open_shared_memory(rank: int, exchange: Callable[[bytes], list[bytes]]) -> S
 
 
 def _new_file() -> tuple[int, bytes]:
-    """A file in memory without a place in any folder: it is gone when nobody has it open, however processes end."""
+    """A file in memory, in no folder: it ends when the last process closes it, however that process ends."""
     try:
         name = token_hex(16)
         file = os.memfd_create(name)

@@ -24,6 +24,6 @@ def _bit_sum(x: Tensor) -> int:
     data = x.detach().resolve_conj().resolve_neg().flatten().view(torch.uint8)  # (bytes,)
     rest = data.numel() % 8
     words = data[: data.numel() - rest]
-    words = words if words.storage_offset() % 8 == 0 else words.clone()  # int64 lies at multiples of 8
+    words = words if words.storage_offset() % 8 == 0 else words.clone()  # int64 is aligned to 8 bytes
     last = F.pad(data[data.numel() - rest :], (0, -rest % 8))
     return sum(int(part.view(torch.int64).sum()) for part in (words, last)) % 2**64

@@ -53,7 +53,7 @@ def init_mesh(
             collective of gloo ranks: another rank has ended, or stalled for longer than the timeout. It names that
             rank, by its number in the default group, with torch's error as its cause, up to a tenth of the timeout
             later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog ends the process
-            instead, unless torch is told to raise.
+            instead, unless torch is configured to raise.
 
     Cost:
         Makes a process group per axis, as torch's ``init_device_mesh``.

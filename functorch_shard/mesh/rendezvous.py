@@ -79,7 +79,7 @@ def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:
 
 
 def _await_others(store: Any, name: str, others: Sequence[int], timeout: timedelta) -> Sequence[int]:
-    """Answer everybody, also who comes again; those whose newest name has not signed when the time is over."""
+    """Answer all ranks, also those that restart; returns those whose newest name did not sign in time."""
     end, pause = time.monotonic() + timeout.total_seconds(), POLL * (1 + len(others) / 100)
     answered: set[str] = set()
     missing = others
