@@ -4,8 +4,9 @@ Parameters are saved under their own names and in their original shapes, each ra
 ``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
 ``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
-``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats. ``cli``: ``python -m
-functorch_shard``. Imports ``sharding`` and below; only the top imports it.
+``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats, where files are untrusted:
+pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in ``safetensors/format``. ``cli``:
+``python -m functorch_shard``. Imports ``sharding`` and below; only the top imports it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the mean over ranks is taken.
+"""Who takes the mean over ranks: ``fs.grad`` at its end, or the backward of each gather.
 
 Note [Boundary]: each rank's program returns a value of its own, and what is differentiated is the mean of them (or the
 sum). ``fs.grad`` takes that mean once, at its boundary: inside, every gather is an exact all-gather whose transpose is

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..communication.axis import Axis
-from ..communication.simulated import in_rank_order
+from ..communication.simulated import sum_in_rank_order
 from ..layout.schedule import (
     AllGather,
     Cast,
@@ -197,4 +197,4 @@ class _Rows:
     """The ranks of a simulated axis once they are the rows of a tensor: what is left of an axis outside its level."""
 
     def psum(self, x: Tensor) -> Tensor:
-        return in_rank_order(x.unbind(0)).expand_as(x)
+        return sum_in_rank_order(x.unbind(0)).expand_as(x)

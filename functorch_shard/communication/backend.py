@@ -34,8 +34,8 @@ class Backend(ABC):
     - ``"broadcast"``: the ``x`` of rank ``op.source``; real ranks write it into ``x``
 
     Results are new memory on ``op.device``. The operand may be written to when the result was waited for. All ranks
-    issue the same in the same order. A backend that records functional collectives for a compiler would be one more
-    ``issue``.
+    issue the same in the same order. To record collectives for a compiler, see Note [Schedule] in
+    layout/schedule.py.
     """
 
     @property

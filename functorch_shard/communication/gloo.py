@@ -1,8 +1,8 @@
-"""Real ranks over gloo: each message says what it is, and what is added up is added up in rank order.
+"""Real ranks over gloo: each message carries a description of its collective, and sums are in rank order.
 
-A message goes one of three ways, by its size alone: in the envelope that every collective begins with (Note [Envelopes]
-in headers.py); from process to process over sockets; or, where all ranks are on one host, through shared memory. Sums
-are those of ``in_rank_order`` on each way, as on simulated ranks.
+A message is sent in one of three ways, by its size alone: in the header that every collective begins with (Note
+[Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. Sums
+are those of ``sum_in_rank_order`` on each way, as on simulated ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .dtypes import as_ordered, from_ordered
 from .headers import Call, Line
 from .process_group import GroupBackend, as_bytes, in_memory
 from .shared_memory import SharedMemory, open_shared_memory
-from .simulated import in_rank_order
+from .simulated import sum_in_rank_order
 from .work import Work
 
 # Above so many bytes a rank, shared memory beats sockets. Two ranks on two busy cores (tests/benchmarks/gloo.py):
@@ -59,7 +59,7 @@ class GlooBackend(GroupBackend):
 
     def psum(self, op: Collective, x: Tensor) -> Work:
         if self.size == 2 or x.nbytes <= SMALL_SUM:
-            return self._share(op, x, lambda rows: in_rank_order(rows.unbind(0)))
+            return self._share(op, x, lambda rows: sum_in_rank_order(rows.unbind(0)))
         flat = pad(x.detach().flatten(), (0, -x.numel() % self.size))
         second = replace(op, kind="psum, second half")
 
@@ -155,7 +155,7 @@ class GlooBackend(GroupBackend):
             return _work(call, lambda: memory.read_sum(call.slots(), plain[self.rank]).to(device))
         sent = plain[0].nbytes > self._line.capacity  # then what is received is memory of its own
         into = 0 if self.rank else 1
-        return self._swap(op, plain, lambda rows: in_rank_order(rows, rows[into] if sent else None), device)
+        return self._swap(op, plain, lambda rows: sum_in_rank_order(rows, rows[into] if sent else None), device)
 
     def _swap(
         self, op: Collective, parts: Tensor, then: Callable[[list[Tensor]], Tensor], device: torch.device

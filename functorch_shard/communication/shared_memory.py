@@ -1,5 +1,7 @@
 """Shared-memory transport between processes of one host: each rank writes to its own memfd, peers read it with pread.
 
+Used by ``gloo`` for messages above its ``SOCKET_LIMIT``.
+
 Bytes go into a file by one copy and out of it by another, where sockets have packets and threads that wake each other.
 Nothing is mapped: what is read goes where it is used. Messages take memory of the host, but no process has them among
 its resident pages.

@@ -49,12 +49,14 @@ class StackedBackend(Backend):
         match op.kind:
             case "all_gather" | "exchange":
                 # a copy, as on real ranks: a view would let the result write to the operand
-                return torch.cat((x if _is_so(x, op) else x.to(op.device or x.device, op.dtype)).unbind(0), op.dim)
+                return torch.cat(
+                    (x if _has_dtype_and_device(x, op) else x.to(op.device or x.device, op.dtype)).unbind(0), op.dim
+                )
             case "psum_scatter":
-                total = in_rank_order(x.unbind(0))
+                total = sum_in_rank_order(x.unbind(0))
                 return total.unflatten(op.dim, (self.size, total.shape[op.dim] // self.size)).movedim(op.dim, 0)
             case "psum":
-                return in_rank_order(x.unbind(0))
+                return sum_in_rank_order(x.unbind(0))
             case "pmax":
                 return x.amax(0)
             case "all_to_all":
@@ -64,11 +66,11 @@ class StackedBackend(Backend):
         raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
 
 
-def _is_so(x: Tensor, op: Collective) -> bool:
+def _has_dtype_and_device(x: Tensor, op: Collective) -> bool:
     return x.dtype == op.dtype and op.device in (None, x.device)
 
 
-def in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
+def sum_in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:
     """The sum from the first to the last, rounded after each addend; ``into`` may be one of the first two."""
     if len(rows) == 1:
         return rows[0].clone()

@@ -23,8 +23,8 @@ from ..layout.layout import Layout
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import backward_pass, differentiate_at_once
 from ..torch_internals.transforms import in_transform
+from .gathered_units import Part, Session
 from .lazy_tensor import Lazy
-from .prefetch import Part, Session
 from .reduction import reduced, scattered
 
 

@@ -23,7 +23,7 @@ from ..torch_internals.tensors import (
     refuse_pointers,
     without_memory,
 )
-from .prefetch import Session, UnitBuffers
+from .gathered_units import Session, UnitBuffers
 
 aten = torch.ops.aten
 _PLAIN_COPY = (

@@ -60,7 +60,7 @@ def reduced_encoded(
     return _returned(across(total, plan, layout.mesh), buffer, layout), lost
 
 
-def at_boundary(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) -> dict[str, Any]:
+def mean_at_end_of_grad(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) -> dict[str, Any]:
     """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary].
 
     Summed over copies and divided by the number of ranks. Outside of ``spmd`` all ranks return one value, and copies

@@ -22,7 +22,7 @@ from ..layout.layout import Layout
 from ..layout.ranks import rank_dims
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
-from ..sharding.use_order import small_units
+from ..sharding.prefetch_policy import small_units
 from .optimizer import Optimizer
 
 AxisAndKind = tuple[str, str]

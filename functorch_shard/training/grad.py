@@ -15,7 +15,7 @@ from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
 from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, take_tensors
-from ..sharding.reduction import at_boundary
+from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
 from ..torch_internals.transforms import in_transform, without_batches
@@ -266,7 +266,7 @@ def _averaged(tree: Any, boundary: Boundary) -> Any:
     """``tree`` with the mean over ranks taken of the gradients with respect to ``Sharded`` arguments."""
 
     def at_end(x: Any) -> Any:
-        return Sharded(at_boundary(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x
+        return Sharded(mean_at_end_of_grad(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x
 
     return optree.tree_map(at_end, tree, is_leaf=_is_sharded, none_is_leaf=True)
 

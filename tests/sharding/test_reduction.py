@@ -90,7 +90,7 @@ def results(num_ranks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
     return run_ranks(reduce_on_this_rank, num_ranks, {"shard": num_ranks})
 
 
-def in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
+def sum_in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
     """Whole buffers, added up from the first rank to the last, each sum rounded."""
     (buffer,) = layout.buffers.values()
     dtype = KINDS[kind][2] or buffer.dtype
@@ -114,7 +114,7 @@ def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, num_ra
         (buffer,) = layout.buffers.values()
         nbytes = buffer.shard_numel * (KINDS[kind][2] or buffer.dtype).itemsize
         assert (nbytes > SMALL_MESSAGE) == kind.startswith("large")
-        expected = in_rank_order(kind, layout).chunk(num_ranks) if buffer.numel else [torch.zeros(0)] * num_ranks
+        expected = sum_in_rank_order(kind, layout).chunk(num_ranks) if buffer.numel else [torch.zeros(0)] * num_ranks
         for rank, result in enumerate(results(num_ranks)):
             for total in result[f"{kind}, {reduction}"]:
                 assert total.dtype == buffer.dtype
@@ -125,7 +125,7 @@ def test_another_order_of_addition_would_show() -> None:
     layout = planned("large", fs.simulated_mesh(3), "sum")
     (buffer,) = layout.buffers.values()
     first, second, third = [pack(grads_of("large", rank), buffer) for rank in range(3)]
-    assert not torch.equal(first + (second + third), in_rank_order("large", layout))
+    assert not torch.equal(first + (second + third), sum_in_rank_order("large", layout))
 
 
 @both

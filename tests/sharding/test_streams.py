@@ -15,8 +15,8 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Work
-from functorch_shard.sharding import prefetch
-from functorch_shard.sharding.prefetch import Part, Session, UnitBuffers
+from functorch_shard.sharding import gathered_units as prefetch
+from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
 from functorch_shard.sharding.streams import Made, Streams, streams_of
 
 some_laws = settings(max_examples=100, deadline=None)

@@ -198,7 +198,7 @@ def _emulated(
     trainable = {name: cast.pop(name) for name, p in model.named_parameters() if p.requires_grad}
     gradient = grad_and_value(lambda trainable, x, y: case.loss_of(model, {**trainable, **cast}, x, y))
     by_name, losses = SIDES[side](partial(gradient, trainable), x, y)
-    totals = {name: in_rank_order(rows.to(precision.reduce_dtype), axes) for name, rows in by_name.items()}
+    totals = {name: sum_in_rank_order(rows.to(precision.reduce_dtype), axes) for name, rows in by_name.items()}
     return losses.mean(), {name: total / len(losses) for name, total in totals.items()}
 
 
@@ -215,7 +215,7 @@ SIDES: dict[str, Callable[..., Any]] = {
 }
 
 
-def in_rank_order(rows: Tensor, axes: Mapping[str, int]) -> Tensor:
+def sum_in_rank_order(rows: Tensor, axes: Mapping[str, int]) -> Tensor:
     """The sum over the ranks of "shard", from the first to the last, and then over those of "replicate"."""
     rows, left = rows.unflatten(0, tuple(axes.values())), list(axes)
     for name in ("shard", "replicate"):

@@ -1,7 +1,7 @@
 """Reads and writes the headers of safetensors files, without trusting them.
 
 A file consists of 8 bytes N (little-endian), N bytes of JSON, and the data of all tensors, row-major and little-endian,
-one after the other without gaps: https://huggingface.co/docs/safetensors. A file may be hostile: all offsets and shapes
+one after the other without gaps: https://huggingface.co/docs/safetensors. A file is untrusted: all offsets and shapes
 in a header are compared with the size of the file before anything is allocated or read.
 """
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.sharding import prefetch
-from functorch_shard.sharding.prefetch import Part, Session, UnitBuffers
-from functorch_shard.sharding.use_order import expected_order, small_units
+from functorch_shard.sharding import gathered_units as prefetch
+from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
+from functorch_shard.sharding.prefetch_policy import expected_order, small_units
 from tests.support.models import awkward, loss_of
 
 some_laws = settings(max_examples=100, deadline=None)

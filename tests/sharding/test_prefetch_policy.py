@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functorch_shard.sharding.use_order import Decision, UseOrder
+from functorch_shard.sharding.prefetch_policy import Decision, UseOrder
 
 some_laws = settings(max_examples=200, deadline=None)
 NUM_UNITS = 6

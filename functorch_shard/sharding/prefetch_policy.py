@@ -1,4 +1,4 @@
-"""Which units to keep and which to gather next, from the order of use alone: a policy without tensors.
+"""The prefetch policy: which unit to gather next and which to free, from the order of use alone, without tensors.
 
 Note [Residency]: at most two large units of a ``gather`` are whole: the one in use and the one that is gathered ahead
 of it (or, where none follows, the one before it). What is next is guessed: in forward what followed the last time that
@@ -17,8 +17,8 @@ from itertools import accumulate, groupby, pairwise
 from ..layout.layout import Layout
 
 # Units so small that all of them together are no more than this part of the largest one (norms, scalars, position
-# tables) stay once they are gathered: a gather costs a round of messages however little it moves, and a scalar that
-# every block uses would evict the block each time.
+# tables) stay once they are gathered: a gather costs a round of messages however little it moves, and a unit of a
+# scalar that every block uses would evict the block at each use.
 SMALL_PART = 1 / 8
 
 

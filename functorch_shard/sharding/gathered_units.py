@@ -1,7 +1,7 @@
-"""The gathered buffers of a ``gather``: freed and gathered again as :mod:`use_order` decides.
+"""The all-gathered units of one ``gather``: held here, freed and gathered again as ``prefetch_policy`` decides.
 
 A ``Session`` belongs to one call of ``gather``; it holds the ``UnitBuffers`` and asks the policy at each use. Which
-units are whole at a moment: Note [Residency] in use_order.py.
+units are whole at a moment: Note [Residency] in prefetch_policy.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
 from ..torch_internals.tensors import version_of
 from .asynchronous import Reductions, start_gather
+from .prefetch_policy import use_order
 from .streams import Streams, streams_of
 from .unused import Owed
-from .use_order import use_order
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,6 @@ class UnitBuffers:
         "_shards",
         "_streams",
         "_versions",
-        "_works",
         "_works",
         "device",
         "flats",
