@@ -288,7 +288,7 @@ def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:
     params = fs.shard({"fc.w": torch.ones(3)}, fs.plan({"fc.w": torch.ones(3)}, mesh))
     thawed = pickle.loads(pickle.dumps(params))
     text = refused(mesh.spmd(lambda p: fs.gather(p)), thawed)
-    assert "unpickled has a mesh of its own: put it on this one, tree.on(mesh)" in text
+    assert "unpickled has a mesh of its own: move it with tree.on(mesh)" in text
     again = thawed.on(mesh)
     assert torch.equal(mesh.spmd(lambda p: fs.gather(p)["fc.w"], out_dims=None)(again), torch.ones(3))
     assert "the layout is for shard=2, the mesh has shard=3" in refused(thawed.layout.on, fs.simulated_mesh(3))
