@@ -24,6 +24,7 @@ from functorch_shard.layout.schedule import (
     ReduceScatter,
     Schedule,
     one_communication_each,
+    up_to_communication,
 )
 
 some_laws = settings(max_examples=60, deadline=None)
@@ -37,7 +38,12 @@ dtypes = st.sampled_from([*FLOATS, torch.complex64, torch.int64])
 
 
 def planned(
-    dtype: torch.dtype, policy: fs.MixedPrecision, axes: dict[str, int], reduction: str, numel: int = 3
+    dtype: torch.dtype,
+    policy: fs.MixedPrecision,
+    axes: dict[str, int],
+    reduction: str,
+    numel: int = 3,
+    ignored: bool = False,
 ) -> tuple[fs.Layout, Buffer, Schedule]:
     layout = fs.plan(
         {"u.w": torch.zeros(numel, dtype=dtype)},
@@ -45,12 +51,13 @@ def planned(
         precision=policy,
         reduction=reduction,  # pyright: ignore[reportArgumentType]
         align_bytes=0,
+        ignored=["u.w"] if ignored else (),
     )
     (buffer,) = layout.buffers.values()
     return layout, buffer, layout.schedule(buffer)
 
 
-schedules = st.builds(planned, dtypes, policies, axes, reductions)
+schedules = st.builds(planned, dtypes, policies, axes, reductions, ignored=st.booleans())
 
 
 def communications(ops: tuple[Op, ...]) -> list[AllGather | ReduceScatter | AllReduce]:
@@ -128,11 +135,16 @@ def test_sums_are_made_in_the_dtype_to_reduce_in_and_divided_in_one_that_loses_n
 
 @given(schedules)
 @some_laws
-def test_pieces_of_one_communication_each_are_the_whole(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
+def test_pieces_of_one_communication_each_are_the_whole_and_each_casts_by_itself(
+    planned: tuple[fs.Layout, Buffer, Schedule],
+) -> None:
     _, _, plan = planned
     pieces = one_communication_each(plan.across)
     assert tuple(op for piece in pieces for op in piece) == plan.across
-    assert all(len(communications(piece)) <= 1 for piece in pieces)
+    for piece in pieces:
+        before, op, _ = up_to_communication(piece)
+        assert len(communications(piece)) <= 1
+        assert op is None or Cast(plan.dtypes.reduced) in before
 
 
 @given(schedules)
