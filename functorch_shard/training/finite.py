@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.ranks import axis_sizes, shard_index, shards_of_ranks
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
-from ..mesh.mesh import Mesh
 from ..sharding.gather import materialize
 from ..storage.memory_kind import to_working_device
 from .norms import wide
@@ -62,7 +61,8 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
     participants = participants_of(tree)
     with torch.no_grad():
         sharded = isinstance(tree, Sharded)
-        every = _in_shards(tree, what, participants) if sharded else _in_full(tree, what, participants)
+        named = ranks_here(participants)
+        every = _in_shards(tree, what, named) if sharded else _in_full(tree, what, named)
         lines = [_line(*values) for values in every if not _is_finite(values[3])]
     problems = [line for text in participants.gather_texts("\n".join(lines)) for line in text.splitlines()]
     advice = (
@@ -108,10 +108,10 @@ def all_finite(tree: Sharded) -> Tensor:
 Values = tuple[str, tuple[int, ...], int | None, Tensor, int]
 
 
-def _in_shards(tree: Sharded, what: str, participants: Mesh) -> Iterator[Values]:
+def _in_shards(tree: Sharded, what: str, named: Sequence[int]) -> Iterator[Values]:
     layout = tree.layout
     check_shards(f"assert_finite: {what}", tree, layout, allow_none=True, gradients=True)
-    shard_of, here, named = shards_of_ranks(layout), ranks_here(layout.mesh), ranks_here(participants)
+    shard_of, here = shards_of_ranks(layout), ranks_here(layout.mesh)
     for key, buffer in layout.buffers.items():
         if tree[key] is None or _is_finite(tree[key]):
             continue
@@ -120,7 +120,7 @@ def _in_shards(tree: Sharded, what: str, participants: Mesh) -> Iterator[Values]
                 yield name, layout.slots[name].shape, number, row[offset : offset + numel], start
 
 
-def _in_full(tree: Full, what: str, participants: Mesh) -> Iterator[Values]:
+def _in_full(tree: Full, what: str, named: Sequence[int]) -> Iterator[Values]:
     layout = tree.layout
     slots = {**layout.slots, **{alias: layout.slots[name] for alias, name in layout.aliases}}
     problems = [f"{name!r}: not in the layout" for name in tree if name not in slots]
@@ -132,8 +132,8 @@ def _in_full(tree: Full, what: str, participants: Mesh) -> Iterator[Values]:
     for name, x in parts.items():
         values, shape = materialize(x), slots[name].shape  # on every rank: a lazy tensor is fetched by a collective
         if not _is_finite(values):
-            stacked = participants.is_simulated and tuple(values.shape) != shape
-            ranks = ranks_here(participants) if stacked or not participants.is_simulated else [None]
+            simulated = layout.mesh.is_simulated
+            ranks = [None] if simulated and tuple(values.shape) == shape else named
             for rank, row in zip(ranks, values.reshape(len(ranks), -1), strict=True):
                 yield name, shape, rank, row, 0
 
