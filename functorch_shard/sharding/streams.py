@@ -24,9 +24,9 @@ class Streams:
     current: Callable[[], Any]
     on: Callable[[Any], AbstractContextManager[Any]]
 
-    def made(self) -> Made:
-        """What is made on the current stream up to here."""
-        return Made(self)
+    def made(self) -> RecordedEvent:
+        """Record an event on the current stream, after everything that it has to do so far."""
+        return RecordedEvent(self)
 
 
 def streams_of(device: torch.device) -> Streams:
@@ -37,8 +37,8 @@ def streams_of(device: torch.device) -> Streams:
     return Streams(lambda: module.current_stream(device), module.stream)
 
 
-class Made:
-    """The moment in which something was there on its stream; other streams take it from there."""
+class RecordedEvent:
+    """An event on the stream that something was made on, and the streams that already wait for it."""
 
     __slots__ = ("_event", "_known", "_streams")
 
@@ -48,7 +48,7 @@ class Made:
         self._event = None if stream is None else stream.record_event()
 
     def take(self, tensors: Iterable[Tensor]) -> None:
-        """Let the current stream use ``tensors``, which were made by then."""
+        """Let the current stream use ``tensors``, which were made before the event."""
         stream = self._streams.current()
         if stream not in self._known:
             stream.wait_event(self._event)

@@ -28,7 +28,7 @@ class Owed:
     def __init__(self) -> None:
         self._nodes: dict[Hashable, ref[Any]] = {}  # weak: they know the session
         self._gathered: dict[Hashable, None] = {}  # in this order on all ranks
-        self._open: dict[int, OrderedDict[Hashable, None]] = {}  # what a backward pass has not reduced yet
+        self._open: dict[int, OrderedDict[Hashable, None]] = {}  # what a backward pass did not reduce yet
 
     def expect(self, part: Hashable, node: Any) -> None:
         """Backward reduces ``part`` when it reaches ``node``."""
@@ -50,7 +50,7 @@ class Owed:
         return unused
 
     def rest(self, backward_pass: int) -> list[Any]:
-        """The parts that ``backward_pass``, which is over, has not reduced."""
+        """The parts that ``backward_pass``, which is over, did not reduce."""
         left = self._left(backward_pass)
         del self._open[backward_pass]
         return [*left]

@@ -27,6 +27,7 @@ DONE = (
     "layout",
     "mesh",
     "replicas.py",
+    "sharding",
     "storage",
     "testing",
     "torch_internals",

@@ -17,7 +17,7 @@ import functorch_shard as fs
 from functorch_shard.communication import Work
 from functorch_shard.sharding import gathered_units as prefetch
 from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
-from functorch_shard.sharding.streams import Made, Streams, streams_of
+from functorch_shard.sharding.streams import RecordedEvent, Streams, streams_of
 
 some_laws = settings(max_examples=100, deadline=None)
 
@@ -74,7 +74,7 @@ def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
     first, second, third = device.streams
     with device.at_work() as streams:
         first.behind.add("made")
-        made = Made(streams)
+        made = RecordedEvent(streams)
         first.behind.add("later")
         for stream in (second, second, third, first):
             with device.on(stream):
