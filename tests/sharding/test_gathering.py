@@ -399,7 +399,7 @@ def test_gather_names_buffers_made_for_another_number_of_ranks() -> None:
     assert text.startswith("ValueError: gather: 2 problems")
     assert "'0': got shape (2, 21), torch.float32, expected (3, 14), torch.float32 (42 elements / 3 shards)" in text
     assert "'2': got shape (2, 12), torch.float32, expected (3, 8), torch.float32 (24 elements / 3 shards)" in text
-    assert "with its rank dims, outside spmd" in text
+    assert "Expected the shards with rank dims (outside spmd) of" in text
 
 
 def test_gather_lists_missing_extra_and_mistyped_buffers() -> None:
