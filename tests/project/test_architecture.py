@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -95,6 +96,14 @@ def test_arrows_between_packages_are_few() -> None:
 
 def test_tools_for_tests_know_no_internals_of_torch() -> None:
     assert ("testing", "torch_internals") not in arrows()
+
+
+def test_the_map_in_the_docs_has_these_arrows() -> None:
+    packages = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    assert set(re.findall(r"^    (\w+) --> (\w+)$", text, re.MULTILINE)) == {
+        a for a in arrows() if packages.issuperset(a)
+    }
 
 
 def test_no_circle_of_imports_within_a_package() -> None:

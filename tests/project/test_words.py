@@ -13,27 +13,7 @@ PACKAGE = Path(fs.__file__).parent
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
-# What is checked: packages and modules of functorch_shard, and pages.
-DONE = (
-    "__init__.py",
-    "__main__.py",
-    "checkpoint",
-    "codecs.py",
-    "collectives",
-    "communication",
-    "containers.py",
-    "debug.py",
-    "errors.py",
-    "layout",
-    "mesh",
-    "replicas.py",
-    "sharding",
-    "storage",
-    "testing",
-    "torch_internals",
-    "training",
-)
-PAGES = ("README.md", "docs/glossary.md")
+PAGES = ("README.md", "docs/architecture.md", "docs/glossary.md")
 
 # A pattern, and what to write instead.
 WORDS = {
@@ -63,9 +43,7 @@ WORDS = {
 
 
 def sources() -> list[Path]:
-    modules = [PACKAGE / name for name in DONE if name.endswith(".py")]
-    modules += [path for name in DONE if not name.endswith(".py") for path in sorted((PACKAGE / name).rglob("*.py"))]
-    return [*modules, *(ROOT / page for page in PAGES)]
+    return [*sorted(PACKAGE.rglob("*.py")), *(ROOT / page for page in PAGES)]
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: f"{path.parent.name}/{path.name}")
