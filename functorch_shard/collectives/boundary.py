@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import backward_comes_to, differentiates_twice, nodes, nodes_behind
@@ -83,17 +84,26 @@ def anchors_here() -> list[Tensor] | None:
     return None if boundary is None else boundary.anchors
 
 
-def takes_mean(ctx: Any, boundary: Boundary | None) -> bool:
+def prepare(ctx: Any, transposes: bool) -> None:
+    """In ``setup_context`` of a node that may take the mean: keep what :func:`takes_mean` asks in its backward.
+
+    Args:
+        transposes: whether taking the mean is the transpose of what the node does in forward.
+    """
+    ctx.boundary, ctx.differentiated_twice_by = here(), None if transposes else differentiates_twice()
+
+
+def takes_mean(ctx: Any) -> bool:
     """Whether the node ``ctx`` takes the mean itself, in the backward that is running.
 
     Raises:
         RuntimeError: it does, and so would another one that this derivative is about to go through. Or this is half of
             a second derivative that takes backward for the transpose of forward, and the mean is not.
     """
-    if boundary is not None and boundary.reached:
+    if ctx.boundary is not None and ctx.boundary.reached:
         return False
-    if not ctx.transposes and (name := differentiates_twice()):
-        raise RuntimeError(_NOT_THE_TRANSPOSE.format(name))
+    if ctx.differentiated_twice_by and torch.is_grad_enabled():
+        raise RuntimeError(_NOT_THE_TRANSPOSE.format(ctx.differentiated_twice_by))
     if any(backward_comes_to(node) for node in nodes(*nodes_behind(ctx)) if getattr(node, "averages", False)):
         raise RuntimeError(_TWICE)
     return True

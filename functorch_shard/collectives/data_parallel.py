@@ -29,7 +29,7 @@ from ..layout.schedule import (
     up_to_communication,
 )
 from ..mesh.mesh import Mesh
-from .boundary import here, takes_mean
+from .boundary import prepare, takes_mean
 from .codecs import Codec, decode_rows, encode_rows
 from .operands import aside, fold, place_of, save_static, saved, stack
 from .primitives import psum
@@ -162,12 +162,13 @@ class _Averaged(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
-        ctx.boundary, (*_, ctx.transposes, ctx.averages) = here(), inputs[4]
+        *_, transposes, ctx.averages = inputs[4]
+        prepare(ctx, transposes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         *place, axis, (ops, carried, *_) = saved(ctx)
-        if not ops or not takes_mean(ctx, ctx.boundary):
+        if not ops or not takes_mean(ctx):
             return grad, None, None, None, None  # autograd casts it to the dtype of x, unless x.grad_dtype is None
         psum = axis.psum if isinstance(axis, _Rows) else partial(psum_at, index=place[0], others=place[1], axis=axis)
         return run(ops, grad, lambda op, x: psum(x)).to(carried), None, None, None, None

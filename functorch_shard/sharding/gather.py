@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..collectives.boundary import here, takes_mean
+from ..collectives.boundary import prepare, takes_mean
 from ..collectives.codecs import Codec, as_codec, recode
 from ..collectives.data_parallel import averaged, gathered
 from ..containers import opened
@@ -165,13 +165,13 @@ class _FirstCopy(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         x, ctx.dim, ctx.averages = inputs
-        ctx.size, ctx.boundary = x.shape[ctx.dim], here()
-        ctx.transposes = ctx.size == 1
+        ctx.size = x.shape[ctx.dim]
+        prepare(ctx, ctx.size == 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         first = grad.unsqueeze(ctx.dim)
-        if takes_mean(ctx, ctx.boundary):
+        if takes_mean(ctx):
             return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
         return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
-from ..collectives.boundary import anchors_here, here, takes_mean
+from ..collectives.boundary import anchors_here, here, prepare, takes_mean
 from ..collectives.codecs import Codec
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
@@ -107,14 +107,14 @@ class _Gather(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.part, *_ = inputs
-        ctx.boundary, plans = here(), [ctx.part.plan(buffer) for buffer in ctx.part.buffers]
+        plans = [ctx.part.plan(buffer) for buffer in ctx.part.buffers]
         ctx.averages = any(plan.has_mean for plan in plans)
-        ctx.transposes = all(plan.mean_is_transpose for plan in plans)
+        prepare(ctx, all(plan.mean_is_transpose for plan in plans))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
-        averages = takes_mean(ctx, ctx.boundary)
+        averages = takes_mean(ctx)
         session.leave(part)
         by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]

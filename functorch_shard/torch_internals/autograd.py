@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -63,12 +62,12 @@ def nodes_behind(node: Any) -> list[Any]:
 
 
 def differentiates_twice() -> str | None:
-    """The function of ``torch.autograd.functional`` that differentiates its own gradient now, in any thread.
+    """The function of ``torch.autograd.functional`` that calls this, where it differentiates its own gradient.
 
-    On other devices backward runs in a thread of the device, whose stack does not have the caller.
+    To be asked in forward: on other devices backward runs in a thread of the device, whose stack does not have the
+    caller; and the stack of another thread must not be read while that thread runs.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return None
-    frames = [frame for top in sys._current_frames().values() for frame in callers(top)]
-    names = [frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__") == "torch.autograd.functional"]
+    names = (f.f_code.co_name for f in callers() if f.f_globals.get("__name__") == "torch.autograd.functional")
     return next((name for name in names if name in ("jvp", "hvp", "vhp", "hessian")), None)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-def callers(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """``frame``, by default that of the caller, and the frames that called it, innermost first."""
-    frame = frame or sys._getframe(1)
+def callers() -> Iterator[FrameType]:
+    """The frame of the caller and those that called it, innermost first; of this thread alone."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
