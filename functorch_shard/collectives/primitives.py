@@ -18,7 +18,7 @@ from ..communication.axis import Axis
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from .operands import place_of
-from .rules import AllGather, Pmax, Psum, PsumScatter
+from .rules import Linear, Pmax, Psum
 
 Tree = TypeVar("Tree")
 Over = Axis | Mesh
@@ -137,7 +137,7 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     _check_dim("all_gather", x, dim)
 
     def gather(x: Tensor, axis: Axis) -> Any:
-        return AllGather.apply(x, *place_of(axis), axis, dim % x.ndim)
+        return Linear.apply(x, *place_of(axis), axis, dim % x.ndim, "all_gather")
 
     return _over("all_gather", x, axis, gather, inner_axis_first=True)
 
@@ -174,7 +174,7 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     _check_dim("psum_scatter", x, dim, axis.size)
 
     def scatter(x: Tensor, axis: Axis) -> Any:
-        return PsumScatter.apply(x, *place_of(axis), axis, dim % x.ndim)
+        return Linear.apply(x, *place_of(axis), axis, dim % x.ndim, "psum_scatter")
 
     return _over("psum_scatter", x, axis, scatter, prepare=_countable)
 

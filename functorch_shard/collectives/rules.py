@@ -82,10 +82,15 @@ def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
     return wins / Psum.apply(wins, *place)
 
 
-class AllGather(Function):
+_TRANSPOSED = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
+
+
+class Linear(Function):
+    """``all_gather`` or ``psum_scatter`` along ``dim``: each is the transpose of the other."""
+
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
-        return axis.issue("all_gather", x, dim=dim).wait()
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, kind: str) -> Tensor:
+        return axis.issue(kind, x, dim=dim).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -93,11 +98,12 @@ class AllGather(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return PsumScatter.apply(grad, *saved(ctx)), None, None, None, None
+        *place, kind = saved(ctx)
+        return Linear.apply(grad, *place, _TRANSPOSED[kind]), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return AllGather.apply(tangent, *saved(ctx))
+        return Linear.apply(tangent, *saved(ctx))
 
     @staticmethod
     def vmap(
@@ -108,41 +114,10 @@ class AllGather(Function):
         others: Tensor | None,
         axis: Axis,
         dim: int,
+        kind: str,
     ) -> Any:
         if in_dims[1] is None:
             x, batch_dim, shift = aside(x, in_dims[0])
-            return AllGather.apply(x, index, others, fold(axis, info, in_dims), dim + shift), batch_dim
-        return axis.issue("all_gather", stack(x, in_dims[0], axis), dim=dim).wait(), None
-
-
-class PsumScatter(Function):
-    @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int) -> Tensor:
-        return axis.issue("psum_scatter", x, dim=dim).wait()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        save_static(ctx, inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return AllGather.apply(grad, *saved(ctx)), None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return PsumScatter.apply(tangent, *saved(ctx))
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        x: Tensor,
-        index: Tensor | None,
-        others: Tensor | None,
-        axis: Axis,
-        dim: int,
-    ) -> Any:
-        if in_dims[1] is None:
-            x, batch_dim, shift = aside(x, in_dims[0])
-            return PsumScatter.apply(x, index, others, fold(axis, info, in_dims), dim + shift), batch_dim
-        return axis.issue("psum_scatter", stack(x, in_dims[0], axis), dim=dim).wait(), 0
+            return Linear.apply(x, index, others, fold(axis, info, in_dims), dim + shift, kind), batch_dim
+        result = axis.issue(kind, stack(x, in_dims[0], axis), dim=dim).wait()
+        return result, None if kind == "all_gather" else 0  # one value for all ranks, or one for each

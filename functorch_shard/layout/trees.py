@@ -111,6 +111,12 @@ class Full(dict[str, Any]):
         return _describe("Full", self, "parameter", self.layout)
 
 
+def by_unit(tree: Sharded) -> Iterator[Sharded]:
+    """The tree of each unit alone, in order."""
+    for layout in tree.layout.by_unit():
+        yield Sharded({key: tree[key] for key in layout.buffers}, layout)
+
+
 def map_items(fn: Callable[[str, Any], Any], tree: Node) -> Node:
     """Apply ``fn(key, leaf)`` to every leaf, in a tree of the same class and layout."""
     return type(tree)({key: fn(key, leaf) for key, leaf in tree.items()}, tree.layout)

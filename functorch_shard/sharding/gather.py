@@ -19,7 +19,7 @@ from ..layout.dtensor import with_dtensors
 from ..layout.layout import Layout
 from ..layout.packing import unpack
 from ..layout.trees import Full, Sharded
-from ..layout.validation import check_shards
+from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
@@ -95,9 +95,7 @@ def gather(
     """
     trees = (params, *more)
     for tree in trees:
-        if not isinstance(tree, Sharded):
-            already = "; it is whole already" if isinstance(tree, Full) else ""
-            raise TypeError(f"gather: got {type(tree).__name__}, expected a Sharded{already}.")
+        check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     codec = None if codec is None else as_codec("gather", codec)

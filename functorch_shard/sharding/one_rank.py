@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..layout.layout import Layout
-from ..layout.trees import Full, Sharded
-from ..layout.validation import check_shards
+from ..layout.trees import Full, Sharded, by_unit
+from ..layout.validation import check_sharded, check_shards
 from .gather import gather
 
 
@@ -42,16 +42,15 @@ def gather_to(
 
     Stands for ``FullStateDictConfig(rank0_only=True, offload_to_cpu=True)`` of FSDP1, and its ``rank0_only``.
     """
-    if not isinstance(params, Sharded):
-        raise TypeError(f"gather_to: params: got {type(params).__name__}, expected a Sharded.")
+    check_sharded("gather_to: params", params)
     layout = params.layout
     _check_rank(rank, layout)
     check_shards("gather_to", params, layout)
     mine = layout.mesh.is_simulated or layout.mesh.rank == rank
     whole: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for unit in layout.by_unit():
-            part = gather(Sharded({key: params[key] for key in unit.buffers}, unit), lazy=False, dtype=dtype)
+        for unit in by_unit(params):
+            part = gather(unit, lazy=False, dtype=dtype)
             if mine:
                 whole.update({name: x.to(device) for name, x in part.items()})
             del part  # before the next one is gathered

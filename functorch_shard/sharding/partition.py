@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..layout.trees import Sharded
+from ..layout.validation import check_sharded
 
 
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:
@@ -30,8 +31,7 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
         >>> list(trainable), list(frozen)
         (['fc/float32'], ['fc/int64/frozen'])
     """
-    if not isinstance(params, Sharded):
-        raise TypeError(f"partition: got {type(params).__name__}, expected a Sharded.")
+    check_sharded("partition", params)
     layout = params.layout
     trainable = {key: buffer.trainable for key, buffer in layout.buffers.items()}
     halves = [layout.select({key: flag == wanted for key, flag in trainable.items()}) for wanted in (True, False)]

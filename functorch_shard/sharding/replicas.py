@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..errors import first_difference, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
-from ..layout.validation import check_shards
+from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from .reduction import over_replicas
 
@@ -46,8 +46,7 @@ def within_replicas(params: Sharded) -> Sharded:
         >>> across_replicas(grads, layout)["fc"][:, 0, 0]
         tensor([4., 4.])
     """
-    if not isinstance(params, Sharded):
-        raise TypeError(f"within_replicas: params: got {type(params).__name__}, expected a Sharded.")
+    check_sharded("within_replicas: params", params)
     return Sharded(params, _within(params.layout))
 
 

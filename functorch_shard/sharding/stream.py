@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..layout.trees import Full, Sharded
+from ..layout.trees import Full, Sharded, by_unit
+from ..layout.validation import check_sharded
 from .gather import gather
 
 
@@ -47,9 +48,7 @@ def stream(params: Sharded, *, dtype: torch.dtype | None = None) -> Stream:
 
     Stands for ``summon_full_params`` around a loop over ``named_parameters()``.
     """
-    if not isinstance(params, Sharded):
-        whole = "; it is whole already" if isinstance(params, Full) else ""
-        raise TypeError(f"stream: got {type(params).__name__}, expected a Sharded{whole}.")
+    check_sharded("stream", params, "; it is whole already" if isinstance(params, Full) else "")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"stream: dtype: got {dtype}, expected a floating-point dtype, or None for the stored ones")
     return Stream(params, dtype)
@@ -79,8 +78,8 @@ class Stream:
         return len(self.params.layout.slots)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for layout in self.params.layout.as_stored().by_unit():
-            unit = Sharded({key: self.params[key].detach() for key in layout.buffers}, layout)
+        detached = {key: x.detach() for key, x in self.params.items()}
+        for unit in by_unit(Sharded(detached, self.params.layout.as_stored())):
             with torch.no_grad():
                 whole = gather(unit, lazy=False, dtype=self.dtype)
             yield from whole.items()

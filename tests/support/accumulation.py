@@ -45,6 +45,17 @@ def added(trees: list[Any]) -> Any:
     return reduce(lambda one, two: optree.tree_map(torch.add, one, two), trees)
 
 
+def each_microbatch(mesh: fs.Mesh, one: Callable[[Tensor, Tensor], Any]) -> tuple[list[Any], list[CollectiveCounter]]:
+    """What ``one`` makes of each microbatch, and the collectives that it takes."""
+    x, y = rows_of(mesh, samples(mesh.size))
+    dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
+    for i in range(NUM_MICROBATCHES):
+        with count_collectives() as seen:
+            parts.append(one(x.select(dim, i), y.select(dim, i)))
+        counters.append(seen)
+    return parts, counters
+
+
 def full_gradients_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layout]:
     """One ``scatter_grads`` in the end: whole gradients, and the collectives of each microbatch and of the end."""
     model = awkward()
@@ -56,12 +67,7 @@ def full_gradients_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter],
         loss = lambda p: loss_of(model, {**p, **rest}, x, y) / NUM_MICROBATCHES  # noqa: E731
         return dict(fs.grad(loss)(fs.gather(params)))
 
-    x, y = rows_of(mesh, samples(mesh.size))
-    dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
-    for i in range(NUM_MICROBATCHES):
-        with count_collectives() as seen:
-            parts.append(one(params, frozen, x.select(dim, i), y.select(dim, i)))
-        counters.append(seen)
+    parts, counters = each_microbatch(mesh, lambda x, y: one(params, frozen, x, y))
     with count_collectives() as seen:
         grads = mesh.spmd(lambda total: fs.scatter_grads(total, params.layout))(added(parts))
     return fs.gather(grads, lazy=False), [*counters, seen], params.layout
@@ -76,12 +82,7 @@ def shards_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layo
     def one(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
         return fs.grad(lambda p: loss_of(model, fs.gather(p, frozen), x, y) / NUM_MICROBATCHES)(params)
 
-    x, y = rows_of(mesh, samples(mesh.size))
-    dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
-    for i in range(NUM_MICROBATCHES):
-        with count_collectives() as seen:
-            parts.append(one(params, frozen, x.select(dim, i), y.select(dim, i)))
-        counters.append(seen)
+    parts, counters = each_microbatch(mesh, lambda x, y: one(params, frozen, x, y))
     with count_collectives() as seen:
         total = added(parts)
     return fs.gather(total, lazy=False), [*counters, seen], params.layout
@@ -97,12 +98,7 @@ def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveC
         rest = dict(fs.gather(frozen))
         return fs.grad(lambda p: loss_of(model, {**fs.gather(p), **rest}, x, y) / NUM_MICROBATCHES)(params)
 
-    x, y = rows_of(mesh, samples(mesh.size))
-    dim, parts, counters = len(mesh.axes) if mesh.is_simulated else 0, [], []
-    for i in range(NUM_MICROBATCHES):
-        with count_collectives() as seen:
-            parts.append(one(fs.replicas.within_replicas(params), frozen, x.select(dim, i), y.select(dim, i)))
-        counters.append(seen)
+    parts, counters = each_microbatch(mesh, lambda x, y: one(fs.replicas.within_replicas(params), frozen, x, y))
     with count_collectives() as seen:
         total = fs.replicas.across_replicas(added(parts), params.layout)
     return fs.gather(total, lazy=False), [*counters, seen], params.layout

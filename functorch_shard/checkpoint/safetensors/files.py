@@ -11,8 +11,8 @@ from torch import Tensor
 from ...errors import hint, hints, reject
 from ...layout.buffers import Buffer, Slice, Slot
 from ...layout.layout import Layout
-from ...layout.trees import Sharded
-from ...layout.validation import check_shards
+from ...layout.trees import Sharded, by_unit
+from ...layout.validation import check_sharded, check_shards
 from ...sharding.gather import gather
 from ...sharding.slicing import shards_here, stacked
 from ...torch_internals.transforms import in_transform
@@ -119,8 +119,7 @@ def export_safetensors(
 
     Replaces FSDP's ``StateDictType.FULL_STATE_DICT`` with ``rank0_only=True``, and ``save_pretrained`` of the result.
     """
-    if not isinstance(params, Sharded):
-        raise TypeError(f"{_EXPORT}: got {type(params).__name__}, expected a Sharded.")
+    check_sharded(_EXPORT, params)
     _refuse_transforms(_EXPORT)
     mesh = params.layout.mesh
     entries = mesh.agree(_EXPORT, lambda: _entries(params, names), lambda entries: [str(pair) for pair in entries])
@@ -133,8 +132,8 @@ def export_safetensors(
         by_name: dict[str, list[Entry]] = {}
         for name, entry in entries:
             by_name.setdefault(name, []).append(entry)
-        for unit in params.layout.as_stored().by_unit():
-            _write(Sharded({key: params[key] for key in unit.buffers}, unit), by_name, sink)
+        for unit in by_unit(Sharded(params, params.layout.as_stored())):
+            _write(unit, by_name, sink)
         mesh.agree(_EXPORT, sink.publish, lambda _: [])
     except BaseException:
         sink.abandon()
