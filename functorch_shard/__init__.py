@@ -5,6 +5,7 @@ params = shard(model, layout)     this rank's part: a pytree of flat buffers
 full = gather(params)             the whole parameters: a dict for torch.func.functional_call; differentiable
 out = call(model, params, x)      call the model with them, also one that checkpoints itself
 grads = scatter_grads(full_grads) gradients, reduced and sharded
+step = compile(step)              the whole step as one graph
 """
 
 from importlib import import_module
@@ -29,6 +30,7 @@ from .sharding.stream import stream
 from .storage.offloading import offload, reopen
 from .training.apply import apply
 from .training.call import call
+from .training.compilation.compile import Compiled, compile  # noqa: A004  (as torch.compile)
 from .training.estimate import Estimate, estimate
 from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Axis",
+    "Compiled",
     "Estimate",
     "Full",
     "Layout",
@@ -59,6 +62,7 @@ __all__ = [
     "codecs",
     "collectives",
     "combine",
+    "compile",
     "communication",
     "debug",
     "estimate",

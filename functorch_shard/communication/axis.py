@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals.transforms import being_traced
 from .backend import Backend, DetachedBackend
 from .collective import collective, record
+from .recorded import issue_recorded
 from .work import Work
 
 
@@ -51,6 +53,8 @@ class Axis:
             dtype, key, dim, device, source: see :class:`Collective`; the dtype is that of ``x`` unless given.
         """
         op = collective(kind, self.name, self._numel(kind, x), dtype or x.dtype, key or self.key, dim, device, source)
+        if being_traced() and not self.backend.simulated:
+            return issue_recorded(op, x, self.size, self.backend)
         record(op)
         return self.backend.issue(op, x)
 

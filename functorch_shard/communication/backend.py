@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 from typing import NoReturn
 
 from torch import Tensor
 
 from .collective import Collective
 from .work import Work
+
+_NUMBERS = count()
 
 
 class Backend(ABC):
@@ -34,8 +38,7 @@ class Backend(ABC):
     - ``"broadcast"``: the ``x`` of rank ``op.source``; real ranks write it into ``x``
 
     Results are new memory on ``op.device``. The operand may be written to when the result was waited for. All ranks
-    issue the same in the same order. To record collectives for a compiler, see Note [Schedule] in
-    layout/schedule.py.
+    issue the same in the same order. What a tracer records of them: Note [Recorded] in recorded.py.
     """
 
     @property
@@ -50,6 +53,11 @@ class Backend(ABC):
     @abstractmethod
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         """Start the collective ``op``; see the class."""
+
+    @cached_property
+    def recorded_name(self) -> str:
+        """The name of these ranks in a recorded graph; numbered, so that it is the same in each run of a program."""
+        return f"ranks{next(_NUMBERS)}"
 
     def others(self) -> Tensor | None:
         """Simulated ranks: a tensor that is batched at the levels of the mesh's other axes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,10 +16,18 @@ from ..torch_internals.transforms import is_watched
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
-_LIBRARY = torch.library.Library("functorch_shard", "FRAGMENT")
-_LIBRARY.define("collective(str kind, str axis, int numel, ScalarType dtype, str key) -> ()")
-_LIBRARY.impl("collective", lambda kind, axis, numel, dtype, key: None, "CompositeExplicitAutograd")
+LIBRARY = torch.library.Library("functorch_shard", "FRAGMENT")
+LIBRARY.define("collective(str kind, str axis, int numel, ScalarType dtype, str key) -> ()")
+LIBRARY.impl("collective", lambda kind, axis, numel, dtype, key: None, "CompositeExplicitAutograd")
 RECORD = torch.ops.functorch_shard.collective.default
+# A collective in a graph, and what waits for it: Note [Recorded] in recorded.py.
+LIBRARY.define(
+    "start(Tensor x, str ranks, str kind, str axis, int numel, ScalarType dtype, str key, int dim, Device? device, "
+    "int source) -> Tensor"
+)
+LIBRARY.define("wait(Tensor started, Tensor x, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
+START = torch.ops.functorch_shard.start.default
+WAIT = torch.ops.functorch_shard.wait.default
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,11 @@ def record(op: Collective) -> None:
         RECORD(op.kind, op.axis, op.numel, op.dtype, op.key)
 
 
+def started_by(args: Sequence[Any]) -> Collective:
+    """What ``start`` with these arguments starts, as :data:`RECORD` shows it."""
+    return Collective(*args[2:7])
+
+
 class RecordMode(TorchDispatchMode):
     """While it is entered, ``found`` gets each collective that this thread records, in order."""
 
@@ -77,6 +90,8 @@ class RecordMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is RECORD:
             self.found(Collective(*args))
+        if func is START:
+            self.found(started_by(args))
         if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             # a subclass: what it does below, as the collectives of a lazy tensor, is seen one by one
             return NotImplemented

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..torch_internals.transforms import being_traced
 from .backend import Backend
 from .collective import Collective, record
 from .dtypes import as_ordered, as_real, as_sendable, from_ordered, from_real
@@ -34,7 +33,6 @@ class GroupBackend(Backend):
         return self.rank
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        refuse_tracing()
         match op.kind:
             case "all_gather" | "exchange":
                 return over_dim(self.all_gather, op, x)
@@ -107,14 +105,6 @@ def over_dim(collective: Any, op: Collective, x: Tensor) -> Work:
     if not op.dim:
         return collective(op, x)
     return collective(op, x.movedim(op.dim, 0)).then(lambda result: result.movedim(0, op.dim))
-
-
-def refuse_tracing() -> None:
-    if being_traced():
-        raise NotImplementedError(
-            "make_fx, and so torch.func.linearize, cannot record a collective of real ranks: what it returned would be "
-            "what it saw once. Use torch.func.jvp, which gathers the tangents of each call."
-        )
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype: torch.dtype) -> None:

@@ -17,6 +17,7 @@ from ..communication.writes import Gathered
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.recomputation import checkpoints_explained
+from ..torch_internals.tensors import is_number
 from ..torch_internals.transforms import without_batches
 from .vmap_limits import explained
 
@@ -41,7 +42,7 @@ def spmd(
         dims = (
             _broadcast(in_dims, call[0], "in_dims") + [0] * optree.tree_structure(call[1], none_is_leaf=True).num_leaves
         )
-        mapped = [i for i, dim in enumerate(dims) if isinstance(leaves[i], Tensor) and dim is not None]
+        mapped = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and dims[i] is not None and not is_number(x)]
         starts = [_first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
         _check_leaves(treedef, leaves, dims)
         _check_sizes(treedef, leaves, mapped, starts, axes)

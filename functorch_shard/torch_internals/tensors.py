@@ -18,11 +18,14 @@ __all__ = [
     "TorchDispatchMode",
     "arguments_of",
     "hooks_of",
+    "as_number",
     "identity_of_storage",
+    "is_number",
     "is_written",
     "no_torch_function",
     "refuse_pointers",
     "returns_anything",
+    "tensors_of",
     "version_of",
     "without_memory",
 ]
@@ -72,3 +75,20 @@ def hooks_of(tensor: Tensor) -> list[str]:
     """The methods by which the hooks of ``tensor`` were registered; there is no public getter."""
     hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
     return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]
+
+
+def as_number(x: Tensor) -> Tensor:
+    """Mark ``x``, without dims, as a number of the caller's program: the same for all ranks."""
+    x.is_number = True  # pyright: ignore[reportAttributeAccessIssue]
+    return x
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a tensor that :func:`as_number` marked."""
+    return isinstance(x, Tensor) and getattr(x, "is_number", False)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in what an operator returns: one, or a list or tuple with some."""
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return [x for x in several if isinstance(x, Tensor)]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch._C import _DisableFuncTorch, _len_torch_dispatch_stack
+from torch._C import _DisableFuncTorch, _get_dispatch_mode, _len_torch_dispatch_stack, _TorchDispatchModeKey
 from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import (
     CVmapInterpreterPtr,
@@ -17,7 +17,8 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 
 
 def in_transform() -> bool:
@@ -72,5 +73,8 @@ def without_batches(x: Tensor) -> Tensor:
 
 
 def being_traced() -> bool:
-    """Whether ``make_fx``, which ``torch.func.linearize`` uses, traces this computation."""
-    return get_proxy_mode() is not None
+    """Whether a tracer records this computation: ``make_fx``, ``torch.func.linearize``, or a compiler's.
+
+    A compiler's sees the program several times, under fake tensors alone at first.
+    """
+    return _len_torch_dispatch_stack() > 0 and any(map(_get_dispatch_mode, _TRACERS))

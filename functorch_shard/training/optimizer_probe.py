@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.tensors import TorchDispatchMode
+from ..torch_internals.tracing import untraced
 from ..torch_internals.transforms import outside_transforms
 from .torch_optim import Group, initial_state, plain_options, update, without_compiling
 
@@ -97,7 +98,7 @@ def _remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> Trait
 
 
 def _probe(cls: Class, options: Mapping[str, Any]) -> Traits:
-    with outside_transforms(), torch.inference_mode(False), torch.no_grad(), _on_cpu(), without_compiling():
+    with untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), _on_cpu(), without_compiling():
         _check_interface(cls, options)
         _tried(cls, lambda: _whole(cls, options, _SMALL_SHAPES, 2))
         whole = _tried(cls, lambda: _whole(cls, options, _SHAPES, _NUM_STEPS))

@@ -13,7 +13,9 @@ from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.tensors import identity_of_storage
+from ..torch_internals.tracing import assert_when_run
+from ..torch_internals.transforms import being_traced, in_transform
 from .optimizer_probe import Traits
 from .torch_optim import Group, initial_state, update
 
@@ -181,7 +183,13 @@ _NO_DERIVATIVE = (
 
 def _equal_in_rows(x: Any, rows: tuple[int, ...]) -> bool:
     """Whether a scalar per row is equal in all rows, for example a step count on all ranks; tensors may differ."""
-    return not _counts(x, rows) or bool((x == x.flatten()[0]).all())
+    if not _counts(x, rows):
+        return True
+    equal = (x == x.flatten()[0]).all()
+    if being_traced():
+        assert_when_run(equal, "step: a compiled step needs the same step count on all ranks, as opt.init gives")
+        return True
+    return bool(equal)
 
 
 def _first(x: Any, rows: tuple[int, ...]) -> Any:
@@ -217,10 +225,14 @@ def _in_memory_kind(x: Any, param: Tensor) -> Any:
 
 def _in_memory_of(given: Any, result: Any) -> Any:
     """``result``, or ``given`` with its values, unless elements of ``given`` share memory (expanded tensors)."""
-    if not isinstance(given, Tensor) or given.data_ptr() == result.data_ptr():
+    if not isinstance(given, Tensor) or _same_memory(given, result):
         return result
     expanded = any(size > 1 and not stride for size, stride in zip(given.shape, given.stride(), strict=True))
     return result if expanded else given.detach().copy_(result)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return identity_of_storage(a) == identity_of_storage(b) and a.storage_offset() == b.storage_offset()
 
 
 def _copy(x: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
-from ..torch_internals.tensors import TorchDispatchMode, arguments_of, is_written, returns_anything
+from ..torch_internals.tensors import TorchDispatchMode, arguments_of, is_number, is_written, returns_anything
+from ..torch_internals.tracing import as_under_compiler, traced_as_it_runs
+from ..torch_internals.transforms import being_traced
 
 State = dict[str, Any]
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,14 @@ def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
         key = _fingerprint(group.options), _fingerprint(group.carried), frozenset(group.state)
         batches.setdefault(key, []).append(group)
     for same in batches.values():
-        _step(cls([group.param for group in same], **{**_fastest(cls, same), **same[0].options}), same)
+        options = {**_implementation(cls, same), **same[0].options}
+        later = {name: _number(x, options) for name, x in options.items() if is_number(x)}  # constructors compare it
+        _step(cls([group.param for group in same], **{**options, **dict.fromkeys(later, 0.5)}), same, later)
+
+
+def _number(x: Tensor, options: Mapping[str, Any]) -> Any:
+    """A traced number as the class takes it: fused kernels take a tensor, the others a scalar."""
+    return x if options.get("fused") else x.item()
 
 
 def _fingerprint(options: Mapping[str, Any]) -> Any:
@@ -52,8 +62,9 @@ def _fingerprint(options: Mapping[str, Any]) -> Any:
     return frozenset((name, type(x), x if isinstance(x, plain) else id(x)) for name, x in options.items())
 
 
-def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group], options: Mapping[str, Any] = _NONE) -> None:
     entries = optimizer.param_groups[0]
+    entries.update(options)
     entries.update({name: x for name, x in groups[0].carried.items() if x is not None})
     for group in groups:
         group.param.grad = group.grad
@@ -61,12 +72,32 @@ def _step(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
             group.state[name] = group.state.get(name, value)
         optimizer.state[group.param] = group.state
     try:
-        optimizer.step()
+        with _as_arithmetic(groups) if entries.get("capturable") and being_traced() else nullcontext():
+            optimizer.step()
     finally:
         for group in groups:
             group.param.grad = None
     for group in groups:
         group.carried.update({name: entries.get(name) for name in group.carried})
+
+
+@contextmanager
+def _as_arithmetic(groups: Sequence[Group]) -> Iterator[None]:
+    """Have the class compute with step counts as tensors, and in float64, in which it counts eagerly.
+
+    In float32, ``1 - 0.999**step`` has half of the digits at first.
+    """
+    counts = [(group.state, name) for group in groups for name, x in group.state.items() if _is_count(x)]
+    for state, name in counts:
+        state[name] = state[name].double()
+    with as_under_compiler():
+        yield
+    for state, name in counts:
+        state[name] = state[name].float()
+
+
+def _is_count(x: Any) -> bool:
+    return isinstance(x, Tensor) and not x.ndim and x.dtype == torch.float32
 
 
 def initial_state(
@@ -79,7 +110,7 @@ def initial_state(
     """
     state = _FirstValues()
     group = Group(param, torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param), state, options, {})
-    optimizer = cls([param], **{**_fastest(cls, [group]), **options})
+    optimizer = cls([param], **{**_implementation(cls, [group]), **options})
     entries = dict(optimizer.param_groups[0])
     try:
         with _UntilWrite(group), without_compiling():
@@ -119,11 +150,15 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _IMPLEMENTATIONS}
 
 
-def _fastest(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[str, Any]:
-    """``fused=True`` if the class has it and the user selected no implementation."""
+def _implementation(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[str, Any]:
+    """The fastest that the class has, unless the user selected one; traced, one that reads no tensor on the host."""
     chosen = any(group.options.get(name) is not None for group in groups for name in _IMPLEMENTATIONS)
     fits = all(group.param.is_floating_point() and group.param.device.type in ("cpu", "cuda") for group in groups)
-    return {"fused": True} if fits and not chosen and "fused" in inspect.signature(cls).parameters else {}
+    known = inspect.signature(cls).parameters
+    fuses = fits and not chosen and "fused" in known
+    if being_traced() and not (fuses and traced_as_it_runs()):
+        return {name: x for name, x in (("foreach", False), ("capturable", True)) if name in known}
+    return {"fused": True} if fuses else {}
 
 
 class _AboutToWrite(Exception):  # noqa: N818  (not an error: it ends the optimizer's step)

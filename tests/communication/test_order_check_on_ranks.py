@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.func import functional_call, linearize
+from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather, pmax, psum, psum_scatter
@@ -274,13 +274,15 @@ def broken_on_this_rank() -> tuple[str, str]:
 
 
 def traced_on_this_rank() -> tuple[str, str]:
-    return error_of(lambda mesh: linearize(lambda x: all_gather(x, mesh), ONES), fs.init_mesh().with_backend(checked))
+    mesh = fs.init_mesh().with_backend(checked)
+    model = nn.Linear(2, 2)
+    return error_of(lambda mesh: fs.compile(lambda x: fs.plan(model, mesh) and x, backend="replay")(ONES), mesh)
 
 
 def test_what_is_refused_keeps_its_error() -> None:
     for kind, text in run_ranks(traced_on_this_rank, 2):
         assert kind == "NotImplementedError"
-        assert "Use torch.func.jvp" in text
+        assert "is done before" in text
 
 
 def test_what_breaks_under_way_is_reported_with_the_collective_it_was() -> None:

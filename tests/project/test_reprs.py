@@ -32,6 +32,8 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     unit = next(unit for unit in layout.units if unit.name == "blocks.11")
     counter = fs.communication.Counter()
     mesh.spmd(lambda params: fs.gather(params))(params.on(mesh.with_backend(counter)))
+    compiled = fs.compile(mesh.spmd(fs.global_norm), backend="replay")
+    compiled(params)
     return {
         "Layout": layout,
         "Unit": unit,
@@ -45,6 +47,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "LossScale": fs.LossScale.dynamic(),
         "NoLossScale": fs.LossScale.none(),
         "Estimate": fs.estimate(layout, opt),
+        "Compiled": compiled,
         "Counter": counter,
         "Traffic": counter["shard", "all_gather"],
         "Saving": fs.checkpoint.save(tmp_path_factory.mktemp("runs") / "c", {"model": params}),
@@ -54,6 +57,7 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 EXPECTED = {
+    "Compiled": "Compiled(global_norm, backend='replay', 1 recording)",
     "Layout": "Layout(14 units, 123 parameters, 130,880 elements, replicate=2 x shard=4)",
     "Unit": "Unit('blocks.11', 1 buffer, 10,560 elements, MixedPrecision(",
     "Buffer": "Buffer('blocks.11', 10 parameters, 4 shards of 2,640 elements, torch.float32)",

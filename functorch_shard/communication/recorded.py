@@ -1,0 +1,95 @@
+"""Collectives of real ranks as operators that a tracer records: one starts a collective, another waits for it.
+
+Note [Recorded]: while ``make_fx`` or ``torch.compile`` traces a program, :meth:`Axis.issue` calls ``start`` and not the
+backend, and waiting calls ``wait``. When the graph runs, ``start`` is :meth:`Axis.issue` again: wrappers count and
+check each run. Both operators are pure, so a compiler keeps them in the order of their data:
+
+    start(x, ranks, ..) -> a tensor without elements, whose attribute ``work`` is the :class:`Work`
+    wait(started, x, ..) -> the result, in new memory
+
+``wait`` takes the operand too, because a compiler reuses the memory of what it sees no use of. They are not
+differentiated: the Functions of ``collectives`` stay opaque to compilers, and what their forward and backward issue is
+recorded. Operators take numbers and strings alone, so ``ranks`` is a name of the backend, as process groups have one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from .backend import Backend
+from .collective import LIBRARY, START, WAIT, Collective, record
+from .work import Work
+
+# As torch.distributed does for process groups: an operator of a graph finds its ranks by name.
+_BACKENDS: WeakValueDictionary[str, Backend] = WeakValueDictionary()
+
+
+def name_of(backend: Backend) -> str:
+    """The name by which a recorded operator finds ``backend``, for as long as somebody holds it."""
+    if backend.recorded_name not in _BACKENDS:
+        _BACKENDS[backend.recorded_name] = backend
+    return backend.recorded_name
+
+
+def backend_of(name: str) -> Backend:
+    backend = _BACKENDS.get(name)
+    if backend is None:
+        raise RuntimeError("a recorded collective: its mesh was freed. Keep it for as long as the compiled function.")
+    return backend
+
+
+def issue_recorded(op: Collective, x: Tensor, size: int, backend: Backend) -> Work:
+    """``op`` on ``x`` as operators of a graph; ``size`` is that of the axis."""
+    shape = _shape_of_result(op, x, size)
+    fields = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source)
+    started = START(x, name_of(backend), *fields)
+    return Work(lambda: WAIT(started, x, shape, op.dtype if _casts(op) else x.dtype, op.device or x.device))
+
+
+def _casts(op: Collective) -> bool:
+    return op.kind in ("all_gather", "scatter")
+
+
+def _shape_of_result(op: Collective, x: Tensor, size: int) -> list[int]:
+    shape = list(x.shape)
+    match op.kind:
+        case "all_gather":
+            shape[op.dim] *= size
+        case "psum_scatter":
+            shape[op.dim] //= size
+        case "psum" | "pmax" | "all_to_all":
+            pass
+        case "scatter":
+            shape = shape[1:]
+        case _:
+            raise NotImplementedError(
+                f"{op}: a compiled function cannot contain it: what ranks compare or send to each other at the start "
+                "of a program (plan, shard, load, init_params) is done before, outside of what is compiled."
+            )
+    return shape
+
+
+def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
+    backend, op = backend_of(name), Collective(*fields)
+    started: Any = torch.empty(0)
+    record(op)
+    started.work = backend.issue(op, x)
+    return started
+
+
+def _wait(started: Any, x: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return started.work.wait().contiguous()
+
+
+LIBRARY.impl("start", _start, "CompositeExplicitAutograd")
+LIBRARY.impl("wait", _wait, "CompositeExplicitAutograd")
+torch.library.register_fake("functorch_shard::start", lambda x, *_: torch.empty(0), lib=LIBRARY)
+torch.library.register_fake(
+    "functorch_shard::wait",
+    lambda started, x, shape, dtype, device: torch.empty(shape, dtype=dtype, device=device),
+    lib=LIBRARY,
+)

@@ -1,0 +1,139 @@
+"""Tracing: ``make_fx`` on fake tensors, and what of a program it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from traceback import FrameSummary, extract_tb
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+from .autograd import backward_pass
+from .tensors import arguments_of, is_number, is_written
+
+aten = torch.ops.aten
+
+UNTRACEABLE = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+class RandomInBackwardError(NotImplementedError):
+    """Random numbers are drawn in backward, where a checkpoint would restore the generator's state."""
+
+
+def fake_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors like these without data, of one mode; those that share memory share it here as well."""
+    numbers = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=numbers)
+    return [mode.from_tensor(x.detach(), static_shapes=True) for x in tensors]
+
+
+def mode_of(fakes: Sequence[Tensor]) -> FakeTensorMode | None:
+    """The mode of tensors from :func:`fake_copies`."""
+    return next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
+
+
+def trace(fn: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler: bool) -> GraphModule:
+    """The operators that ``fn(*fakes)`` runs, below autograd and every transform. No real tensor is changed.
+
+    Args:
+        for_compiler: whether optimizers are traced as arithmetic; else as the fused kernels that they run eagerly,
+            which torch's compilers refuse.
+    """
+
+    def traced(*inputs: Tensor) -> list[Tensor]:
+        with _Recorder(for_compiler) as recorder, recorder.writes_undone(), torch.enable_grad():
+            return fn(*inputs)
+
+    return make_fx(traced)(*fakes)
+
+
+def traced_as_it_runs() -> bool:
+    """Whether what is traced here will run as it is, and not through a compiler."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _Recorder) and not mode.for_compiler for mode in modes)
+
+
+class _Recorder(TorchDispatchMode):
+    """Around what is traced. It sees every operator; it is on torch's stack, so there is no state of ours."""
+
+    def __init__(self, for_compiler: bool) -> None:
+        super().__init__()
+        self.for_compiler = for_compiler
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # a subclass: what it does below is seen one by one
+        if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
+            raise RandomInBackwardError
+        if func is aten._local_scalar_dense.default and not is_number(args[0]):
+            raise DataDependentOutputException(func)
+        for i, argument in enumerate(arguments_of(func)[: len(args)]):
+            if is_written(argument):
+                self._keep(args[i])
+        if func is aten.add_.Tensor and isinstance((kwargs or {}).get("alpha"), torch.SymFloat):
+            return args[0].add_(args[1] * kwargs["alpha"])  # its shape function reads alpha
+        return func(*args, **(kwargs or {}))
+
+    def _keep(self, written: Any) -> None:
+        for x in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(x, Tensor) and not isinstance(x, FakeTensor) and id(x) not in self._before:
+                with _disable_current_modes():
+                    self._before[id(x)] = x, x.detach().clone()
+
+    @contextmanager
+    def writes_undone(self) -> Iterator[None]:
+        """Put back the values of real tensors, such as a module's own buffers: the graph writes them when it runs."""
+        try:
+            yield
+        finally:
+            with _disable_current_modes(), torch.no_grad():
+                for x, before in self._before.values():
+                    x.copy_(before)
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """A context for arithmetic with real numbers, which is not part of what is traced."""
+    return _disable_current_modes()
+
+
+def assert_when_run(condition: Tensor, message: str) -> None:
+    """Have what is traced raise when it runs and ``condition`` is false."""
+    torch._assert_async(condition, message)
+
+
+@contextmanager
+def as_under_compiler() -> Iterator[None]:
+    """Have ``torch.optim`` take the arithmetic that it shows to compilers, which reads no tensor on the host."""
+    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def innermost_line(error: BaseException, skipped: Sequence[str]) -> FrameSummary | None:
+    """The innermost line in the traceback of ``error`` whose file is not below one of the folders ``skipped``."""
+    lines = extract_tb(error.__traceback__)
+    return next((line for line in reversed(lines) if not line.filename.startswith((*skipped, "<"))), None)

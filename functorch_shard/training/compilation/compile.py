@@ -1,0 +1,145 @@
+"""``fs.compile``: a step as one graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...containers import place
+from ...errors import reject
+from ...torch_internals.transforms import being_traced, in_transform
+from .agreement import agreed
+from .backends import Backend, Run, check_backend, runner
+from .recording import Recording, as_inputs, record
+from .schedule import Schedule, schedule_of
+from .signature import changes, flatten, is_traced, refusal, signature_of
+
+_MANY = 8  # recordings of one step, from which a warning says what changes
+
+
+def compile(  # noqa: A001  (as torch.compile)
+    step: Callable[..., Any], *, backend: str | Backend = "inductor", **options: Any
+) -> Compiled:
+    """Record ``step`` as one graph at its first call, and run the graph from then on.
+
+    ``compile(step)(*args) == step(*args)``. The eager program is traced, lazy gathers and all: the graph has its
+    starts, waits and frees, whatever transforms, clipping and optimizer the step contains. With ``backend="replay"``
+    results are bitwise those of ``step``; a compiler rounds differently.
+
+    Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
+    shapes) is fixed in it, and another value is recorded anew. So is what the step reads from outside: Python runs at a
+    recording alone. Tensors that the step closes over are read, and written (the buffers of a BatchNorm), at each call.
+
+    Inside another transform, compiled function or ``spmd``, and for arguments that require grad, it is ``step`` itself.
+
+    Args:
+        step: a function of pytrees of tensors, for example a training step; on simulated ranks, ``mesh.spmd(step)``.
+            It returns any pytree. Inside, floats of the arguments are tensors of no dims, in float64.
+        backend: ``"replay"`` runs the recorded operators one by one, without Python between them;
+            ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
+            a function of a graph and its inputs.
+        options: settings of ``torch._inductor.config``.
+
+    Returns:
+        A :class:`Compiled`, to be called as ``step``. What the step updates in place (``donate=True``) is returned as
+        the object that was passed. Results have no graph of autograd. ``print`` shows what was recorded.
+
+    Raises:
+        TypeError: an argument is a subclass of ``Tensor`` or offloaded; all are named.
+        ValueError: no such backend.
+        NotImplementedError: at a recording, where the step reads a value of a tensor; the message has the line. Or it
+            contains what is done once, before steps: ``plan``, ``shard``, ``init_params``, ``checkpoint``.
+        RuntimeError: at a recording, where ranks recorded different collectives; the message has the first difference.
+
+    Cost:
+        A recording takes about three eager steps of Python, and each rank's 32-byte digest is gathered. A call issues
+        the collectives of ``step``, except gathers ahead that nothing uses.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> params = fs.shard({"fc.w": torch.ones(2)}, fs.plan({"fc.w": torch.ones(2)}, mesh))
+        >>> loss = lambda params, x: (fs.gather(params)["fc.w"] * x).sum()
+        >>> step = fs.compile(mesh.spmd(fs.grad(loss)), backend="replay")
+        >>> step(params, torch.tensor([[1.0, 2.0], [5.0, 6.0]]))["fc"]   # row r = rank r: the mean of both, sharded
+        tensor([[3.],
+                [4.]])
+
+    Does for this library what ``torch.compile`` of SimpleFSDP and the graph trainer of torchtitan do.
+    """
+    if not callable(step):
+        raise TypeError(f"compile: step: got {type(step).__name__}, expected a function")
+    check_backend(backend, options)
+    return Compiled(step, backend, options)
+
+
+class Compiled:
+    """A step and its recordings: one for each structure, shapes and dtypes that it was called with."""
+
+    def __init__(self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any]) -> None:
+        update_wrapper(self, step)
+        self._step, self._backend, self._options = step, backend, options
+        self._recorded: dict[Any, tuple[Recording, Run]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = flatten((args, kwargs))
+        if _is_inside(leaves):
+            return self._step(*args, **kwargs)
+        key = signature_of(leaves, treedef)
+        recording, run = self._recorded.get(key) or self._record(key, leaves, treedef)
+        inputs = [x for x in leaves if is_traced(x)]
+        recording.show_simulated()
+        with torch.no_grad():
+            computed = run(as_inputs(inputs))
+        increment_version([inputs[i] for i in recording.written])
+        return recording.result(computed, inputs)
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """What each recording does, in the order of recording; ``print`` shows a table."""
+        return [schedule_of(recording) for recording, _ in self._recorded.values()]
+
+    def __repr__(self) -> str:
+        name = getattr(self._step, "__name__", type(self._step).__name__)
+        number = len(self._recorded)
+        return f"Compiled({name}, backend={self._backend!r}, {number} recording{'s' * (number != 1)})"
+
+    def __str__(self) -> str:
+        return "\n\n".join([repr(self), *map(str, self.schedules)])
+
+    def _record(self, key: Any, leaves: Sequence[Any], treedef: Any) -> tuple[Recording, Run]:
+        _check(leaves, treedef)
+        self._warn_of_many(key)
+        call = optree.tree_unflatten(treedef, leaves)
+        recording = agreed(lambda: record(self._step, leaves, treedef, self._backend != "replay"), call)
+        inputs = as_inputs([x for x in leaves if is_traced(x)])
+        self._recorded[key] = recording, runner(recording.graph, inputs, self._backend, self._options)
+        return self._recorded[key]
+
+    def _warn_of_many(self, key: Any) -> None:
+        if len(self._recorded) == _MANY:
+            last = next(reversed(self._recorded))
+            warnings.warn(
+                f"compile: this is recording {_MANY + 1} of one step. From the last call to this one changed: "
+                f"{changes(last, key)}. Pass numbers that change as floats or tensors, and batches of one shape.",
+                stacklevel=4,
+            )
+
+
+def _check(leaves: Sequence[Any], treedef: Any) -> None:
+    found = [(path, refusal(x)) for path, x in zip(treedef.paths(), leaves, strict=True) if isinstance(x, Tensor)]
+    problems = [f"{'args' if path[0] == 0 else 'kwargs'}{place(path[1:])}: {why}" for path, why in found if why]
+    reject("compile", problems, "Pass plain tensors in the memory of the device.", TypeError)
+
+
+def _is_inside(leaves: Sequence[Any]) -> bool:
+    """Whether somebody else differentiates, batches or traces this call."""
+    if in_transform() or being_traced():
+        return True
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)

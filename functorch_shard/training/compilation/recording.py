@@ -1,0 +1,166 @@
+"""One call of a step as a graph: the eager program, traced on tensors without data.
+
+Note [Recording]: lazy gathers start, wait and gather again in backward as they do eagerly, so the graph has their
+schedule and frees what they free. Python runs once: whatever it decides is fixed in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from ...communication.collective import RECORD, START, Collective, started_by
+from ...communication.collective import record as mark
+from ...torch_internals.recomputation import checkpoints_explained
+from ...torch_internals.tensors import as_number, identity_of_storage, version_of
+from ...torch_internals.tracing import UNTRACEABLE, RandomInBackwardError, fake_copies, innermost_line, trace
+from ...torch_internals.transforms import is_watched
+from .signature import is_traced
+
+
+@dataclass(frozen=True)
+class Input:
+    """An output that is an input of the graph, for example one that was updated in place."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Computed:
+    """An output that the graph computes: the ``index``-th."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A graph and how to call it.
+
+    Args:
+        graph: from the traced leaves of a call to its computed tensors.
+        treedef: the structure of the result.
+        outputs: its leaves: :class:`Input`, :class:`Computed`, or a value that is always the same.
+        written: the inputs that the graph writes to, by index.
+        simulated: the collectives of simulated ranks, which are arithmetic in the graph.
+    """
+
+    graph: GraphModule
+    treedef: Any
+    outputs: Sequence[Any]
+    written: Sequence[int]
+    simulated: Sequence[Collective] = field(repr=False)
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """What this rank issues in one run, in order."""
+        return [started_by(node.args) for node in self.graph.graph.nodes if node.target is START]
+
+    def show_simulated(self) -> None:
+        """Show profilers and ``testing.count_collectives`` the collectives of simulated ranks."""
+        for op in self.simulated if is_watched() else ():
+            mark(op)
+
+    def result(self, computed: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """The tree that the step returns, from what the graph computed."""
+        leaves = [
+            computed[x.index] if type(x) is Computed else inputs[x.index] if type(x) is Input else x
+            for x in self.outputs
+        ]
+        return optree.tree_unflatten(self.treedef, leaves)
+
+
+def record(fn: Callable[..., Any], leaves: Sequence[Any], treedef: Any, for_compiler: bool) -> Recording:
+    """Trace ``fn`` called with these leaves.
+
+    Raises:
+        NotImplementedError: something in ``fn`` depends on values of tensors; the message has the line.
+    """
+    traced = [i for i, x in enumerate(leaves) if is_traced(x)]
+    fakes = fake_copies(as_inputs([leaves[i] for i in traced]))
+    versions = [version_of(x) for x in fakes]
+    found: list[Any] = []
+
+    def flat(*inputs: Tensor) -> list[Tensor]:
+        call = [*leaves]
+        for i, x in zip(traced, inputs, strict=True):
+            call[i] = as_number(x) if type(leaves[i]) is float else x
+        args, kwargs = optree.tree_unflatten(treedef, call)
+        results, structure = optree.tree_flatten(fn(*args, **kwargs), none_is_leaf=True)
+        found[:] = structure, _outputs(results, inputs)
+        return [x for x, kind in zip(results, found[1], strict=True) if type(kind) is Computed]
+
+    graph = _traced(flat, fakes, for_compiler)
+    structure, outputs = found
+    written = [i for i, (x, version) in enumerate(zip(fakes, versions, strict=True)) if version_of(x) != version]
+    return Recording(graph, structure, outputs, written, _without_markers(graph))
+
+
+def as_inputs(values: Sequence[Any]) -> list[Tensor]:
+    """The inputs of a graph: tensors, and floats as tensors without dims."""
+    return [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
+
+
+def _traced(flat: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler: bool) -> GraphModule:
+    try:
+        with checkpoints_explained("compile"):
+            return trace(flat, fakes, for_compiler)
+    except UNTRACEABLE as error:
+        raise NotImplementedError(_explained(_ON_VALUES, error)) from error
+    except RandomInBackwardError as error:
+        raise NotImplementedError(_explained(_RANDOM, error)) from error
+    except RuntimeError as error:
+        if "numpy() is not supported for tensor subclasses" in str(error):
+            raise NotImplementedError(_explained(_ON_VALUES, error)) from error
+        raise
+
+
+def _outputs(results: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
+    """What each leaf of the result is."""
+    places = {_place(x): i for i, x in reversed([*enumerate(inputs)])}
+    kinds: list[Any] = []
+    for x in results:
+        i = places.get(_place(x)) if isinstance(x, Tensor) else None
+        num_computed = sum(type(kind) is Computed for kind in kinds)
+        kinds.append(x if not isinstance(x, Tensor) else Computed(num_computed) if i is None else Input(i))
+    return kinds
+
+
+def _place(x: Tensor) -> Any:
+    """Where the elements of ``x`` are."""
+    return identity_of_storage(x), x.shape, x.stride(), x.storage_offset(), x.dtype
+
+
+def _without_markers(graph: GraphModule) -> list[Collective]:
+    """Remove what only marks a collective, of simulated ranks, and starts that nothing waits for."""
+    markers = [node for node in graph.graph.nodes if node.target is RECORD]
+    unused = [node for node in graph.graph.nodes if node.target is START and not node.users]
+    for node in (*markers, *unused):
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return [Collective(*node.args) for node in markers]
+
+
+def _explained(reason: str, error: Exception) -> str:
+    package = Path(__file__).parents[2]
+    line = innermost_line(error, [str(package), str(Path(torch.__file__).parent), str(Path(optree.__file__).parent)])
+    where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""
+    return f"compile: this step cannot be recorded as one graph.\n{where}{reason}"
+
+
+_ON_VALUES = (
+    "Here a value of a tensor is read (.item(), float(), an if, .numpy()), or a shape depends on values (a boolean "
+    "mask, nonzero). Only shapes are known when a step is recorded. torch.where and arithmetic work on all values; "
+    "return what is to be read, and read it outside of the step."
+)
+_RANDOM = (
+    "Here random numbers are drawn again in backward, by a torch.utils.checkpoint whose function draws some (dropout): "
+    "in a graph they would be other ones than in forward. Leave the random part out of what is checkpointed, or do not "
+    "compile."
+)

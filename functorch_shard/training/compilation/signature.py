@@ -1,0 +1,65 @@
+"""Which calls share a recording: those with the same structure, shapes, dtypes and settings of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ...containers import opened, place
+from ...errors import listed
+from ...storage.memory_kind import memory_kind_of
+from ...torch_internals.tensors import FakeTensor, identity_of_storage
+
+
+def flatten(call: Any) -> tuple[list[Any], Any]:
+    """The leaves of the arguments of a call, and their structure."""
+    return optree.tree_flatten(opened(call), none_is_leaf=True)
+
+
+def signature_of(leaves: Sequence[Any], treedef: Any) -> Any:
+    """Equal for calls that one recording serves: numbers of type ``float`` may differ, everything else is static."""
+    first: dict[int, int] = {}
+    return treedef, tuple(_of_leaf(x, i, first) for i, x in enumerate(leaves)), _settings()
+
+
+def _of_leaf(x: Any, i: int, first: dict[int, int]) -> Any:
+    if isinstance(x, Tensor):
+        memory = first.setdefault(identity_of_storage(x), i)  # tensors that share memory, in the same places
+        return x.shape, x.stride(), x.dtype, x.device, memory, x.storage_offset() if memory != i else None
+    return float if type(x) is float else (type(x), x)
+
+
+def _settings() -> Any:
+    """What changes the operators of a program from outside."""
+    autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
+    return torch.get_default_dtype(), autocast, torch.are_deterministic_algorithms_enabled()
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a leaf is an input of the graph: tensors, and floats, as tensors of no dims."""
+    return isinstance(x, Tensor) or type(x) is float
+
+
+def refusal(x: Any) -> str:
+    """Why a tensor cannot be an input of a recorded step; empty if it can."""
+    if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
+        return f"a {type(x).__name__}; expected a plain tensor"
+    kind = memory_kind_of(x)
+    if kind.pinned or kind.directory is not None:
+        return "offloaded (fs.offload); a graph computes in the memory of the device"
+    return ""
+
+
+def changes(before: Any, after: Any) -> str:
+    """What of two signatures differs, for a message."""
+    if before[0] != after[0]:
+        return "the structure of the arguments"
+    if before[2] != after[2]:
+        return "the default dtype, autocast or deterministic algorithms"
+    names = [f"args{place(path[1:])}" if path[0] == 0 else place(path[1:]) for path in before[0].paths()]
+    different = [name for name, x, y in zip(names, before[1], after[1], strict=True) if x != y]
+    return listed(different)

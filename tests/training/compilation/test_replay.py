@@ -1,0 +1,158 @@
+"""A recorded step is the eager step, bitwise, on other values than those it was recorded with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, jvp, vjp, vmap
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.models import awkward
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
+
+KINDS = [*simulated(1, 4, HYBRID), *gloo(2, HYBRID)]
+Step = Callable[..., Any]
+tree_map: Any = optree.tree_map
+
+
+def data(mesh: fs.Mesh, seed: int, rows: int = 3) -> Tensor:
+    return mesh.split(torch.randn(mesh.size * rows, 5, generator=torch.Generator().manual_seed(seed)).double())
+
+
+class Program:
+    """The awkward model on a mesh, and functions of its parameters."""
+
+    def __init__(self, mesh: fs.Mesh, **plan: Any) -> None:
+        self.model, self.mesh = awkward(), mesh
+        self.params = fs.shard(self.model, fs.plan(self.model, mesh, **plan))
+
+    def loss(self, params: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(self.model, fs.gather(params), (x,)).square().mean()
+
+    def grad(self, params: fs.Sharded, x: Tensor) -> Any:
+        return fs.grad_and_value(self.loss)(params, x)
+
+    def func_grad(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        return torch.func.grad(lambda p: self.loss(fs.combine(p, frozen), x))(trainable)
+
+    def jvp(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        tangent = tree_map(torch.sin, trainable)
+        return jvp(lambda p: self.loss(fs.combine(p, frozen), x), (trainable,), (tangent,))
+
+    def vjp(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        value, pull, *_ = vjp(lambda p: self.loss(fs.combine(p, frozen), x), trainable)
+        return value, pull(torch.ones_like(value))
+
+    def hvp(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        tangent = tree_map(torch.cos, trainable)
+        return jvp(fs.grad(lambda p: self.loss(fs.combine(p, frozen), x)), (trainable,), (tangent,))
+
+    def per_sample(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        one = torch.func.grad(lambda p, row: self.loss(fs.combine(p, frozen), row[None]))
+        return vmap(one, in_dims=(None, 0))(trainable, x)
+
+    def clipped(self, params: fs.Sharded, x: Tensor) -> Any:
+        return fs.clip_by_global_norm(fs.grad(self.loss)(params, x), 0.1)
+
+
+PROGRAMS = ["grad", "func_grad", "jvp", "vjp", "hvp", "per_sample", "clipped"]
+
+
+def replayed(mesh: fs.Mesh, name: str) -> None:
+    program = Program(mesh)
+    step = mesh.spmd(getattr(program, name))
+    compiled = fs.compile(step, backend="replay")
+    compiled(program.params, data(mesh, 0))
+    halved = tree_map(lambda p: p / 2 if p.is_floating_point() else p, program.params)
+    for seed in (1, 2):
+        got, expected = compiled(halved, data(mesh, seed)), step(halved, data(mesh, seed))
+        assert_trees_close(got, expected, rtol=0, atol=0)
+    assert len(compiled.schedules) == 1
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
+def test_a_replay_is_bitwise_the_eager_program(ranks: Ranks, name: str) -> None:
+    ranks.run(replayed, name)
+
+
+def trained(mesh: fs.Mesh, backend: str, cls: type[torch.optim.Optimizer], donate: bool, steps: int = 4) -> list[Any]:
+    """Parameters and losses of compiled and of eager steps, with a learning rate of its own for each step."""
+    program, opt = Program(mesh), fs.optimizer(cls, lr=1e-2)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, lr: float) -> Any:
+        grads, loss = fs.grad_and_value(program.loss)(params, x)
+        grads, norm = fs.clip_by_global_norm(grads, 1.0)
+        params, state = opt.step(params, grads=grads, state=state, lr=lr, donate=donate)
+        return params, state, fs.collectives.pmean(loss, mesh), norm
+
+    results = []
+    compiled = fs.compile(step, backend=backend)
+    for each in (compiled, step):
+        params = tree_map(torch.clone, program.params)
+        state, seen = opt.init(params), []
+        for i in range(steps):
+            params, state, *numbers = each(params, state, data(mesh, i), 0.01 / (i + 1))
+            seen.append(numbers)
+        results.append((params, state, seen))
+    assert len(compiled.schedules) == 1
+    return results
+
+
+@on_each(KINDS)
+def test_whole_steps_of_adamw_are_bitwise_those_run_eagerly(mesh: fs.Mesh) -> None:
+    assert_trees_close(*trained(mesh, "replay", torch.optim.AdamW, donate=False), rtol=0, atol=0)
+
+
+@on_each([*simulated(3), *gloo(2)])
+def test_donated_steps_are_bitwise_those_run_eagerly(mesh: fs.Mesh) -> None:
+    assert_trees_close(*trained(mesh, "replay", torch.optim.AdamW, donate=True), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "cls", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adadelta]
+)
+def test_optimizers_without_a_fused_kernel_agree_to_rounding(cls: type[torch.optim.Optimizer]) -> None:
+    assert_trees_close(*trained(fs.simulated_mesh(2), "replay", cls, donate=False), rtol=1e-7, atol=1e-9)
+
+
+@on_each([*simulated(3), *gloo(2)])
+def test_donated_leaves_are_returned_as_the_objects_that_were_passed(mesh: fs.Mesh) -> None:
+    program, opt = Program(mesh), fs.optimizer(torch.optim.AdamW, lr=1e-2)
+    grads = mesh.spmd(fs.grad(program.loss))(program.params, data(mesh, 0))
+    update = fs.compile(mesh.spmd(lambda p, g, s: opt.step(p, grads=g, state=s, donate=True)), backend="replay")
+    state = opt.init(program.params)
+    version = program.params["out"]._version
+    params, after = update(program.params, grads, state)
+    assert all(params[key] is leaf for key, leaf in program.params.items())
+    assert all(after[name][key] is leaf for name in state for key, leaf in state[name].items())
+    assert mesh.is_simulated or params["out"]._version > version
+
+
+@on_each([*simulated(3), *gloo(2)])
+def test_the_collectives_of_a_replay_are_counted_as_those_of_the_step(mesh: fs.Mesh) -> None:
+    program = Program(mesh)
+    step = mesh.spmd(program.clipped)
+    compiled = fs.compile(step, backend="replay")
+    compiled(program.params, data(mesh, 0))
+    with count_collectives() as eager:
+        step(program.params, data(mesh, 1))
+    with count_collectives() as replayed:
+        compiled(program.params, data(mesh, 1))
+    assert replayed.issued == compiled.schedules[0].collectives
+    ahead = Counter(eager.issued) - Counter(replayed.issued)  # gathers that nothing uses
+    assert {op.kind for op in ahead} <= {"all_gather"}
+    assert sum(ahead.values()) == eager.total - replayed.total
