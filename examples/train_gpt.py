@@ -172,6 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--codec", choices=["none", "int8", "float8"], default="none", help="encode gathered parameters"
     )
+    parser.add_argument("--compile", choices=["replay", "inductor"], help="run steps as one recorded graph")
     parser.add_argument("--text", help="train on this file instead of the standard library")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
     parser.add_argument("--checkpoint", metavar="DIR", help="save to DIR/step-000100 and so on, and at the end")
@@ -212,6 +213,9 @@ def main() -> None:
         grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
         params, state = opt.step(params, grads=grads, state=state, lr=lr, donate=True)
         return params, state, fs.collectives.pmean(loss, mesh)
+
+    if args.compile:
+        train_step = fs.compile(train_step, backend=args.compile)
 
     @mesh.spmd
     def valid_step(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:

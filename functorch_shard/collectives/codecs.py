@@ -20,6 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from ..torch_internals.tracing import traced_as_it_runs
+from ..torch_internals.transforms import being_traced
+
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
 _ALIGNMENT = 16
 
@@ -127,7 +130,7 @@ class Form:
 def encode_rows(x: Tensor, codec: Codec) -> tuple[Tensor, Form]:
     """Each row of the last dim as one message: ``(*batch, n)`` to uint8 ``(*batch, bytes)``."""
     if x.ndim == 1:
-        return _encode(x, codec)
+        return _encode(_rows(x)[0], codec)
     messages, forms = zip(*(_encode(row, codec) for row in _rows(x)), strict=True)
     if any(form != forms[0] for form in forms):
         raise ValueError(
@@ -185,6 +188,11 @@ class _Bits(Function):
 
 
 def _rows(x: Tensor) -> Sequence[Tensor]:
+    if being_traced() and not traced_as_it_runs():
+        raise NotImplementedError(
+            "codec: a compiler would change what is sent: inductor (2.13, on the CPU) reads other bytes from parts of "
+            "a message. Use fs.compile(step, backend='replay'), or gather without a codec."
+        )
     return x.flatten(0, -2).unbind(0) if x.ndim > 1 else (x,)
 
 

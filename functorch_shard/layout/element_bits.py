@@ -16,6 +16,7 @@ from math import log, sqrt
 import torch
 from torch import Tensor
 
+from ..torch_internals.opaque import frexp
 from .buffers import Buffer, Slot
 from .layout import Layout
 from .packing import of_rank
@@ -106,7 +107,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 def _logarithm(x: Tensor) -> Tensor:
     """The natural logarithm of positive numbers: ``2 * atanh((m - 1) / (m + 1))``, with ``m`` close to 1."""
-    mantissa, exponent = torch.frexp(x)
+    mantissa, exponent = frexp(x)
     low = mantissa < sqrt(0.5)
     mantissa, exponent = torch.where(low, mantissa * 2, mantissa), exponent.double() - low.double()
     t = (mantissa - 1) / (mantissa + 1)

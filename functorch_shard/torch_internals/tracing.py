@@ -21,12 +21,14 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn import Parameter
+from torch.random import fork_rng
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from .autograd import backward_pass
 from .tensors import arguments_of, is_number, is_written
 
 aten = torch.ops.aten
+_NO_SEED = 0x5EED0FF5EED0FF  # that nobody else would take
 
 UNTRACEABLE = (
     DataDependentOutputException,
@@ -39,6 +41,10 @@ UNTRACEABLE = (
 
 class RandomInBackwardError(NotImplementedError):
     """Random numbers are drawn in backward, where a checkpoint would restore the generator's state."""
+
+
+class OwnGeneratorError(NotImplementedError):
+    """Random numbers are drawn from another generator than the default one, or that one is seeded."""
 
 
 def fake_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -62,10 +68,26 @@ def trace(fn: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler
     """
 
     def traced(*inputs: Tensor) -> list[Tensor]:
-        with _Recorder(for_compiler) as recorder, recorder.writes_undone(), torch.enable_grad():
+        with (
+            _generators_untouched(fakes),
+            _Recorder(for_compiler) as recorder,
+            recorder.writes_undone(),
+            torch.enable_grad(),
+        ):
             return fn(*inputs)
 
     return make_fx(traced)(*fakes)
+
+
+@contextmanager
+def _generators_untouched(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Draw no numbers from the default generators, and refuse to seed them: a graph could not."""
+    devices = {x.device for x in inputs if x.device.type == "cuda"}
+    with fork_rng(devices):
+        torch.manual_seed(_NO_SEED)
+        yield
+        if torch.initial_seed() != _NO_SEED:
+            raise OwnGeneratorError
 
 
 def traced_as_it_runs() -> bool:
@@ -87,6 +109,8 @@ class _Recorder(TorchDispatchMode):
             return NotImplemented  # a subclass: what it does below is seen one by one
         if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
             raise RandomInBackwardError
+        if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
+            raise OwnGeneratorError
         if func is aten._local_scalar_dense.default and not is_number(args[0]):
             raise DataDependentOutputException(func)
         for i, argument in enumerate(arguments_of(func)[: len(args)]):

@@ -32,6 +32,7 @@ def ours(
     lazy: bool | None = None,
     codec: Any = None,
     through: Sequence[Callable[[fs.Axis], Backend]] = (),
+    compiled: str | None = None,
 ) -> Step:
     mesh, model = fs.init_mesh(device=device.type), work.model().to(device)
     for wrap in through:
@@ -45,20 +46,27 @@ def ours(
     def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
         return work.loss(functional_call(model, fs.gather(params, lazy=lazy, codec=codec), (_cast(x, bf16),)), y)
 
+    def train(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
+        return *opt.step(params, grads=grads, state=state, donate=True), loss
+
+    update = fs.compile(train, backend=compiled) if compiled else train
+
     def step(x: Tensor, y: Tensor) -> Tensor:
         nonlocal params, state
-        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
-        params, state = opt.step(params, grads=grads, state=state, donate=True)
+        params, state, loss = update(params, state, x, y)
         return loss
 
     return step
 
 
-def fsdp2(work: Workload, bf16: bool, device: torch.device, *, reshard: bool) -> Step:
+def fsdp2(work: Workload, bf16: bool, device: torch.device, *, reshard: bool, compiled: bool = False) -> Step:
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     model: Any = work.model().to(device)
     for block in model.blocks:
+        if compiled:  # as torchtitan does: each block by itself
+            block.compile()
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return _stateful(model, work)
@@ -113,6 +121,9 @@ CONTENDERS: dict[str, Callable[[Workload, bool, torch.device], Step]] = {
     "ours, no reshard": functools.partial(ours, reshard=False),
     "FSDP2, no reshard": functools.partial(fsdp2, reshard=False),
     "FSDP1, no reshard": functools.partial(fsdp1, reshard=False),
+    "ours, replay": functools.partial(ours, reshard=True, compiled="replay"),
+    "ours, inductor": functools.partial(ours, reshard=True, compiled="inductor"),
+    "FSDP2, compiled blocks": functools.partial(fsdp2, reshard=True, compiled=True),
     "DDP": ddp,
     "compute alone": alone,
 }

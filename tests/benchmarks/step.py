@@ -160,7 +160,7 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["rows"].items():
         low, high = row["quartiles"]
         peak = f"{row['peak_mb']:7.0f} + {row['shared_mb']:.0f}" if "peak_mb" in row else "      -"
-        lines.append(f"  {name:18s} {row['ms']:8.1f}   {row['ratio']:.2f} ({low:.2f} to {high:.2f}) {peak}")
+        lines.append(f"  {name:22s} {row['ms']:8.1f}   {row['ratio']:.2f} ({low:.2f} to {high:.2f}) {peak}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ schedule and frees what they free. Python runs once: whatever it decides is fixe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,14 @@ from ...communication.collective import RECORD, START, Collective, started_by
 from ...communication.collective import record as mark
 from ...torch_internals.recomputation import checkpoints_explained
 from ...torch_internals.tensors import as_number, identity_of_storage, version_of
-from ...torch_internals.tracing import UNTRACEABLE, RandomInBackwardError, fake_copies, innermost_line, trace
+from ...torch_internals.tracing import (
+    UNTRACEABLE,
+    OwnGeneratorError,
+    RandomInBackwardError,
+    fake_copies,
+    innermost_line,
+    trace,
+)
 from ...torch_internals.transforms import is_watched
 from .signature import is_traced
 
@@ -115,6 +123,8 @@ def _traced(flat: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_comp
         raise NotImplementedError(_explained(_ON_VALUES, error)) from error
     except RandomInBackwardError as error:
         raise NotImplementedError(_explained(_RANDOM, error)) from error
+    except OwnGeneratorError as error:
+        raise NotImplementedError(_explained(_GENERATOR, error)) from error
     except RuntimeError as error:
         if "numpy() is not supported for tensor subclasses" in str(error):
             raise NotImplementedError(_explained(_ON_VALUES, error)) from error
@@ -149,7 +159,8 @@ def _without_markers(graph: GraphModule) -> list[Collective]:
 
 def _explained(reason: str, error: Exception) -> str:
     package = Path(__file__).parents[2]
-    line = innermost_line(error, [str(package), str(Path(torch.__file__).parent), str(Path(optree.__file__).parent)])
+    others = [str(Path(str(module.__file__)).parent) for module in (torch, optree, contextlib)]
+    line = innermost_line(error, [str(package), *others])
     where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""
     return f"compile: this step cannot be recorded as one graph.\n{where}{reason}"
 
@@ -163,4 +174,9 @@ _RANDOM = (
     "Here random numbers are drawn again in backward, by a torch.utils.checkpoint whose function draws some (dropout): "
     "in a graph they would be other ones than in forward. Leave the random part out of what is checkpointed, or do not "
     "compile."
+)
+_GENERATOR = (
+    "Here a generator is seeded, or random numbers are drawn from one of the program's own: a graph draws from torch's "
+    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it. fs.randn_like "
+    "has a seed as argument."
 )

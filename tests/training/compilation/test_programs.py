@@ -1,0 +1,312 @@
+"""What a recorded step may contain: it is right, or it is refused with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import Ranks, gloo, on_each, simulated
+
+WIDTH = 33
+Step = Callable[[fs.Sharded, Tensor], Any]
+tree_map: Any = optree.tree_map
+
+
+class Net(nn.Module):
+    """Blocks with dropout, behind checkpoints or not."""
+
+    def __init__(self, dropout: float = 0.0, checkpoints: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_(0, 0.3, generator=generator)
+        self.dropout, self.checkpoints = nn.Dropout(dropout), checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            one = lambda x, block=block: self.dropout(block(x).tanh())  # noqa: E731
+            x = checkpoint(one, x, use_reentrant=False) if self.checkpoints else one(x)
+        return x
+
+
+def rows(mesh: fs.Mesh, seed: int) -> Tensor:
+    return mesh.split(torch.randn(4 * mesh.size, WIDTH, generator=torch.Generator().manual_seed(seed)))
+
+
+def of(mesh: fs.Mesh, net: nn.Module, **plan: Any) -> tuple[fs.Sharded, Callable[..., Tensor]]:
+    """Parameters, and a loss of them."""
+    layout = fs.plan(net, mesh, **plan)
+    dtype = torch.bfloat16 if "precision" in plan else torch.float32
+
+    def loss(params: fs.Sharded, x: Tensor, gather: Any = fs.gather) -> Tensor:
+        return functional_call(net, gather(params), (x.to(dtype),)).float().square().mean()
+
+    return fs.shard(net, layout), loss
+
+
+def plain(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net())
+    return params, fs.grad_and_value(loss)
+
+
+def dropout(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net(dropout=0.5))
+    return params, fs.grad_and_value(loss)
+
+
+def bfloat16(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net(), precision=fs.MixedPrecision(torch.bfloat16, torch.float32))
+    return params, fs.grad_and_value(loss)
+
+
+def frozen(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    params, loss = of(mesh, net)
+    return params, fs.grad_and_value(loss)
+
+
+def gathered_at_once(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net())
+    return params, fs.grad_and_value(lambda p, x: loss(p, x, lambda p: fs.gather(p, lazy=False)))
+
+
+def kept_for_backward(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net(), reshard_after_forward=False)
+    return params, fs.grad_and_value(loss)
+
+
+def encoded(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net())
+    return params, fs.grad_and_value(lambda p, x: loss(p, x, lambda p: fs.gather(p, codec=fs.codecs.int8())))
+
+
+def encoded_gradients(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    net = Net()
+    params, _ = of(mesh, net)
+
+    def step(params: fs.Sharded, x: Tensor) -> Any:
+        full = fs.gather(params, lazy=False)
+        grads = torch.func.grad(lambda full: functional_call(net, full, (x,)).square().mean())(dict(full))
+        return fs.codecs.scatter_encoded_grads(full | grads, codec=fs.codecs.int8())
+
+    return params, step
+
+
+def loss_scale(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net())
+    scale = fs.LossScale.dynamic()
+
+    def step(params: fs.Sharded, x: Tensor) -> Any:
+        state = scale.init(params)
+        grads = fs.grad(lambda p: scale.scale(loss(p, x), state))(params)
+        grads, finite = scale.unscale(grads, state)
+        return scale.select(finite, tree_map(torch.sub, params, grads), params), scale.update(state, finite)
+
+    return params, step
+
+
+def microbatches(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, loss = of(mesh, Net())
+
+    def step(params: fs.Sharded, x: Tensor) -> Any:
+        first, second = (fs.grad(loss)(params, part) for part in x.chunk(2))
+        return tree_map(torch.add, first, second)
+
+    return params, step
+
+
+def vectors(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    params, _ = of(mesh, Net())
+    return params, lambda p, x: (fs.vdot(p, fs.randn_like(p, 3)), fs.global_norm(p))
+
+
+def buffers(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    params, _ = of(mesh, net)
+    given = dict(net.named_buffers())
+    return params, lambda p, x: fs.apply(net, p, given, x)
+
+
+def checkpoints(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    net = Net(checkpoints=True)
+    params, _ = of(mesh, net)
+    return params, fs.grad_and_value(lambda p, x: fs.call(net, p, x).square().mean())
+
+
+def random_checkpoints(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
+    net = Net(dropout=0.5, checkpoints=True)
+    params, _ = of(mesh, net)
+    return params, fs.grad_and_value(lambda p, x: fs.call(net, p, x).square().mean())
+
+
+def compare(mesh: fs.Mesh, make: Callable[[fs.Mesh], tuple[fs.Sharded, Step]], backend: str, atol: float) -> None:
+    params, fn = make(mesh)
+    step = mesh.spmd(fn)
+    compiled = fs.compile(step, backend=backend)
+    compiled(params, rows(mesh, 0))
+    torch.manual_seed(mesh.rank if not mesh.is_simulated else 0)
+    expected = step(params, rows(mesh, 1))
+    torch.manual_seed(mesh.rank if not mesh.is_simulated else 0)
+    assert_trees_close(compiled(params, rows(mesh, 1)), expected, rtol=0, atol=atol)
+
+
+ON_ALL = [plain, dropout, bfloat16, frozen, gathered_at_once, kept_for_backward, loss_scale, microbatches, vectors]
+WITH_CODECS = [encoded, encoded_gradients]
+KINDS = [*simulated(2), *gloo(2)]
+
+
+@pytest.mark.parametrize("make", [*ON_ALL, *WITH_CODECS, buffers], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
+def test_a_replay_is_bitwise_the_step(ranks: Ranks, make: Any) -> None:
+    ranks.run(compare, make, "replay", 0.0)
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_replay_recomputes_what_is_checkpointed(ranks: Ranks) -> None:
+    ranks.run(compare, checkpoints, "replay", 0.0)
+
+
+@pytest.mark.parametrize("make", [*ON_ALL, buffers], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
+def test_a_graph_for_a_compiler_gives_the_numbers_of_the_step(ranks: Ranks, make: Any) -> None:
+    ranks.run(compare, make, "aot_eager", 1e-5)
+
+
+@on_each(gloo(2))
+def test_a_module_of_its_own_buffers_counts_each_call_once(mesh: fs.Mesh) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    params, loss = of(mesh, net)
+    compiled = fs.compile(fs.grad(loss), backend="replay")
+    for i in range(1, 4):
+        compiled(params, rows(mesh, i))
+        assert dict(net.named_buffers())["1.num_batches_tracked"] == i
+
+
+def refused(mesh: fs.Mesh, what: str) -> str:
+    net = Net()
+    params, loss = of(mesh, net)
+    steps: dict[str, Step] = {
+        ".item()": lambda p, x: loss(p, x).item(),
+        "an if": lambda p, x: p if loss(p, x) > 0 else x,
+        "a mask": lambda p, x: x[x > 0],
+        "numpy": lambda p, x: loss(p, x).detach().numpy(),
+        "its own generator": lambda p, x: torch.randn(3, generator=torch.Generator().manual_seed(0)),
+        "a seed": lambda p, x: torch.manual_seed(0) and torch.randn(3),
+        "a plan": lambda p, x: fs.plan(net, mesh) and x,
+        "a checkpoint that draws": random_checkpoints(mesh)[1],
+    }
+    x = rows(mesh, 0)
+    with pytest.raises((NotImplementedError, TypeError)) as error:
+        fs.compile(steps[what], backend="replay")(params, x)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (".item()", "Here a value of a tensor is read"),
+        ("an if", "torch.where and arithmetic work on all values"),
+        ("a mask", "or a shape depends on values"),
+        ("numpy", "read it outside of the step"),
+        ("its own generator", "Draw before the step"),
+        ("a seed", "a generator is seeded"),
+        ("a plan", "is done before, outside of what is compiled"),
+        ("a checkpoint that draws", "drawn again in backward"),
+    ],
+)
+def test_what_a_graph_cannot_have_is_refused_on_every_rank(what: str, words: str) -> None:
+    for text in gloo(2)[0].run(refused, what):
+        assert words in text
+
+
+def test_a_refusal_shows_the_line_of_the_program() -> None:
+    for text in gloo(2)[0].run(refused, ".item()"):
+        assert "test_programs.py" in text
+        assert "loss(p, x).item()" in text
+
+
+@pytest.mark.parametrize("make", WITH_CODECS, ids=lambda make: make.__name__)
+def test_codecs_are_refused_by_compilers(make: Any) -> None:
+    mesh = fs.simulated_mesh(2)
+    params, fn = make(mesh)
+    with pytest.raises(NotImplementedError, match="backend='replay'"):
+        fs.compile(mesh.spmd(fn), backend="aot_eager")(params, rows(mesh, 0))
+
+
+def other_collectives(mesh: fs.Mesh) -> str:
+    params, loss = of(mesh, Net())
+    both = lambda p, x: (loss(p, x), fs.global_norm(p))  # noqa: E731
+    step = both if mesh.rank else lambda p, x: (loss(p, x), fs.all_finite(p))
+    with pytest.raises(RuntimeError) as error:
+        fs.compile(step, backend="replay")(params, rows(mesh, 0))
+    return str(error.value)
+
+
+def test_ranks_that_record_different_programs_learn_the_first_difference() -> None:
+    for text in gloo(2)[0].run(other_collectives):
+        assert "compile: the ranks disagree. First difference:" in text
+        assert "rank 0: 3: psum of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float" in text
+
+
+def test_a_number_that_changes_is_recorded_once_and_a_shape_each_time() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def step(x: Tensor, lr: float, power: int) -> Tensor:
+        seen.append(tuple(x.shape))
+        return (x * lr) ** power
+
+    compiled = fs.compile(step, backend="replay")
+    for lr in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(torch.ones(3), lr, 2), (torch.ones(3) * lr) ** 2)
+    assert len(seen) == 1
+    assert torch.equal(compiled(torch.ones(3), 0.1, 3), (torch.ones(3) * 0.1) ** 3)
+    compiled(torch.ones(4), 0.1, 2)
+    compiled(torch.ones(4), 0.7, 2)
+    assert seen == [(3,), (3,), (4,)]
+
+
+def test_many_recordings_warn_with_what_changes() -> None:
+    compiled, x = fs.compile(lambda x, i: x * i, backend="replay"), torch.ones(2)
+    for i in range(8):
+        compiled(x, i)
+    with pytest.warns(UserWarning, match=r"recording 9 of one step.*changed: 'args\[1\]'"):
+        compiled(x, 8)
+
+
+def test_inside_of_a_transform_it_is_the_step_itself() -> None:
+    compiled = fs.compile(lambda x: x.sin().sum(), backend="replay")
+    x = torch.arange(3.0)
+    assert torch.equal(torch.func.grad(compiled)(x), x.cos())
+    (gradient,) = torch.autograd.grad(compiled(x.requires_grad_()), x)
+    assert torch.equal(gradient, x.detach().cos())
+    assert compiled.schedules == []
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"got 'inductr'.*did you mean 'inductor'"):
+        fs.compile(lambda x: x, backend="inductr")
+    with pytest.raises(TypeError, match="only backend='inductor' has options"):
+        fs.compile(lambda x: x, backend="replay", max_autotune=True)
+
+
+def test_inputs_that_share_memory_are_told_from_those_that_do_not() -> None:
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return b * 2
+
+    compiled, x = fs.compile(step, backend="replay"), torch.zeros(2)
+    assert torch.equal(compiled(x, x), torch.full((2,), 2.0))
+    assert torch.equal(compiled(torch.zeros(2), torch.zeros(2)), torch.zeros(2))
+    assert len(compiled.schedules) == 2

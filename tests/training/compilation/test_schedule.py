@@ -1,0 +1,176 @@
+"""The schedule of a recorded step is that of the lazy gather, and a compiler keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx import GraphModule
+
+import functorch_shard as fs
+from functorch_shard.communication.collective import START, WAIT
+from tests.benchmarks.workloads import WORKLOADS
+from tests.support.ranks import gloo, simulated
+
+BLOCKS, UNITS = 8, 12  # of the GPT: embed, position, the blocks, norm, head
+
+
+class Graphs:
+    """A backend of ``fs.compile`` that keeps the graphs that it was given and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphModule] = []
+
+    def __call__(self, graph: GraphModule, inputs: Sequence[Tensor]) -> Any:
+        self.graphs.append(graph)
+        return graph
+
+
+def step_of_gpt(mesh: fs.Mesh) -> tuple[Any, list[Any]]:
+    """A step of the benchmark's GPT of 27 million parameters with AdamW, and its arguments."""
+    work = WORKLOADS["gpt"]
+    torch.manual_seed(0)
+    model = work.model()
+    params = fs.shard(model, fs.plan(model, mesh))
+    opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
+
+    def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return work.loss(functional_call(model, fs.gather(params), (x,)), y)
+
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, value = fs.grad_and_value(loss)(params, x, y)
+        return *opt.step(params, grads=grads, state=state, donate=True), value
+
+    return step, [params, opt.init(params), *work.batch(mesh.rank, 1)]
+
+
+def gpt_on_this_rank(mesh: fs.Mesh) -> dict[str, Any]:
+    step, args = step_of_gpt(mesh)
+    graphs = Graphs()
+    compiled = fs.compile(step, backend=graphs)
+    compiled(*args)
+    (schedule,) = compiled.schedules
+    layout = args[0].layout
+    return {
+        "graphs": len(graphs.graphs),
+        "events": [
+            (e.what, e.collective and e.collective.kind, e.collective and e.collective.key, e.alive)
+            for e in schedule.events
+        ],
+        "gathers": schedule.number("all_gather"),
+        "reductions": schedule.number("psum_scatter"),
+        "unused": sum(node.target is START and not node.users for node in graphs.graphs[0].graph.nodes),
+        "largest": max(4 * sum(b.numel for b in unit.buffers) for unit in layout.units),
+        "whole": 4 * sum(b.numel for b in layout.buffers.values()),
+        "peak": schedule.peak,
+        "table": str(schedule),
+    }
+
+
+@cache
+def gpt() -> dict[str, Any]:
+    return gloo(2)[0].run(gpt_on_this_rank)[0]
+
+
+def test_a_step_is_one_graph_that_gathers_twice_and_reduces_each_unit_once() -> None:
+    """Every unit in forward; in backward the blocks again, but for the last, which is whole still."""
+    assert gpt()["graphs"] == 1
+    assert gpt()["gathers"] == UNITS + BLOCKS - 1
+    assert gpt()["reductions"] == UNITS
+
+
+def test_every_start_is_waited_for_once() -> None:
+    starts = [event[1:3] for event in gpt()["events"] if event[0] == "start"]
+    waits = [event[1:3] for event in gpt()["events"] if event[0] == "wait"]
+    assert sorted(starts) == sorted(waits)
+    assert gpt()["unused"] == 0
+
+
+def test_a_unit_is_started_before_the_one_in_use_has_computed() -> None:
+    """In forward, there is a computation between the start and the wait of each block but the first two."""
+    events = gpt()["events"]
+    forward = events[: next(i for i, event in enumerate(events) if event[1] == "psum_scatter")]
+    for block in range(2, BLOCKS):
+        place = [i for i, event in enumerate(forward) if event[2] == f"blocks.{block}"]
+        between = forward[place[0] + 1 : place[1]]
+        assert "compute" in [event[0] for event in between], block
+
+
+def test_the_graph_never_holds_all_units() -> None:
+    """At most a few units, their gradients and activations are alive at a time: fs.grad frees them as it goes on."""
+    assert gpt()["peak"] < gpt()["whole"]
+    assert gpt()["largest"] < gpt()["peak"] < 6 * gpt()["largest"] + 40e6  # 40 MB: activations and shards of gradients
+
+
+def test_the_table_has_a_row_for_each_start_and_wait() -> None:
+    table = gpt()["table"]
+    assert sum(line.startswith("start") for line in table.splitlines()) == 2 * UNITS + BLOCKS - 1
+    assert f"{UNITS + BLOCKS - 1} all_gather, {UNITS} psum_scatter; inputs " in table.splitlines()[-1]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = F.relu(block(x))
+        return x
+
+
+def compiled_by_inductor(mesh: fs.Mesh) -> tuple[list[Tensor], list[Tensor], str]:
+    """Losses of ten steps of AdamW, eagerly and by inductor, and the code that it made."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    model = Two()
+    params = fs.shard(model, fs.plan(model, mesh))
+    opt = fs.optimizer(torch.optim.AdamW, lr=1e-2)
+
+    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(model, fs.gather(params), (x,)).square().mean()
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, lr: float) -> Any:
+        grads, value = fs.grad_and_value(loss)(params, x)
+        grads, _ = fs.clip_by_global_norm(grads, 1.0)
+        return *opt.step(params, grads=grads, state=state, lr=lr), value
+
+    def losses(each: Any) -> list[Tensor]:
+        now, seen = (params, opt.init(params)), []
+        for i in range(10):
+            x = mesh.split(torch.randn(3 * mesh.size, 64, generator=torch.Generator().manual_seed(i)))
+            *now, value = each(*now, x, 0.01 / (i + 1))
+            seen.append(value)
+        return [*seen, *now[0].values()]
+
+    got, code = run_and_get_code(losses, fs.compile(step))
+    return got, losses(step), "\n".join(code)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
+def test_inductor_trains_as_the_eager_step_does() -> None:
+    for ranks in (*simulated(4), *gloo(2)):
+        for got, expected, _ in ranks.run(compiled_by_inductor):
+            for a, b in zip(got, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_inductor_keeps_products_between_the_start_of_a_gather_and_its_wait() -> None:
+    """In forward: a start that was put just before its wait would overlap nothing."""
+    *_, code = gloo(2)[0].run(compiled_by_inductor)[0]
+    kinds = {str(START): "start", str(WAIT): "wait", "extern_kernels.addmm(": "product"}
+    lines = [line for line in code[code.index("def call(") :].splitlines() if not line.strip().startswith("#")]
+    marks = [kind for line in lines for mark, kind in kinds.items() if f" {mark}" in line or f"{mark}(" in line]
+    forward = marks[: 3 * len(Two().blocks)]
+    assert sorted(forward) == sorted(["start", "wait", "product"] * len(Two().blocks))
+    starts, waits = ([i for i, mark in enumerate(forward) if mark == kind] for kind in ("start", "wait"))
+    for start, wait in [*zip(starts, waits, strict=True)][1:]:
+        assert "product" in forward[start:wait], forward
