@@ -100,6 +100,15 @@ class Compiled:
         increment_version([inputs[i] for i in recording.written])
         return recording.result(computed, inputs)
 
+    def trace(self, *args: Any, **kwargs: Any) -> Schedule:
+        """What a call with these arguments would do, without doing it: events, bytes alive and traffic.
+
+        Arguments may be on the meta device: no numbers are needed. Nothing is computed, kept or communicated, so ranks
+        are not compared.
+        """
+        leaves, treedef = flatten((args, kwargs))
+        return schedule_of(record(self._step, leaves, treedef, self._backend != "replay"))
+
     @property
     def schedules(self) -> list[Schedule]:
         """What each recording does, in the order of recording; ``print`` shows a table."""

@@ -60,6 +60,14 @@ class Schedule:
         """How many collectives of a kind one rank issues."""
         return sum(op.kind == kind for op in self.collectives)
 
+    def traffic(self, axes: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
+        """What one rank sends over axes of these sizes, ``mesh.axes``, as ``communication.Counter`` counts it."""
+        total: dict[tuple[str, str], Traffic] = {}
+        for op in self.collectives:
+            one = Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, axes[op.axis]))
+            total[op.axis, op.kind] = total.get((op.axis, op.kind), Traffic()) + one
+        return total
+
     def __str__(self) -> str:
         rows = [_row(event) for event in self.events]
         kinds = dict.fromkeys(op.kind for op in self.collectives)
@@ -136,12 +144,3 @@ def _tensors(node: Node) -> list[Tensor]:
 
 def _bytes(nodes: Iterable[Node]) -> int:
     return sum({key: size for node in nodes for key, size in _storages(node).items()}.values())
-
-
-def traffic(schedule: Schedule, sizes: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
-    """The collectives of one run by axis and kind, as ``fs.communication.Counter`` counts them, without times."""
-    total: dict[tuple[str, str], Traffic] = {}
-    for op in schedule.collectives:
-        one = Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, sizes[op.axis]))
-        total[op.axis, op.kind] = total.get((op.axis, op.kind), Traffic()) + one
-    return total

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 import functorch_shard as fs
 from functorch_shard.communication.collective import START, WAIT
 from tests.benchmarks.workloads import WORKLOADS
-from tests.support.ranks import gloo, simulated
+from tests.support.ranks import HYBRID, gloo, on_each, simulated
 
 BLOCKS, UNITS = 8, 12  # of the GPT: embed, position, the blocks, norm, head
 
@@ -174,3 +174,22 @@ def test_inductor_keeps_products_between_the_start_of_a_gather_and_its_wait() ->
     starts, waits = ([i for i, mark in enumerate(forward) if mark == kind] for kind in ("start", "wait"))
     for start, wait in [*zip(starts, waits, strict=True)][1:]:
         assert "product" in forward[start:wait], forward
+
+
+@on_each([*simulated(3, HYBRID), *gloo(2, HYBRID)])
+def test_a_trace_tells_the_traffic_of_a_call_without_a_call(mesh: fs.Mesh) -> None:
+    counter = fs.communication.Counter()
+    mesh, model = mesh.with_backend(counter), Two()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x = mesh.split(torch.zeros(2 * mesh.size, 64))
+    step = mesh.spmd(fs.grad(lambda p, x: functional_call(model, fs.gather(p), (x,)).square().mean()))
+    compiled = fs.compile(step, backend="replay")
+    traced = compiled.trace(params, x)
+    assert compiled.schedules == []
+    before = {key: counter[key] for key in traced.traffic(mesh.axes)}
+    compiled(params, x)
+    for key, expected in traced.traffic(mesh.axes).items():
+        numbers = [getattr(counter[key], name) - getattr(before[key], name) for name in ("number", "nbytes", "sent")]
+        assert numbers == [expected.number, expected.nbytes, expected.sent]
+    assert compiled.schedules == [traced]
+    assert traced.number("psum_scatter") == len(model.blocks)
