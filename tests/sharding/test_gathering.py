@@ -1,4 +1,4 @@
-"""shard and gather invert each other, and gradients through them are those of the unsharded model."""
+"""shard and gather invert each other; what they send, what they never write to, and what they refuse."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.refusals import refused
 
@@ -63,66 +62,6 @@ def test_packed_shards_have_the_smallest_equal_size(tree: dict[str, Tensor], num
     params = fs.shard(tree, fs.plan(tree, fs.simulated_mesh(num_ranks), align_bytes=0))
     for key, buffer in params.layout.buffers.items():
         assert params[key].shape == (num_ranks, math.ceil(sum(slot.numel for slot in buffer.slots) / num_ranks))
-
-
-TASKS = [(num_ranks, task) for num_ranks in RANKS for task in ON_RANK]
-
-
-@pytest.mark.parametrize(("num_ranks", "task"), TASKS, ids=str)
-def test_every_derivative_is_that_of_the_unsharded_model(num_ranks: int, task: str) -> None:
-    check({"shard": num_ranks}, task, "mean")
-
-
-@pytest.mark.parametrize("task", ON_RANK)
-@pytest.mark.parametrize(
-    "axes", [{"replicate": 2, "shard": 3}, {"shard": 3, "replicate": 2}, {"replicate": 3}], ids=str
-)
-def test_replicas_and_shards_average_over_all_ranks(axes: dict[str, int], task: str) -> None:
-    check(axes, task, "mean")
-
-
-@pytest.mark.parametrize("task", ON_RANK)
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-def test_the_sum_reduction_is_the_gradient_of_the_sum(axes: dict[str, int], task: str) -> None:
-    check(axes, task, "sum")
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"units": [["inp", "out"], ["blocks"]]},
-        {"units": 1},
-        {"units": 10**9, "align_bytes": 0},
-        {"ignored": ["blocks.0", "scale"]},
-        {"labels": lambda name, p: "no_decay" if p.ndim < 2 else None, "align_bytes": 64},
-    ],
-    ids=["lists", "one parameter each", "one unit, packed", "whole", "labels"],
-)
-@pytest.mark.parametrize(
-    "task", ["grad through gather", "fs.grad", "reverse over reverse", "forward over scatter_grads"]
-)
-def test_layouts_do_not_change_derivatives(options: dict[str, Any], task: str) -> None:
-    check({"replicate": 2, "shard": 2}, task, "mean", **options)
-
-
-def check(axes: dict[str, int], task: str, reduction: str, **options: Any) -> None:
-    mesh = fs.simulated_mesh(axes)
-    data = Data(mesh.size)
-    actual = on_mesh(mesh, data, [task], reduction=reduction, **options)[task]
-    if task in LOCAL:
-        actual = optree.tree_map(lambda rows: rows.flatten(0, len(axes) - 1), actual)
-    else:
-        actual = whole_of(actual, axes)
-    assert_trees_close(
-        dict(actual) if isinstance(actual, dict) else actual, expected(task, data, reduction), rtol=1e-10, atol=1e-10
-    )
-
-
-def whole_of(rows: fs.Sharded, axes: dict[str, int]) -> dict[str, Tensor]:
-    order = ["replicate", "shard"] if list(axes) == ["shard", "replicate"] else list(axes)
-    if order != list(axes):  # replicas first
-        rows = fs.Sharded({key: x.transpose(0, 1) for key, x in rows.items()}, rows.layout)
-    return whole(rows, axes.get("replicate", 1))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -311,28 +250,6 @@ def test_a_mesh_axis_that_nothing_reduces_over_is_refused() -> None:
 def test_gathering_in_an_integer_dtype_is_refused() -> None:
     params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
     assert "expected a floating-point dtype" in refused(fs.gather, params, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_training_steps_are_differentiated_through_with_the_sum_reduction(num_ranks: int) -> None:
-    # MAML and gradient penalties: the sum over ranks of losses divided by the ranks, an exact map at every order
-    mesh, model = fs.simulated_mesh(num_ranks), two_layers().double()
-    params = fs.shard(model, fs.plan(model, mesh, reduction="sum"))
-    x, y = torch.randn(2 * num_ranks, 5).double(), torch.randn(2 * num_ranks, 3).double()
-
-    def adapted(p: Any, x: Tensor, y: Tensor) -> Tensor:
-        loss = lambda p: loss_of(model, fs.gather(p), x, y) / mesh.size  # noqa: E731
-        inner: Any = optree.tree_map(lambda a, b: a - 0.1 * b, p, fs.grad(loss)(p))
-        penalty = sum((g**2).sum() for g in fs.gather(fs.grad(loss)(p)).values()) / mesh.size
-        return loss(inner) + penalty
-
-    def unsharded(p: Any) -> Tensor:
-        grads = torch.func.grad(lambda p: loss_of(model, p, x, y))(p)
-        return loss_of(model, {n: p[n] - 0.1 * grads[n] for n in p}, x, y) + sum((g**2).sum() for g in grads.values())
-
-    actual = mesh.spmd(lambda p, x, y: fs.grad(adapted)(p, x, y))(params, *mesh.split((x, y)))
-    values = {name: p.detach() for name, p in model.named_parameters()}
-    assert_trees_close(dict(fs.gather(actual)), torch.func.grad(unsharded)(values), rtol=1e-10, atol=1e-10)
 
 
 def test_materialized_tensors_own_their_memory() -> None:
