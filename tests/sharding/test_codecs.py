@@ -1,7 +1,8 @@
-"""Encoded gathers and reductions on simulated ranks: values, derivatives, bytes, and what a codec may not do."""
+"""Encoded gathers: values, derivatives and bytes on simulated and on gloo ranks, and what a codec may not do."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,43 +13,15 @@ from torch.func import grad, jvp, vmap
 import functorch_shard as fs
 from functorch_shard.collectives.codecs import decode_rows, encode_rows
 from functorch_shard.testing import assert_trees_close, count_collectives
-from functorch_shard.training.finite import all_finite
+from tests.support.coding import AXES, CODECS, values
 from tests.support.odd_shards import FORMS
+from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated
 from tests.support.refusals import refused
 
-CODECS = {
-    "int8": fs.codecs.int8(),
-    "int8 in blocks of 3": fs.codecs.int8(3),
-    "float8": fs.codecs.float8(),
-    "float8_e5m2": fs.codecs.float8(7, torch.float8_e5m2),
-}
 # The largest error, as a part of the largest magnitude in a block.
 WORST = {"int8": 1 / 254, "int8 in blocks of 3": 1 / 254, "float8": 1 / 16, "float8_e5m2": 1 / 8}
-AXES: list[dict[str, int]] = [
-    {"shard": 1},
-    {"shard": 2},
-    {"shard": 3},
-    {"shard": 8},
-    {"replicate": 2, "shard": 2},
-    {"shard": 3, "replicate": 2},
-    {"replicate": 3},
-]
 every_mesh = pytest.mark.parametrize("axes", AXES, ids=str)
 every_codec = pytest.mark.parametrize("name", CODECS)
-
-
-def values() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    return {
-        "a.w": draw(17, 31),
-        "a.n": torch.tensor([3, 2**20 + 1]),
-        "a.z": torch.complex(draw(3), draw(3)),
-        "b.w": draw(700).double(),
-        "b.half": draw(5).bfloat16(),
-        "c.s": draw(()),
-        "c.none": draw(0, 4),
-    }
 
 
 def decoded(params: fs.Sharded, codec: Any) -> dict[str, Tensor]:
@@ -96,8 +69,12 @@ def test_derivatives_are_those_of_the_plain_gather_at_the_decoded_values(axes: d
     def loss(full: dict[str, Tensor], x: Tensor) -> Tensor:
         return ((x @ full["a.w"]).square().mean() + full["c.s"] ** 3).square()
 
-    coded = lambda p, x: loss(fs.gather(p, codec=codec), x)  # noqa: E731
-    plain = lambda p, x: loss(fs.gather(p), x)  # noqa: E731
+    def coded(p: fs.Sharded, x: Tensor) -> Tensor:
+        return loss(fs.gather(p, codec=codec), x)
+
+    def plain(p: fs.Sharded, x: Tensor) -> Tensor:
+        return loss(fs.gather(p), x)
+
     at = fs.shard(fs.gather(params, codec=codec), layout)  # shards whose plain gather is the decoded one
     direction = fs.shard({name: torch.randn_like(v) for name, v in given.items()}, layout)
     for derivative in (
@@ -110,144 +87,98 @@ def test_derivatives_are_those_of_the_plain_gather_at_the_decoded_values(axes: d
     ):
         got = mesh.spmd(derivative(coded))(params, direction, x)
         assert_trees_close(got, mesh.spmd(derivative(plain))(at, direction, x))
-    outside = lambda p: loss(fs.gather(p, codec=codec), x.flatten(0, -2))  # noqa: E731
-    expected = grad(lambda p: loss(fs.gather(p), x.flatten(0, -2)))(at)
-    assert_trees_close(grad(outside)(params), expected)
+    rows = x.flatten(0, -2)  # outside spmd
+    assert_trees_close(grad(coded)(params, rows), grad(plain)(at, rows))
 
 
-def test_the_encoded_form_of_a_shard_is_all_that_is_sent() -> None:
-    mesh = fs.simulated_mesh(4)
+def counted(mesh: fs.Mesh) -> list[tuple[str, int]]:
     given = {"w": torch.randn(1000, 101)}
     params = fs.shard(given, fs.plan(given, mesh))
     with count_collectives() as seen:
-        mesh.spmd(lambda p: fs.gather(p, codec=CODECS["int8"])["w"])(params)
-    numel = -(-1000 * 101 // 4)
-    (one,) = seen.issued
-    assert (one.kind, one.nbytes) == ("all_gather", -(-(numel + 4 * -(-numel // 256)) // 16) * 16)
-    assert one.nbytes <= 0.26 * 4 * numel
+        mesh.spmd(fs.grad(lambda p: (fs.gather(p, codec=CODECS["int8"])["w"] ** 2).sum()))(params)
+    return [(c.kind, c.nbytes) for c in seen.issued]
 
 
-def scattered(axes: dict[str, int], codec: Any, steps: int, reduction: Any = "mean") -> Any:
-    """Gradients of every step, the plain ones, and what is owed at the end."""
-    mesh = fs.simulated_mesh(axes)
-    layout = fs.plan({n: x for n, x in values().items() if n != "a.n"}, mesh, reduction=reduction)
+@pytest.mark.parametrize("ranks", [*simulated(4), *gloo(2, 3, HYBRID)], ids=str)
+def test_the_encoded_form_of_a_shard_is_all_that_is_sent(ranks: Ranks) -> None:
+    numel = -(-1000 * 101 // ranks.axes["shard"])
+    for issued in ranks.run(counted):
+        gathers = [nbytes for kind, nbytes in issued if kind == "all_gather"]
+        assert len(gathers) in (1, 2)  # real ranks may gather again in backward
+        assert set(gathers) == {-(-(numel + 4 * -(-numel // 256)) // 16) * 16}
+        assert gathers[0] <= 0.26 * 4 * numel
+
+
+def elementwise(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, codec: Any, lazy: bool | None) -> Tensor:
+    """A loss for which one rank at a time computes the same bits as all of them side by side."""
+    full = fs.gather(params, frozen, codec=codec, lazy=lazy)
+    return torch.stack([(full[name].double() * x[0]).square().sum() for name in ("a.w", "b.w", "c.s")]).sum()
+
+
+def results(mesh: fs.Mesh, lazy: bool | None) -> list[dict[str, Any]]:
+    """For each codec: parameters, gradients, per-sample gradients, two encoded reductions with what is owed."""
+    params, frozen = fs.partition(fs.shard(values(), fs.plan(values(), mesh)))
+    torch.manual_seed(1)
+    x = rows_of(mesh, torch.randn(mesh.size, 2).double())
+
+    def of_codec(codec: Any) -> dict[str, Any]:
+        loss = partial(elementwise, codec=codec, lazy=lazy)
+        each = vmap(grad(loss), (None, None, 0))
+        return {
+            "values": mesh.spmd(lambda p, f: dict(fs.materialize(fs.gather(p, f, codec=codec))))(params, frozen),
+            "fs.grad": dict(mesh.spmd(fs.grad(loss))(params, frozen, x)),
+            "vmap": dict(mesh.spmd(lambda p, f, x: each(p, f, x[:, None]))(params, frozen, x)),
+            "reduced": reductions(mesh, codec),
+        }
+
+    return [of_codec(codec) for codec in CODECS.values()]
+
+
+def reductions(mesh: fs.Mesh, codec: Any) -> list[dict[str, Tensor]]:
+    layout = fs.plan({name: x for name, x in values().items() if x.is_floating_point()}, mesh)
     error, results = None, []
-    for step in range(steps):
+    for step in range(2):
         torch.manual_seed(step)
-        grads = {n: torch.randn(*axes.values(), *s.shape, dtype=s.dtype) for n, s in layout.slots.items()}
-        got, error = fs.codecs.scatter_encoded_grads(grads, codec, error, layout)
-        results.append((got, fs.scatter_grads(grads, layout)))
-    return layout, results, error
+        mine = rows_of(mesh, {n: torch.randn(mesh.size, *s.shape, dtype=s.dtype) for n, s in layout.slots.items()})
+        reduced, error = mesh.spmd(lambda g, e: fs.codecs.scatter_encoded_grads(g, codec, e, layout))(mine, error)
+        results += [dict(reduced), error]
+    return results
 
 
-@every_mesh
-@every_codec
-def test_encoded_reductions_lose_nothing_for_good(name: str, axes: dict[str, int]) -> None:
-    """All that was ever returned, and what every rank still owes, is all that was ever given."""
-    layout, results, error = scattered(axes, CODECS[name], 3)
-    num = len(axes)
-    for key, buffer in layout.buffers.items():
-        if not buffer.numel:
-            continue
-        exact = buffer.num_shards == 1 or not buffer.dtype.is_floating_point
-        assert (key not in error) == exact
-        if exact:
-            assert all(torch.equal(got[key], plain[key]) for got, plain in results)
-            continue
-        returned, given = (torch.stack([both[i][key].double() for both in results]).sum(0) for i in (0, 1))
-        assert not torch.equal(returned, given) or buffer.parameter_numel < 9
-        still = fs.scatter_grads(
-            unpacked(error[key], buffer, layout), layout.select({k: k == key for k in layout.buffers})
-        )
-        tolerance = 1e-5 if buffer.dtype != torch.bfloat16 else 0.1
-        torch.testing.assert_close(returned + still[key].double(), given, rtol=tolerance, atol=tolerance)
-        assert error[key].shape == (*axes.values(), buffer.numel)
-        assert num == error[key].ndim - 1
+@pytest.mark.parametrize("ranks", gloo(2, 3, HYBRID), ids=str)
+def test_gloo_ranks_lazily_or_at_once_compute_bitwise_what_simulated_ranks_do(ranks: Ranks) -> None:
+    expected = ranks.simulated.run(results, None)
+    for lazy in (None, False):
+        assert_trees_close(ranks.run(results, lazy), expected, rtol=0, atol=0)
 
 
-def unpacked(flat: Tensor, buffer: Any, layout: fs.Layout) -> dict[str, Tensor]:
-    return {s.name: flat[..., s.offset : s.end].view(*flat.shape[:-1], *s.shape) for s in buffer.slots}
-
-
-def test_sums_are_of_what_each_rank_sent_in_rank_order() -> None:
-    codec = CODECS["int8 in blocks of 3"]
-    layout, ((got, _),), error = scattered({"shard": 3}, codec, 1, "sum")
+def trained(mesh: fs.Mesh, lazy: bool | None) -> list[Tensor]:
+    """Losses of a deep model whose units are freed and gathered again, encoded, in backward."""
     torch.manual_seed(0)
-    grads = {n: torch.randn(3, *s.shape, dtype=s.dtype) for n, s in layout.slots.items()}
-    buffer = layout.buffers["a/float32"]
-    whole = torch.zeros(3, buffer.numel)
-    whole[:, : 17 * 31] = grads["a.w"].flatten(1)
-    through = torch.stack([torch.cat([codec.decode(codec.encode(part)) for part in row.chunk(3)]) for row in whole])
-    assert torch.equal(got["a/float32"].flatten(), (through[0] + through[1]) + through[2])
-    assert torch.equal(error["a/float32"], whole - through)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(33, 33), torch.nn.Tanh()) for _ in range(5)])
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, losses = rows_of(mesh, torch.randn(mesh.size, 4, 33)), []
+
+    @mesh.spmd
+    def step(p: fs.Sharded, x: Tensor) -> tuple[fs.Sharded, Tensor]:
+        def loss(p: fs.Sharded) -> Tensor:
+            full = fs.gather(p, codec=CODECS["int8"], lazy=lazy)
+            return torch.func.functional_call(model, full, (x,)).square().mean()
+
+        return fs.grad_and_value(loss)(p)
+
+    for _ in range(4):
+        grads, value = step(params, x)
+        params = fs.Sharded({k: v - 0.5 * grads[k] for k, v in params.items()}, params.layout)
+        losses.append(value)
+    return losses
 
 
-def test_encoded_reductions_move_the_bytes_of_the_codec() -> None:
-    mesh = fs.simulated_mesh(4)
-    layout = fs.plan({"w": torch.zeros(1000, 101)}, mesh)
-    with count_collectives() as seen:
-        fs.codecs.scatter_encoded_grads({"w": torch.randn(4, 1000, 101)}, CODECS["int8"], layout=layout)
-    (one,) = seen.issued
-    assert one.kind == "all_to_all"
-    assert one.nbytes <= 0.26 * 4 * 1000 * 101
-
-
-def test_encoded_gradients_of_half_precision_are_added_up_in_float32() -> None:
-    mesh = fs.simulated_mesh(2)
-    layout = fs.plan({"w": torch.zeros(1)}, mesh, reduction="sum", precision=fs.MixedPrecision(torch.bfloat16))
-    grads, _ = fs.codecs.scatter_encoded_grads(
-        {"w": torch.tensor([[256.0], [1.0]]).bfloat16()}, CODECS["int8"], layout=layout
-    )
-    assert grads["(root)"].flatten()[0] == 257.0
-
-
-def recovery(mesh: fs.Mesh) -> list[tuple[list[bool], bool]]:
-    """Per step: whether gradients are finite on each rank, and whether what is owed is; rank 1 alone overflows."""
-    layout, error, told = fs.plan({"w": torch.zeros(7)}, mesh), None, []
-    for bad in (None, torch.inf, -torch.inf, torch.nan, None, None):
-        rows = torch.tensor([[127.0, 1.4, 0.3, 5.0, 0.0, -1.0, 0.6]]) * torch.arange(1, mesh.size + 1)[:, None]
-        if bad is not None:
-            rows[1, 0] = bad
-        mine = rows if mesh.is_simulated else rows[mesh.rank]
-        reduce = lambda g, e: fs.codecs.scatter_encoded_grads({"w": g}, fs.codecs.int8(block=4), e, layout)  # noqa: E731
-        grads, error = mesh.spmd(reduce)(mine, error)
-        finite = mesh.spmd(all_finite)(grads)
-        told.append((finite.flatten().tolist(), all(bool(x.isfinite().all()) for x in error.values())))
-    return told
-
-
-def test_error_feedback_recovers_from_an_overflow_that_the_gradients_still_show() -> None:
-    assert recovery(fs.simulated_mesh(2)) == [([bad] * 2, True) for bad in (True, False, False, False, True, True)]
-
-
-def test_what_was_owed_before_an_overflow_is_owed_after_it() -> None:
-    mesh = fs.simulated_mesh(2)
-    layout, codec = fs.plan({"w": torch.zeros(4)}, mesh, reduction="sum"), fs.codecs.int8(block=2)
-    reduce = lambda rows, error: fs.codecs.scatter_encoded_grads({"w": rows}, codec, error, layout)  # noqa: E731
-    _, before = reduce(torch.tensor([[127.0, 1.4, 127.0, 1.3], [127.0, 0.2, 127.0, 0.1]]), None)
-    overflow = torch.tensor([[torch.inf, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    grads, after = reduce(overflow, before)
-    assert grads["(root)"].isfinite().tolist() == [[False, False], [True, True]]
-    assert torch.equal(after["(root)"][0, :2], before["(root)"][0, :2])
-    _, given = reduce(torch.ones(2, 4), {"(root)": torch.full((2, 4), torch.nan)})  # as an older program left it
-    assert torch.equal(given["(root)"], torch.zeros(2, 4))
-
-
-def test_encoded_reductions_know_per_sample_gradients_and_refuse_derivatives() -> None:
-    mesh = fs.simulated_mesh(2)
-    layout = fs.plan({"w": torch.zeros(5)}, mesh)
-    rows = torch.randn(2, 3, 5)
-    of = lambda g: fs.codecs.scatter_encoded_grads({"w": g}, CODECS["int8"], layout=layout)  # noqa: E731
-    batched, error = mesh.spmd(vmap(of))(rows)
-    for i in range(3):
-        alone, owed = mesh.spmd(of)(rows[:, i])
-        assert torch.equal(batched["(root)"][:, i], alone["(root)"])
-        assert torch.equal(error["(root)"][:, i], owed["(root)"])
-    for derivative in (
-        lambda g: grad(lambda g: of(g)[0]["(root)"].sum())(g),
-        lambda g: jvp(lambda g: of(g)[0]["(root)"], (g,), (g,)),
-    ):
-        assert "a reduction of encoded gradients has no derivative" in refused(mesh.spmd(derivative), rows[:, 0])
+@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2, 3, HYBRID)], ids=str)
+def test_encoded_units_that_are_gathered_again_train_bitwise_like_those_that_stay(ranks: Ranks) -> None:
+    for losses, plain in zip(ranks.run(trained, None), ranks.run(trained, False), strict=True):
+        assert_trees_close(losses, plain, rtol=0, atol=0)
+        assert losses[-1] < losses[0]
 
 
 @every_codec
@@ -324,23 +255,6 @@ def test_blocks_have_a_size() -> None:
     for wrong in (0, -1, 1.5, None):
         for make in (fs.codecs.int8, fs.codecs.float8):
             assert refused(make, wrong) == f"ValueError: block: got {wrong!r}, expected a positive number of elements"
-
-
-def test_an_error_that_does_not_fit_is_refused() -> None:
-    mesh = fs.simulated_mesh(2)
-    layout = fs.plan({"a.w": torch.zeros(5), "b.w": torch.zeros(3)}, mesh)
-    grads = {"a.w": torch.zeros(2, 5), "b.w": torch.zeros(2, 3)}
-    refuse = lambda error: refused(fs.codecs.scatter_encoded_grads, grads, CODECS["int8"], error, layout)  # noqa: E731
-    assert refuse({"a": torch.zeros(2, 5), "c": torch.zeros(2, 4)}) == (
-        "ValueError: scatter_encoded_grads: error: 3 problems\n  'b': missing\n  'c': not in the layout\n"
-        "  'a': got (5,), expected (6,)\nPass what the last call returned for this layout, or None."
-    )
-    assert refuse(3).startswith("TypeError: scatter_encoded_grads: error: got int, expected what the last call")
-    assert refused(
-        fs.codecs.scatter_encoded_grads,
-        fs.shard({"a.w": torch.zeros(5), "b.w": torch.zeros(3)}, layout),
-        CODECS["int8"],
-    ).startswith("TypeError: scatter_encoded_grads: got a Sharded")
 
 
 @pytest.mark.parametrize("form", sorted(FORMS))
