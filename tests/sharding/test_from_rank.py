@@ -1,4 +1,4 @@
-"""shard from the values of one rank: bitwise those, whatever the others hold."""
+"""shard from the values of one rank: bitwise those, whatever the others hold, and an error comes on all of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
-from tests.support.refusals import refused
+from tests.support.ranks import HYBRID, Ranks, gloo, rows_of
+from tests.support.refusals import refused, text_of
 
 AXES: list[dict[str, int]] = [
     {"shard": 1},
@@ -47,12 +49,8 @@ def test_inside_spmd_the_values_of_one_rank_are_taken_for_all_bitwise(axes: dict
         right["scale"] = torch.tensor(-0.0).double()  # which a sum with zeros would lose
         right["inp.bias"] = torch.full((7,), torch.inf).double()
         garbage = {n: torch.full_like(x, torch.nan) if x.is_floating_point() else ~x for n, x in right.items()}
-        rows = {
-            name: torch.stack([right[name] if r == rank else x for r in range(mesh.size)])
-            for name, x in garbage.items()
-        }
-        stacked = {name: x.unflatten(0, tuple(axes.values())) for name, x in rows.items()}
-        taken = mesh.spmd(lambda source, rank=rank: fs.shard(source, layout, from_rank=rank))(stacked)
+        rows = {n: torch.stack([right[n] if r == rank else x for r in range(mesh.size)]) for n, x in garbage.items()}
+        taken = mesh.spmd(lambda source, rank=rank: fs.shard(source, layout, from_rank=rank))(rows_of(mesh, rows))
         expected = fs.shard(right, layout)
         for key, x in expected.items():
             assert torch.equal(as_bytes(taken[key]), as_bytes(x)), key
@@ -107,3 +105,93 @@ def test_the_source_is_checked_as_without() -> None:
     with torch.device("meta"):
         model = awkward()
     assert "on the meta device, without values" in refused(fs.shard, model, layout, from_rank=1)
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.complex64, torch.complex128, torch.int64, torch.int16, torch.uint8, torch.uint16, torch.bool),
+]
+
+
+def of_every_dtype() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return {f"m{i}.w": (9 * torch.randn(3, 5)).to(dtype) for i, dtype in enumerate(DTYPES)}
+
+
+def garbage(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.full(x.shape, 77).to(x.dtype) for name, x in tensors.items()}
+
+
+CASES: dict[str, Any] = {
+    "awkward": (lambda: values_of(awkward()), {}),
+    "whole": (lambda: values_of(awkward()), {"ignored": ["blocks", "mask"]}),
+    "dtypes": (of_every_dtype, {"ignored": ["m1.w", "m4.w", "m6.w", "m12.w"]}),
+}
+
+
+def each_case_from_each_rank(mesh: fs.Mesh) -> dict[int, dict[str, int]]:
+    """The collectives by which the first case comes from each rank; what comes is compared here."""
+    sent: dict[int, dict[str, int]] = {}
+    for case, (make, options) in CASES.items():
+        layout = fs.plan(make(), mesh, **options)
+        expected = fs.shard(make(), layout)
+        for source in range(mesh.size):
+            others: Any
+            for others in (None, garbage(make()), 3):
+                with count_collectives() as seen:
+                    params = fs.shard(make() if mesh.rank == source else others, layout, from_rank=source)
+                for key, x in expected.items():
+                    assert params[key].dtype == x.dtype
+                    assert torch.equal(as_bytes(params[key]), as_bytes(x)), (case, source, others, key)
+                if case == "awkward":
+                    sent[source] = dict(seen.by_kind)
+    return sent
+
+
+@pytest.mark.parametrize("ranks", gloo(2, HYBRID, {"shard": 2, "replicate": 2}, {"replicate": 2}), ids=str)
+def test_every_rank_gets_its_shard_of_the_values_of_one(ranks: Ranks) -> None:
+    """What the others hold instead may be nothing, other values, or no model."""
+    axes = dict(ranks.axes)
+    num_buffers = len(fs.plan(values_of(awkward()), fs.simulated_mesh(axes)).buffers)
+    for rank, sent in enumerate(ranks.run(each_case_from_each_rank)):
+        for source in range(ranks.size):
+            told = {"exchange": len(axes)}  # whether all ranks are well
+            assert sent[source] == told | expected_counts(axes, rank, source, num_buffers)
+
+
+def expected_counts(axes: dict[str, int], rank: int, source: int, num_buffers: int) -> dict[str, int]:
+    """A scatter beside the source, and a broadcast to the copies."""
+    if len(axes) == 1:
+        return {"scatter" if "shard" in axes else "broadcast": num_buffers}
+    beside = rank // 2 == source // 2 if list(axes) == ["replicate", "shard"] else rank % 2 == source % 2
+    return {**({"scatter": num_buffers} if beside else {}), "broadcast": num_buffers}
+
+
+def errors(mesh: fs.Mesh) -> list[str]:
+    model = two_layers()
+    layout, mine = fs.plan(model, mesh), mesh.rank == 1
+    wrong = {**dict(model.named_parameters()), "0.bias": torch.zeros(3)}
+    told = [
+        text_of(lambda: fs.shard(wrong if mine else None, layout, from_rank=1)),
+        text_of(lambda: fs.shard(None, layout, from_rank=1)),
+        text_of(lambda: fs.shard(model, layout, from_rank=2)),
+        text_of(lambda: fs.shard(model, layout, from_rank=mesh.rank)),
+    ]
+    dist.barrier()  # nobody is left behind
+    return told
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_what_is_wrong_on_the_source_is_told_on_every_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(errors)
+    assert second[0].startswith("ValueError: shard: 1 problem\n  '0.bias': got shape (3,)")
+    assert first[0].startswith(
+        "RuntimeError: shard failed on rank 1, so no rank can go on. There:\nValueError: shard: 1"
+    )
+    assert second[1].startswith("TypeError: source: got NoneType")
+    assert "failed on rank 1" in first[1]
+    assert first[2] == second[2]
+    assert "got 2, expected 0 <= from_rank < 2" in first[2]
+    assert first[3] == second[3]
+    assert "rank 0: from_rank=0" in first[3]
+    assert "rank 1: from_rank=1" in first[3]

@@ -16,7 +16,8 @@ from functorch_shard.communication import gloo
 from functorch_shard.communication.gloo import SOCKET_LIMIT
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.testing import run_ranks
-from tests.support.live_bytes import LiveBytes, settle
+from tests.support.live_bytes import LiveBytes, settle, settle_scatters
+from tests.support.models import on_meta
 
 RANKS, UNITS, WIDTH, SAMPLES = 2, 6, 256, 16
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of a weight and a bias in float32: nothing else is nearly as large
@@ -40,6 +41,10 @@ def loss_between_marks(live: LiveBytes, i: int, model: nn.Module, parameters: An
     return loss
 
 
+def loss_of_shards(params: fs.Sharded, live: LiveBytes, i: int, model: nn.Module, x: Tensor) -> Tensor:
+    return loss_between_marks(live, i, model, lambda: fs.gather(params), x)
+
+
 def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
     gloo.SOCKET_LIMIT = SOCKET_LIMITS[way]
@@ -55,8 +60,7 @@ def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
         state = opt.init(params)
         for i, x in enumerate(samples):
             live.mark(f"step {i}")
-            loss = lambda p, i=i, x=x: loss_between_marks(live, i, model, lambda: fs.gather(p), x)  # noqa: E731
-            grads, value = fs.grad_and_value(loss)(params)
+            grads, value = fs.grad_and_value(loss_of_shards)(params, live, i, model, x)
             live.mark(f"update {i}")
             params, state = opt.step(params, grads=grads, state=state, donate=True)
             live.mark(f"updated {i}")
@@ -131,3 +135,40 @@ def test_a_donated_step_allocates_no_buffer(optimizer: str) -> None:
     """Counters and step sizes only: less than 1 KB for 0.8 MB of parameters, and from the first step with state on."""
     for live in training(optimizer, "sockets"):
         assert max(sum(live.allocations(f"update {i}", f"updated {i}")) for i in range(1, STEPS)) < 1000
+
+
+def sharded_from_rank_0() -> LiveBytes:
+    mesh = fs.init_mesh()
+    layout = fs.plan(model_of_equal_units(), mesh)
+    model = model_of_equal_units() if mesh.rank == 0 else None
+    settle_scatters()
+    with LiveBytes() as live:
+        live.mark("start")
+        params = fs.shard(model, layout, from_rank=0)
+        live.mark("end")
+    assert len(params) == UNITS
+    return live
+
+
+def test_only_the_rank_with_the_values_holds_more_than_its_shards_and_that_is_one_unit() -> None:
+    source, receiver = (live.growth("start", "end") for live in run_ranks(sharded_from_rank_0, RANKS))
+    shards = UNITS * UNIT // RANKS
+    assert shards <= receiver < shards + 3000  # what is said about errors
+    assert shards <= source < shards + UNIT + 3000
+
+
+def initialised_on_this_rank() -> LiveBytes:
+    model = on_meta(model_of_equal_units)
+    layout = fs.plan(model, fs.init_mesh())
+    with LiveBytes() as live:
+        live.mark("start")
+        params = fs.init_params(model, layout)
+        live.mark("end")
+    assert len(params) == UNITS
+    return live
+
+
+def test_a_rank_that_initializes_holds_its_shards_and_one_unit() -> None:
+    for live in run_ranks(initialised_on_this_rank, RANKS):
+        shards = UNITS * UNIT // RANKS
+        assert shards <= live.growth("start", "end") < shards + UNIT + 20_000  # the state of the random numbers, twice

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+import functorch_shard as fs
 
 
 class Norm(nn.Module):
@@ -69,3 +74,14 @@ def loss_of(model: nn.Module, parameters: dict[str, Tensor], x: Tensor, y: Tenso
 def two_layers(sizes: tuple[int, int, int] = (5, 7, 3), seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.GELU(), nn.Linear(sizes[1], sizes[2]))
+
+
+def on_meta(make: Callable[[], nn.Module]) -> Any:
+    """A module without values."""
+    with torch.device("meta"):
+        return make()
+
+
+def initialized(model: nn.Module, seed: int = 0) -> fs.Full:
+    """Whole parameters for a module without values."""
+    return fs.gather(fs.init_params(model, fs.plan(model, fs.simulated_mesh(1)), seed=seed))
