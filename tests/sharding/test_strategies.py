@@ -1,8 +1,9 @@
-"""The strategies of FSDP by their names: what each is here, its gradients, and every collective of a step."""
+"""The strategies of FSDP by their names, on simulated and on gloo ranks: gradients, and every collective of a step."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,26 +12,25 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
-from tests.support.models import awkward, loss_of
+from tests.support.models import awkward, equal_units, loss_of
+from tests.support.ranks import Ranks, gloo, on_each, simulated
 
 # kind, axis, bytes of the operand of one rank
 Traffic = Counter[tuple[str, str, int]]
 
-GRIDS: list[dict[str, int]] = [
-    {"replicate": 2, "shard": 2},
-    {"shard": 2, "replicate": 2},
-    {"replicate": 2, "shard": 4},
-    {"shard": 4, "replicate": 2},
-]
-every_grid = pytest.mark.parametrize("axes", GRIDS, ids=str)
+SQUARES: list[dict[str, int]] = [{"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}]
+GRIDS = [*simulated(*SQUARES, {"replicate": 2, "shard": 4}, {"shard": 4, "replicate": 2}), *gloo(*SQUARES)]
+COPIES = [*simulated(*({"replicate": n} for n in (2, 4, 8))), *gloo({"replicate": 4})]
+every_grid = pytest.mark.parametrize("ranks", GRIDS, ids=str)
+every_number = pytest.mark.parametrize("ranks", [*simulated(2, 4, 8), *gloo(4)], ids=str)
 RESHARD = {"HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
 
 
 def samples(num_ranks: int) -> tuple[Tensor, Tensor]:
     """A global batch, in which every rank's part is another."""
     generator = torch.Generator().manual_seed(3)
-    draw = lambda n: torch.randn(2 * num_ranks, n, generator=generator, dtype=torch.float64)  # noqa: E731
-    return draw(5), draw(3)
+    x, y = (torch.randn(2 * num_ranks, n, generator=generator, dtype=torch.float64) for n in (5, 3))
+    return x, y
 
 
 def unsharded(num_ranks: int) -> dict[str, Tensor]:
@@ -47,7 +47,10 @@ def halves(mesh: fs.Mesh, **options: Any) -> tuple[nn.Module, fs.Sharded, fs.Sha
     return model, *fs.partition(fs.shard(model, fs.plan(model, mesh, **options)))
 
 
-def step(mesh: fs.Mesh, **options: Any) -> tuple[dict[str, Tensor], CollectiveCounter, fs.Layout, fs.Layout]:
+Step = tuple[dict[str, Tensor], CollectiveCounter, fs.Layout, fs.Layout]
+
+
+def step(mesh: fs.Mesh, options: dict[str, Any]) -> Step:
     """Whole gradients of one step, its collectives, and the layouts of what is trained and what is not."""
     model, params, frozen = halves(mesh, **options)
 
@@ -58,7 +61,7 @@ def step(mesh: fs.Mesh, **options: Any) -> tuple[dict[str, Tensor], CollectiveCo
     batch = mesh.split(samples(mesh.size))
     with count_collectives() as seen:
         grads = gradients(params, frozen, *batch)
-    return dict(fs.gather(grads, lazy=False)), seen, params.layout, frozen.layout
+    return fs.gather(grads, lazy=False), seen, params.layout, frozen.layout
 
 
 def traffic(seen: CollectiveCounter) -> Traffic:
@@ -67,65 +70,118 @@ def traffic(seen: CollectiveCounter) -> Traffic:
 
 def once(kind: str, axis: str, layout: fs.Layout, *, shards: bool) -> Traffic:
     """One collective for each buffer, on shards of it or on the whole."""
-    numel = lambda buffer: buffer.shard_numel if shards else buffer.numel  # noqa: E731
-    return Counter((kind, axis, numel(b) * b.dtype.itemsize) for b in layout.buffers.values())
+    buffers = layout.buffers.values()
+    return Counter((kind, axis, (b.shard_numel if shards else b.numel) * b.dtype.itemsize) for b in buffers)
+
+
+@cache
+def steps(ranks: Ranks, **options: Any) -> list[Step]:
+    return ranks.run(step, options)
 
 
 def assert_gradients(actual: dict[str, Tensor], num_ranks: int) -> None:
     assert_trees_close(actual, unsharded(num_ranks), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_full_shard_is_a_mesh_with_the_axis_shard(num_ranks: int) -> None:
-    grads, seen, trained, frozen = step(fs.simulated_mesh({"shard": num_ranks}))
-    assert_gradients(grads, num_ranks)
+def assert_traffic(ranks: Ranks, of: Step) -> None:
+    """Every buffer is gathered, reduced once inside and its shard all-reduced across."""
+    _, seen, trained, frozen = of
     gathers = once("all_gather", "shard", trained, shards=True) + once("all_gather", "shard", frozen, shards=True)
-    assert traffic(seen) == gathers + once("psum_scatter", "shard", trained, shards=False)
+    gathers = gathers if trained.num_shards > 1 else Counter()
+    gathered = Counter({one: count for one, count in traffic(seen).items() if one[0] == "all_gather"})
+    assert traffic(seen) - gathered == reductions(trained)
+    if ranks.real and trained.reshard_after_forward:  # some of them again in backward
+        assert gathered.keys() == gathers.keys()
+    else:
+        assert gathered == gathers
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_shard_grad_op_is_a_plan_that_does_not_reshard_after_forward(num_ranks: int) -> None:
-    mesh = fs.simulated_mesh({"shard": num_ranks})
-    grads, seen, trained, _ = step(mesh, reshard_after_forward=False)
-    assert not trained.reshard_after_forward
-    assert_gradients(grads, num_ranks)
-    assert traffic(seen) == traffic(step(mesh)[1])  # simulated ranks keep what they gather anyway
-    assert_trees_close(grads, step(mesh)[0], rtol=0, atol=0)
+@every_number
+def test_full_shard_is_a_mesh_with_the_axis_shard(ranks: Ranks) -> None:
+    for one in steps(ranks):
+        assert_gradients(one[0], ranks.size)
+        assert_traffic(ranks, one)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_no_shard_is_a_mesh_with_the_axis_replicate_only(num_ranks: int) -> None:
-    mesh = fs.simulated_mesh({"replicate": num_ranks})
-    grads, seen, trained, _ = step(mesh)
-    assert all(buffer.num_shards == 1 for buffer in trained.buffers.values())
-    assert_gradients(grads, num_ranks)
-    assert traffic(seen) == once("psum", "replicate", trained, shards=False)  # DDP: an all-reduce, and no gather
+@every_number
+def test_shard_grad_op_is_a_plan_that_does_not_reshard_after_forward(ranks: Ranks) -> None:
+    for kept, again in zip(steps(ranks, reshard_after_forward=False), steps(ranks), strict=True):
+        assert not kept[2].reshard_after_forward
+        assert_gradients(kept[0], ranks.size)
+        assert_traffic(ranks, kept)
+        assert_trees_close(kept[0], again[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", COPIES, ids=str)
+def test_no_shard_is_a_mesh_with_the_axis_replicate_only(ranks: Ranks) -> None:
+    for one in steps(ranks):
+        grads, seen, trained, _ = one
+        assert all(buffer.num_shards == 1 for buffer in trained.buffers.values())
+        assert_gradients(grads, ranks.size)
+        assert_traffic(ranks, one)
+        assert traffic(seen) == once("psum", "replicate", trained, shards=False)  # DDP: an all-reduce, and no gather
 
 
 @every_grid
 @pytest.mark.parametrize("strategy", RESHARD)
-def test_hybrid_shard_reduces_inside_and_all_reduces_the_shard_across(strategy: str, axes: dict[str, int]) -> None:
+def test_hybrid_shard_reduces_inside_and_all_reduces_the_shard_across(strategy: str, ranks: Ranks) -> None:
     """``HYBRID_SHARD`` and ``_HYBRID_SHARD_ZERO2``: both axes, in either order."""
-    mesh = fs.simulated_mesh(axes)
-    grads, seen, trained, frozen = step(mesh, reshard_after_forward=RESHARD[strategy])
-    assert_gradients(grads, mesh.size)
-    gathers = once("all_gather", "shard", trained, shards=True) + once("all_gather", "shard", frozen, shards=True)
-    inside = once("psum_scatter", "shard", trained, shards=False)
-    across = once("psum", "replicate", trained, shards=True)
-    assert traffic(seen) == gathers + inside + across
-    for key, buffer in trained.buffers.items():  # and in this order
-        assert first(seen, "psum_scatter", buffer.numel) < first(seen, "psum", buffer.shard_numel), key
+    for one in steps(ranks, reshard_after_forward=RESHARD[strategy]):
+        grads, seen, trained, _ = one
+        assert_gradients(grads, ranks.size)
+        assert_traffic(ranks, one)
+        for key, buffer in trained.buffers.items():  # and in this order
+            assert first(seen, "psum_scatter", buffer.numel) < first(seen, "psum", buffer.shard_numel), key
 
 
 def first(seen: CollectiveCounter, kind: str, numel: int) -> int:
     return [(one.kind, one.numel) for one in seen.issued].index((kind, numel))
 
 
-@every_grid
-def test_axes_may_have_any_names(axes: dict[str, int]) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("ranks", gloo(4, {"replicate": 4}, *SQUARES), ids=str)
+def test_simulated_ranks_have_the_same_gradients(ranks: Ranks, reshard: bool) -> None:
+    options = {"reshard_after_forward": reshard}
+    for real, row in zip(steps(ranks, **options), steps(ranks.simulated, **options), strict=True):
+        assert_trees_close(real[0], row[0], rtol=1e-12, atol=1e-14)
+
+
+KINDS = {"shard": ("all_gather", "psum_scatter"), "replicate": ("psum",)}
+
+
+def units_in_order(mesh: fs.Mesh, reshard: bool) -> list[tuple[str, str, int]]:
+    """Kind, axis and unit of every collective of one step on real ranks."""
+    model = equal_units()
+    layout = fs.plan(model, mesh, reshard_after_forward=reshard)
+    params, x = fs.shard(model, layout), torch.randn(3, 5, dtype=torch.float64)
+    with count_collectives() as seen:
+        fs.grad(lambda p: torch.func.functional_call(model, fs.gather(p), (x,)).square().sum())(params)
+    units = {n * 8: int(b.key) for b in layout.buffers.values() for n in (b.numel, b.shard_numel)}
+    assert len(units) == len(model) * (2 if layout.num_shards > 1 else 1)
+    return [(one.kind, one.axis, units[one.nbytes]) for one in seen.issued]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("ranks", gloo(4, {"replicate": 4}, *SQUARES), ids=str)
+def test_units_are_gathered_again_in_backward_only_by_those_that_reshard(ranks: Ranks, reshard: bool) -> None:
+    forward = list(range(len(equal_units())))
+    for issued in ranks.run(units_in_order, reshard):
+        units: dict[tuple[str, str], list[int]] = {}
+        for kind, axis, unit in issued:
+            units.setdefault((kind, axis), []).append(unit)
+        assert set(units) == {(kind, axis) for axis in ranks.axes for kind in KINDS[axis]}
+        if "shard" in ranks.axes:
+            assert units["all_gather", "shard"] == forward + [2, 1, 0] * reshard
+            assert units["psum_scatter", "shard"] == forward[::-1]
+        if "replicate" in ranks.axes:
+            assert sorted(units["psum", "replicate"]) == forward
+
+
+@pytest.mark.parametrize("ranks", [one for one in GRIDS if not one.real], ids=str)
+def test_axes_may_have_any_names(ranks: Ranks) -> None:
     names = {"shard": "fsdp", "replicate": "dp"}
-    mesh = fs.simulated_mesh({names[name]: size for name, size in axes.items()})
-    grads, seen, trained, _ = step(mesh, shard_axis="fsdp", replicate_axis="dp")
+    mesh = fs.simulated_mesh({names[name]: size for name, size in ranks.axes.items()})
+    grads, seen, trained, _ = step(mesh, {"shard_axis": "fsdp", "replicate_axis": "dp"})
     assert_gradients(grads, mesh.size)
     assert traffic(seen) >= once("psum", "dp", trained, shards=True)
     assert {one.axis for one in seen.issued} == {"fsdp", "dp"}
@@ -157,7 +213,23 @@ def assert_full_precision_is_forced(params: fs.Sharded) -> None:
     assert_exactly(summon(params), STORED)
 
 
-def assert_written_back(params: fs.Sharded) -> None:
+STORES = [*GRIDS, *gloo(4, {"replicate": 4})]
+
+
+def inside(mesh: fs.Mesh) -> dict[str, Tensor]:
+    assert_full_precision_is_forced(half(mesh))
+    return mesh.spmd(lambda p: dict(summon(p)))(half(mesh))
+
+
+@pytest.mark.parametrize("ranks", STORES, ids=str)
+def test_rebuild_full_params_with_force_full_precision_names_the_stored_dtype(ranks: Ranks) -> None:
+    for summoned in ranks.run(inside):
+        assert_trees_close(summoned, STORED, rtol=0, atol=0)
+
+
+@on_each(STORES)
+def test_summon_full_params_is_a_gather_of_stored_values_and_its_write_back_is_shard(mesh: fs.Mesh) -> None:
+    params = half(mesh)
     full = summon(params)
     with count_collectives() as seen:
         again = fs.shard(full | EDITS, full.layout)
@@ -166,33 +238,15 @@ def assert_written_back(params: fs.Sharded) -> None:
     assert_exactly(summon(params), STORED)
 
 
-def assert_volatile(params: fs.Sharded) -> None:
+@on_each(STORES)
+def test_a_volatile_summon_full_params_is_one_that_is_not_sharded_again(mesh: fs.Mesh) -> None:
+    params = half(mesh)
     full = summon(params)
     if params.layout.num_shards == 1:  # what a rank holds whole is not copied to be looked at
         full = fs.materialize(full)
     for x in full.values():
         x.zero_()
     assert_exactly(summon(params), STORED)
-
-
-@every_grid
-def test_rebuild_full_params_with_force_full_precision_names_the_stored_dtype(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    assert_full_precision_is_forced(half(mesh))
-    inside = mesh.spmd(lambda p: dict(summon(p)))(half(mesh))
-    for i in range(mesh.size):
-        row = {name: x.flatten(0, 1)[i] for name, x in inside.items()}
-        assert_trees_close(row, STORED, rtol=0, atol=0)
-
-
-@every_grid
-def test_summon_full_params_is_a_gather_of_stored_values_and_its_write_back_is_shard(axes: dict[str, int]) -> None:
-    assert_written_back(half(fs.simulated_mesh(axes)))
-
-
-@every_grid
-def test_a_volatile_summon_full_params_is_one_that_is_not_sharded_again(axes: dict[str, int]) -> None:
-    assert_volatile(half(fs.simulated_mesh(axes)))
 
 
 def no_sync(mesh: fs.Mesh) -> tuple[dict[str, Tensor], CollectiveCounter, CollectiveCounter, fs.Layout]:
@@ -211,16 +265,15 @@ def no_sync(mesh: fs.Mesh) -> tuple[dict[str, Tensor], CollectiveCounter, Collec
         grads = local(params, frozen, *batch)
     with count_collectives() as reducing:
         shards = mesh.spmd(lambda grads: fs.scatter_grads(grads, params.layout))(grads)
-    return dict(fs.gather(shards, lazy=False)), before, reducing, params.layout
+    return fs.gather(shards, lazy=False), before, reducing, params.layout
 
 
-@pytest.mark.parametrize("axes", [{"shard": 4}, {"replicate": 4}, *GRIDS], ids=str)
-def test_no_sync_is_adding_full_gradients_before_one_scatter_grads(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    grads, before, reducing, trained = no_sync(mesh)
-    assert_gradients(grads, mesh.size)
-    assert set(before.by_kind) <= {"all_gather"}
-    assert traffic(reducing) == reductions(trained)
+@pytest.mark.parametrize("ranks", [*simulated(4, {"replicate": 4}), *STORES], ids=str)
+def test_no_sync_is_adding_full_gradients_before_one_scatter_grads(ranks: Ranks) -> None:
+    for grads, before, reducing, trained in ranks.run(no_sync):
+        assert_gradients(grads, ranks.size)
+        assert set(before.by_kind) <= {"all_gather"}
+        assert traffic(reducing) == reductions(trained)
 
 
 def reductions(trained: fs.Layout) -> Traffic:

@@ -76,6 +76,13 @@ def two_layers(sizes: tuple[int, int, int] = (5, 7, 3), seed: int = 0) -> nn.Seq
     return nn.Sequential(nn.Linear(sizes[0], sizes[1]), nn.GELU(), nn.Linear(sizes[1], sizes[2]))
 
 
+def equal_units() -> nn.Sequential:
+    """Five of nearly one size, none small beside the others, and no two of the same: sizes tell them apart."""
+    torch.manual_seed(0)
+    widths = [12, 13, 14, 15, 16]
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, n), nn.Tanh(), nn.Linear(n, 5)) for n in widths)).double()
+
+
 def on_meta(make: Callable[[], nn.Module]) -> Any:
     """A module without values."""
     with torch.device("meta"):

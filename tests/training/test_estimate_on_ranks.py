@@ -21,7 +21,7 @@ from tests.sharding.test_memory_on_ranks import (
     model_of_equal_units,
     training,
 )
-from tests.sharding.test_strategies_on_ranks import equal_units
+from tests.support.models import equal_units
 
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
 Compared = dict[str, tuple[dict[Any, Traffic], dict[Any, Traffic]]]
