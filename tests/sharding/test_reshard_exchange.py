@@ -1,7 +1,9 @@
-"""Real gloo ranks move parameters between meshes and layouts: every bit, only what moves, and no rank left alone."""
+"""Gloo ranks exchange what moves between meshes and layouts: every bit, nothing else, and no rank is left alone."""
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
 from typing import Any
 
 import optree
@@ -16,9 +18,9 @@ from functorch_shard.layout.transfer_plan import copy_plan
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.freezing import Run, train_in_phases, train_unsharded
 from tests.support.models import awkward, two_layers
-from tests.support.pool import run_ranks
+from tests.support.ranks import HYBRID, Ranks, gloo
+from tests.support.refusals import text_of
 
-GRID = {"replicate": 2, "shard": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "as planned": {},
     "other units and labels": {
@@ -33,10 +35,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def values() -> dict[str, Tensor]:
     """Dtypes that gloo can send, and some that it cannot."""
     torch.manual_seed(0)
-    draw = lambda dtype: (9 * torch.randn(7, 3)).to(dtype)  # noqa: E731
     dtypes = [torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool, torch.int64, torch.uint16]
     return {
-        **{f"a.{i}": draw(dtype) for i, dtype in enumerate(dtypes)},
+        **{f"a.{i}": (9 * torch.randn(7, 3)).to(dtype) for i, dtype in enumerate(dtypes)},
         "b.scalar": torch.tensor(3.0),
         "b.empty": torch.zeros(0, 2),
     }
@@ -51,28 +52,25 @@ def same(a: fs.Sharded, b: fs.Sharded) -> bool:
     return alike and all(torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a)
 
 
-def moves_between(meshes: list[fs.Mesh]) -> dict[str, Any]:
-    """From every layout on every mesh to every other: which ones lost a bit, and which ones sent another amount."""
+Sent = tuple[int, int, int, int]  # bytes and exchanges: counted, planned, counted, planned
+
+
+def moves(mesh: fs.Mesh) -> tuple[list[Any], dict[Any, Sent]]:
+    """From every layout on every mesh to every other: which ones lost a bit, and what each one sent."""
     wrong, sent = [], {}
     for source in (awkward(), values()):
         options = OPTIONS if isinstance(source, nn.Module) else {"as planned": {}}
         layouts = {
-            (m, what): fs.plan(source, mesh, **o) for m, mesh in enumerate(meshes) for what, o in options.items()
+            (m, what): fs.plan(source, one, **o) for m, one in enumerate(meshes(mesh)) for what, o in options.items()
         }
-        for old_name, old in layouts.items():
-            params = fs.shard(source, old)
-            for new_name, new in layouts.items():
-                with count_collectives() as seen:
-                    moved = fs.reshard(params, new)
-                case = (type(source).__name__, old_name, new_name)
-                wrong += [] if same(moved, fs.shard(source, new)) else [case]
-                sent[case] = (
-                    seen.nbytes("send"),
-                    planned_bytes(old, new),
-                    seen["send"],
-                    planned_buffers(old, new),
-                )
-    return {"wrong": wrong, "sent": sent}
+        expected = {name: fs.shard(source, layout) for name, layout in layouts.items()}
+        for (old_name, old), (new_name, new) in product(layouts.items(), repeat=2):
+            with count_collectives() as seen:
+                moved = fs.reshard(expected[old_name], new)
+            case = (type(source).__name__, old_name, new_name)
+            wrong += [] if same(moved, expected[new_name]) else [case]
+            sent[case] = seen.nbytes("send"), planned_bytes(old, new), seen["send"], planned_buffers(old, new)
+    return wrong, sent
 
 
 def moving(old: fs.Layout, new: fs.Layout) -> list[Any]:
@@ -89,24 +87,35 @@ def planned_buffers(old: fs.Layout, new: fs.Layout) -> int:
     return len({copy.key for copy in moving(old, new)})
 
 
-def meshes_of_two() -> list[fs.Mesh]:
-    return [fs.init_mesh(), fs.init_mesh({"replicate": 2}), fs.init_mesh({"shard": 2, "replicate": 1})]
+def meshes(mesh: fs.Mesh) -> list[fs.Mesh]:
+    """Three of these ranks."""
+    axes = (
+        [{"replicate": 2}, {"shard": 2, "replicate": 1}] if mesh.size == 2 else [HYBRID, dict(reversed(HYBRID.items()))]
+    )
+    return [mesh, *map(fs.init_mesh, axes)]
 
 
-def meshes_of_four() -> list[fs.Mesh]:
-    return [fs.init_mesh(), fs.init_mesh(GRID), fs.init_mesh({"shard": 2, "replicate": 2})]
+@cache
+def moved(ranks: Ranks) -> list[tuple[list[Any], dict[Any, Sent]]]:
+    return ranks.run(moves)
 
 
-def move_and_train(num_ranks: int) -> dict[str, Any]:
-    """All that two or four ranks are asked, in one start of the processes."""
-    meshes = meshes_of_two() if num_ranks == 2 else meshes_of_four()
-    return {
-        **moves_between(meshes),
-        "train": train_in_phases(lambda phase: meshes[phase % 2], torch.optim.AdamW, lr=0.01),
-        "unchanged": moved_to_the_same_layout(meshes[0]),
-        "state": carried_state(meshes),
-        "errors": errors(meshes),
-    }
+two_or_four = pytest.mark.parametrize("ranks", gloo(2, 4), ids=str)
+
+
+@two_or_four
+def test_every_bit_arrives_between_any_two_meshes_and_layouts(ranks: Ranks) -> None:
+    for wrong, sent in moved(ranks):
+        assert wrong == []
+        assert len(sent) == (3 * len(OPTIONS)) ** 2 + 9
+
+
+@two_or_four
+def test_only_what_moves_is_sent_in_one_exchange_a_buffer(ranks: Ranks) -> None:
+    for _, sent in moved(ranks):
+        for case, (nbytes, planned, exchanges, buffers) in sent.items():
+            assert (case, nbytes, exchanges) == (case, planned, buffers)
+    assert sum(nbytes for _, sent in moved(ranks) for nbytes, *_ in sent.values()) > 0
 
 
 def moved_to_the_same_layout(mesh: fs.Mesh) -> int:
@@ -116,10 +125,28 @@ def moved_to_the_same_layout(mesh: fs.Mesh) -> int:
     return seen.nbytes("send")
 
 
-def carried_state(meshes: list[fs.Mesh]) -> Any:
+@two_or_four
+def test_nothing_is_sent_to_the_same_layout(ranks: Ranks) -> None:
+    assert ranks.run(moved_to_the_same_layout) == [0] * ranks.size
+
+
+def train(mesh: fs.Mesh) -> Run:
+    there = meshes(mesh)
+    return train_in_phases(lambda phase: there[phase % 2], torch.optim.AdamW, lr=0.01)
+
+
+@two_or_four
+def test_training_freezes_and_thaws_on_changing_meshes_as_in_plain_torch(ranks: Ranks) -> None:
+    reference = train_unsharded(torch.optim.AdamW, lr=0.01)
+    for run in ranks.run(train):
+        assert run.losses == pytest.approx(reference.losses, rel=1e-10, abs=1e-10)
+        assert_trees_close(run.full, reference.full, rtol=1e-10, atol=1e-10)
+
+
+def carried_state(mesh: fs.Mesh) -> Any:
     """Parameters, moments, step counts and None together; there and back."""
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    layouts = [fs.plan(awkward(), mesh, **o) for mesh, o in zip(meshes, OPTIONS.values(), strict=False)]
+    layouts = [fs.plan(awkward(), one, **o) for one, o in zip(meshes(mesh), OPTIONS.values(), strict=True)]
     params = fs.shard(awkward(), layouts[0])
     tree: Any = (*opt.step(params, grads=params, state=opt.init(params)), {"none": mapped(lambda _: None, params)})
     moved: Any = tree
@@ -129,14 +156,20 @@ def carried_state(meshes: list[fs.Mesh]) -> Any:
     return moved[1]["step"]
 
 
-def errors(meshes: list[fs.Mesh]) -> dict[str, str]:
+@two_or_four
+def test_optimizer_state_comes_back_bitwise(ranks: Ranks) -> None:
+    for step in ranks.run(carried_state):
+        assert {x.item() for x in step.values()} == {1.0}
+
+
+def errors(mesh: fs.Mesh) -> dict[str, str]:
     """What this rank is told when the last one does something else than the others."""
     model, last = two_layers(), dist.get_rank() == dist.get_world_size() - 1
-    layout = fs.plan(model, meshes[0])
+    layout, other_mesh = fs.plan(model, mesh), meshes(mesh)[1]
     params = fs.shard(model, layout)
-    stale = on_one_rank(two_layers((5, 8, 3)), meshes[1])
-    other = on_one_rank(model, meshes[1], units=64)
-    planned = on_one_rank(model, meshes[1])
+    stale = on_one_rank(two_layers((5, 8, 3)), other_mesh)
+    other = on_one_rank(model, other_mesh, units=64)
+    planned = on_one_rank(model, other_mesh)
     full = fs.gather(params, lazy=False)
     ema = mapped(lambda x: x + 1, params)
     calls = {
@@ -148,7 +181,7 @@ def errors(meshes: list[fs.Mesh]) -> dict[str, str]:
         "other leaves": (mapped(lambda x: None if last else x, params), planned),
         "a simulated mesh": (params, fs.plan(model, fs.simulated_mesh(4))),
     }
-    return {what: told(*arguments) for what, arguments in calls.items()}
+    return {what: text_of(fs.reshard, *arguments) for what, arguments in calls.items()}
 
 
 def on_one_rank(model: nn.Module, mesh: fs.Mesh, **options: Any) -> fs.Layout:
@@ -156,47 +189,10 @@ def on_one_rank(model: nn.Module, mesh: fs.Mesh, **options: Any) -> fs.Layout:
     return fs.plan(model, fs.simulated_mesh(mesh.axes), **options).on(mesh)
 
 
-def told(tree: Any, layout: Any) -> str:
-    try:
-        fs.reshard(tree, layout)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return run_ranks(move_and_train, request.param, request.param)
-
-
-def test_every_bit_arrives_between_any_two_meshes_and_layouts(answers: list[dict[str, Any]]) -> None:
-    assert [answer["wrong"] for answer in answers] == [[]] * len(answers)
-    assert len(answers[0]["sent"]) == (3 * len(OPTIONS)) ** 2 + 9
-
-
-def test_only_what_moves_is_sent_in_one_exchange_a_buffer(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        for case, (sent, planned, exchanges, buffers) in answer["sent"].items():
-            assert (case, sent, exchanges) == (case, planned, buffers)
-        assert answer["unchanged"] == 0
-    assert sum(sent for answer in answers for sent, *_ in answer["sent"].values()) > 0
-
-
-def test_training_freezes_and_thaws_on_changing_meshes_as_in_plain_torch(answers: list[dict[str, Any]]) -> None:
-    reference = train_unsharded(torch.optim.AdamW, lr=0.01)
-    for answer in answers:
-        run: Run = answer["train"]
-        assert run.losses == pytest.approx(reference.losses, rel=1e-10, abs=1e-10)
-        assert_trees_close(run.full, reference.full, rtol=1e-10, atol=1e-10)
-
-
-def test_optimizer_state_comes_back_bitwise(answers: list[dict[str, Any]]) -> None:
-    for answer in answers:
-        assert {x.item() for x in answer["state"].values()} == {1.0}
-
-
-def test_a_rank_with_a_wrong_layout_gets_an_error_on_all_ranks(answers: list[dict[str, Any]]) -> None:
-    *others, last = [answer["errors"] for answer in answers]
+@two_or_four
+def test_a_rank_with_a_wrong_layout_gets_an_error_on_all_ranks(ranks: Ranks) -> None:
+    results = ranks.run(errors)
+    *others, last = results
     rank = len(others)
     for told_others in others:
         for what in ("a stale layout", "no layout", "a whole tree"):
@@ -208,16 +204,16 @@ def test_a_rank_with_a_wrong_layout_gets_an_error_on_all_ranks(answers: list[dic
     )
     assert "TypeError: reshard: layout: got NoneType" in last["no layout"]
     assert "TypeError: reshard: tree: got a Full" in last["a whole tree"]
-    for answer in answers:
-        assert "the layout on simulated ranks" in answer["errors"]["a simulated mesh"]
+    for told in results:
+        assert "the layout on simulated ranks" in told["a simulated mesh"]
 
 
-def on_a_part_of_the_world() -> list[bool]:
+def on_a_part_of_the_world(world: fs.Mesh) -> list[bool]:
     """Ranks 3, 1, 4 and 2 of five, in meshes of two axes, of one, and in another order."""
     grid = DeviceMesh("cpu", torch.tensor([[1, 2], [3, 4]]), mesh_dim_names=("replicate", "shard"))
     row = DeviceMesh("cpu", torch.tensor([1, 2, 3, 4]), mesh_dim_names=("shard",))
     other = DeviceMesh("cpu", torch.tensor([[1, 3], [2, 4]]), mesh_dim_names=("replicate", "shard"))
-    if dist.get_rank() == 0:
+    if world.rank == 0:
         return []
     model, meshes = awkward(), [fs.Mesh.from_device_mesh(mesh) for mesh in (grid, row, other)]
     assert meshes[0].processes == (1, 2, 3, 4)
@@ -227,21 +223,20 @@ def on_a_part_of_the_world() -> list[bool]:
     return [same(fs.reshard(fs.shard(model, old), new), fs.shard(model, new)) for old, new in pairs]
 
 
-def test_meshes_of_a_part_of_the_world_exchange_among_themselves() -> None:
-    assert run_ranks(on_a_part_of_the_world, 5) == [[], *[[True] * 9] * 4]
+@pytest.mark.parametrize("ranks", gloo(5), ids=str)
+def test_meshes_of_a_part_of_the_world_exchange_among_themselves(ranks: Ranks) -> None:
+    assert ranks.run(on_a_part_of_the_world) == [[], *[[True] * 9] * 4]
 
 
-def shards_on_this_rank() -> Any:
+def stepped(mesh: fs.Mesh, **options: Any) -> Any:
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    params = fs.shard(awkward(), fs.plan(awkward(), fs.init_mesh()))
+    params = fs.shard(awkward(), fs.plan(awkward(), mesh, **options))
     return opt.step(params, grads=params, state=opt.init(params))
 
 
-def test_trees_that_ranks_left_behind_are_read_without_them() -> None:
-    ranks = run_ranks(shards_on_this_rank, 3)  # pickled, as in files
+@pytest.mark.parametrize("ranks", gloo(3), ids=str)
+def test_trees_that_ranks_left_behind_are_read_without_them(ranks: Ranks) -> None:
+    trees = ranks.run(stepped)  # pickled, as in files
     for mesh in (fs.simulated_mesh(2), fs.init_mesh()):
         layout = fs.plan(awkward(), mesh, units=64)
-        opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-        params = fs.shard(awkward(), layout)
-        expected = opt.step(params, grads=params, state=opt.init(params))
-        assert_trees_close(fs.reshard(ranks, layout), expected, rtol=1e-13, atol=1e-16)
+        assert_trees_close(fs.reshard(trees, layout), stepped(mesh, units=64), rtol=1e-13, atol=1e-16)
