@@ -30,12 +30,11 @@ Span = tuple[float, float]
 
 def gradients(mesh: fs.Mesh) -> None:
     """Each rank has the row of the same simulated rank."""
-    data = Data(mesh.size)
-    for task in ON_RANK:
-        mine = on_cpu(on_mesh(mesh, data, [task])[task])
-        rows = on_mesh(fs.simulated_mesh(mesh.size, device="cpu"), data, [task])[task]
-        expected = tree_map(lambda x: x[mesh.rank], rows)
-        assert_trees_close(_plain(mine), _plain(expected), rtol=1e-9, atol=1e-11)
+    data, tasks = Data(mesh.size), list(ON_RANK)
+    rows = on_mesh(fs.simulated_mesh(mesh.size, device="cpu"), data, tasks)
+    for task, mine in on_mesh(mesh, data, tasks).items():
+        expected = tree_map(lambda x: x[mesh.rank], rows[task])
+        assert_trees_close({task: _plain(on_cpu(mine))}, {task: _plain(expected)}, rtol=1e-9, atol=1e-11)
 
 
 def _plain(tree: Any) -> Any:
