@@ -21,7 +21,7 @@ from functorch_shard.sharding.asynchronous import Reductions
 from functorch_shard.sharding.reduction import reduced_and_cast
 from functorch_shard.storage.memory_kind import MemoryKind
 from functorch_shard.testing import assert_trees_close
-from tests.support.pool import run_ranks
+from tests.support.ranks import HYBRID, Ranks, gloo
 
 # Parameters of one buffer each time: awkward ones, and with them more than a small message for each rank.
 SMALL: list[tuple[int, ...]] = [(3, 5), (), (0, 3), (7,), (1,), (17, 31), (0,), (2, 3, 5)]
@@ -76,8 +76,7 @@ def both_ways(grads: Any, layout: fs.Layout) -> tuple[Tensor, Tensor]:
     return reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)
 
 
-def reduce_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]]:
-    mesh = fs.init_mesh(axes)
+def reduced(mesh: fs.Mesh) -> dict[str, tuple[Tensor, Tensor]]:
     return {
         f"{kind}, {reduction}": both_ways(grads_of(kind, mesh.rank), planned(kind, mesh, reduction))
         for kind in KINDS
@@ -86,8 +85,8 @@ def reduce_on_this_rank(axes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor]
 
 
 @cache
-def results(num_ranks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    return run_ranks(reduce_on_this_rank, num_ranks, {"shard": num_ranks})
+def results(ranks: Ranks) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    return ranks.run(reduced)
 
 
 def sum_in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
@@ -102,20 +101,20 @@ def sum_in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
     return (total / (layout.num_ranks / before) if layout.reduction == "mean" else total).to(buffer.dtype)
 
 
-both = pytest.mark.parametrize("num_ranks", [2, 3])
+both = pytest.mark.parametrize("ranks", gloo(2, 3), ids=str)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @both
 @every_kind
-def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, num_ranks: int) -> None:
+def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, ranks: Ranks) -> None:
     for reduction in ("mean", "sum"):
-        layout = planned(kind, fs.simulated_mesh(num_ranks), reduction)
+        layout = planned(kind, fs.simulated_mesh(ranks.size), reduction)
         (buffer,) = layout.buffers.values()
         nbytes = buffer.shard_numel * (KINDS[kind][2] or buffer.dtype).itemsize
         assert (nbytes > SMALL_MESSAGE) == kind.startswith("large")
-        expected = sum_in_rank_order(kind, layout).chunk(num_ranks) if buffer.numel else [torch.zeros(0)] * num_ranks
-        for rank, result in enumerate(results(num_ranks)):
+        expected = sum_in_rank_order(kind, layout).chunk(ranks.size) if buffer.numel else [torch.zeros(0)] * ranks.size
+        for rank, result in enumerate(results(ranks)):
             for total in result[f"{kind}, {reduction}"]:
                 assert total.dtype == buffer.dtype
                 assert torch.equal(total, expected[rank])
@@ -130,11 +129,11 @@ def test_another_order_of_addition_would_show() -> None:
 
 @both
 @every_kind
-def test_padding_of_the_result_is_exactly_zero(kind: str, num_ranks: int) -> None:
-    layout = planned(kind, fs.simulated_mesh(num_ranks))
+def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
+    layout = planned(kind, fs.simulated_mesh(ranks.size))
     (buffer,) = layout.buffers.values()
     for i in range(2):
-        whole = torch.cat([result[f"{kind}, mean"][i] for result in results(num_ranks)])
+        whole = torch.cat([result[f"{kind}, mean"][i] for result in results(ranks)])
         gaps = whole.split(buffer.split_sizes())[1::2]
         assert sum(gap.numel() for gap in gaps) == buffer.numel - buffer.parameter_numel
         for gap in gaps:
@@ -147,16 +146,13 @@ def test_the_awkward_buffers_have_padding() -> None:
         assert sum(size > 0 for size in buffer.split_sizes()[1::2]) > len(LARGE) // 2
 
 
-def copies_on_this_rank() -> dict[str, tuple[Tensor, Tensor]]:
-    return reduce_on_this_rank({"replicate": 2, "shard": 2})
-
-
-def test_sums_over_shards_and_then_over_copies_are_the_same_both_ways_bitwise() -> None:
-    told = run_ranks(copies_on_this_rank, 4)
+@pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)
+def test_sums_over_shards_and_then_over_copies_are_the_same_both_ways_bitwise(ranks: Ranks) -> None:
+    told = results(ranks)
     for kind in KINDS:
         for result in told:
             assert torch.equal(*result[f"{kind}, mean"])
-        (buffer,) = planned(kind, fs.simulated_mesh({"replicate": 2, "shard": 2})).buffers.values()
+        (buffer,) = planned(kind, fs.simulated_mesh(HYBRID)).buffers.values()
         dtype = KINDS[kind][2] or buffer.dtype
         before = 2 if dtype == torch.float16 else 1
         rows = [pack(grads_of(kind, rank), buffer).to(dtype) / before for rank in range(4)]
@@ -167,8 +163,7 @@ def test_sums_over_shards_and_then_over_copies_are_the_same_both_ways_bitwise() 
             assert torch.equal(told[rank][f"{kind}, mean"][0], expected[low : low + buffer.shard_numel])
 
 
-def missing_on_this_rank() -> list[tuple[Tensor, Tensor]]:
-    mesh = fs.init_mesh()
+def missing(mesh: fs.Mesh) -> list[tuple[Tensor, Tensor]]:
     given = {"large": grads_of("large", mesh.rank), "small": grads_of("small", mesh.rank)}
     none = {"p0": None, "p9": None, "p1": None}
     return [
@@ -176,8 +171,9 @@ def missing_on_this_rank() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def test_a_gradient_that_is_none_counts_as_zeros() -> None:
-    told = run_ranks(missing_on_this_rank, 2)
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_gradient_that_is_none_counts_as_zeros(ranks: Ranks) -> None:
+    told = ranks.run(missing)
     for i, kind in enumerate(("large", "small")):
         layout = planned(kind, fs.simulated_mesh(2))
         (buffer,) = layout.buffers.values()
