@@ -17,7 +17,6 @@ from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psu
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
 from tests.support import reference
 from tests.support.programs import PROGRAMS, TRANSFORMS, as_rank, cases
-from tests.support.ranking import dtypes_of
 from tests.support.ranks import Ranks, gloo, rows_of, simulated
 from tests.support.refusals import refused
 
@@ -68,7 +67,10 @@ def test_vmaps_on_both_sides_of_the_ranks_nest(program: str) -> None:
     rows = torch.randn(3, 2, 3, 4, 6, dtype=torch.float64)  # (ranks, outer batch, dim, inner batch, dim)
     inner = mesh.spmd(lambda x: vmap(as_rank(PROGRAMS[program], mesh), in_dims=1)(x))
     actual = vmap(inner, in_dims=1, out_dims=1)(rows)
-    one = lambda i, j: reference.run(PROGRAMS[program], rows[:, i, :, j])  # noqa: E731
+
+    def one(i: int, j: int) -> Tensor:
+        return reference.run(PROGRAMS[program], rows[:, i, :, j])
+
     expected = torch.stack([torch.stack([one(i, j) for j in range(4)], 1) for i in range(2)], 1)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
@@ -181,12 +183,27 @@ def test_booleans_are_counted_and_integers_averaged_in_floating_point() -> None:
     assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(large), torch.full((3,), 200.0))
 
 
-@pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(1), fs.simulated_mesh({"a": 1, "b": 2})], ids=str)
-def test_dtypes_of_results_do_not_depend_on_the_number_of_ranks(mesh: fs.Mesh) -> None:
-    results = dtypes_of(mesh)
-    assert results == dtypes_of(fs.simulated_mesh(2))
-    assert {results[verb, torch.bool] for verb in ("psum", "psum_scatter")} == {torch.int64}
-    assert results["psum", torch.int8] == torch.int8
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64)
+
+
+def dtypes_of(mesh: fs.Mesh) -> dict[tuple[str, torch.dtype], torch.dtype]:
+    """The dtype of each collective's result, by verb and dtype of the operand."""
+    results: dict[tuple[str, torch.dtype], torch.dtype] = {}
+    for verb in ("psum", "pmean", "pmax", "all_gather", "psum_scatter"):
+        collective: Any = getattr(fs.collectives, verb)
+        for dtype in DTYPES:
+            x = torch.ones(mesh.size * mesh.size, dtype=dtype)
+            results[verb, dtype] = mesh.spmd(lambda x, c=collective: c(x, mesh))(mesh.split(x)).dtype
+    return results
+
+
+@pytest.mark.parametrize("ranks", [*simulated(1, {"a": 1, "b": 2}), *gloo(2)], ids=str)
+def test_dtypes_of_results_do_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
+    expected = dtypes_of(fs.simulated_mesh(2))
+    assert ranks.run(dtypes_of) == [expected] * ranks.size
+    assert dtypes_of(fs.init_mesh()) == expected
+    assert {expected[verb, torch.bool] for verb in ("psum", "psum_scatter")} == {torch.int64}
+    assert expected["psum", torch.int8] == torch.int8
 
 
 def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:
@@ -247,7 +264,10 @@ def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
 
 def counted(mesh: fs.Mesh) -> CollectiveCounter:
     def step(x: Tensor) -> Tensor:
-        loss = lambda x: all_gather(x, mesh).square().sum()  # noqa: E731
+
+        def loss(x: Tensor) -> Tensor:
+            return all_gather(x, mesh).square().sum()
+
         return pmean(torch.func.grad(loss)(x), mesh)
 
     with count_collectives() as seen:

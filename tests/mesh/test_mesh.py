@@ -21,7 +21,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import axis_index, pmean, psum
 from functorch_shard.mesh.init import choose_device, select_device
 from functorch_shard.mesh.launchers import Job
-from tests.support.ranking import number_of
+from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
 Pair = namedtuple("Pair", "left right")
@@ -176,7 +176,10 @@ def test_rank_dims_may_be_anywhere_on_either_side(dim: int) -> None:
     per_rank = torch.randn(2, 3, 4, 5)  # (a, b, ..)
     start = dim if dim >= 0 else dim + 3
     placed = per_rank.movedim((0, 1), (start, start + 1))
-    double = lambda x: 2 * x  # noqa: E731
+
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
     assert torch.equal(mesh.spmd(double, in_dims=dim)(placed), 2 * per_rank)
     assert torch.equal(mesh.spmd(double, out_dims=dim)(per_rank), 2 * placed)
     assert torch.equal(mesh.spmd(double, in_dims=dim, out_dims=dim)(placed), 2 * placed)
@@ -235,7 +238,10 @@ def test_two_meshes_nest_in_each_other() -> None:
 
 def test_dropout_differs_between_ranks_unless_told_otherwise() -> None:
     mesh, x = fs.simulated_mesh(4), torch.ones(4, 64)
-    drop = lambda x: nn.functional.dropout(x, 0.5)  # noqa: E731
+
+    def drop(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5)
+
     assert not torch.equal(*mesh.spmd(drop)(x)[:2])
     same = mesh.spmd(drop, randomness="same")(x)
     assert all(torch.equal(row, same[0]) for row in same)
@@ -325,6 +331,20 @@ def test_no_simulated_rank_is_told_that_it_is_number_0(axes: dict[str, int]) -> 
         assert "fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks too" in said
     assert torch.equal(number_of(mesh).flatten(), torch.arange(mesh.size))
     assert mesh.rank == 0
+
+
+def number_of(mesh: fs.Mesh) -> Any:
+    """This rank's number, as a program for all kinds of ranks asks for it."""
+    return mesh.spmd(lambda: fs.collectives.axis_index(mesh))()
+
+
+def numbers(mesh: fs.Mesh) -> tuple[int, int]:
+    return mesh.rank, int(number_of(mesh))
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_real_rank_is_told_its_number_both_ways(ranks: Ranks) -> None:
+    assert ranks.run(numbers) == [(0, 0), (1, 1)]
 
 
 def test_inside_simulated_ranks_another_mesh_still_has_its_rank() -> None:

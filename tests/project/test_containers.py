@@ -19,6 +19,7 @@ from functorch_shard.containers import opened
 from functorch_shard.layout.trees import take_tensors
 from functorch_shard.testing import assert_trees_close
 from tests.support.containing import CONTAINERS, Batch, Encoding, Frozen, Opaque, Output, Pair, parts, train, unsharded
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 MESH = fs.simulated_mesh(2)
@@ -26,17 +27,28 @@ X, Y = torch.arange(12.0).view(4, 3), torch.arange(4)
 every = pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
 
 
-@every
-@pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(3), fs.simulated_mesh({"a": 2, "b": 2})], ids=str)
-def test_a_step_over_any_container_is_that_of_the_unsharded_model(make: Callable[..., Any], mesh: fs.Mesh) -> None:
-    if "b" in mesh.axes:
-        mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
-    grads, aux = train(mesh, make)
+def trained(mesh: fs.Mesh, names: list[str]) -> list[tuple[fs.Full, Tensor]]:
+    results = []
+    for make in (CONTAINERS[name] for name in names):
+        grads, aux = train(mesh, make)
+        assert type(aux) is type(make(X, Y))
+        results.append((grads, parts(aux)[0]))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
+def test_a_step_over_any_container_is_that_of_the_unsharded_model(ranks: Ranks) -> None:
+    assert_unsharded(ranks.run(trained, list(CONTAINERS)))
+    assert_unsharded([trained(fs.init_mesh(), list(CONTAINERS))])
+
+
+def assert_unsharded(results: list[Any]) -> None:
     expected, output = unsharded()
-    assert_trees_close(grads, expected)
-    assert type(aux) is type(make(X, Y))
-    assert not parts(aux)[0].requires_grad
-    torch.testing.assert_close(parts(aux)[0].reshape(12, 2), output)
+    for rank, result in enumerate(results):
+        for name, (grads, mine) in zip(CONTAINERS, result, strict=True):
+            part = output.chunk(len(results))[rank]
+            assert_trees_close({name: (dict(grads), mine)}, {name: (expected, part)})
+            assert not mine.requires_grad
 
 
 @every
@@ -52,7 +64,9 @@ def test_split_makes_the_same_container_of_parts(make: Callable[..., Any]) -> No
 
 @every
 def test_gradients_are_in_the_container_of_the_argument(make: Callable[..., Any]) -> None:
-    fn = lambda tree: (parts(tree)[0] ** 2).sum()  # noqa: E731
+    def fn(tree: Any) -> Tensor:
+        return (parts(tree)[0] ** 2).sum()
+
     for grad in (fs.grad(fn), MESH.spmd(fs.grad(fn), in_dims=None, out_dims=None)):
         grads = grad(make(X, Y))
         assert type(grads) is type(make(X, Y))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from functools import cache
 from typing import Any
@@ -203,6 +204,20 @@ def test_a_pickled_tree_leaves_its_ranks_behind_and_can_be_put_on_others(ranks: 
     stacked = fs.Sharded({key: torch.stack([first[key], second[key]]) for key in first}, first.layout)
     values = {name: p.detach() for name, p in two_layers().named_parameters()}
     assert_trees_close(dict(fs.gather(stacked.on(fs.simulated_mesh(2)))), values, rtol=0, atol=0)
+
+
+def saved(mesh: fs.Mesh) -> dict[str, bool]:
+    """Whether what ``torch.load`` gives of a lazy Full has the values of the model."""
+    model, file = two_layers(), io.BytesIO()
+    torch.save(fs.gather(fs.shard(model, fs.plan(model, mesh)), lazy=True), file)
+    file.seek(0)
+    pairs = zip(torch.load(file).items(), model.parameters(), strict=True)
+    return {name: torch.equal(x, p) for (name, x), p in pairs}
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_lazy_full_that_torch_saved_is_a_state_dict(ranks: Ranks) -> None:
+    assert ranks.run(saved) == [dict.fromkeys(two_layers().state_dict(), True)] * 2
 
 
 def wrong_trees(mesh: fs.Mesh) -> list[str]:

@@ -150,7 +150,7 @@ def values() -> tuple[nn.Linear, Tensor, Tensor]:
     return nn.Linear(3, 2), torch.randn(12, 3), torch.randn(12, 2)
 
 
-def train(mesh: fs.Mesh, make: Callable[[Any, Any], Any]) -> tuple[dict[str, Tensor], Any]:
+def train(mesh: fs.Mesh, make: Callable[[Any, Any], Any]) -> tuple[fs.Full, Any]:
     """Split, differentiated and returned in a container: gradients of the mean, and this rank's output."""
     model, x, y = values()
     params = fs.shard(model, fs.plan(model, mesh))
@@ -166,7 +166,7 @@ def train(mesh: fs.Mesh, make: Callable[[Any, Any], Any]) -> tuple[dict[str, Ten
         return grads, aux
 
     grads, aux = step(params, mesh.split(make(x, y)))
-    return {name: g.clone() for name, g in fs.gather(grads, lazy=False).items()}, aux
+    return fs.materialize(fs.gather(grads)), aux
 
 
 def unsharded() -> tuple[dict[str, Tensor], Tensor]:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import functorch_shard as fs
 from functorch_shard.training.usage import depends_on
 from tests.support.models import two_layers
+from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
 MESHES = [fs.init_mesh(), fs.simulated_mesh(1), fs.simulated_mesh(3), fs.simulated_mesh({"replicate": 2, "shard": 2})]
@@ -56,6 +57,11 @@ def test_a_forgotten_functional_call_is_refused(mesh: fs.Mesh) -> None:
     assert "functional_call(model, fs.gather(params), (x,)), or fs.apply" in said["Sharded"]
     assert "does not depend on this Full" in said["Full"]
     assert all("args[0]: the result of <lambda> does not depend on" in said[kind] for kind in ("with x", "constant"))
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_forgotten_functional_call_is_refused_with_the_same_error_on_gloo_ranks(ranks: Ranks) -> None:
+    assert ranks.run(refusals_of) == ranks.simulated.run(refusals_of)
 
 
 @pytest.mark.parametrize("where", WHERE)
