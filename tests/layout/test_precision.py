@@ -1,7 +1,8 @@
-"""Mixed precision on simulated ranks: the dtypes of gathers, of computation, and of sums of gradients."""
+"""Mixed precision on simulated and gloo ranks: the dtypes of gathers, of computation, and of sums of gradients."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.func import grad, jvp, vmap
 import functorch_shard as fs
 from functorch_shard.layout.precision import divide_factors
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.refusals import refused
+from tests.support.ranks import Ranks, gloo, rows_of, simulated
+from tests.support.refusals import refused, text_of
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 THIRDS = torch.arange(1, 8) / 3  # no bfloat16 holds one of the 3rds
@@ -28,42 +30,60 @@ RULES: dict[str, tuple[fs.MixedPrecision | None, torch.dtype, float]] = {
     "wider": (fs.MixedPrecision(F64), F64, 257.0),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
+VALUES = {"m.w": THIRDS, "m.n": torch.tensor([3, 2**20 + 1]), "m.mask": torch.tensor([True, False, True])}
+KINDS = [*simulated(2), *gloo(2)]
 
 
 def planned(mesh: fs.Mesh, precision: fs.MixedPrecision | None, **options: Any) -> tuple[fs.Sharded, fs.Layout]:
-    values = {"m.w": THIRDS, "m.n": torch.tensor([3, 2**20 + 1]), "m.mask": torch.tensor([True, False, True])}
-    layout = fs.plan(values, mesh, precision=precision, **{"reduction": "sum", **options})
-    return fs.shard(values, layout), layout
+    layout = fs.plan(VALUES, mesh, precision=precision, **{"reduction": "sum", **options})
+    return fs.shard(VALUES, layout), layout
 
 
+def gathered(mesh: fs.Mesh, rule: str) -> list[Any]:
+    """Inside and outside spmd, and what is stored in dtypes that were asked for."""
+    params, _ = planned(mesh, RULES[rule][0])
+    inside = mesh.spmd(lambda p: dict(fs.materialize(fs.gather(p))))(params)
+    exact = [fs.gather(params, lazy=False, dtype=dtype) for dtype in (F32, F64, F16)]
+    return [inside, fs.gather(params, lazy=False), *exact]
+
+
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
 @every_rule
-def test_gather_casts_to_param_dtype_and_returns_stored_values_on_request(rule: str) -> None:
-    precision, computed, _ = RULES[rule]
-    mesh = fs.simulated_mesh(2)
-    params, _ = planned(mesh, precision)
-    for gather in (fs.gather, lambda p: {n: x[0] for n, x in mesh.spmd(lambda p: dict(fs.gather(p)))(p).items()}):
-        full = gather(params)
-        assert torch.equal(full["m.w"], THIRDS.to(computed))
-        assert torch.equal(full["m.n"], torch.tensor([3, 2**20 + 1]))
-        assert torch.equal(full["m.mask"], torch.tensor([True, False, True]))
-    for dtype in (F32, F64, F16):
-        exact = fs.gather(params, dtype=dtype)
-        assert torch.equal(exact["m.w"], THIRDS.to(dtype))
-        assert exact["m.w"].dtype == dtype
-        assert exact["m.n"].dtype == torch.int64
+def test_gather_casts_to_param_dtype_and_returns_stored_values_on_request(rule: str, ranks: Ranks) -> None:
+    dtypes = [RULES[rule][1]] * 2 + [F32, F64, F16]
+    for results in ranks.run(gathered, rule):
+        for full, dtype in zip(results, dtypes, strict=True):
+            assert_trees_close(dict(full), {**VALUES, "m.w": THIRDS.to(dtype)}, rtol=0, atol=0)
 
 
+def loss(p: fs.Sharded, f: fs.Sharded, x: Tensor) -> Tensor:
+    w = fs.gather(p, f)["m.w"]
+    return (w * x.to(w.dtype)).sum()
+
+
+def narrow_or_wide(mesh: fs.Mesh, rule: str) -> tuple[list[Tensor], list[int]]:
+    """Gradients where ranks have 256 and 1, and the bytes that are sent for one."""
+    part, frozen = fs.partition(planned(mesh, RULES[rule][0])[0])
+    x = rows_of(mesh, torch.tensor([256.0, 1.0]))
+    with count_collectives() as seen:
+        by_fs = mesh.spmd(fs.grad(loss))(part, frozen, x)
+    by_torch = mesh.spmd(grad(loss))(part, frozen, x)
+    floats = [c for c in seen.issued if c.dtype.is_floating_point]
+    nbytes = [c.nbytes for c in floats if c.kind in ("all_gather", "psum_scatter")]
+    return [by_fs["m/float32"], by_torch["m/float32"]], nbytes
+
+
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
 @every_rule
-def test_gradients_are_stored_as_parameters_are_and_summed_in_reduce_dtype(rule: str) -> None:
-    precision, _, total = RULES[rule]
-    mesh = fs.simulated_mesh(2)
-    params, _ = planned(mesh, precision)
-    rows = torch.tensor([256.0, 1.0])
-    for differentiate in (grad, fs.grad):
-        part, frozen = fs.partition(params)
-        loss = lambda p, f, x: (fs.gather(p, f)["m.w"] * x.to(fs.gather(p, f)["m.w"].dtype)).sum()  # noqa: E731
-        grads = mesh.spmd(differentiate(loss))(part, frozen, rows)
-        assert torch.equal(grads["m/float32"].flatten()[:7], torch.full((7,), total))
+def test_gradients_are_stored_as_parameters_are_and_summed_in_reduce_dtype(rule: str, ranks: Ranks) -> None:
+    """A narrow reduction loses what a wide one keeps."""
+    precision, computed, total = RULES[rule]
+    summed_in = (precision and precision.reduce_dtype) or computed
+    for rank, (grads, nbytes) in enumerate(ranks.run(narrow_or_wide, rule)):
+        for x in grads:
+            assert x.dtype == F32
+            assert x.tolist() == ([total] * 4 if rank == 0 else [total] * 3 + [0.0])  # and padding
+        assert nbytes == [4 * computed.itemsize, 8 * summed_in.itemsize]
 
 
 def test_one_wide_sum_keeps_what_a_narrow_one_loses_over_copies_too() -> None:
@@ -81,14 +101,12 @@ def test_one_wide_sum_keeps_what_a_narrow_one_loses_over_copies_too() -> None:
 
 def summed(mesh: fs.Mesh, rows: Tensor, reduce_dtype: torch.dtype) -> float:
     params, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16, reduce_dtype))[0])
-    loss = lambda p, f, x: (fs.gather(p, f)["m.w"] * x.to(BF16)).sum()  # noqa: E731
     return mesh.spmd(grad(loss))(params, frozen, rows)["m/float32"].flatten()[0].item()
 
 
 def test_the_mean_is_taken_of_the_stored_dtype() -> None:
     mesh = fs.simulated_mesh(3)
     params, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16), reduction="mean")[0])
-    loss = lambda p, f, x: (fs.gather(p, f)["m.w"] * x.to(BF16)).sum()  # noqa: E731
     grads = mesh.spmd(grad(loss))(params, frozen, torch.tensor([1.0, 1.0, 2.0]))
     assert torch.equal(grads["m/float32"].flatten()[:7], torch.full((7,), 4.0) / 3)
 
@@ -101,7 +119,10 @@ def by_everybody(layout: fs.Layout, rows: Tensor) -> dict[str, Tensor]:
     mesh = layout.mesh
     values = {"w": torch.zeros(rows.shape[-1], dtype=rows.dtype)}
     params = fs.shard(values, layout)
-    loss = lambda p, x: (fs.gather(p)["w"].float() * x.float()).sum()  # noqa: E731
+
+    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
+        return (fs.gather(p)["w"].float() * x.float()).sum()
+
     return {
         "scatter_grads": fs.scatter_grads({"w": rows}, layout)["(root)"],
         "torch.func.grad": mesh.spmd(grad(loss))(params, rows)["(root)"],
@@ -159,18 +180,30 @@ def test_gradients_by_hand_are_summed_in_reduce_dtype() -> None:
         assert grads["(root)"].flatten()[0] == total
 
 
-def test_complex_parameters_and_gradients_are_never_cast() -> None:
-    mesh = fs.simulated_mesh(2)
-    values = {"z": torch.tensor([1 / 3 + 2j, 3 - 1j / 3], dtype=torch.complex64)}
-    for precision in (fs.MixedPrecision(BF16), fs.MixedPrecision(BF16, F32), fs.MixedPrecision(None, BF16)):
-        layout = fs.plan(values, mesh, precision=precision, reduction="sum")
-        params = fs.shard(values, layout)
-        assert_trees_close(dict(fs.gather(params)), values, rtol=0, atol=0)
-        grads = mesh.spmd(grad(lambda p: fs.gather(p)["z"].abs().square().sum()))(params)
-        expected = fs.shard({"z": 4 * values["z"]}, layout)
-        assert_trees_close(dict(grads), dict(expected))
-        by_hand = fs.scatter_grads({"z": torch.stack([2 * values["z"]] * 2)}, layout)
-        assert_trees_close(dict(by_hand), dict(expected))
+COMPLEX = {"z": torch.tensor([1 / 3 + 2j, 3 - 1j / 3, 1j], dtype=torch.complex64)}
+
+
+def of_complex(mesh: fs.Mesh) -> list[Any]:
+    """Whatever reals are gathered and summed in: gradients lazily, at once and by hand."""
+    results = []
+    by_hand = rows_of(mesh, {"z": torch.stack([2 * COMPLEX["z"]] * mesh.size)})
+    for precision in map(fs.MixedPrecision, (BF16, BF16, None, None), (None, F32, BF16, F16)):
+        layout = fs.plan(COMPLEX, mesh, precision=precision, reduction="sum")
+        params = fs.shard(COMPLEX, layout)
+        assert_trees_close(dict(fs.gather(params)), COMPLEX, rtol=0, atol=0)
+        for lazy in (None, False):
+            of = partial(fs.gather, lazy=lazy)
+            results.append(mesh.spmd(fs.grad(lambda p, of=of: of(p)["z"].abs().square().sum()))(params))
+        results.append(mesh.spmd(lambda g, layout=layout: fs.scatter_grads(g, layout))(by_hand))
+    return [dict(grads) for grads in results]
+
+
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
+def test_complex_parameters_and_gradients_are_never_cast(ranks: Ranks) -> None:
+    expected = fs.shard({"z": 4 * COMPLEX["z"]}, fs.plan(COMPLEX, fs.simulated_mesh(2)))
+    for rank, results in enumerate(ranks.run(of_complex)):
+        for result in results:
+            assert_trees_close(result, {key: rows[rank] for key, rows in expected.items()})
 
 
 def test_bytes_sent_are_those_of_the_gathered_and_reduced_dtypes() -> None:
@@ -207,7 +240,6 @@ def test_per_sample_gradients_are_those_of_each_sample(rule: str) -> None:
     mesh = fs.simulated_mesh(2)
     part, frozen = fs.partition(planned(mesh, precision)[0])
     rows = torch.tensor([[256.0, 3.0, -7.5], [1.0, 1 / 3, 100.0]]).to(computed)
-    loss = lambda p, f, x: (fs.gather(p, f)["m.w"] * x).sum()  # noqa: E731
     mapped = mesh.spmd(vmap(grad(loss), (None, None, 0)))(part, frozen, rows)["m/float32"]
     for i in range(3):
         alone = mesh.spmd(grad(loss))(part, frozen, rows[:, i])["m/float32"]
@@ -233,7 +265,10 @@ def test_a_mean_of_float16_does_not_overflow_where_its_sum_would(axes: dict[str,
     mesh = fs.simulated_mesh(axes)
     values = {"w": torch.zeros(3)}
     rows = torch.full((4,), 30_000.0).view(*axes.values())
-    loss = lambda p, x: (fs.gather(p)["w"] * x.to(F16)).float().sum()  # noqa: E731
+
+    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
+        return (fs.gather(p)["w"] * x.to(F16)).float().sum()
+
     for reduction, total in (("mean", 30_000.0), ("sum", torch.inf)):
         layout = fs.plan(values, mesh, precision=fs.MixedPrecision(F16), reduction=reduction)  # pyright: ignore[reportArgumentType]
         params = fs.shard(values, layout)
@@ -259,74 +294,6 @@ def test_inputs_outputs_and_buffers_are_cast_where_a_policy_says_so() -> None:
         assert silent.cast_inputs(tree) is tree
         assert silent.cast_output(tree) is tree
         assert silent.cast_buffers(tree) is tree
-
-
-def low(mesh: fs.Mesh, keep: bool) -> fs.Sharded:
-    policies = {"a": fs.MixedPrecision(BF16, keep_low_precision_grads=keep), "b": fs.MixedPrecision(None, F64)}
-    values = {"a.w": THIRDS, "a.n": torch.tensor([3, 5]), "b.w": THIRDS.clone()}
-    return fs.shard(values, fs.plan(values, mesh, precision=policies, reduction="sum"))
-
-
-def test_gradients_stay_in_low_precision_if_a_policy_keeps_them() -> None:
-    mesh = fs.simulated_mesh(2)
-    rows = torch.tensor([256.0, 1.0])
-
-    def loss_of(full: fs.Full, x: Tensor) -> Tensor:
-        return (full["a.w"] * x.to(BF16)).sum().float() + (full["b.w"] * x).sum()
-
-    loss = lambda p, x: loss_of(fs.gather(p), x)  # noqa: E731
-    by_hand = lambda p, x: fs.scatter_grads(fs.grad(loss_of)(fs.gather(p), x))  # noqa: E731
-    for keep, dtype in ((False, F32), (True, BF16)):
-        params = low(mesh, keep)
-        for differentiate in (fs.grad(loss), by_hand, lambda p, x: fs.grad_and_value(loss)(p, x)[0]):
-            grads = mesh.spmd(differentiate)(params, rows)
-            assert (grads["a/float32"].dtype, grads["b"].dtype, grads["a/int64/frozen"]) == (dtype, F32, None)
-            assert torch.equal(grads["a/float32"].float().flatten()[:7], torch.full((7,), 256.0))  # summed in bfloat16
-            assert torch.equal(grads["b"].flatten()[:7], torch.full((7,), 257.0))
-
-
-def test_a_step_accepts_gradients_of_either_precision() -> None:
-    mesh = fs.simulated_mesh(2)
-    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    results = []
-    for keep in (False, True):
-        params = low(mesh, keep)
-        grads = fs.Sharded({k: None if x.dtype == torch.int64 else x * 2 for k, x in params.items()}, params.layout)
-        grads = fs.Sharded({k: x if x is None else x.bfloat16() for k, x in grads.items()}, params.layout)
-        if not keep:
-            grads = fs.Sharded({k: x if x is None else x.float() for k, x in grads.items()}, params.layout)
-        new, state = opt.step(params, grads=grads, state=opt.init(params))
-        results.append((dict(new), {name: dict(tree) for name, tree in state.items()}))
-    assert_trees_close(results[1], results[0], rtol=0, atol=0)
-
-
-def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
-    mesh = fs.simulated_mesh(2)
-    values = {
-        "a.w": THIRDS,
-        "b.w": THIRDS.clone(),
-        "b.n": torch.tensor(3),
-        "c.z": torch.zeros(2, dtype=torch.complex64),
-    }
-    policies = {"a": fs.MixedPrecision(BF16, F32), "b": fs.MixedPrecision(BF16), "c": fs.MixedPrecision(BF16, F32)}
-    layout = fs.plan(values, mesh, precision=policies, reduction="sum")
-
-    def microbatch(x: float) -> fs.Full:
-        return fs.Full({"a.w": torch.full((7,), x, dtype=BF16), "b.w": torch.full((7,), x, dtype=BF16), "b.n": None,
-                        "c.z": torch.full((2,), x * 1j)}, layout)  # fmt: skip
-
-    first = microbatch(256.0)
-    total = fs.accumulate(fs.accumulate(None, first), microbatch(1.0))
-    assert_trees_close(first, microbatch(256.0), rtol=0, atol=0)
-    assert fs.accumulate(None, first)["b.w"] is not first["b.w"]
-    assert_trees_close(total, {"a.w": torch.full((7,), 257.0), "b.w": torch.full((7,), 256.0, dtype=BF16),
-                               "b.n": None, "c.z": torch.full((2,), 257j)}, rtol=0, atol=0)  # fmt: skip
-    assert total.layout is layout
-    some = fs.accumulate(fs.accumulate(None, fs.Full(dict.fromkeys(values), layout)), first)
-    assert_trees_close(some, fs.accumulate(None, first), rtol=0, atol=0)
-    assert_trees_close(fs.accumulate(some, fs.Full(dict.fromkeys(values), layout)), some, rtol=0, atol=0)
-    for wrong in ((None, dict(first)), (dict(first), first), (None, fs.shard(values, layout))):
-        assert refused(fs.accumulate, *wrong).startswith("TypeError: accumulate: ")
 
 
 WRONG: dict[str, Any] = {"text": "bfloat16", "integer": torch.int8, "bool": torch.bool, "complex": torch.complex64}
@@ -358,3 +325,42 @@ def test_parts_of_different_precision_do_not_gather_together() -> None:
     _, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16))[0])
     expected = "unit 'm': MixedPrecision() in the first tree, MixedPrecision(param_dtype=torch.bfloat16) in another"
     assert expected in refused(fs.gather, part, frozen)
+
+
+# What rank 0 plans with, what rank 1 does, and how each is reported.
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "param_dtype": (
+        {},
+        {"precision": fs.MixedPrecision(BF16)},
+        "unit '(root)': MixedPrecision()",
+        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16)",
+    ),
+    "reduce_dtype": (
+        {"precision": fs.MixedPrecision(BF16, F64)},
+        {"precision": lambda unit: fs.MixedPrecision(BF16, F32)},
+        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)",
+        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+    ),
+    "reshard_after_forward": (
+        {},
+        {"reshard_after_forward": False},
+        "reshard_after_forward=True",
+        "reshard_after_forward=False",
+    ),
+}
+
+
+def different_plans(mesh: fs.Mesh) -> list[str]:
+    cases = [case[:2][mesh.rank] for case in DIFFERENT.values()]
+    return [text_of(fs.plan, {"w": torch.zeros(3)}, mesh, **options) for options in cases]
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_ranks_that_plan_another_precision_are_reported_on_every_rank(ranks: Ranks) -> None:
+    for reported in ranks.run(different_plans):
+        for text, (*_, first, second) in zip(reported, DIFFERENT.values(), strict=True):
+            assert text.splitlines()[:3] == [
+                "RuntimeError: plan: the ranks disagree. First difference:",
+                f"  rank 0: {first}",
+                f"  rank 1: {second}",
+            ]

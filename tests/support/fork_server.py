@@ -9,6 +9,7 @@ MODULES = [
     "functorch_shard.testing.processes",
     "hypothesis",
     "pytest",
+    "torch._decomp.decompositions_for_jvp",  # compiled by torch.jit when it is imported
     "torch._dynamo",  # torch.func imports it when a transform is used first
     "torch.distributed.device_mesh",
     "torch.testing",
