@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.testing import count_collectives
 from functorch_shard.training.finite import all_finite
+from tests.support.norms import INF, NAN, Bad, some_none, spoiled, with_padding
+from tests.support.ranks import HYBRID, Ranks, gloo
 from tests.support.refusals import refused
-from tests.training.test_norms import FROZEN, INF, NAN, some_none, values, with_padding
 
 ADVICE = "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
 AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}]
 # Where a value is not finite, and the lines of two shards: (name, rank, values that the rank holds, what is wrong). The
 # 527 elements of c.w are in shards of 264, and [8, 15] is element 263.
-Bad = dict[str, dict[tuple[int, ...], float]]
 Line = tuple[str, int, int, str]
 BAD: dict[str, tuple[Bad, list[Line]]] = {
     "one": ({"a.w": {(2, 3): NAN}}, [("a.w", 1, 4, "nan at [2, 3]")]),
@@ -43,19 +44,6 @@ def count_of(case: str) -> int:
     return 2 if case == "one shard, two values" else 1
 
 
-def spoiled(bad: Bad, dtypes: str = "float64") -> dict[str, Tensor]:
-    given = values(dtypes)
-    for name, places in bad.items():
-        for index, value in places.items():
-            given[name][index] = value
-    return {**given, **FROZEN}
-
-
-def sharded(mesh: fs.Mesh, bad: Bad, dtypes: str = "float64", **options: Any) -> fs.Sharded:
-    given = spoiled(bad, dtypes)
-    return fs.shard(given, fs.plan(given, mesh, **options))
-
-
 def reported(tree: Any, what: str = "grads") -> list[str]:
     """The lines about parameters; what stands around them is the same every time."""
     with pytest.raises(FloatingPointError) as caught:
@@ -69,14 +57,14 @@ def reported(tree: Any, what: str = "grads") -> list[str]:
 @pytest.mark.parametrize("case", BAD)
 def test_every_rank_names_its_parameters_with_the_first_bad_index(case: str) -> None:
     bad, lines = BAD[case]
-    tree = sharded(fs.simulated_mesh(2), bad)
+    tree = spoiled(fs.simulated_mesh(2), bad)
     assert reported(tree) == [line_of(*line, count_of(case)) for line in lines]
     whole = [line_of(name, None, NUMEL[name], first, count_of(case)) for name, _, _, first in lines]
     assert reported(fs.gather(tree)) == whole  # of no rank
 
 
 def test_a_parameter_of_two_shards_is_named_by_both_ranks() -> None:
-    tree = sharded(fs.simulated_mesh(2), {"c.w": {(16, 0): NAN, (3, 7): -INF, (3, 8): INF}})
+    tree = spoiled(fs.simulated_mesh(2), {"c.w": {(16, 0): NAN, (3, 7): -INF, (3, 8): INF}})
     expected = [line_of("c.w", 0, 264, "-inf at [3, 7]", 2), line_of("c.w", 1, 263, "nan at [16, 0]")]
     assert reported(tree) == expected
 
@@ -84,7 +72,7 @@ def test_a_parameter_of_two_shards_is_named_by_both_ranks() -> None:
 def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
     for axes in AXES:
         mesh = fs.simulated_mesh(axes)
-        tree = sharded(mesh, {}, "float32", ignored=["b"], align_bytes=64)
+        tree = spoiled(mesh, {}, "float32", ignored=["b"], align_bytes=64)
         assert any(x.isnan().any() for x in with_padding(tree, NAN).values())
         for clean in (tree, some_none(tree), with_padding(tree, NAN), fs.gather(tree)):
             fs.debug.assert_finite(clean)
@@ -93,7 +81,7 @@ def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
 @pytest.mark.parametrize("dtypes", ["float32", "bfloat16", "complex", "mixed"])
 def test_every_dtype_is_looked_at(dtypes: str) -> None:
     shown = "(nan+0j)" if dtypes == "complex" else "nan"
-    lines = reported(sharded(fs.simulated_mesh(2), {"b.w": {(5,): NAN}}, dtypes), "tree")
+    lines = reported(spoiled(fs.simulated_mesh(2), {"b.w": {(5,): NAN}}, dtypes), "tree")
     assert len(lines) == 1
     assert lines[0].startswith("'b.w' on rank ")
     assert lines[0].endswith(f" values are not finite, the first is {shown} at [5]")
@@ -105,26 +93,26 @@ def test_every_dtype_is_looked_at(dtypes: str) -> None:
     ids=str,
 )
 def test_every_replica_names_what_it_holds(axes: dict[str, int], holders: tuple[list[int], list[int]]) -> None:
-    tree = sharded(fs.simulated_mesh(axes), {"c.w": {(16, 0): NAN, (3, 7): INF}})
+    tree = spoiled(fs.simulated_mesh(axes), {"c.w": {(16, 0): NAN, (3, 7): INF}})
     first = [line_of("c.w", rank, 264, "inf at [3, 7]") for rank in holders[0]]
     second = [line_of("c.w", rank, 263, "nan at [16, 0]") for rank in holders[1]]
     assert sorted(reported(tree)) == sorted(first + second)
 
 
 def test_a_replica_that_differs_is_named_alone() -> None:
-    alone = sharded(fs.simulated_mesh({"shard": 2, "replicate": 2}), {})
+    alone = spoiled(fs.simulated_mesh({"shard": 2, "replicate": 2}), {})
     alone["c"][1, 0, 0] = NAN  # one replica of the second shard, which is rank 2
     assert reported(alone) == [line_of("c.w", 2, 263, "nan at [8, 16]")]
 
 
 def test_what_every_rank_holds_whole_is_named_by_every_rank() -> None:
-    tree = sharded(fs.simulated_mesh(2), {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"])
+    tree = spoiled(fs.simulated_mesh(2), {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"])
     assert reported(tree) == [line_of("b.w", rank, 7, "nan at [3]", 2) for rank in range(2)]
 
 
 def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> None:
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
-    tree = sharded(mesh, {})
+    tree = spoiled(mesh, {})
     rows = fs.materialize(mesh.spmd(lambda tree: fs.gather(tree))(tree))
     rows["c.w"][1, 0, 2, 5] = INF
     rows["c.w"][1, 1, 1, 30] = NAN
@@ -138,7 +126,7 @@ def test_full_gradients_of_each_rank_are_looked_at_before_they_are_reduced() -> 
 
 def test_inside_spmd_the_error_says_to_call_it_outside() -> None:
     mesh = fs.simulated_mesh(2)
-    text = refused(mesh.spmd(lambda tree: fs.debug.assert_finite(tree, "grads")), sharded(mesh, {}))
+    text = refused(mesh.spmd(lambda tree: fs.debug.assert_finite(tree, "grads")), spoiled(mesh, {}))
     assert text == (
         "RuntimeError: assert_finite: grads: inside spmd the values of simulated ranks are not known yet. Return the "
         "tree from the function, and call assert_finite outside."
@@ -146,7 +134,7 @@ def test_inside_spmd_the_error_says_to_call_it_outside() -> None:
 
 
 def test_a_tree_that_does_not_fit_the_layout_is_refused() -> None:
-    tree = sharded(fs.simulated_mesh(2), {})
+    tree = spoiled(fs.simulated_mesh(2), {})
     assert refused(fs.debug.assert_finite, dict(tree)).endswith("tree: got dict, expected a Sharded or a Full.")
     cut = fs.Sharded({key: x[..., :1] for key, x in tree.items()}, tree.layout)
     assert refused(fs.debug.assert_finite, cut, "cut").startswith(
@@ -169,12 +157,78 @@ def test_other_names_of_tied_parameters_may_be_in_a_full() -> None:
     ]
 
 
+def all_reported(mesh: fs.Mesh) -> dict[str, Any]:
+    """What this real rank says of every kind of tree, and the collectives when all is well."""
+    results: dict[str, Any] = {}
+    for case, (bad, _) in BAD.items():
+        tree = spoiled(mesh, bad)
+        results[case] = reported(tree)
+        results[f"{case}, lazy"] = reported(fs.gather(tree))
+    results["whole"] = reported(spoiled(mesh, {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"]))
+    alone = spoiled(mesh, {})
+    if mesh.rank == mesh.size - 1:
+        alone["a"][0] = INF
+    results["one rank"] = reported(alone)
+    results["one rank, before"] = reported(before_reduction(mesh))
+    with count_collectives() as seen:
+        clean = with_padding(spoiled(mesh, {}, "float32", align_bytes=64), NAN)
+        fs.debug.assert_finite(clean)
+        fs.debug.assert_finite(some_none(clean))
+        fs.debug.assert_finite(fs.gather(spoiled(mesh, {}), lazy=False))
+    results["sent"] = [(c.kind, c.nbytes) for c in seen.issued if c.kind == "exchange" and c.nbytes < 32]
+    dist.barrier()  # and afterwards the ranks are still in step
+    return results
+
+
+def before_reduction(mesh: fs.Mesh) -> fs.Full:
+    """This rank's full gradients, of which the last rank's alone has overflowed."""
+    full = fs.materialize(fs.gather(spoiled(mesh, {})))
+    if mesh.rank == mesh.size - 1:
+        full["a.w"][1, 1] = INF
+    return full
+
+
+@cache
+def reports(ranks: Ranks) -> list[dict[str, Any]]:
+    return ranks.run(all_reported)
+
+
+gloo_ranks = pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
+
+
+@gloo_ranks
+def test_every_rank_raises_the_same_error(ranks: Ranks) -> None:
+    first, *others = reports(ranks)
+    assert others == [first] * (ranks.size - 1)
+
+
+@gloo_ranks
+def test_what_is_not_finite_is_found_on_real_ranks_as_on_simulated_ones(ranks: Ranks) -> None:
+    mesh, results = fs.simulated_mesh(ranks.axes), reports(ranks)[0]
+    every, last = range(mesh.size), mesh.size - 1
+    for case, (bad, lines) in BAD.items():
+        assert sorted(results[case]) == sorted(reported(spoiled(mesh, bad)))
+        whole = [line_of(n, r, NUMEL[n], first, count_of(case)) for r in every for n, _, _, first in lines]
+        assert results[f"{case}, lazy"] == whole
+    assert results["whole"] == [line_of("b.w", rank, 7, "nan at [3]", 2) for rank in every]
+    # the shard of 11 of the last rank begins with element 11 of a.w
+    assert results["one rank"] == [line_of("a.w", last, 4, "inf at [2, 1]")]
+    assert results["one rank, before"] == [line_of("a.w", last, 15, "inf at [1, 1]")]
+
+
+@gloo_ranks
+def test_when_all_is_well_eight_bytes_are_sent(ranks: Ranks) -> None:
+    for results in reports(ranks):
+        once = [("exchange", 8), ("exchange", 16)][: len(ranks.axes)]  # the second axis passes on what the first gave
+        assert results["sent"] == once * 3
+
+
 @pytest.mark.parametrize("axes", [{"shard": 1}, *AXES, {"replicate": 2}], ids=str)
 def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> None:
     mesh = fs.simulated_mesh(axes)
     for bad in (NAN, INF, -INF):
         for ignored in ([], ["b"]):
-            clean = sharded(mesh, {}, "float32", ignored=ignored, align_bytes=64)
+            clean = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
             with count_collectives() as seen:
                 finite = mesh.spmd(all_finite)(with_padding(clean, bad))
             assert finite.shape == tuple(axes.values())
@@ -184,6 +238,6 @@ def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> N
                 ("psum", name, 1) for name, size in axes.items() if size > 1
             ]
             for rank in range(mesh.size):  # one rank alone, even of replicas that should be equal
-                one = sharded(mesh, {}, "float32", ignored=ignored, align_bytes=64)
+                one = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
                 one["a"].flatten(0, len(axes) - 1)[rank, 0] = bad
                 assert not mesh.spmd(all_finite)(one).any()

@@ -19,10 +19,10 @@ import functorch_shard as fs
 from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import two_layers
+from tests.support.norms import FROZEN, INF, NAN, values, with_padding
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 from tests.support.steps import copied
-from tests.training.test_norms import FROZEN, INF, NAN, values, with_padding
 
 AXES: list[dict[str, int]] = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
 every_axes = pytest.mark.parametrize("axes", AXES, ids=str)
