@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from hashlib import sha256
 from math import prod
 from typing import Any
 
@@ -90,13 +91,13 @@ def threes() -> nn.Module:
 
 
 def regression(features: int, targets: int, num_ranks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    draw = lambda size: torch.randn(num_ranks * SAMPLES, size, dtype=torch.float64, generator=generator)  # noqa: E731
-    return draw(features), draw(targets)
+    x, y = (torch.randn(num_ranks * SAMPLES, n, dtype=torch.float64, generator=generator) for n in (features, targets))
+    return x, y
 
 
 def tokens(vocabulary: int, num_ranks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    draw = lambda: torch.randint(vocabulary, (num_ranks * SAMPLES, 3), generator=generator)  # noqa: E731
-    return draw(), draw()
+    x, y = (torch.randint(vocabulary, (num_ranks * SAMPLES, 3), generator=generator) for _ in range(2))
+    return x, y
 
 
 def squared_error(out: Tensor, y: Tensor) -> Tensor:
@@ -237,7 +238,9 @@ def sharded(
 
     @mesh.spmd
     def gradients(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> Any:
-        loss_of = lambda p: case.loss_of(model, fs.gather(p, frozen), x, y)  # noqa: E731
+        def loss_of(p: fs.Sharded) -> Tensor:
+            return case.loss_of(model, fs.gather(p, frozen), x, y)
+
         grads, loss = fs.grad_and_value(loss_of)(params)
         return grads, fs.collectives.pmean(loss, mesh)
 
@@ -251,7 +254,7 @@ def sharded(
 def by_fully_shard(
     case: Case, axes: Mapping[str, int], dtype: torch.dtype, precision: fs.MixedPrecision | None = None
 ) -> Training:
-    """By torch's FSDP2 on the real ranks of this job."""
+    """By torch's FSDP2 on the real ranks of this job: the parts of gradients and parameters that are on this rank."""
     model, training = case.build(dtype), Training()
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     policy = MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype) if precision else None
@@ -262,11 +265,11 @@ def by_fully_shard(
     for x, y in case.batches(num_ranks, dtype):
         loss = case.loss(model(x.chunk(num_ranks)[rank]), y.chunk(num_ranks)[rank])
         loss.backward()
-        grads = {name: _whole(p.grad) for name, p in model.named_parameters() if p.requires_grad}
+        grads = {name: _local(p.grad) for name, p in model.named_parameters() if p.requires_grad}
         opt.step()
         opt.zero_grad()
         torch.distributed.all_reduce(loss := loss.detach())
-        training.add(loss / num_ranks, grads, {name: _whole(p) for name, p in model.named_parameters()})
+        training.add(loss / num_ranks, grads, {name: _local(p) for name, p in model.named_parameters()})
     return training
 
 
@@ -287,9 +290,37 @@ NUMBERS: dict[str, Numbers] = {
 }
 
 
+def part_of_rank(training: Training, mesh: fs.Mesh) -> Training:
+    """What FSDP2 has on this rank: one of nearly equal parts of the first dim."""
+    shard = mesh["shard"]
+
+    def part(x: Tensor) -> Tensor:
+        parts = x.chunk(shard.size)
+        return parts[mesh.coordinate[list(mesh.axes).index("shard")]]
+
+    return Training(
+        training.losses,
+        [{name: part(x) for name, x in step.items()} for step in training.gradients],
+        [{name: part(x) for name, x in step.items()} for step in training.parameters],
+    )
+
+
+def digest(training: Training) -> bytes:
+    """Of all bits of gradients and parameters."""
+    result = sha256()
+    for step in (*training.gradients, *training.parameters):
+        for name in sorted(step):
+            result.update(step[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return result.digest()
+
+
 def assert_alike(actual: Training, expected: Training, rtol: float | None, atol: float | None) -> None:
-    """Every gradient of every step, and what became of every parameter."""
+    """Every gradient of every step, and what became of every parameter; and there is something to compare."""
     assert_alive(expected)
+    assert_same(actual, expected, rtol, atol)
+
+
+def assert_same(actual: Training, expected: Training, rtol: float | None, atol: float | None) -> None:
     for i in range(NUM_STEPS):
         for name in ("gradients", "parameters"):
             one, other = ({f"{name} {i}": getattr(side, name)[i]} for side in (actual, expected))
@@ -309,8 +340,8 @@ def assert_alive(training: Training) -> None:
         assert all(not torch.equal(before[name], after[name]) for name in training.gradients[0])
 
 
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor()
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local()
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

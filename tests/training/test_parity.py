@@ -1,9 +1,11 @@
-"""Ten steps of SGD with momentum: every gradient of every step is that of a plain loop over ranks on whole tensors."""
+"""Ten steps of SGD with momentum: every gradient is that of a plain loop over ranks, and of live ``fully_shard``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,20 +13,42 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.parity import BF16, CASES, NUMBERS, Numbers, assert_alike, reference, sharded
+from tests.support.parity import (
+    BF16,
+    CASES,
+    NUMBERS,
+    Numbers,
+    assert_alike,
+    assert_same,
+    by_fully_shard,
+    digest,
+    part_of_rank,
+    reference,
+    sharded,
+)
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.refusals import text_of
 
+F64, F32, MIXED = NUMBERS
+Training = tuple[str, str]  # case and numbers
 # float64 detects every wrong factor and order of axes; the other numbers add only their dtypes.
-AXES: dict[str, list[dict[str, int]]] = {
-    "float64": [
-        {"shard": 2},
-        {"shard": 5},
-        {"replicate": 2, "shard": 2},
-        {"shard": 2, "replicate": 3},
-        {"replicate": 2},
-    ],
-    "float32": [{"shard": 3}],
-    "bfloat16, float32 reduction": [{"shard": 2}, {"replicate": 2, "shard": 2}],
+SIMULATED = {
+    F64: simulated(2, 5, HYBRID, {"shard": 2, "replicate": 3}, {"replicate": 2}),
+    F32: simulated(3),
+    MIXED: simulated(2, HYBRID),
 }
+# On two gloo ranks each case in all numbers; on others each case once, and each numbers.
+GLOO: dict[Ranks, list[Training]] = dict(
+    zip(
+        gloo(2, 3, HYBRID),
+        (
+            list(product(CASES, NUMBERS)),
+            [("3x3", F64), ("3x3", MIXED), ("17x257", F32)],
+            [("blocks", MIXED), ("frozen", F32), ("tied across units", F64), ("3x3", F32)],
+        ),
+        strict=True,
+    )
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,16 +60,70 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a training differs in from a plain loop, and on gloo ranks from FSDP2; and a digest of all of its bits."""
+
+    unsharded: str
+    fully_shard: str
+    bits: bytes
+
+
+def outcome(mesh: fs.Mesh, training: Training) -> Outcome:
+    """All sides in one process, with the same kernels."""
+    case, kind = CASES[training[0]], NUMBERS[training[1]]
+    axes, side = dict(mesh.axes), "side by side" if mesh.is_simulated else "one by one"
+    ours = sharded(case, mesh, kind.dtype, kind.precision)
+    expected = reference(case, axes, kind.dtype, kind.precision, side)
+    unsharded, theirs = text_of(assert_alike, ours, expected, kind.rtol, kind.atol), ""
+    if not mesh.is_simulated:
+        parts = part_of_rank(ours, mesh)
+        exact = (kind.rtol, kind.atol) if mesh.size == 3 else (0, 0)  # the sum of a pair has no order
+        theirs = text_of(assert_same, parts, by_fully_shard(case, axes, kind.dtype, kind.precision), *exact)
+    return Outcome(unsharded, theirs, digest(ours))
+
+
+def train(mesh: fs.Mesh, trainings: list[Training]) -> dict[Training, Outcome]:
+    return {training: outcome(mesh, training) for training in trainings}
+
+
+@cache
+def results(ranks: Ranks) -> list[dict[Training, Outcome]]:
+    """All trainings on gloo ranks in one call."""
+    return ranks.run(train, GLOO[ranks])
+
+
+every_training = pytest.mark.parametrize(
+    ("ranks", "case", "numbers"), [(ranks, *one) for ranks, trainings in GLOO.items() for one in trainings], ids=str
+)
+
+
+@pytest.mark.parametrize(("numbers", "ranks"), [(n, ranks) for n in NUMBERS for ranks in SIMULATED[n]], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient_is_that_of_the_unsharded_loop(case: str, ranks: Ranks, numbers: str) -> None:
+    assert ranks.run(train, [(case, numbers)])[0][case, numbers].unsharded == ""
+
+
+@every_training
+def test_every_gradient_of_gloo_ranks_is_that_of_the_unsharded_loop(ranks: Ranks, case: str, numbers: str) -> None:
+    assert [result[case, numbers].unsharded for result in results(ranks)] == [""] * ranks.size
+
+
+@every_training
+def test_every_gradient_is_that_of_fully_shard(ranks: Ranks, case: str, numbers: str) -> None:
+    """Bitwise, in every precision, where the sum of a pair has no order."""
+    assert [result[case, numbers].fully_shard for result in results(ranks)] == [""] * ranks.size
+
+
+@every_training
+def test_all_ranks_have_the_same_gradients_and_parameters_bitwise(ranks: Ranks, case: str, numbers: str) -> None:
+    assert len({result[case, numbers].bits for result in results(ranks)}) == 1
+
+
 def assert_parity(case: str, axes: dict[str, int], kind: Numbers) -> None:
     expected = reference(CASES[case], axes, kind.dtype, kind.precision, "side by side")
     actual = sharded(CASES[case], fs.simulated_mesh(axes), kind.dtype, kind.precision)
     assert_alike(actual, expected, kind.rtol, kind.atol)
-
-
-@pytest.mark.parametrize(("numbers", "axes"), [(n, axes) for n in NUMBERS for axes in AXES[n]], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_every_gradient_is_that_of_the_unsharded_loop(case: str, axes: dict[str, int], numbers: str) -> None:
-    assert_parity(case, axes, NUMBERS[numbers])
 
 
 @pytest.mark.parametrize("numbers", ["float64", "bfloat16, float32 reduction"])
