@@ -95,31 +95,40 @@ WAYS: list[tuple[Gather, dict[str, Any]]] = [
     (at_once, {}),
     (partial(fs.gather, lazy=True), {"ignored": ["blocks.1"], "units": 4000}),
 ]
+STEPS = {"mean": (10, 3, 3, 3), "sum": (3, 2, 2, 2)}  # of each way
 
 
-def training_on_this_rank(reduction: str, num_steps: int) -> list[float]:
+def trainings_on_this_rank() -> dict[str, list[float]]:
+    """Every step of every way is compared here; the losses of the first way."""
     axes = device_mesh()
-    mesh, model, losses = fs.Mesh.from_device_mesh(axes["shard"]), distributed(axes), []
-    alone = list(train_alone(reduction, num_steps))
-    for gather, options in WAYS:
-        losses = []
-        for (loss, grads), (expected_losses, expected) in zip(
-            train(mesh, model, gather, num_steps, reduction=reduction, **options), alone, strict=True
-        ):
+    mesh, model = fs.Mesh.from_device_mesh(axes["shard"]), distributed(axes)
+
+    def losses(reduction: str, way: int) -> list[float]:
+        (gather, options), num_steps, results = WAYS[way], STEPS[reduction][way], []
+        steps = train(mesh, model, gather, num_steps, reduction=reduction, **options)
+        for (loss, grads), (expected_losses, expected) in zip(steps, train_alone(reduction, num_steps), strict=True):
             closely(whole_values(grads), expected)
             closely(loss, expected_losses[mesh.rank])
-            losses.append(loss.item())
-    return losses
+            results.append(loss.item())
+        return results
+
+    first, *_ = [{reduction: losses(reduction, way) for reduction in STEPS} for way in range(len(WAYS))]
+    return first
 
 
-@pytest.mark.parametrize(("reduction", "num_steps"), [("mean", 10), ("sum", 3)])
-def test_ten_steps_have_the_gradients_and_losses_of_one_process(reduction: str, num_steps: int) -> None:
-    results = run_ranks(training_on_this_rank, RANKS, reduction, num_steps)
+@cache
+def losses_of_all_ranks() -> list[dict[str, list[float]]]:
+    return run_ranks(trainings_on_this_rank, RANKS)
+
+
+@pytest.mark.parametrize("reduction", STEPS)
+def test_ten_steps_have_the_gradients_and_losses_of_one_process(reduction: str) -> None:
+    results = [losses[reduction] for losses in losses_of_all_ranks()]
     (first, same), (other, also_same) = results[:2], results[2:]
     assert first == same
     assert other == also_same
     assert first != other  # each data rank has its own data
-    assert first[-1] < (0.9 if num_steps == 10 else 1) * first[0]
+    assert first[-1] < (0.9 if len(first) == 10 else 1) * first[0]
 
 
 THREE_AXES = [
@@ -171,9 +180,9 @@ def step_in_memory_on_this_rank() -> LiveBytes:
     gc.disable()
     axes = device_mesh()
     mesh = fs.Mesh.from_device_mesh(axes["shard"])
-    pair = lambda: nn.Sequential(nn.Linear(LARGE, LARGE), nn.Tanh(), nn.Linear(LARGE, LARGE))  # noqa: E731
     styles: dict[str, Any] = {"*.0": ColwiseParallel(), "*.2": RowwiseParallel()}
-    model = parallelize_module(nn.Sequential(*(pair() for _ in range(UNITS))), axes["tensor"], styles)
+    pairs = [nn.Sequential(nn.Linear(LARGE, LARGE), nn.Tanh(), nn.Linear(LARGE, LARGE)) for _ in range(UNITS)]
+    model = parallelize_module(nn.Sequential(*pairs), axes["tensor"], styles)
     ways = {"warm up": True, "lazy": True, "kept": False}
     layouts = {way: fs.plan(model, mesh, reshard_after_forward=reshard) for way, reshard in ways.items()}
     assert [unit.buffers[0].nbytes for unit in layouts["lazy"].units] == [UNIT] * UNITS
@@ -241,7 +250,10 @@ def tensors(axes: DeviceMesh, dtype: torch.dtype = torch.float64) -> dict[str, T
         "b.scalar": ((), Replicate()),
     }
     generator = torch.Generator().manual_seed(0)
-    draw = lambda shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
+
+    def draw(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
     parts: dict[str, Tensor] = {
         name: distribute_tensor(draw(shape), axes["tensor"], [placement]) for name, (shape, placement) in forms.items()
     }
@@ -487,10 +499,17 @@ def gradients_are_differentiable_where_they_were_partial_too(axes: DeviceMesh, m
 
     cut = distribute_tensor(rows[mesh.rank], axes["tensor"], [Shard(0)])  # so the gradient of a copy is partial
     alone = {name: whole(x).detach().clone().requires_grad_() for name, x in values.items()}
-    by_name = lambda leaves: dict(zip(alone, leaves, strict=True))  # noqa: E731
-    both = lambda leaves: loss(by_name(leaves), rows[0]) + loss(by_name(leaves), rows[1])  # noqa: E731
+
+    def by_name(leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(alone, leaves, strict=True))
+
+    def both(leaves: Sequence[Tensor]) -> Tensor:
+        return loss(by_name(leaves), rows[0]) + loss(by_name(leaves), rows[1])
+
+    def tree(leaves: Sequence[Tensor]) -> fs.Sharded:
+        return fs.Sharded(zip(params, leaves, strict=True), params.layout)
+
     expected = products(both, list(alone.values()), [x.detach().cos() for x in alone.values()])
-    tree = lambda leaves: fs.Sharded(zip(params, leaves, strict=True), params.layout)  # noqa: E731
     for gather in (fs.gather, at_once):
         leaves = [x.detach().requires_grad_() for x in params.values()]
         actual = products(lambda ls, g=gather: loss(g(tree(ls)), cut), leaves, list(directions.values()))
@@ -502,9 +521,12 @@ def checkpointed_blocks_have_the_same_gradients(axes: DeviceMesh, mesh: fs.Mesh)
     model, words = distributed(axes), sentences(0, mesh.rank)
     params = fs.shard(model, fs.plan(model, mesh))
     results = []
+
+    def loss(p: fs.Sharded) -> Tensor:
+        return loss_of(model, fs.gather(p), words)
+
     for recompute in (False, True):
         leaves: Any = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-        loss = lambda p: loss_of(model, fs.gather(p), words)  # noqa: E731
         (checkpoint(loss, leaves, use_reentrant=False) if recompute else loss(leaves)).backward()
         results.append({key: x.grad for key, x in leaves.items()})
     exactly(results[1], results[0])
@@ -622,7 +644,9 @@ def other_placements_are_refused_by_reshard_and_come_by_a_checkpoint(axes: Devic
 
 @check
 def an_overflow_in_one_part_is_one_on_every_rank(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    source = lambda x: {"w": distribute_tensor(torch.tensor(x), axes["tensor"], [Shard(0)])}  # noqa: E731
+    def source(x: list[float]) -> dict[str, Tensor]:
+        return {"w": distribute_tensor(torch.tensor(x), axes["tensor"], [Shard(0)])}
+
     layout = fs.plan(source([0.0] * 4), mesh)
     scale = fs.LossScale.dynamic(8.0)
     for overflow in range(4):
@@ -700,7 +724,10 @@ def apply_runs_the_parallel_model_with_gradients_of_its_parts(axes: DeviceMesh, 
 def what_does_not_fit_is_refused_by_name(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     w, tensor = torch.arange(12.0).view(4, 3), axes["tensor"]
     cut = distribute_tensor(w, tensor, [Shard(0)])
-    refuse = lambda x, mesh=mesh: refused(fs.plan, {"w": x}, mesh)  # noqa: E731
+
+    def refuse(x: Tensor, mesh: fs.Mesh = mesh) -> str:
+        return refused(fs.plan, {"w": x}, mesh)
+
     own, both = distribute_tensor(w, axes["shard"], [Shard(0)]), distribute_tensor(w, axes, [Shard(0), Shard(0)])
     a = "'w': a DTensor of shape (4, 3), "
     assert f"{a}S(0) over shard=2, but the mesh itself has the axis 'shard'; pass its full_tensor()" in refuse(own)
@@ -743,7 +770,10 @@ def what_does_not_fit_is_refused_by_name(axes: DeviceMesh, mesh: fs.Mesh) -> Non
 def transforms_of_torch_func_are_refused_and_not_wrong(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     values = tensors(axes)
     params = fs.shard(values, fs.plan(values, mesh))
-    loss = lambda p: whole(fs.gather(p)["a.even"].sum())  # noqa: E731
+
+    def loss(p: fs.Sharded) -> Tensor:
+        return whole(fs.gather(p)["a.even"].sum())
+
     for transform in (torch.func.grad(loss), fs.grad(fs.grad(lambda p: loss(p))), torch.func.jacrev(loss)):
         text = ""
         try:
