@@ -5,7 +5,7 @@ Sampled dtypes, policies, axes, replicas, codecs and sizes, on gloo ranks agains
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -18,10 +18,10 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Counter
 from functorch_shard.training.estimate import collectives_of
-from tests.support.pool import run_ranks
+from tests.support.ranks import HYBRID, Ranks, gloo
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1}]
+AXES: list[dict[str, int]] = [{"shard": 2}, {"shard": 3}, HYBRID, {"replicate": 2, "shard": 1}]
 CODECS: dict[str, Callable[[], Any]] = {"int8": fs.codecs.int8, "float8": lambda: fs.codecs.float8(block=3)}
 Bytes = dict[tuple[str, str], tuple[int, int]]  # number of collectives and bytes of their operands, by axis and kind
 
@@ -65,8 +65,8 @@ class Case:
         return fs.gather(params, lazy=lazy, codec=CODECS[self.codec]() if self.codec else None)
 
 
-def cases(axes: dict[str, int]) -> list[Case]:
-    random = Random(str(axes))
+def cases(axes: Mapping[str, int]) -> list[Case]:
+    random = Random(str(dict(axes)))
     dtypes = [F16, BF16, F32, F32, F64, torch.complex64]
     maybe = [None, F16, BF16, F32, F64]
 
@@ -104,27 +104,34 @@ def by_backward(of: Callable[[fs.Sharded], Tensor], params: fs.Sharded) -> dict[
     return {key: x.grad for key, x in leaves.items() if x.grad is not None}
 
 
-def results(case: Case, mesh: fs.Mesh, lazy: bool | None) -> dict[str, dict[str, Tensor]]:
-    """What every rank gathers, and its gradients in three ways."""
-    params = fs.shard(case.values, case.plan(mesh))
+Result = tuple[dict[str, dict[str, Tensor]], Bytes]
+
+
+def result(case: Case, params: fs.Sharded, lazy: bool | None) -> Result:
+    """What every rank gathers, its gradients in three ways, and the collectives of one gather and its gradient."""
+    mesh, counter = params.layout.mesh, Counter()
+    counting = fs.Sharded(params, params.layout.on(mesh.with_backend(counter)))
     x = mesh.split(torch.tensor([1 / 3, 7.0, -0.2, 11.0])[: mesh.size])
-    of = lambda p, x: loss(case.gather(p, lazy), x)  # noqa: E731
-    by_hand = lambda p, x: fs.scatter_grads(torch.func.grad(loss)(case.gather(p, False), x))  # noqa: E731
-    return {
+
+    def of(p: fs.Sharded, x: Tensor) -> Tensor:
+        return loss(case.gather(p, lazy), x)
+
+    def by_hand(p: fs.Sharded, x: Tensor) -> fs.Sharded:
+        return fs.scatter_grads(torch.func.grad(loss)(case.gather(p, False), x))
+
+    ways = {
+        "fs.grad": dict(counting.layout.mesh.spmd(fs.grad(of))(counting, x)),
         "values": dict(mesh.spmd(lambda p: fs.materialize(case.gather(p, lazy)))(params)),
-        "fs.grad": dict(mesh.spmd(fs.grad(of))(params, x)),
         "backward": mesh.spmd(lambda p, x: by_backward(lambda p: of(p, x), p))(params, x),
-        "by hand": dict(mesh.spmd(by_hand)(params, x)),
+        **({} if lazy else {"by hand": dict(mesh.spmd(by_hand)(params, x))}),
     }
+    return ways, {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}
 
 
-def counted(case: Case, mesh: fs.Mesh, lazy: bool | None) -> Bytes:
-    """The collectives of one gather and its gradient."""
-    counter, params = Counter(), fs.shard(case.values, case.plan(mesh))
-    params = fs.Sharded(params, params.layout.on(mesh.with_backend(counter)))
-    x = mesh.split(torch.ones(mesh.size))
-    params.layout.mesh.spmd(fs.grad(lambda p, x: loss(case.gather(p, lazy), x)))(params, x)
-    return {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}
+def results(mesh: fs.Mesh, ways: list[bool | None]) -> list[list[Result]]:
+    """Of each case of these axes, by each way to gather."""
+    sharded = [(case, fs.shard(case.values, case.plan(mesh))) for case in cases(dict(mesh.axes))]
+    return [[result(case, params, lazy) for lazy in ways] for case, params in sharded]
 
 
 def expected(case: Case, mesh: fs.Mesh) -> Bytes:
@@ -144,17 +151,9 @@ def without_gathers(seen: Bytes, case: Case) -> Bytes:
     return {key: value for key, value in seen.items() if not (case.codec and key[1] == "all_gather")}
 
 
-def on_this_rank(axes: dict[str, int]) -> list[tuple[Any, Any, Bytes, Bytes]]:
-    mesh = fs.init_mesh(axes)
-    return [
-        (results(case, mesh, False), results(case, mesh, True), counted(case, mesh, False), counted(case, mesh, True))
-        for case in cases(axes)
-    ]
-
-
 @cache
-def of_ranks(axes: tuple[tuple[str, int], ...]) -> list[list[tuple[Any, Any, Bytes, Bytes]]]:
-    return run_ranks(on_this_rank, fs.simulated_mesh(dict(axes)).size, dict(axes))
+def of_ranks(ranks: Ranks) -> list[list[list[Result]]]:
+    return ranks.run(results, [False, True] if ranks.real else [None])
 
 
 def bits(x: Tensor) -> Tensor:
@@ -170,36 +169,29 @@ def assert_bitwise(actual: Any, expected: Any, case: Case) -> None:
             assert torch.equal(bits(actual[way][key]), bits(x)), (case, way, key, actual[way][key], x)
 
 
-every_mesh = pytest.mark.parametrize("axes", AXES, ids=str)
+on_gloo = pytest.mark.parametrize("ranks", gloo(*AXES), ids=str)
 
 
-@every_mesh
-def test_differentiable_and_asynchronous_ranks_agree_bitwise(axes: dict[str, int]) -> None:
-    for result in of_ranks(tuple(axes.items())):
-        for case, (differentiable, asynchronous, _, _) in zip(cases(axes), result, strict=True):
-            assert_bitwise(asynchronous, differentiable, case)
+@on_gloo
+def test_differentiable_and_asynchronous_ranks_agree_bitwise(ranks: Ranks) -> None:
+    for of_rank in of_ranks(ranks):
+        for case, ((differentiable, _), (asynchronous, _)) in zip(cases(ranks.axes), of_rank, strict=True):
+            assert_bitwise(asynchronous, {way: differentiable[way] for way in asynchronous}, case)
 
 
-@every_mesh
-def test_gloo_ranks_and_simulated_ranks_agree_bitwise(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    for i, case in enumerate(cases(axes)):
-        simulated = results(case, mesh, None)
-        for rank, result in enumerate(of_ranks(tuple(axes.items()))):
-            place = tuple(int(j) for j in torch.unravel_index(torch.tensor(rank), tuple(axes.values())))
-            mine = {way: {key: x[place] for key, x in tensors.items()} for way, tensors in simulated.items()}
-            assert_bitwise(result[i][0], mine, case)
+@on_gloo
+def test_gloo_ranks_and_simulated_ranks_agree_bitwise(ranks: Ranks) -> None:
+    for real, simulated in zip(of_ranks(ranks), of_ranks(ranks.simulated), strict=True):
+        for case, ((ways, _), _), ((expected, _),) in zip(cases(ranks.axes), real, simulated, strict=True):
+            assert_bitwise(ways, expected, case)
 
 
-@every_mesh
-def test_counting_agrees_with_what_is_issued_to_the_byte(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    for i, case in enumerate(cases(axes)):
-        wanted = without_gathers(expected(case, mesh), case)
-        assert without_gathers(counted(case, mesh, None), case) == wanted, case
-        for result in of_ranks(tuple(axes.items())):
-            for seen in result[i][2:]:
-                assert without_gathers(seen, case) == wanted, case
+@on_gloo
+def test_counting_agrees_with_what_is_issued_to_the_byte(ranks: Ranks) -> None:
+    for of_rank in (*of_ranks(ranks), *of_ranks(ranks.simulated)):
+        for case, ways in zip(cases(ranks.axes), of_rank, strict=True):
+            wanted = without_gathers(expected(case, fs.simulated_mesh(ranks.axes)), case)
+            assert [without_gathers(seen, case) for _, seen in ways] == [wanted] * len(ways), case
 
 
 def test_the_sample_has_every_kind_of_case() -> None:
