@@ -33,9 +33,10 @@ from functorch_shard.checkpoint import PerRank, latest, load, save, saving, veri
 from functorch_shard.checkpoint.cli import main as command
 from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.checkpoint.dcp.metadata import entries_of
-from tests.storage.test_offloading import can_mount
 from tests.support import faults
+from tests.support.checkpoints import tiny
 from tests.support.models import awkward, loss_of, two_layers
+from tests.support.offloaded import can_mount
 from tests.support.refusals import refused
 from tests.support.scripts import exit_code_of, start
 
@@ -339,11 +340,6 @@ def files_of(path: Path) -> list[str]:
     return sorted(x.name for x in path.iterdir())
 
 
-def tiny(step: int = 0) -> dict[str, Any]:
-    params = fs.shard({"w": torch.arange(7.0) + step}, fs.plan({"w": torch.zeros(7)}, fs.simulated_mesh(2)))
-    return {"model": params, "step": step}
-
-
 def test_the_latest_is_the_last_one_saved_whatever_its_name(tmp_path: Path) -> None:
     assert latest(tmp_path / "nothing") is None
     for name in ("step-9", "step-10", "a"):
@@ -375,7 +371,7 @@ import functorch_shard as fs
 from functorch_shard.checkpoint import saving
 from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.storage import atomic_directory as folders
-from tests.checkpoint.test_checkpoint import tiny
+from tests.support.checkpoints import tiny
 moment, directory = sys.argv[1:]
 where = {"complete": saving, "publish": folders.StagingDirectory, "close": writer.Writer, "rmtree": folders.shutil,
          "write_durably": writer, "tensor": writer.Writer, "plain": writer.Writer, "remove": saving}[moment]

@@ -18,10 +18,10 @@ import functorch_shard as fs
 from functorch_shard.checkpoint.safetensors import files as safetensors_files
 from functorch_shard.checkpoint.safetensors import writer as safetensors_writer
 from functorch_shard.checkpoint.safetensors.files import export_safetensors, import_safetensors
-from tests.checkpoint.test_safetensors import assert_same_bits, of_every_dtype
 from tests.support.models import awkward
 from tests.support.pool import run_ranks
 from tests.support.refusals import text_of
+from tests.support.tensors import assert_same_bits, of_every_dtype
 
 WIDTH, UNITS = 128, 6
 UNIT = 4 * WIDTH * (WIDTH + 1)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.testing import run_ranks
-from tests.communication.test_lost_ranks_on_ranks import free_port
-from tests.communication.test_order_check_on_ranks import DIFFERENT, error_of, short_mesh
+from tests.support.differing import DIFFERENT, error_of, short_mesh
+from tests.support.scripts import free_port
 
 
 def different_on_this_rank() -> dict[str, tuple[str, str]]:

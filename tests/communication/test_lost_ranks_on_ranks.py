@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -28,6 +27,7 @@ from functorch_shard.communication import lost_ranks as failures
 from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.process_groups import timeout_of
+from tests.support.scripts import free_port
 
 PATIENCE = 4  # seconds that a group waits
 WINDOW = failures.window_of(timedelta(seconds=PATIENCE))
@@ -119,12 +119,6 @@ def on_rank(rank: int, num_ranks: int, port: int, work: Callable[[], None]) -> N
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     work()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def reported_by_survivors(

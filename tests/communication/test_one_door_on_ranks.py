@@ -13,7 +13,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication.axis import Axis
 from functorch_shard.communication.gloo import SMALL_SUM
-from tests.communication.test_one_door import AXES, check_records, every_kind, in_threads, noting, records_of
+from tests.support.one_door import AXES, check_records, every_kind, in_threads, noting, records_of
 from tests.support.pool import run_ranks
 
 

@@ -16,7 +16,7 @@ from functorch_shard.communication.gloo import GlooBackend
 from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.process_groups import timeout_of
-from tests.sharding.test_different_units_on_ranks import SMALL, alternately, assert_trained, train
+from tests.support.different_units import SMALL, alternately, assert_trained, train
 
 PROGRAM: tuple[Any, ...] = 2, SMALL, alternately, 2
 

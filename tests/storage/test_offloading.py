@@ -8,17 +8,13 @@ import io
 import json
 import os
 import pickle
-import resource
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,12 +23,22 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.storage.memory_kind import memory_kind_of
 from tests.support.models import awkward
+from tests.support.offloaded import (
+    ADAMW,
+    SAMPLES,
+    can_mount,
+    example,
+    files_in,
+    gradient_of,
+    largest_file,
+    leaves_of,
+    model_of,
+    same_bits,
+    tree_map,
+)
 from tests.support.refusals import refused
 from tests.support.scripts import exit_code_of
 
-tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
-SAMPLES = torch.randn(4, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2)
 # without those of quantized tensors and packed bits, which torch is about to remove
 DTYPES = list(
     dict.fromkeys(
@@ -43,48 +49,8 @@ DTYPES = list(
 )
 
 
-def same_bits(a: Any, b: Any) -> bool:
-    """Whether two trees have the same structure, and tensors of the same bytes; NaN or not."""
-
-    def described(x: Any) -> Any:
-        return (x.dtype, x.shape, raw(x)) if isinstance(x, Tensor) else x
-
-    same = tree_map(lambda x, y: described(x) == described(y), a, b)
-    return optree.tree_structure(a) == optree.tree_structure(b) and all(leaves_of(same))
-
-
-def raw(x: Tensor) -> bytes:
-    return (
-        bytes(torch.empty(x.shape, dtype=x.dtype).copy_(x).reshape(-1).view(torch.uint8).tolist()) if x.numel() else b""
-    )
-
-
-def leaves_of(*trees: Any) -> list[Any]:
-    return optree.tree_leaves(list(trees))  # pyright: ignore[reportArgumentType]
-
-
 def is_mapped(x: Tensor) -> bool:
     return memory_kind_of(x).directory is not None or x.numel() == 0
-
-
-def files_in(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def example(seed: int = 0) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {"a": torch.randn(7, 3, generator=generator), "b": [torch.tensor(seed), torch.zeros(0, 3)], "c": 2.5}
-
-
-@contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """A disk on which no file grows beyond ``nbytes``: the kernel refuses the rest, as it does when a disk is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # values
@@ -230,12 +196,6 @@ def test_a_file_says_which_leaf_it_is(tmp_path: Path) -> None:
 # training
 
 
-def model_of(dtype: torch.dtype = torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)]
-    return nn.Sequential(*blocks).to(dtype)
-
-
 def training(mesh: fs.Mesh, place: Callable[[str, Any], Any], *, inside: bool, donate: bool) -> tuple[Any, ...]:
     """Losses, parameters and state after four steps, the step taken inside ``spmd`` or outside."""
     model = model_of()
@@ -304,13 +264,6 @@ def test_ranks_that_are_at_different_steps_train_in_place_too(tmp_path: Path) ->
     assert same_bits(list(updated), list(expected))
     assert same_bits(fs.reopen(state, tmp_path / "state"), expected[1])
     assert same_bits(fs.reopen(params, tmp_path / "params"), expected[0])
-
-
-def gradient_of(params: fs.Sharded, x: Tensor = SAMPLES[0]) -> fs.Sharded:
-    def loss(params: fs.Sharded) -> Tensor:
-        return functional_call(model_of(), fs.gather(params), (x,)).square().mean()
-
-    return fs.grad(loss)(params)
 
 
 def test_tensors_made_from_a_mapped_shard_are_in_unnamed_files_of_the_same_directory(tmp_path: Path) -> None:
@@ -438,11 +391,6 @@ def test_a_gradient_that_does_not_fit_is_an_error_and_the_parameters_remain(tmp_
     assert same_bits(gradient_of(params), gradient_of(plain))
 
 
-def can_mount() -> bool:
-    command = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
-
-
 FULL_DISK = """
 import errno, os, torch, functorch_shard as fs
 small, large = {"x": torch.arange(50_000.0)}, {"x": torch.zeros(100_000), "y": torch.zeros(200_000)}
@@ -485,7 +433,7 @@ def test_without_a_way_to_reserve_blocks_nothing_is_offloaded(tmp_path: Path, mo
 KILLED = """
 import os, signal, sys, torch
 import functorch_shard as fs
-from tests.storage.test_offloading import example
+from tests.support.offloaded import example
 module = sys.modules["functorch_shard.storage.offloading"]
 die = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
 moment, directory = sys.argv[1:]

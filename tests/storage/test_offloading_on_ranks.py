@@ -16,16 +16,7 @@ import functorch_shard as fs
 from functorch_shard.storage.memory_kind import memory_kind_of
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.offload import resident, train
-from tests.storage.test_offloading import (
-    ADAMW,
-    SAMPLES,
-    files_in,
-    gradient_of,
-    largest_file,
-    leaves_of,
-    model_of,
-    same_bits,
-)
+from tests.support.offloaded import ADAMW, SAMPLES, files_in, gradient_of, largest_file, leaves_of, model_of, same_bits
 
 MEGABYTE = 1 << 20
 ALLOWED = 24 * MEGABYTE  # of private memory, beside what torch itself takes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import runpy
+import socket
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -57,3 +58,9 @@ def _run(source: str, arguments: tuple[str, ...], environ: Mapping[str, str] | N
     sys.argv[:] = ["-c", *arguments]
     with output.open("w") if output else nullcontext(sys.stdout) as file, redirect_stdout(file):
         exec(compile(source, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -12,15 +12,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.communication import Counter, Traffic
 from functorch_shard.testing import run_ranks
-from tests.sharding.test_memory_on_ranks import (
-    OPTIMIZERS,
-    RANKS,
-    STEPS,
-    UNIT,
-    activations,
-    model_of_equal_units,
-    training,
-)
+from tests.support.memory import OPTIMIZERS, RANKS, STEPS, UNIT, activations, model_of_equal_units, training
 from tests.support.models import equal_units
 
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
