@@ -52,7 +52,10 @@ class Ours:
 
     def step(self) -> None:
         x, y = self.work.batch(self.mesh.rank, BATCH)
-        loss = lambda p: self.work.loss(functional_call(self.model, fs.gather(p), (x,)), y)  # noqa: E731
+
+        def loss(p: fs.Sharded) -> Any:
+            return self.work.loss(functional_call(self.model, fs.gather(p), (x,)), y)
+
         grads, _ = fs.grad_and_value(loss)(self.params)
         self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
 

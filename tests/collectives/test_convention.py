@@ -129,7 +129,9 @@ def test_a_step_that_stops_the_gradient_may_be_differentiated_by_anybody(axes: d
         grads = fs.grad(loss)(p, x, y)
         return fs.Sharded({key: g.detach() for key, g in grads.items()}, grads.layout)
 
-    loss = lambda p, x, y: sharded_loss(p, x, y, None)  # noqa: E731
+    def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        return sharded_loss(p, x, y, None)
+
     sides = [Side(loss, stopped, outer, dot_over_ranks, fs.global_norm) for outer in (fs.grad, torch.func.grad)]
     by_fs, by_torch = (on_mesh(mesh, side, ["through one step"]) for side in sides)
     assert_trees_close(by_torch, by_fs, rtol=1e-12, atol=1e-14)
@@ -158,9 +160,16 @@ def test_around_spmd_it_is_the_derivative_of_what_is_returned(axes: dict[str, in
 def test_outside_spmd_a_gradient_through_a_step_is_that_of_the_unsharded_model(axes: dict[str, int]) -> None:
     _, params, rows = stacked_tree(axes)
     x, y = (t.flatten(0, -3)[0] for t in (rows.x, rows.y))
-    loss = lambda p: plain_loss(fs.gather(p), x, y)  # noqa: E731
-    step = lambda gradient, p: optree.tree_map(lambda w, g: w - LR * g, p, gradient(p))  # noqa: E731
-    whole = lambda p: plain_loss(p, x, y)  # noqa: E731
+
+    def loss(p: fs.Sharded) -> Tensor:
+        return plain_loss(fs.gather(p), x, y)
+
+    def step(gradient: Any, p: Any) -> Any:
+        return optree.tree_map(lambda w, g: w - LR * g, p, gradient(p))
+
+    def whole(p: Any) -> Any:
+        return plain_loss(p, x, y)
+
     want = torch.func.grad(lambda p: whole(step(torch.func.grad(whole), p)))(whole_parameters())
     got = fs.grad(lambda p: loss(step(fs.grad(loss), p)))(params)
     for key, shard in got.items():  # copies are equal
@@ -176,8 +185,13 @@ def twice_on_this_rank(mesh: fs.Mesh, reduction: Any) -> list[Any]:
     rows = Samples(*mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors())))
     results = []
     for lazy in LAZY:
-        loss = lambda p, x=rows.x, lazy=lazy: sharded_loss(p, x, rows.y, lazy)  # noqa: E731
-        of_shards = lambda *xs, loss=loss: loss(fs.Sharded(zip(params, xs, strict=True), layout))  # noqa: E731
+
+        def loss(p: Any, x: Tensor = rows.x, lazy: bool | None = lazy) -> Tensor:
+            return sharded_loss(p, x, rows.y, lazy)
+
+        def of_shards(*xs: Any, loss: Any = loss) -> Any:
+            return loss(fs.Sharded(zip(params, xs, strict=True), layout))
+
         product = torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1]
         want = torch.func.jvp(loss, (params,), (v,))[1], *[tuple(product.values())] * 2
         given = tuple(params.values()), tuple(v.values())
@@ -211,11 +225,19 @@ def test_torch_autograd_functional_is_right_or_refused_on_every_rank(ranks: Rank
 def by_hand_on_this_rank(mesh: fs.Mesh) -> list[Any]:
     """Second derivatives of what ranks return and nobody sums: by fs.grad, and by backward()."""
     tasks = ["reverse over reverse", "penalty on the norm of the gradient"]
-    mine = lambda a, b: torch.stack([(a[key] * b[key]).sum() for key in a]).sum()  # noqa: E731
-    norm = lambda a: mine(a, a).sqrt()  # noqa: E731
+
+    def mine(a: Any, b: Any) -> Any:
+        return torch.stack([(a[key] * b[key]).sum() for key in a]).sum()
+
+    def norm(a: Any) -> Tensor:
+        return mine(a, a).sqrt()
+
     results = []
     for lazy in LAZY:
-        loss = lambda p, x, y, lazy=lazy: sharded_loss(p, x, y, lazy)  # noqa: E731
+
+        def loss(p: Any, x: Tensor, y: Tensor, lazy: bool | None = lazy) -> Tensor:
+            return sharded_loss(p, x, y, lazy)
+
         results.append([on_mesh(mesh, Side(loss, autograd_grad(loss), o, mine, norm), tasks) for o in OUTER])
     return results
 

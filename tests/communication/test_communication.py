@@ -59,7 +59,9 @@ def trained(mesh: fs.Mesh, num_steps: int = 3, **options: Any) -> tuple[fs.Shard
 
 
 def same_shapes(actual: fs.Sharded, expected: fs.Sharded) -> None:
-    form = lambda tree: {key: (x.shape, x.dtype, x.device) for key, x in tree.items()}  # noqa: E731
+    def form(tree: Any) -> Any:
+        return {key: (x.shape, x.dtype, x.device) for key, x in tree.items()}
+
     assert form(actual) == form(expected)
 
 
@@ -166,7 +168,9 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
 
 
 def test_an_axis_may_be_left_alone() -> None:
-    one = lambda axis: without_reduction(axis) if axis.name == "replicate" else axis.backend  # noqa: E731
+    def one(axis: Any) -> Any:
+        return without_reduction(axis) if axis.name == "replicate" else axis.backend
+
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 3}).with_backend(one)
     rows = torch.randn(2, 3, 4)
     result = mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
@@ -271,9 +275,8 @@ def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
 
 
 def test_only_backends_go_into_a_mesh() -> None:
-    wrong: Any = lambda axis: axis  # noqa: E731
     assert "Mesh.with_backend: wrap returned Axis, expected a backend" in refused(
-        fs.simulated_mesh(2).with_backend, wrong
+        fs.simulated_mesh(2).with_backend, lambda axis: axis
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,10 @@ def problem(mesh: fs.Mesh, write: Callable[[nn.Linear], object]) -> tuple[Clippe
 def test_a_write_that_would_be_forgotten_is_refused(mesh: fs.Mesh, write: Callable[[nn.Linear], object]) -> None:
     model, params, x = problem(mesh, write)
     before = [x.clone() for x in params.values()]
-    run = lambda p, x: functional_call(model, fs.gather(p), (x,))  # noqa: E731
+
+    def run(p: fs.Sharded, x: Tensor) -> Any:
+        return functional_call(model, fs.gather(p), (x,))
+
     for step in (mesh.spmd(fs.grad(run)), mesh.spmd(run)):
         said = refused(step, params, x)
         assert said.startswith("RuntimeError: spmd: ")
@@ -73,9 +77,15 @@ def test_the_buffer_and_the_way_round_are_named() -> None:
 @on_meshes
 def test_reading_is_not_writing(mesh: fs.Mesh) -> None:
     model, params, x = problem(mesh, lambda layer: layer.weight.detach().clamp(-0.1, 0.1))
-    loss = lambda p, x: functional_call(model, fs.gather(p), (x,))  # noqa: E731
+
+    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(model, fs.gather(p), (x,))
+
     mesh.spmd(fs.grad(loss))(params, x)
-    by_full = lambda p, x: fs.grad(lambda full: functional_call(model, full, (x,)))(fs.gather(p))  # noqa: E731
+
+    def by_full(p: fs.Sharded, x: Tensor) -> Any:
+        return fs.grad(lambda full: functional_call(model, full, (x,)))(fs.gather(p))
+
     mesh.spmd(lambda p, x: fs.scatter_grads(by_full(p, x)))(params, x)
     mesh.spmd(lambda p, x: vmap(fs.grad(loss), (None, 0))(p, x[:, None]))(params, x)
 

@@ -47,7 +47,10 @@ def test_gradients_are_landed_in_the_thread_that_they_are_reduced_in() -> None:
     offloaded: Any = fs.offload(params, "cpu")
     leaves = fs.Sharded({key: x.requires_grad_() for key, x in offloaded.items()}, params.layout)
     full = fs.gather(leaves, lazy=True)
-    look = lambda name: lambda *_: seen.append((name, get_ident()))  # noqa: E731
+
+    def look(name: str) -> Any:
+        return lambda *_: seen.append((name, get_ident()))
+
     nodes = {node: node.name() for x in full.values() for node in nodes_behind(x)}
     for node, name in nodes.items():
         if name in ("_GatherBackward", "_JoinBackward"):

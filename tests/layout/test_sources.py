@@ -38,7 +38,10 @@ class Quantized(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return cls(args[0].data8, args[0].scale)
-        whole = lambda x: x.data8 * x.scale if isinstance(x, cls) else x  # noqa: E731
+
+        def whole(x: Tensor) -> Any:
+            return x.data8 * x.scale if isinstance(x, cls) else x
+
         return func(*torch_pytree.tree_map(whole, args), **(kwargs or {}))
 
 
@@ -86,7 +89,10 @@ def test_the_plain_parameters_of_such_a_model_train_as_the_error_suggests(mesh: 
     model, x = quantized(), torch.randn(4, 4)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     params = fs.shard(trainable, fs.plan(trainable, mesh))
-    loss = lambda params, x: functional_call(model, fs.gather(params), (x,)).square().mean()  # noqa: E731
+
+    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(model, fs.gather(params), (x,)).square().mean()
+
     grads = fs.gather(mesh.spmd(fs.grad(loss))(params, mesh.split(x)), lazy=False)
     expected = torch.autograd.grad(model(x).square().mean(), list(trainable.values()))
     for actual, wanted in zip(grads.values(), expected, strict=True):

@@ -167,7 +167,10 @@ def test_grad_and_vjp_return_a_tree_of_the_same_layout(make: Callable[[], Any]) 
 def test_jvp_and_linearize_take_and_return_trees(make: Callable[[], Any]) -> None:
     tree, tangent = make(), map_items(lambda key, x: x + 1, make())
     expected = map_items(lambda key, x: 3 * x**2 * (x + 1), tree)
-    cube: Callable[[Any], Any] = lambda tree: map_items(lambda key, x: x**3, tree)  # noqa: E731
+
+    def cube(tree: Any) -> Any:
+        return map_items(lambda key, x: x**3, tree)
+
     assert_same(jvp(cube, (tree,), (tangent,))[1], expected)
     assert_same(linearize(cube, tree)[1](tangent), expected)
 

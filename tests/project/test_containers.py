@@ -101,7 +101,10 @@ def test_modules_functions_and_optimizers_may_hold_tensors_of_their_own() -> Non
     model, opt = nn.Linear(3, 2), fs.optimizer(torch.optim.SGD, lr=torch.tensor(0.1))
     stock = torch.optim.SGD(model.parameters())
     layout = fs.plan(model, MESH)
-    shift = lambda x: x + model.bias  # noqa: E731
+
+    def shift(x: Tensor) -> Any:
+        return x + model.bias
+
     result = MESH.spmd(lambda x, *others: (x, *others))(X[:2], model, opt, stock, layout, shift)
     assert list(result[1:]) == [model, opt, stock, layout, shift]
 
@@ -238,7 +241,9 @@ def test_a_mapping_that_is_registered_in_torch_is_named_by_its_keys() -> None:
     class Known(UserDict[str, Any]):
         pass
 
-    flatten = lambda known: (list(known.values()), list(known))  # noqa: E731
+    def flatten(known: Any) -> Any:
+        return (list(known.values()), list(known))
+
     torch_pytree.register_pytree_node(Known, flatten, lambda xs, keys: Known(zip(keys, xs, strict=True)))
     assert "the tree['o']: a Opaque" in refused(MESH.split, Known(x=X, o=Opaque(X)))
     assert MESH.split(Known(x=X))["x"].shape == (2, 2, 3)

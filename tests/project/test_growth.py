@@ -208,7 +208,9 @@ def test_a_tree_is_used_in_time_that_grows_as_it_does(what: str) -> None:
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_lazy_step_grows_as_the_number_of_units(reshard: bool) -> None:
-    step = lambda params: fs.grad(lambda p: loss(fs.Sharded(p, params.layout)))(params)  # noqa: E731
+    def step(params: Any) -> Any:
+        return fs.grad(lambda p: loss(fs.Sharded(p, params.layout)))(params)
+
     assert growth(of_tree(step, ONE, reshard_after_forward=reshard)) < AT_MOST
 
 

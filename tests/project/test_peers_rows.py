@@ -49,7 +49,9 @@ def assert_close(actual: Tree, expected: Tree) -> None:
 
 
 def gradients_on(mesh: fs.Mesh, model: nn.Module, params: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
-    gradient = lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p)  # noqa: E731
+    def gradient(p: fs.Sharded, x: Tensor, y: Tensor) -> Any:
+        return fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p)
+
     return mesh.spmd(gradient)(params, *mesh.split((x, y)))
 
 
@@ -200,7 +202,10 @@ def test_several_forwards_and_then_their_backwards_in_any_order(mesh: fs.Mesh) -
         return tree_map(torch.add, first, second)
 
     actual = mesh.spmd(pulled)(params, *mesh.split((x, y, w)))
-    loss = lambda p: (functional_call(model, p, (x,)) * functional_call(model, p, (y,)) * w).sum()  # noqa: E731
+
+    def loss(p: Any) -> Tensor:
+        return (functional_call(model, p, (x,)) * functional_call(model, p, (y,)) * w).sum()
+
     expected = gradients_of(lambda p: loss(p) / mesh.size, values_of(model))
     assert_close(whole(actual), expected)
 
@@ -410,7 +415,10 @@ def test_any_method_is_a_function_of_gathered_parameters(mesh: fs.Mesh) -> None:
     model = Autoencoder().double()
     params = fs.shard(model, fs.plan(model, mesh))
     (x,) = samples(mesh, 5)
-    loss = lambda full, x: call(model, "encode", full, x).square().mean()  # noqa: E731
+
+    def loss(full: Any, x: Tensor) -> Tensor:
+        return call(model, "encode", full, x).square().mean()
+
     codes = mesh.spmd(lambda p, x: call(model, "encode", fs.gather(p), x))(params, mesh.split(x))
     assert_close(codes.flatten(0, -2), mesh_rows(mesh, model.encode(x).detach()))
     grads = mesh.spmd(lambda p, x: fs.grad(lambda p: loss(fs.gather(p), x))(p))(params, mesh.split(x))

@@ -376,7 +376,10 @@ def test_an_embedding_and_its_tied_head_get_the_sum_of_their_gradients() -> None
     mesh, model = fs.simulated_mesh(2), Tied()
     params = fs.shard(model, fs.plan(model, mesh))
     x, y = mesh.split((torch.arange(4), torch.tensor([1, 2, 3, 4])))
-    loss = lambda full, x, y: nn.functional.cross_entropy(torch.func.functional_call(model, full, (x,)), y)  # noqa: E731
+
+    def loss(full: Any, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(torch.func.functional_call(model, full, (x,)), y)
+
     grads = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss(fs.gather(p), x, y))(p))(params, x, y)
     nn.functional.cross_entropy(model(x.flatten()), y.flatten()).backward()
     torch.testing.assert_close(fs.gather(grads)["embed.weight"], model.embed.weight.grad)

@@ -26,7 +26,10 @@ from tests.support.refusals import refused
 
 def values() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape, dtype=torch.float64: torch.randn(shape, generator=generator, dtype=dtype)  # noqa: E731
+
+    def draw(*shape: Any, dtype: Any = torch.float64) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
     return {
         "fc.weight": draw(3, 5),
         "fc.cube": draw(2, 3, 4),
@@ -170,7 +173,9 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 def test_what_asks_for_the_form_fetches_nothing(name: str, transposed: bool) -> None:
-    form = lambda x: FORMS[name](x.t() if transposed else x)  # noqa: E731
+    def form(x: Tensor) -> Any:
+        return FORMS[name](x.t() if transposed else x)
+
     lazy = gathered()["fc.weight"]
     actual, expected = form(lazy), form(values()["fc.weight"])
     assert not is_fetched(lazy)
@@ -415,7 +420,10 @@ def test_layers_of_torch_compute_the_same_from_lazy_parameters(training: bool) -
     torch.manual_seed(0)
     model, tokens = Layers().double().train(training), torch.tensor([[1, 2, 3], [10, 0, 2]])
     params = fs.shard(model, fs.plan(model, fs.init_mesh()))
-    loss = lambda p, lazy: functional_call(model, fs.gather(p, lazy=lazy), (tokens,)).square().sum()  # noqa: E731
+
+    def loss(p: fs.Sharded, lazy: bool | None) -> Tensor:
+        return functional_call(model, fs.gather(p, lazy=lazy), (tokens,)).square().sum()
+
     by_lazy, expected = (fs.grad_and_value(lambda p, z=z: loss(p, z))(params) for z in (True, False))
     assert_trees_close(by_lazy, expected, rtol=0, atol=0)
     with torch.inference_mode():

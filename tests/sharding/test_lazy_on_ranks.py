@@ -102,7 +102,10 @@ def linearized_on_this_rank() -> None:
     params = fs.shard(model, fs.plan(model, mesh))
     x, y = input_of(mesh.rank)[:, :2], input_of(mesh.rank)[:, 2:3]
     for gather in (fs.gather, at_once):
-        loss = lambda p, g=gather: loss_of(model, g(p), x, y)  # noqa: E731
+
+        def loss(p: fs.Sharded, gather: Any = gather) -> Tensor:
+            return loss_of(model, gather(p), x, y)
+
         value, along = linearize(loss, params)
         for seed in (1, 2):
             tangent = fs.randn_like(params, seed)
@@ -353,8 +356,13 @@ def two_gathers_on_this_rank() -> tuple[fs.Sharded, fs.Sharded]:
     mesh, model = fs.init_mesh(), blocks()
     params = fs.shard(model, fs.plan(model, mesh))
     x = input_of(mesh.rank)
-    first = lambda p: _run(model, fs.gather(p), x).square().sum()  # noqa: E731
-    second = lambda p: _run(model, fs.gather(p), x.sin()).sum()  # noqa: E731
+
+    def first(p: fs.Sharded) -> Any:
+        return _run(model, fs.gather(p), x).square().sum()
+
+    def second(p: fs.Sharded) -> Any:
+        return _run(model, fs.gather(p), x.sin()).sum()
+
     both = fs.grad(lambda p: first(p) + second(p))(params)
     return both, tree_map(torch.add, fs.grad(first)(params), fs.grad(second)(params))
 
@@ -445,7 +453,10 @@ def traffic_on_this_rank(reshard: bool) -> dict[str, list[tuple[str, str]]]:
     mesh, model = fs.init_mesh(), blocks(NUM_UNITS)
     layout = fs.plan(model, mesh, reshard_after_forward=reshard)
     params, x = fs.shard(model, layout), input_of(mesh.rank)
-    loss = lambda p: functional_call(model, fs.gather(p), (x,)).square().sum()  # noqa: E731
+
+    def loss(p: fs.Sharded) -> Tensor:
+        return functional_call(model, fs.gather(p), (x,)).square().sum()
+
     leaves = leaves_of(params)
     with count_collectives() as by_grad:
         fs.grad(loss)(params)
@@ -550,7 +561,10 @@ def rooted_on_this_rank(name: str) -> list[tuple[str, str]]:
 def test_a_unit_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(name: str, gathers: str) -> None:
     first, second = run_ranks(rooted_on_this_rank, 2, name)
     assert first == second
-    short = lambda key: key.strip("()").removeprefix("blocks.")  # noqa: E731
+
+    def short(key: str) -> Any:
+        return key.strip("()").removeprefix("blocks.")
+
     assert " ".join(short(key) for kind, key in first if kind == "all_gather") == gathers
     reduced = [short(key) for kind, key in first if kind == "psum_scatter"]
     assert sorted(reduced) == sorted(set(gathers.split()))
@@ -562,9 +576,8 @@ def frozen_front_on_this_rank() -> list[tuple[str, str]]:
         block.requires_grad_(False)
     layout = fs.plan(model, mesh)
     params = fs.shard(model, layout)
-    loss = lambda p: functional_call(model, fs.gather(p), (input_of(mesh.rank),)).square().sum()  # noqa: E731
     with count_collectives() as seen:
-        fs.grad(loss)(params)
+        fs.grad(lambda p: functional_call(model, fs.gather(p), (input_of(mesh.rank),)).square().sum())(params)
     return _by_unit(seen.issued, layout)
 
 

@@ -52,7 +52,10 @@ def test_batches_of_batches_may_have_their_dims_anywhere(outer: int, inner: int)
     x = torch.arange(30.0).view(2, 3, 5)  # (outer, inner, shard)
     moved = x.transpose(1, 2) if inner == 1 else x
     moved = moved.contiguous().movedim(0, outer).contiguous()
-    one = lambda x: fs.gather(fs.Sharded({"a": x}, layout), lazy=True)["a.w"] * 1  # noqa: E731
+
+    def one(x: torch.Tensor) -> Any:
+        return fs.gather(fs.Sharded({"a": x}, layout), lazy=True)["a.w"] * 1
+
     assert torch.equal(torch.func.vmap(torch.func.vmap(one, inner), outer)(moved), x)
 
 

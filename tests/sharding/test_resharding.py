@@ -318,7 +318,9 @@ def test_a_buffer_of_two_step_counts_is_refused_and_labels_keep_them_apart() -> 
     )
     assert "plan(labels=" in text
 
-    late = lambda name, p: "late" if name == "0.weight" else None  # noqa: E731
+    def late(name: str, p: Any) -> Any:
+        return "late" if name == "0.weight" else None
+
     params, state, layout, opt = states_of("0.weight", "", labels=late)
     moved = fs.reshard(state, layout, fresh=opt.init(fs.reshard(params, layout)))
     assert {key: x[0].item() for key, x in moved["step"].items()} == {"0": 1.0, "0/late": 0.0, "2": 1.0}
@@ -438,7 +440,10 @@ def test_it_is_called_outside_spmd_and_says_so() -> None:
     assert text.startswith("RuntimeError: reshard: called inside mesh.spmd")
     assert "Call it outside" in text
     alone = fs.plan(model, fs.init_mesh())
-    loss = lambda params: fs.reshard(params, alone)["0"].sum()  # noqa: E731
+
+    def loss(params: Any) -> Tensor:
+        return fs.reshard(params, alone)["0"].sum()
+
     assert "torch.func transform" in refused(torch.func.grad(loss), fs.shard(model, alone))
 
 
@@ -447,7 +452,10 @@ def test_a_gradient_after_the_move_is_that_of_the_unsharded_model() -> None:
     new = fs.plan(model, fs.simulated_mesh(3), units=64)
     trainable, frozen = fs.partition(fs.reshard(fs.shard(model, fs.plan(model, fs.simulated_mesh(5))), new))
     x, y = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-    loss = lambda t, f, x, y: loss_of(model, fs.gather(t, f), x, y)  # noqa: E731
+
+    def loss(t: fs.Sharded, f: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, fs.gather(t, f), x, y)
+
     grads = new.mesh.spmd(fs.grad(loss))(trainable, frozen, *new.mesh.split((x, y)))
     loss_of(model, dict(model.named_parameters()), x, y).backward()
     full = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}

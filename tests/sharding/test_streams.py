@@ -56,7 +56,9 @@ class Device:
 
     @contextmanager
     def at_work(self) -> Iterator[Streams]:
-        record = lambda x, stream: self.recorded.setdefault(x.data_ptr(), set()).add(stream)  # noqa: E731
+        def record(x: Tensor, stream: Any) -> Any:
+            return self.recorded.setdefault(x.data_ptr(), set()).add(stream)
+
         with mock.patch.object(Tensor, "record_stream", record):
             yield Streams(lambda: self.now, self.on)
 

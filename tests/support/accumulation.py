@@ -26,7 +26,10 @@ Grads = dict[str, Tensor]
 def samples(num_ranks: int) -> tuple[Tensor, Tensor]:
     """For each rank, ``NUM_MICROBATCHES`` of two samples."""
     generator = torch.Generator().manual_seed(5)
-    draw = lambda n: torch.randn(num_ranks, NUM_MICROBATCHES, 2, n, dtype=torch.float64, generator=generator)  # noqa: E731
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(num_ranks, NUM_MICROBATCHES, 2, n, dtype=torch.float64, generator=generator)
+
     return draw(5), draw(3)
 
 
@@ -64,8 +67,7 @@ def full_gradients_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter],
     @mesh.spmd
     def one(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> Grads:
         rest = fs.gather(frozen)
-        loss = lambda p: loss_of(model, {**p, **rest}, x, y) / NUM_MICROBATCHES  # noqa: E731
-        return dict(fs.grad(loss)(fs.gather(params)))
+        return dict(fs.grad(lambda p: loss_of(model, {**p, **rest}, x, y) / NUM_MICROBATCHES)(fs.gather(params)))
 
     parts, counters = each_microbatch(mesh, lambda x, y: one(params, frozen, x, y))
     with count_collectives() as seen:
@@ -131,7 +133,10 @@ def tagger() -> nn.Module:
 def tokens(num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each rank and microbatch: tokens, labels, and how many of them are there. Rank 1 has no token at all."""
     generator = torch.Generator().manual_seed(6)
-    draw = lambda: torch.randint(VOCABULARY, (len(COUNTS), NUM_MICROBATCHES, LENGTH), generator=generator)  # noqa: E731
+
+    def draw() -> Tensor:
+        return torch.randint(VOCABULARY, (len(COUNTS), NUM_MICROBATCHES, LENGTH), generator=generator)
+
     return draw()[:num_ranks], draw()[:num_ranks], torch.tensor(COUNTS[:num_ranks])
 
 

@@ -48,7 +48,10 @@ class Samples:
     def of(num_ranks: int) -> Samples:
         generator = torch.Generator().manual_seed(2)
         rows, wide, narrow = SIZES
-        draw = lambda n: torch.randn(num_ranks, rows, n, generator=generator, dtype=torch.float64)  # noqa: E731
+
+        def draw(n: int) -> Tensor:
+            return torch.randn(num_ranks, rows, n, generator=generator, dtype=torch.float64)
+
         return Samples(draw(wide), draw(narrow), draw(wide), draw(narrow))
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -151,13 +154,23 @@ def expected(num_ranks: int, tasks: list[str]) -> dict[str, dict[str, Tensor]]:
     """The same of the unsharded model, whose loss is the mean over ranks."""
     samples = Samples.of(num_ranks)
     rows = list(zip(*samples.tensors(), strict=True))
-    loss = lambda p, x, y: torch.stack([plain_loss(p, a, b) for a, b in zip(x, y, strict=True)]).mean()  # noqa: E731
-    dot = lambda a, b: torch.stack([(a[n] * b[n]).sum() for n in a]).sum()  # noqa: E731
-    norm = lambda a: dot(a, a).sqrt()  # noqa: E731
+
+    def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([plain_loss(p, a, b) for a, b in zip(x, y, strict=True)]).mean()
+
+    def dot(a: Any, b: Any) -> Tensor:
+        return torch.stack([(a[n] * b[n]).sum() for n in a]).sum()
+
+    def norm(a: Any) -> Tensor:
+        return dot(a, a).sqrt()
+
     side = Side(loss, torch.func.grad(loss), torch.func.grad, dot, norm)
     alone = Side(plain_loss, torch.func.grad(plain_loss), torch.func.grad, dot, norm)
     results = {task: TASKS[task](side, whole_parameters(), direction(), samples) for task in tasks}
     if "penalty on the gradient by inputs" in tasks:  # of each rank's own loss by its own inputs
-        mean = lambda p: torch.stack([penalty_on_inputs(alone, p, Samples(*row)) for row in rows]).mean()  # noqa: E731
+
+        def mean(p: Any) -> Tensor:
+            return torch.stack([penalty_on_inputs(alone, p, Samples(*row)) for row in rows]).mean()
+
         results["penalty on the gradient by inputs"] = torch.func.grad(mean)(whole_parameters())
     return results

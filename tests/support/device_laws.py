@@ -150,7 +150,9 @@ def stack_of_layers() -> nn.Module:
 
 
 def gradients_and_loss(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
-    loss = lambda params, x: functional_call(model, fs.gather(params), (x,)).square().mean()  # noqa: E731
+    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(model, fs.gather(params), (x,)).square().mean()
+
     return fs.grad_and_value(loss)(params, x)
 
 

@@ -39,9 +39,10 @@ def trained_without_shards(num_units: int, width: int, num_ranks: int, uses: Use
     params = {name: x.detach() for name, x in model.named_parameters()}
     for step in range(steps):
         batches = [(inputs_of(width, rank, step), uses(rank, step)) for rank in range(num_ranks)]
-        loss = lambda p, batches=batches: (  # noqa: E731
-            sum(functional_call(model, p, batch) for batch in batches) / num_ranks
-        )
+
+        def loss(p: Any, batches: Any = batches) -> Tensor:
+            return torch.stack([functional_call(model, p, batch) for batch in batches]).sum() / num_ranks
+
         grads = torch.func.grad(loss)(params)
         params = {name: x - 5 * grads[name] for name, x in params.items()}
     return params

@@ -32,7 +32,10 @@ def freeze(model: nn.Module, frozen: Sequence[str]) -> nn.Module:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(7)
-    draw = lambda n: torch.randn(24, n, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(24, n, generator=generator, dtype=torch.float64)
+
     return [(draw(5), draw(1)) for _ in range(STEPS * len(PHASES))]
 
 

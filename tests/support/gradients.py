@@ -33,12 +33,18 @@ class Data:
 
     def direction(self) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed + 1)
-        draw = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+
+        def draw(x: Tensor) -> Tensor:
+            return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
         return {name: draw(x) for name, x in self.parameters()[0].items()}
 
     def samples(self) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(self.seed + 2)
-        draw = lambda n: torch.randn(self.num_ranks, 4, n, generator=generator, dtype=torch.float64)  # noqa: E731
+
+        def draw(n: int) -> Tensor:
+            return torch.randn(self.num_ranks, 4, n, generator=generator, dtype=torch.float64)
+
         return draw(5), draw(3)
 
 
@@ -111,8 +117,13 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
     p, frozen = data.parameters()
     v, (xs, ys) = data.direction(), data.samples()
     model = awkward(data.seed)
-    plain = lambda p, x, y: loss_of(model, {**p, **frozen}, x, y)  # noqa: E731
-    total = lambda p: data_parallel_loss(plain, reduction, p, xs, ys)  # noqa: E731
+
+    def plain(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(model, {**p, **frozen}, x, y)
+
+    def total(p: Any) -> Tensor:
+        return data_parallel_loss(plain, reduction, p, xs, ys)
+
     moved = {n: p[n] + v[n] for n in p}
     if task in LOCAL:
         local = {
@@ -129,7 +140,10 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
     if task == "gradients of an ensemble":
         return optree.tree_map(lambda a, b: torch.stack([a, b]), grad(total)(p), grad(total)(moved))
     if task == "gradient penalty":
-        penalty = lambda p, x, y: grad(plain, argnums=1)(p, x, y).square().sum()  # noqa: E731
+
+        def penalty(p: Any, x: Tensor, y: Tensor) -> Tensor:
+            return grad(plain, argnums=1)(p, x, y).square().sum()
+
         return grad(lambda p: data_parallel_loss(penalty, reduction, p, xs, ys))(p)
     if task == "gradient of a mean over ranks":
         # every rank returns the mean: its mean over ranks is itself, its sum N times that

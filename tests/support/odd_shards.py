@@ -37,7 +37,10 @@ BATCHES: dict[str, Callable[[Tensor], tuple[Tensor, int]]] = {
 
 def sources(dtype: torch.dtype) -> dict[str, Tensor]:
     """Three units, one of them smaller than two ranks, with a scalar and an empty parameter."""
-    draw = lambda *shape: (torch.arange(float(torch.Size(shape).numel())).view(shape) * 0.37 + len(shape)).to(dtype)  # noqa: E731
+
+    def draw(*shape: Any) -> Tensor:
+        return (torch.arange(float(torch.Size(shape).numel())).view(shape) * 0.37 + len(shape)).to(dtype)
+
     return {"a.w": draw(3, 5), "a.b": draw(), "b.w": draw(1), "c.e": draw(0, 2), "c.w": draw(7, 2, 3)}
 
 
@@ -95,7 +98,10 @@ def check_batches(mesh: fs.Mesh, places: Sequence[str], dtype: torch.dtype | Non
     batch = {key: BATCHES[place](x) for (key, x), place in zip(stacked.items(), places, strict=True)}
     in_dims = tuple(dim for _, dim in batch.values())
     for look in (looked_at, differentiated):
-        one = lambda *xs, look=look: look(fs.Sharded(dict(zip(batch, xs, strict=True)), layout), True, dtype)  # noqa: E731
+
+        def one(*xs: Any, look: Any = look) -> Any:
+            return look(fs.Sharded(dict(zip(batch, xs, strict=True)), layout), True, dtype)
+
         every: Any = torch.func.vmap(one, in_dims)(*(x for x, _ in batch.values()))
         for i, member in enumerate(members):
             mine = optree.tree_map(lambda x, i=i: x[i], every)

@@ -206,7 +206,10 @@ class Case:
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         """x, the direction v and the weight w, one row a rank."""
         generator = torch.Generator().manual_seed(self.seed)
-        draw = lambda shape: torch.randn(self.num_ranks, *shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+        def draw(shape: Any) -> Tensor:
+            return torch.randn(self.num_ranks, *shape, generator=generator, dtype=torch.float64)
+
         x = draw(self.shape)
         y = reference.run(PROGRAMS[self.program], x)
         return x, draw(self.shape), draw(y.shape[1:])

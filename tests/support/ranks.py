@@ -78,7 +78,9 @@ def _with_values(x: Any) -> Any:
 
 
 def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
-    whole = lambda x: isinstance(x, fs.Full)  # noqa: E731
+    def whole(x: Any) -> bool:
+        return isinstance(x, fs.Full)
+
     return optree.tree_map(
         lambda x: x[coordinate] if isinstance(x, Tensor) else x, tree, is_leaf=whole, none_is_leaf=True
     )
@@ -122,7 +124,10 @@ def _body_of(mesh: fs.Mesh, module: str, name: str) -> None:
 
 def rows_of(mesh: fs.Mesh, tree: Any) -> Any:
     """Of tensors with all ranks in dim 0, what a rank takes: its row, or on simulated ranks the rows of all."""
-    one = lambda x: x.unflatten(0, tuple(mesh.axes.values())) if mesh.is_simulated else x[mesh.rank]  # noqa: E731
+
+    def one(x: Tensor) -> Any:
+        return x.unflatten(0, tuple(mesh.axes.values())) if mesh.is_simulated else x[mesh.rank]
+
     return optree.tree_map(one, tree)
 
 

@@ -39,7 +39,10 @@ class Sample:
         choose = random.Random(self.seed)
         torch.manual_seed(self.seed)
         differentiated = "vjp" in self.transform or "jvp" in self.transform
-        leaf = lambda: self._leaf(choose, FLOATS if differentiated else DTYPES)  # noqa: E731
+
+        def leaf() -> Any:
+            return self._leaf(choose, FLOATS if differentiated else DTYPES)
+
         return choose.choice([leaf, lambda: {"a": leaf(), "b": (leaf(), [leaf()])}, lambda: [leaf(), {"c": leaf()}]])()
 
     def _leaf(self, choose: random.Random, dtypes: list[torch.dtype]) -> Tensor:
@@ -51,7 +54,9 @@ class Sample:
         return values.to(choose.choice(dtypes))
 
     def on_rank(self, axis: Any, x: Any) -> Any:
-        one = lambda x: optree.tree_map(lambda leaf: collective(self.verb, leaf, axis, self.dim), x)  # noqa: E731
+        def one(x: Any) -> Any:
+            return optree.tree_map(lambda leaf: collective(self.verb, leaf, axis, self.dim), x)
+
         return under(self.transform, one, x)
 
     def expected(self, rows: Any) -> Any:

@@ -24,7 +24,10 @@ def count_step(axes: dict[str, int], simulated: bool) -> Any:
     mesh = fs.simulated_mesh(axes) if simulated else fs.init_mesh(axes)
     layout = layout_on(mesh)
     params = fs.shard({"a.w": torch.ones(NUMEL), "b.w": torch.ones(2, dtype=torch.float64)}, layout)
-    loss = lambda p: sum(x.square().sum() for x in fs.gather(p).values())  # noqa: E731
+
+    def loss(p: fs.Sharded) -> Any:
+        return sum(x.square().sum() for x in fs.gather(p).values())
+
     with count_collectives() as forward:
         mesh.spmd(loss)(params)
     with count_collectives() as both:

@@ -210,7 +210,10 @@ def test_every_transform_is_one() -> None:
 def test_the_backward_of_a_transform_is_a_pass_and_in_the_transform() -> None:
     for transform in (grad, lambda fn: vmap(grad(fn))):
         seen: Seen = []
-        fn = lambda x, seen=seen: (look(seen), leaf_hooked(x, seen).sum())[1]  # noqa: E731
+
+        def fn(x: Tensor, seen: Any = seen) -> Any:
+            return (look(seen), leaf_hooked(x, seen).sum())[1]
+
         transform(fn)(torch.ones(2, 3))
         (outside, there), (number, in_backward) = seen
         assert (outside, there) == (None, True)
@@ -232,7 +235,9 @@ def test_a_compiler_is_a_transform() -> None:
 
 def test_backward_goes_through_a_node_at_once_however_early_it_was_made() -> None:
     order: list[str] = []
-    hooked = lambda x, name: x.register_hook(lambda _: order.append(name))  # noqa: E731
+
+    def hooked(x: Tensor, name: str) -> Any:
+        return x.register_hook(lambda _: order.append(name))
 
     def run(at_once: bool) -> list[str]:
         order.clear()
@@ -279,7 +284,10 @@ def test_a_mark_is_batched_at_every_level_whatever_is_between() -> None:
 
     x, y = torch.arange(3.0), torch.arange(10.0, 50.0, 10.0)
     expected = (x[:, None] + y)[..., None].expand(3, 4, 2)
-    inner = lambda x: vmap(lambda y: written(x, y))(y)  # noqa: E731
+
+    def inner(x: Tensor) -> Any:
+        return vmap(lambda y: written(x, y))(y)
+
     assert torch.equal(vmap(inner)(x), expected)
     aux = vmap(lambda x: grad(lambda z: (z.sum(), inner(x)), has_aux=True)(torch.ones(2))[1])(x)
     assert torch.equal(aux, expected)
@@ -358,7 +366,10 @@ def test_functions_that_differentiate_their_own_gradient_are_known_while_they_do
             return grad * 2
 
     seen: list[Any] = []
-    loss = lambda x: Asks.apply(x).square().sum()  # noqa: E731
+
+    def loss(x: Tensor) -> Tensor:
+        return Asks.apply(x).square().sum()
+
     x = torch.ones(2, requires_grad=True)
     getattr(functional, name)(loss, x, *([] if name == "hessian" else [torch.ones_like(x)]))
     assert set(seen) == {name}
@@ -528,7 +539,10 @@ def test_torchs_refusals_of_a_checkpoint_are_distinguished_from_other_errors() -
         raise AssertionError("nothing was raised")
 
     for reentrant in (False, True):
-        run = lambda fn, x, reentrant=reentrant: checkpoint(fn, x, use_reentrant=reentrant)  # noqa: E731
+
+        def run(fn: Any, x: Tensor, reentrant: Any = reentrant) -> Any:
+            return checkpoint(fn, x, use_reentrant=reentrant)
+
         assert reported(grad(lambda x, run=run: run(torch.sin, x).sum()), x) == (True, False)
         assert reported(run, fail, x.clone().requires_grad_()) == (False, False)
     leaf = x.clone().requires_grad_()

@@ -30,7 +30,10 @@ def normalized(**options: Any) -> nn.Sequential:
 
 def batches(num_ranks: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(num_ranks)
-    draw = lambda n: torch.randn(4 * num_ranks, n, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(4 * num_ranks, n, generator=generator, dtype=torch.float64)
+
     return [(3 * draw(5) + 1, draw(3)) for _ in range(STEPS)]
 
 
@@ -104,7 +107,10 @@ def stacked(trees: Sequence[Any]) -> Any:
 @contextmanager
 def untouched(model: nn.Module, *trees: Any) -> Iterator[None]:
     """Not one bit of ``model`` and ``trees``, nor which tensors the model has."""
-    held = lambda: {n: x for n, x in [*model.named_parameters(), *model.named_buffers()]}  # noqa: C416, E731
+
+    def held() -> dict[str, Tensor]:
+        return dict([*model.named_parameters(), *model.named_buffers()])
+
     before = [*held().values(), *(x for tree in trees for x in optree.tree_leaves(tree))]
     names, copies, versions = list(held()), [x.clone() for x in before], [x._version for x in before]
     yield
@@ -236,7 +242,10 @@ def test_vmaps_of_ones_own_nest_on_either_side_of_the_ranks() -> None:
     model, mesh = normalized(), fs.simulated_mesh(2)
     params, buffers = {n: p.detach() for n, p in model.named_parameters()}, dict(model.named_buffers())
     x = torch.randn(2, 3, 4, 5).double()  # (ranks, models, samples, features)
-    one = lambda x: fs.apply(model, params, buffers, x)[1]  # noqa: E731
+
+    def one(x: Tensor) -> Any:
+        return fs.apply(model, params, buffers, x)[1]
+
     rows = [[plain(model, x[r, m])[1] for m in range(3)] for r in range(2)]
     expected = stacked([stacked(models) for models in rows])
     assert_trees_close(mesh.spmd(torch.vmap(one))(x), expected, rtol=1e-12, atol=1e-12)
@@ -295,7 +304,10 @@ def test_buffers_that_are_assigned_written_tied_or_kept_come_back_as_they_are_af
 
 def test_new_buffers_are_differentiable_where_the_model_is() -> None:
     model = Stateful()
-    last = lambda w: fs.apply(model, {"weight": w}, dict(model.named_buffers()), torch.ones(2))[1]["last"].sum()  # noqa: E731
+
+    def last(w: Tensor) -> Any:
+        return fs.apply(model, {"weight": w}, dict(model.named_buffers()), torch.ones(2))[1]["last"].sum()
+
     assert torch.func.grad(last)(torch.tensor(3.0)) == 2
 
 

@@ -80,7 +80,10 @@ def test_functional_call_of_them_is_refused_with_the_name_of_the_call_to_use(
         pytest.skip("after any error in nested checkpoints, torch before 2.13 leaves their hooks in place")
     model = build(style, WITHOUT_REENTRY)
     before = own_state(model)[:4]
-    run = lambda model, params, x: functional_call(model, kind(fs.gather(params, lazy=lazy)), (x,))  # noqa: E731
+
+    def run(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
+        return functional_call(model, kind(fs.gather(params, lazy=lazy)), (x,))
+
     text = refused(train, fs.init_mesh(), model, run)
     assert "torch.utils.checkpoint" in text
     assert "functorch_shard.call(model, params, ...)" in text
@@ -145,7 +148,10 @@ def test_functional_call_leaves_the_model_as_it_was_also_when_it_takes_nothing()
 def test_functional_call_of_a_model_on_meta_is_refused_too() -> None:
     mesh, model = fs.init_mesh(), Plain()
     params = fs.shard(model, fs.plan(model, mesh))
-    loss = lambda run, p: run(model.to("meta"), p, inputs()).sum()  # noqa: E731
+
+    def loss(run: Any, p: Any) -> Tensor:
+        return run(model.to("meta"), p, inputs()).sum()
+
     assert "functorch_shard.call" in refused(fs.grad(partial(loss, by_functional_call)), params)
     gc.collect()
     assert_trees_close(
@@ -183,12 +189,17 @@ def test_a_frozen_part_is_recomputed_with_what_was_gathered() -> None:
     def loss(run: Any, model: nn.Module, x: Tensor) -> Tensor:
         return run(model, params, x).square().sum()
 
-    by_input = lambda run, model: fs.grad(partial(loss, run, model))(inputs())  # noqa: E731
+    def by_input(run: Any, model: nn.Module) -> Any:
+        return fs.grad(partial(loss, run, model))(inputs())
+
     expected = by_input(by_functional_call, Plain(how=_as_it_is, frozen=True))
     assert torch.equal(by_input(fs.call, model), expected)
     assert "functorch_shard.call" in refused(by_input, by_functional_call, model)
     gc.collect()
-    in_a_dict = lambda model, params, x: functional_call(model, dict(fs.gather(params)), (x,))  # noqa: E731
+
+    def in_a_dict(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
+        return functional_call(model, dict(fs.gather(params)), (x,))
+
     assert "may have other values" in refused(by_input, in_a_dict, model)
     loss(fs.call, model, x).backward()
     assert torch.equal(x.grad, expected)  # pyright: ignore[reportArgumentType]
@@ -222,7 +233,9 @@ def test_a_checkpointed_function_of_the_parameters_is_accepted(lazy: bool | None
     def closed_over(full: Any, x: Tensor) -> Tensor:
         return again(lambda x: functional_call(block, full, x), x)
 
-    plain = lambda full, x: functional_call(block, full, x)  # noqa: E731
+    def plain(full: Any, x: Tensor) -> Tensor:
+        return functional_call(block, full, x)
+
     expected, *others = (
         fs.grad(lambda p, run=run: run(fs.gather(p, lazy=lazy), inputs()).tanh().square().sum())(params)
         for run in (plain, passed, closed_over)
@@ -521,7 +534,10 @@ def test_the_graph_owns_what_it_recomputes_with_and_nothing_stays_after_it() -> 
 def test_simulated_ranks_refuse_and_name_real_ones(style: str, how: Any) -> None:
     mesh, model = fs.simulated_mesh(2), _without_statistics(build(style, how))
     params = fs.shard(model, fs.plan(model, mesh))
-    forward = lambda p, x: fs.call(model, p, x).square().mean()  # noqa: E731
+
+    def forward(p: fs.Sharded, x: Tensor) -> Any:
+        return fs.call(model, p, x).square().mean()
+
     for step, given in ((fs.grad(forward), params), (torch.func.grad(forward), params), (forward, leaves_of(params))):
         text = refused(mesh.spmd(step), given, mesh.split(inputs()))
         assert "NotImplementedError" in text
@@ -543,7 +559,10 @@ def test_simulated_ranks_run_forward_alone() -> None:
 def test_functional_call_on_simulated_ranks_is_refused_with_a_fix(differentiate: Any) -> None:
     mesh, model = fs.simulated_mesh(2), _without_statistics(build("layer", WITHOUT_REENTRY))
     params = fs.shard(model, fs.plan(model, mesh))
-    loss = lambda p, x: by_functional_call(model, p, x).square().mean()  # noqa: E731
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return by_functional_call(model, p, x).square().mean()
+
     text = refused(mesh.spmd(lambda p, x: differentiate(loss)(p, x)), params, mesh.split(inputs()))
     assert "NotImplementedError" in text
     assert "real ranks (init_mesh)" in text
@@ -620,7 +639,10 @@ def test_compiled_parts_that_are_checkpointed_are_refused_under_functional_call(
     model = Compiled(in_place, again)
     params = fs.shard(model, fs.plan(model, fs.init_mesh()))
     kinds, calls = _dicts(model), [dict(m.__dict__) for m in model.modules()]
-    loss = lambda p: by_functional_call(model, p, inputs(), lazy).square().sum()  # noqa: E731
+
+    def loss(p: Any) -> Tensor:
+        return by_functional_call(model, p, inputs(), lazy).square().sum()
+
     for text in (refused(fs.grad(loss), params), refused(loss, leaves_of(params))):
         assert "functorch_shard.call(model, params, ...)" in text
     assert _dicts(model) == kinds

@@ -237,7 +237,10 @@ def skipping_steps(mesh: fs.Mesh, name: str, bad_rank: int, num_steps: int = 4) 
     @mesh.spmd
     def step(params: Any, state: Any, scale: Any, bad: Any) -> Any:
         here = fs.collectives.axis_index(mesh) == bad_rank
-        spoil = lambda x: torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)  # noqa: E731
+
+        def spoil(x: Tensor) -> Any:
+            return torch.where(here & bad & (torch.arange(len(x)) == 1), INF, x * 2**10)
+
         grads, finite = scaling.unscale(map_items(lambda key, x: spoil(x), params), scale)
         new = opt.step(params, grads=grads, state=state)
         return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite), finite
@@ -384,7 +387,9 @@ def fp16_training(mesh: fs.Mesh, scaling: fs.LossScale, num_steps: int = 12) -> 
 
     @mesh.spmd
     def step(params: Any, state: Any, scale: Any, x: Tensor, y: Tensor) -> Any:
-        scaled = lambda params: scaling.scale(loss_of(params, x, y), scale)  # noqa: E731
+        def scaled(params: Any) -> Any:
+            return scaling.scale(loss_of(params, x, y), scale)
+
         grads, finite = scaling.unscale(fs.grad(scaled)(params), scale)
         loss = fs.collectives.pmean(loss_of(params, x, y), mesh)
         new = opt.step(params, grads=grads, state=state)

@@ -198,8 +198,13 @@ def test_an_ensemble_out_of_step_has_numbers_of_its_own() -> None:
         for i in range(num_steps):
             params, state = opt.step(params, grads=fs.shard(values(10 * seed + i), layout), state=state)
         members.append((params, fs.shard(values(10 * seed + 9), layout), state))
-    step: Any = lambda params, grads, state: opt.step(params, grads=grads, state=state)  # noqa: E731
-    stacked: Any = lambda *trees: optree.tree_map(lambda *xs: torch.stack(xs), *trees)  # noqa: E731
+
+    def step(params: Any, grads: Any, state: Any) -> Any:
+        return opt.step(params, grads=grads, state=state)
+
+    def stacked(*trees: Any) -> Any:
+        return optree.tree_map(lambda *xs: torch.stack(xs), *trees)
+
     expected = stacked(*(step(*one) for one in members))
     assert_trees_close(torch.func.vmap(step)(*stacked(*members)), expected, rtol=1e-12, atol=1e-13)
 

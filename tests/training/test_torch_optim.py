@@ -101,7 +101,10 @@ def test_label_options_of_a_step_win_over_all_others() -> None:
 @pytest.mark.parametrize("case", ["sgd_momentum", "adamw"])
 def test_a_learning_rate_per_step_equals_torchs_scheduler(case: str) -> None:
     base = CASES[case][1]["lr"]
-    factor = lambda i: 0.5 * (1 + math.cos(math.pi * i / 5))  # noqa: E731
+
+    def factor(i: int) -> Any:
+        return 0.5 * (1 + math.cos(math.pi * i / 5))
+
     layout, opt = planned(fs.simulated_mesh(3)), optimizer(case)
     params = fs.shard(whole(), layout)
     state = opt.init(params)
