@@ -24,7 +24,7 @@ from functorch_shard.communication.gloo import SOCKET_LIMIT, GlooBackend
 from functorch_shard.communication.headers import SMALL_MESSAGE
 from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import RankError
-from tests.sharding import test_lazy_on_ranks as test_lazy
+from tests.support import lazy_uses
 from tests.support.pool import run_ranks
 
 LARGE = SOCKET_LIMIT // 8 + 5  # elements of a part of 8 bytes each: large enough
@@ -124,12 +124,12 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num
 
 def use_on_this_rank() -> None:
     with patch.object(functorch_shard.communication.gloo, "SOCKET_LIMIT", 0):
-        for name in test_lazy.USES:
+        for name in lazy_uses.USES:
             for reshard in (True, False):
-                test_lazy.use_on_this_rank(name, reshard)
-        test_lazy.same_jacobians_on_this_rank()
-        test_lazy.exceptions_on_this_rank()
-        test_lazy.delayed_training_on_this_rank()
+                lazy_uses.use_on_this_rank(name, reshard)
+        lazy_uses.same_jacobians_on_this_rank()
+        lazy_uses.exceptions_on_this_rank()
+        lazy_uses.delayed_training_on_this_rank()
 
 
 def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_shared_memory() -> None:
@@ -139,7 +139,7 @@ def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_sh
 def slots_of_training_on_this_rank() -> int:
     mesh = fs.init_mesh()
     with patch.object(functorch_shard.communication.gloo, "SOCKET_LIMIT", 0):
-        test_lazy.delayed_training(test_lazy.delayed(mesh, 0.01), num_steps=20)
+        lazy_uses.delayed_training(lazy_uses.delayed(mesh, 0.01), num_steps=20)
     return len(backend_of(mesh["shard"])._memory._sizes)
 
 

@@ -2,63 +2,36 @@
 
 from __future__ import annotations
 
-import gc
-import random
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import patch
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.func import functional_call, jacfwd, jacrev, jvp, linearize
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call, jvp, linearize
 
 import functorch_shard as fs
-from functorch_shard.communication import Collective, Work, wrap
-from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.gradients import ON_RANK, Data, on_mesh
+from tests.support.lazy_uses import (
+    USES,
+    Block,
+    Gather,
+    at_once,
+    blocks,
+    delayed_training_on_this_rank,
+    exceptions_on_this_rank,
+    gradients,
+    input_of,
+    leaves_of,
+    run_blocks,
+    same_jacobians_on_this_rank,
+    tree_map,
+    use_on_this_rank,
+)
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.pool import run_ranks
-
-Gather = Callable[..., fs.Full]
-at_once = partial(fs.gather, lazy=False)
-tree_map: Any = optree.tree_map  # its type knows no trees of other libraries
-
-
-class Block(nn.Module):
-    """Two layers of an awkward width between them."""
-
-    def __init__(self, width: int, between: int) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(width, between), nn.Linear(between, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.inp(x).tanh())
-
-
-def blocks(num_blocks: int = 4, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Units of about one size, but no two of the same: a number of elements tells which one was sent."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block(5, 7 + i) for i in range(num_blocks))).to(dtype)
-
-
-def input_of(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(3, 5, generator=torch.Generator().manual_seed(rank), dtype=dtype)
-
-
-def leaves_of(params: fs.Sharded) -> fs.Sharded:
-    return fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-
-
-def gradients(leaves: fs.Sharded) -> dict[str, Tensor | None]:
-    return {key: leaf.grad for key, leaf in leaves.items()}
 
 
 def same_derivatives_on_this_rank() -> None:
@@ -71,26 +44,6 @@ def same_derivatives_on_this_rank() -> None:
 
 def test_every_derivative_is_bitwise_that_of_a_gather_at_once() -> None:
     run_ranks(same_derivatives_on_this_rank, 2)
-
-
-JACOBIANS: dict[str, Callable[[Callable[[Any], Tensor], fs.Sharded], Any]] = {
-    "jacrev": lambda loss, p: jacrev(loss)(p),
-    "jacfwd": lambda loss, p: jacfwd(loss)(p),
-    "jacfwd of jacrev": lambda loss, p: jacfwd(jacrev(loss))(p),
-    "jacrev of jacfwd": lambda loss, p: jacrev(jacfwd(loss))(p),
-    "jacrev of fs.grad": lambda loss, p: jacrev(fs.grad(loss))(p),
-}
-
-
-def same_jacobians_on_this_rank() -> None:
-    mesh, model = fs.init_mesh(), two_layers((2, 3, 1)).double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = input_of(mesh.rank)[:, :2], input_of(mesh.rank)[:, 2:3]
-    by_lazy, expected = (
-        {name: jacobian(lambda p, g=gather: loss_of(model, g(p), x, y), params) for name, jacobian in JACOBIANS.items()}
-        for gather in (fs.gather, at_once)
-    )
-    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
 
 
 def test_jacobians_and_hessians_are_bitwise_those_of_a_gather_at_once() -> None:
@@ -166,182 +119,6 @@ def test_training_is_bitwise_the_same_resharded_kept_and_gathered_at_once(axes: 
         assert last < 0.9 * first
 
 
-def _run(model: nn.Sequential, full: fs.Full, x: Tensor, order: Sequence[int] | None = None) -> Tensor:
-    """The blocks one by one, in any order."""
-    for i in order if order is not None else range(len(model)):
-        x = _block(model, full, i)(x)
-    return x
-
-
-def _block(model: nn.Sequential, full: fs.Full, i: int) -> Callable[[Tensor], Tensor]:
-    own = {name.removeprefix(f"{i}."): tensor for name, tensor in full.items() if name.startswith(f"{i}.")}
-    return lambda x: functional_call(model[i], own, (x,))
-
-
-def _autocast(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = _run(model, gather(leaves), x, [0, 1, 1, 2, 3]).float().square().sum()
-    loss.backward()
-    return loss, gradients(leaves)
-
-
-def _checkpointed(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor, reentrant: bool) -> Any:
-    full = gather(leaves)
-    for i in range(len(model)):
-        recompute = i in (1, 2)
-        block = _block(model, full, i)
-        x = checkpoint(block, x, use_reentrant=reentrant) if recompute else block(x)
-    x.square().sum().backward()
-    return gradients(leaves)
-
-
-def _in_any_order(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor, order: Sequence[int]) -> Any:
-    _run(model, gather(leaves), x, order).square().sum().backward()
-    return gradients(leaves)
-
-
-def _two_losses(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor, at_once: bool) -> Any:
-    full = gather(leaves)
-    losses = [_run(model, full, x).square().sum(), _run(model, full, x + 1, [0, 2, 1, 3]).sin().sum()]
-    if at_once:
-        torch.autograd.backward(losses)
-    else:
-        losses[0].backward(retain_graph=True)
-        losses[1].backward()
-    return gradients(leaves)
-
-
-def _backward_twice(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    loss = _run(model, gather(leaves), x).square().sum()
-    loss.backward(retain_graph=True)
-    first = tree_map(torch.clone, gradients(leaves))
-    loss.backward()
-    return first, gradients(leaves)
-
-
-def _double_backward(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    loss = _run(model, gather(leaves), x).square().sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    torch.stack([g.square().sum() for g in grads]).sum().backward()
-    return grads, gradients(leaves)
-
-
-def _gradient_penalty(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    x = x.requires_grad_()
-    (by_x,) = torch.autograd.grad(_run(model, gather(leaves), x).square().sum(), x, create_graph=True)
-    by_x.square().sum().backward()
-    return by_x, gradients(leaves)
-
-
-def _forward_mode(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    with forward_ad.dual_level():
-        duals = {key: forward_ad.make_dual(leaf, leaf.detach().cos()) for key, leaf in leaves.items()}
-        loss = _run(model, gather(fs.Sharded(duals, leaves.layout)), x).square().sum()
-        tangent = forward_ad.unpack_dual(loss).tangent
-        assert tangent is not None
-        return tangent, torch.autograd.grad(tangent, list(leaves.values()))
-
-
-def _differentiable_tangents(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    directions = leaves_of(tree_map(lambda leaf: leaf.detach().cos(), leaves))
-    with forward_ad.dual_level():
-        duals = {key: forward_ad.make_dual(leaf, directions[key]) for key, leaf in leaves.items()}
-        loss = _run(model, gather(fs.Sharded(duals, leaves.layout)), x).square().sum()
-        tangent = forward_ad.unpack_dual(loss).tangent
-        assert tangent is not None
-        return torch.autograd.grad(tangent, [*leaves.values(), *directions.values()])
-
-
-def _some_inputs(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    full = gather(leaves)
-    loss = _run(model, full, x).square().sum()
-    one = torch.autograd.grad(loss, leaves["1"], retain_graph=True)
-    return one, torch.autograd.grad(loss, [full["2.out.weight"], leaves["2"], leaves["0"]])
-
-
-def _hooks_on_parameters(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    full = gather(leaves)
-    full["1.inp.weight"].register_hook(lambda grad: 2 * grad)
-    _run(model, full, x).square().sum().backward()
-    return gradients(leaves)
-
-
-def _backward_in_a_hook(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    full = gather(leaves)
-    other = _run(model, full, x + 1).square().sum()
-    middle = _run(model, full, x, [0, 1])
-    middle.register_hook(lambda _: other.backward(retain_graph=True))
-    _run(model, full, middle, [2, 3]).square().sum().backward()
-    return gradients(leaves)
-
-
-def _saved_on_cpu(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    with torch.autograd.graph.save_on_cpu():
-        loss = _run(model, gather(leaves), x).square().sum()
-    loss.backward()
-    return gradients(leaves)
-
-
-def _two_gathers(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    (_run(model, gather(leaves), x).square().sum() + _run(model, gather(leaves), x.sin()).cos().sum()).backward()
-    return gradients(leaves)
-
-
-def _without_gradients(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    """Made in one mode, used in others, and trained with afterwards."""
-    full, results = gather(leaves), []
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            results += [_run(model, full, x).clone(), _run(model, gather(leaves), x, [3, 0]).clone()]
-            made_inside = gather(leaves)
-        with torch.no_grad():
-            results.append(_run(model, made_inside, x))
-    _run(model, full, x).square().sum().backward()
-    return results, gradients(leaves)
-
-
-def _frozen_blocks(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    for key in ("0", "2"):
-        leaves[key].requires_grad_(False)
-    _run(model, gather(leaves), x).square().sum().backward()
-    return gradients(leaves)
-
-
-USES: dict[str, Callable[..., Any]] = {
-    "autocast": _autocast,
-    "checkpointed blocks": partial(_checkpointed, reentrant=False),
-    "reentrant checkpoints": partial(_checkpointed, reentrant=True),
-    "blocks used again": partial(_in_any_order, order=[0, 1, 0, 2, 1, 1, 3, 0]),
-    "backwards": partial(_in_any_order, order=[3, 2, 1, 0]),
-    "blocks skipped": partial(_in_any_order, order=[0, 3]),
-    "two losses, one backward": partial(_two_losses, at_once=True),
-    "two losses, two backwards": partial(_two_losses, at_once=False),
-    "backward twice": _backward_twice,
-    "double backward": _double_backward,
-    "gradient penalty": _gradient_penalty,
-    "forward mode": _forward_mode,
-    "tangents that require grad": _differentiable_tangents,
-    "some inputs": _some_inputs,
-    "hooks on parameters": _hooks_on_parameters,
-    "a backward inside of a backward": _backward_in_a_hook,
-    "saved tensors on the host": _saved_on_cpu,
-    "two gathers of one shard": _two_gathers,
-    "without gradients": _without_gradients,
-    "frozen blocks": _frozen_blocks,
-}
-
-
-def use_on_this_rank(name: str, reshard: bool) -> Any:
-    mesh, dtype = fs.init_mesh(), torch.float32 if name == "autocast" else torch.float64
-    model, x = blocks(dtype=dtype), input_of(fs.init_mesh().rank, dtype)
-    params = fs.shard(model, fs.plan(model, mesh, reshard_after_forward=reshard))
-    actual, expected = (
-        USES[name](model, gather, leaves_of(params), x.clone()) for gather in (partial(fs.gather), at_once)
-    )
-    assert_trees_close(actual, expected, rtol=0, atol=0)
-    return actual
-
-
 @pytest.mark.parametrize("name", USES)
 def test_every_use_of_autograd_is_bitwise_that_of_a_gather_at_once(name: str) -> None:
     run_ranks(use_on_this_rank, 2, name, True)
@@ -358,10 +135,10 @@ def two_gathers_on_this_rank() -> tuple[fs.Sharded, fs.Sharded]:
     x = input_of(mesh.rank)
 
     def first(p: fs.Sharded) -> Any:
-        return _run(model, fs.gather(p), x).square().sum()
+        return run_blocks(model, fs.gather(p), x).square().sum()
 
     def second(p: fs.Sharded) -> Any:
-        return _run(model, fs.gather(p), x.sin()).sum()
+        return run_blocks(model, fs.gather(p), x.sin()).sum()
 
     both = fs.grad(lambda p: first(p) + second(p))(params)
     return both, tree_map(torch.add, fs.grad(first)(params), fs.grad(second)(params))
@@ -371,46 +148,6 @@ def test_a_shard_in_two_gathers_receives_both_gradients() -> None:
     for both, expected in run_ranks(two_gathers_on_this_rank, 2):
         assert_trees_close(both, expected, rtol=1e-12, atol=1e-12)
         assert all(grad.abs().max() > 0 for grad in both.values())
-
-
-class _StopForward(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise ArithmeticError
-
-
-class _StopBackward(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x.register_hook(self.stop)
-        return x
-
-    def stop(self, grad: Tensor) -> None:
-        raise ArithmeticError
-
-
-def exceptions_on_this_rank() -> None:
-    mesh, model, sessions = fs.init_mesh(), blocks(), []
-    params = fs.shard(model, fs.plan(model, mesh))
-    x = input_of(mesh.rank)
-
-    def loss(p: fs.Sharded, between: nn.Module, gather: Gather = fs.gather) -> Tensor:
-        full = gather(p)
-        if gather is fs.gather:
-            sessions.append(weakref.ref(full["0.inp.weight"]._session))
-        return _run(model, full, between(_run(model, full, x, [0, 1])), [2, 3]).square().sum()
-
-    expected = fs.grad_and_value(loss)(params, nn.Identity(), at_once)
-    gc.collect()
-    gc.disable()
-    for between in (_StopForward(), nn.Identity(), _StopBackward(), nn.Identity()):
-        try:
-            result = fs.grad_and_value(loss)(params, between)
-        except ArithmeticError:
-            assert not isinstance(between, nn.Identity)
-        else:
-            assert isinstance(between, nn.Identity)
-            assert_trees_close(result, expected, rtol=0, atol=0)
-        assert sessions[-1]() is None
-    assert len(sessions) == 4
 
 
 def test_after_an_exception_nothing_stays_and_the_next_call_is_right() -> None:
@@ -428,10 +165,10 @@ def stopped_backward_on_this_rank() -> None:
     for gather in (fs.gather, at_once):
         leaves = leaves_of(params)
         full = gather(leaves)
-        middle = _run(model, full, x, [0, 1])
+        middle = run_blocks(model, full, x, [0, 1])
         if gather is fs.gather:
             middle.register_hook(stop)
-        out = _run(model, full, middle, [2, 3])
+        out = run_blocks(model, full, middle, [2, 3])
         if gather is fs.gather:
             with pytest.raises(ArithmeticError):
                 out.square().sum().backward(retain_graph=True)
@@ -585,47 +322,6 @@ def test_frozen_units_in_front_are_not_gathered_again() -> None:
     for issued in run_ranks(frozen_front_on_this_rank, 2):
         assert _units(issued, "all_gather") == [0, 1, 2, 3, 4, 2]
         assert _units(issued, "psum_scatter") == [4, 3, 2]
-
-
-def delayed(mesh: fs.Mesh, longest: float) -> fs.Mesh:
-    """Holds up this rank alone, before it sends and before it looks at what arrived, a different time at every call."""
-    draw = random.Random(mesh.rank)
-
-    def pause() -> None:
-        time.sleep(longest * draw.random())
-
-    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
-        pause()
-        work = send(op, x)
-        return Work(lambda: (pause(), work.wait())[1])
-
-    return mesh.with_backend(wrap(issue))
-
-
-def delayed_training(mesh: fs.Mesh, num_steps: int = 6) -> tuple[list[Tensor], list[tuple[str, int]]]:
-    model = blocks()
-    params, losses = fs.shard(model, fs.plan(model, mesh)), []
-    order = random.Random(3)  # the same on all ranks
-
-    def loss_in(order: Sequence[int], p: fs.Sharded, x: Tensor) -> Tensor:
-        return _run(model, fs.gather(p), x, order).square().mean()
-
-    with count_collectives() as seen:
-        for i in range(num_steps):
-            path = range(4) if i % 2 else order.choices(range(4), k=6)
-            grads, loss = fs.grad_and_value(partial(loss_in, path))(params, input_of(10 * i + mesh.rank))
-            params = tree_map(lambda p, g: p - 0.1 * g, params, grads)
-            losses.append(loss)
-    return [*losses, *params.values()], [(collective.kind, collective.numel) for collective in seen.issued]
-
-
-def delayed_training_on_this_rank() -> list[tuple[str, int]]:
-    mesh = fs.init_mesh()
-    expected, undelayed = delayed_training(mesh)
-    values, issued = delayed_training(delayed(mesh, 0.005))
-    assert issued == undelayed
-    assert_trees_close(values, expected, rtol=0, atol=0)
-    return issued
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
