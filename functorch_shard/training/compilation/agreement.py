@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
-
-from ...layout.trees import Full, Sharded
 from .recording import Recording
 
 _ADVICE = (
@@ -16,18 +13,12 @@ _ADVICE = (
 )
 
 
-def agreed(build: Callable[[], Recording], call: Any) -> Recording:
-    """``build()``, compared with what the other ranks record, if a mesh is in the arguments of ``call``.
+def agreed(build: Callable[[], Recording], meshes: Sequence[Any]) -> Recording:
+    """``build()``, compared with what the other ranks of the first mesh record.
 
     Without one, collectives that do not belong together are found where they meet, over gloo.
     """
-    trees = optree.tree_leaves(call, is_leaf=_has_mesh, none_is_leaf=True)
-    mesh = next((tree.layout.mesh for tree in trees if _has_mesh(tree)), None)
-    return build() if mesh is None else mesh.agree("compile", build, _lines, _ADVICE)
-
-
-def _has_mesh(x: Any) -> bool:
-    return isinstance(x, (Sharded, Full))
+    return meshes[0].agree("compile", build, _lines, _ADVICE) if meshes else build()
 
 
 def _lines(recording: Recording) -> list[str]:

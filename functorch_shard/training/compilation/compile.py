@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -19,7 +18,7 @@ from .agreement import agreed
 from .backends import Backend, Run, check_backend, runner
 from .recording import Recording, as_inputs, record
 from .schedule import Schedule, schedule_of
-from .signature import changes, flatten, is_traced, refusal, signature_of
+from .signature import Call, changes, flatten, refusal, signature_of
 
 _MANY = 8  # recordings of one step, from which a warning says what changes
 
@@ -36,6 +35,9 @@ def compile(  # noqa: A001  (as torch.compile)
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
     shapes) is fixed in it, and another value is recorded anew. So is what the step reads from outside: Python runs at a
     recording alone. Tensors that the step closes over are read, and written (the buffers of a BatchNorm), at each call.
+
+    Backends of real ranks (:meth:`Mesh.with_backend`) see the collectives of each call; those of simulated ranks see a
+    recording alone, since their collectives are arithmetic.
 
     Inside another transform, compiled function or ``spmd``, and for arguments that require grad, it is ``step`` itself.
 
@@ -88,12 +90,12 @@ class Compiled:
         self._recorded: dict[Any, tuple[Recording, Run]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, treedef = flatten((args, kwargs))
-        if _is_inside(leaves):
+        call = flatten(args, kwargs)
+        if _is_inside(call):
             return self._step(*args, **kwargs)
-        key = signature_of(leaves, treedef)
-        recording, run = self._recorded.get(key) or self._record(key, leaves, treedef)
-        inputs = [x for x in leaves if is_traced(x)]
+        key = signature_of(call)
+        recording, run = self._recorded.get(key) or self._record(key, call)
+        inputs = call.inputs
         recording.show_simulated()
         with torch.no_grad():
             computed = run(as_inputs(inputs))
@@ -106,8 +108,7 @@ class Compiled:
         Arguments may be on the meta device: no numbers are needed. Nothing is computed, kept or communicated, so ranks
         are not compared.
         """
-        leaves, treedef = flatten((args, kwargs))
-        return schedule_of(record(self._step, leaves, treedef, self._backend != "replay"))
+        return schedule_of(self._trace(flatten(args, kwargs)))
 
     @property
     def schedules(self) -> list[Schedule]:
@@ -122,13 +123,14 @@ class Compiled:
     def __str__(self) -> str:
         return "\n\n".join([repr(self), *map(str, self.schedules)])
 
-    def _record(self, key: Any, leaves: Sequence[Any], treedef: Any) -> tuple[Recording, Run]:
-        _check(leaves, treedef)
+    def _trace(self, call: Call) -> Recording:
+        return record(self._step, call, for_compiler=self._backend != "replay")
+
+    def _record(self, key: Any, call: Call) -> tuple[Recording, Run]:
+        _check(call)
         self._warn_of_many(key)
-        call = optree.tree_unflatten(treedef, leaves)
-        recording = agreed(lambda: record(self._step, leaves, treedef, self._backend != "replay"), call)
-        inputs = as_inputs([x for x in leaves if is_traced(x)])
-        self._recorded[key] = recording, runner(recording.graph, inputs, self._backend, self._options)
+        recording = agreed(lambda: self._trace(call), call.meshes)
+        self._recorded[key] = recording, runner(recording.graph, as_inputs(call.inputs), self._backend, self._options)
         return self._recorded[key]
 
     def _warn_of_many(self, key: Any) -> None:
@@ -141,14 +143,15 @@ class Compiled:
             )
 
 
-def _check(leaves: Sequence[Any], treedef: Any) -> None:
-    found = [(path, refusal(x)) for path, x in zip(treedef.paths(), leaves, strict=True) if isinstance(x, Tensor)]
+def _check(call: Call) -> None:
+    pairs = zip(call.treedef.paths(), call.leaves, strict=True)
+    found = [(path, refusal(x)) for path, x in pairs if isinstance(x, Tensor)]
     problems = [f"{'args' if path[0] == 0 else 'kwargs'}{place(path[1:])}: {why}" for path, why in found if why]
     reject("compile", problems, "Pass plain tensors in the memory of the device.", TypeError)
 
 
-def _is_inside(leaves: Sequence[Any]) -> bool:
+def _is_inside(call: Call) -> bool:
     """Whether somebody else differentiates, batches or traces this call."""
     if in_transform() or being_traced():
         return True
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.leaves)

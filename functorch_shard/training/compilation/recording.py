@@ -30,7 +30,7 @@ from ...torch_internals.tracing import (
     trace,
 )
 from ...torch_internals.transforms import is_watched
-from .signature import is_traced
+from .signature import Call, is_traced
 
 
 @dataclass(frozen=True)
@@ -84,22 +84,22 @@ class Recording:
         return optree.tree_unflatten(self.treedef, leaves)
 
 
-def record(fn: Callable[..., Any], leaves: Sequence[Any], treedef: Any, for_compiler: bool) -> Recording:
-    """Trace ``fn`` called with these leaves.
+def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
+    """Trace ``fn`` with these arguments.
 
     Raises:
         NotImplementedError: something in ``fn`` depends on values of tensors; the message has the line.
     """
-    traced = [i for i, x in enumerate(leaves) if is_traced(x)]
-    fakes = fake_copies(as_inputs([leaves[i] for i in traced]))
+    traced = [i for i, x in enumerate(call.leaves) if is_traced(x)]
+    fakes = fake_copies(as_inputs(call.inputs))
     versions = [version_of(x) for x in fakes]
     found: list[Any] = []
 
     def flat(*inputs: Tensor) -> list[Tensor]:
-        call = [*leaves]
+        leaves = [*call.leaves]
         for i, x in zip(traced, inputs, strict=True):
-            call[i] = as_number(x) if type(leaves[i]) is float else x
-        args, kwargs = optree.tree_unflatten(treedef, call)
+            leaves[i] = as_number(x) if type(leaves[i]) is float else x
+        args, kwargs = optree.tree_unflatten(call.treedef, leaves)
         results, structure = optree.tree_flatten(fn(*args, **kwargs), none_is_leaf=True)
         found[:] = structure, _outputs(results, inputs)
         return [x for x, kind in zip(results, found[1], strict=True) if type(kind) is Computed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -11,19 +12,44 @@ from torch import Tensor
 
 from ...containers import opened, place
 from ...errors import listed
+from ...layout.trees import Full, Sharded
 from ...storage.memory_kind import memory_kind_of
 from ...torch_internals.tensors import FakeTensor, identity_of_storage
 
 
-def flatten(call: Any) -> tuple[list[Any], Any]:
-    """The leaves of the arguments of a call, and their structure."""
-    return optree.tree_flatten(opened(call), none_is_leaf=True)
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call: their leaves, their structure, and the meshes of the trees among them."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    meshes: tuple[Any, ...]
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The leaves that are inputs of a graph: tensors, and floats, as tensors without dims."""
+        return [x for x in self.leaves if is_traced(x)]
 
 
-def signature_of(leaves: Sequence[Any], treedef: Any) -> Any:
-    """Equal for calls that one recording serves: numbers of type ``float`` may differ, everything else is static."""
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The call ``(*args, **kwargs)``."""
+    tree = opened((args, kwargs))
+    nodes = optree.tree_leaves(tree, is_leaf=_has_mesh, none_is_leaf=True)
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    return Call(leaves, treedef, tuple(node.layout.mesh for node in nodes if _has_mesh(node)))
+
+
+def _has_mesh(x: Any) -> bool:
+    return isinstance(x, (Sharded, Full))
+
+
+def signature_of(call: Call) -> Any:
+    """Equal for calls that one recording serves: numbers of type ``float`` may differ, everything else is static.
+
+    Meshes are told apart by identity: layouts are equal on handles with other backends.
+    """
     first: dict[int, int] = {}
-    return treedef, tuple(_of_leaf(x, i, first) for i, x in enumerate(leaves)), _settings()
+    return call.treedef, tuple(_of_leaf(x, i, first) for i, x in enumerate(call.leaves)), _settings(), call.meshes
 
 
 def _of_leaf(x: Any, i: int, first: dict[int, int]) -> Any:
@@ -60,6 +86,8 @@ def changes(before: Any, after: Any) -> str:
         return "the structure of the arguments"
     if before[2] != after[2]:
         return "the default dtype, autocast or deterministic algorithms"
+    if before[3] != after[3]:
+        return "the mesh"
     names = [f"args{place(path[1:])}" if path[0] == 0 else place(path[1:]) for path in before[0].paths()]
     different = [name for name, x, y in zip(names, before[1], after[1], strict=True) if x != y]
     return listed(different)

@@ -310,3 +310,18 @@ def test_inputs_that_share_memory_are_told_from_those_that_do_not() -> None:
     assert torch.equal(compiled(x, x), torch.full((2,), 2.0))
     assert torch.equal(compiled(torch.zeros(2), torch.zeros(2)), torch.zeros(2))
     assert len(compiled.schedules) == 2
+
+
+@on_each([*simulated(3), *gloo(2)])
+def test_another_handle_of_the_same_ranks_has_a_recording_of_its_own(mesh: fs.Mesh) -> None:
+    params, loss = of(mesh, Net())
+    compiled = fs.compile(lambda p, x: p.layout.mesh.spmd(fs.grad(loss))(p, x), backend="replay")
+    compiled(params, rows(mesh, 0))
+    counter = fs.communication.Counter()
+    counted = params.on(mesh.with_backend(counter))
+    assert compiled(counted, rows(mesh, 0)).layout.mesh is counted.layout.mesh
+    first = counter["shard", "psum_scatter"].number
+    assert first == 3
+    compiled(counted, rows(mesh, 1))
+    assert counter["shard", "psum_scatter"].number == (first if mesh.is_simulated else 2 * first)
+    assert len(compiled.schedules) == 2
