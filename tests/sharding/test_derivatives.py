@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
+from tests.support.looped import looped
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import text_of
 
 REPLICAS = [{"replicate": 2, "shard": 3}, {"shard": 3, "replicate": 2}, {"replicate": 3}]
-every_task = pytest.mark.parametrize("task", ON_RANK)
+every_task = looped("task", ON_RANK)
 
 
 def derivatives(mesh: fs.Mesh, tasks: list[str], options: dict[str, Any]) -> dict[str, Any]:

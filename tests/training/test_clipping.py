@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from functorch_shard.training.finite import all_finite
+from tests.support.looped import looped
 from tests.support.models import loss_of, two_layers
 from tests.support.norms import (
     F64,
@@ -32,13 +33,13 @@ from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import refused
 from tests.support.steps import copied
 
-every_power = pytest.mark.parametrize("p", POWERS)
+every_power = looped("p", POWERS)
 
 
-@every_power
 @pytest.mark.parametrize("dtypes", ["float64", "float32", "complex"])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e6])
 @pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@every_power
 def test_clipping_is_that_of_torch(axes: dict[str, int], max_norm: float, dtypes: str, p: float) -> None:
     mesh = fs.simulated_mesh(axes)
     tree = sharded(mesh, dtypes, "b whole")
@@ -61,8 +62,8 @@ def test_clipping_keeps_every_dtype() -> None:
         assert fs.global_norm(clipped) == pytest.approx(1.0, rel=1e-3)  # some are bfloat16
 
 
-@every_power
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@every_power
 def test_a_norm_that_is_not_finite_does_what_it_does_in_torch(bad: float, p: float) -> None:
     mesh = fs.simulated_mesh(3)
     given = values() | {"b.w": torch.tensor([1.0, bad, 2.0, 3.0, 4.0, 5.0, 6.0], dtype=F64)}

@@ -14,11 +14,12 @@ from torch.func import grad, jvp
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.gradients import Data, whole
+from tests.support.looped import looped
 from tests.support.models import awkward, loss_of
 from tests.support.norms import DTYPES, IGNORED, NAN, POWERS, first, padded, total, values, with_padding
 from tests.support.reference import data_parallel_loss
 
-every_power = pytest.mark.parametrize("p", POWERS)
+every_power = looped("p", POWERS)
 
 
 @every_power
@@ -38,9 +39,9 @@ def num_returned(tree: fs.Sharded, name: str) -> int:
     return tree.layout.buffers[tree.layout.key_of[name]].num_shards
 
 
-@every_power
 @pytest.mark.parametrize("ignored", IGNORED)
 @pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"shard": 5}, {"replicate": 2, "shard": 2}], ids=str)
+@every_power
 def test_derivatives_are_those_of_the_norm_of_whole_tensors(axes: dict[str, int], ignored: str, p: float) -> None:
     mesh = fs.simulated_mesh(axes)
     given, v = values(), values(seed=1)
@@ -74,8 +75,8 @@ def test_outside_spmd_every_copy_has_the_gradient_of_the_one_norm(p: float) -> N
     assert_trees_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-@every_power
 @pytest.mark.parametrize("dtypes", ["float64", "complex"])
+@every_power
 def test_at_zero_every_derivative_is_zero_and_not_nan(dtypes: str, p: float) -> None:
     mesh = fs.simulated_mesh(3)
     given = {name: torch.zeros_like(x) for name, x in values(dtypes).items()}

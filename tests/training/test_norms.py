@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.training.finite import all_finite
+from tests.support.looped import looped
 from tests.support.norms import (
     BF16,
     DTYPES,
@@ -45,7 +46,7 @@ AXES += [{"replicate": 2, "shard": 2}, {"shard": 3, "replicate": 2}, {"replicate
 CASES = [(axes, dtypes) for axes in AXES for dtypes in DTYPES if axes == {"shard": 3} or dtypes.startswith("mixed")]
 
 every_axes = pytest.mark.parametrize("axes", AXES, ids=str)
-every_power = pytest.mark.parametrize("p", POWERS)
+every_power = looped("p", POWERS)
 
 
 # --- the norm
@@ -83,8 +84,8 @@ def test_tied_parameters_count_once() -> None:
     assert list(fs.debug.param_norms(params)) == ["a.weight", "a.bias", "b.bias"]
 
 
-@every_power
 @pytest.mark.parametrize("axes", AXES[1:4] + AXES[5:], ids=str)
+@every_power
 def test_missing_gradients_and_integers_count_nothing(axes: dict[str, int], p: float) -> None:
     mesh = fs.simulated_mesh(axes)
     tree = some_none(sharded(mesh))
@@ -113,9 +114,9 @@ def test_the_norm_of_nothing_is_zero(p: float) -> None:
 # --- padding
 
 
-@every_power
 @pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 @pytest.mark.parametrize("padding", [NAN, INF, 1e30])
+@every_power
 def test_padding_never_reaches_the_norm(axes: dict[str, int], p: float, padding: float) -> None:
     mesh = fs.simulated_mesh(axes)
     tree = padded(mesh)
@@ -131,9 +132,9 @@ def test_padding_never_reaches_the_norm(axes: dict[str, int], p: float, padding:
 # --- what is sent
 
 
-@every_power
 @pytest.mark.parametrize("ignored", IGNORED)
 @every_axes
+@every_power
 def test_one_number_is_sent_over_the_shard_axis_and_none_over_replicas(
     axes: dict[str, int], ignored: str, p: float
 ) -> None:
