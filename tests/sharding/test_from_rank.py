@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -132,19 +133,21 @@ CASES: dict[str, Any] = {
 def each_case_from_each_rank(mesh: fs.Mesh) -> dict[int, dict[str, int]]:
     """The collectives by which the first case comes from each rank; what comes is compared here."""
     sent: dict[int, dict[str, int]] = {}
+    kind = cycle(range(3))  # of what the others hold
     for case, (make, options) in CASES.items():
-        layout = fs.plan(make(), mesh, **options)
-        expected = fs.shard(make(), layout)
+        values = make()
+        layout, instead = fs.plan(values, mesh, **options), (None, garbage(values), 3)
+        expected = fs.shard(values, layout)
         for source in range(mesh.size):
-            others: Any
-            for others in (None, garbage(make()), 3):
-                with count_collectives() as seen:
-                    params = fs.shard(make() if mesh.rank == source else others, layout, from_rank=source)
-                for key, x in expected.items():
-                    assert params[key].dtype == x.dtype
-                    assert torch.equal(as_bytes(params[key]), as_bytes(x)), (case, source, others, key)
-                if case == "awkward":
-                    sent[source] = dict(seen.by_kind)
+            others = instead[next(kind)]
+            given: Any = values if mesh.rank == source else others
+            with count_collectives() as seen:
+                params = fs.shard(given, layout, from_rank=source)
+            for key, x in expected.items():
+                assert params[key].dtype == x.dtype
+                assert torch.equal(as_bytes(params[key]), as_bytes(x)), (case, source, others, key)
+            if case == "awkward":
+                sent[source] = dict(seen.by_kind)
     return sent
 
 
