@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import subprocess
-import sys
 from collections import namedtuple
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +20,7 @@ from functorch_shard.mesh.init import choose_device, select_device
 from functorch_shard.mesh.launchers import Job
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
+from tests.support.scripts import exit_code_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -75,10 +73,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
 def test_a_process_group_that_the_program_made_itself_is_as_good(backend: str | None) -> None:
     job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = {**os.environ, **job, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", OF_THE_USERS_GROUP, str(backend)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert exit_code_of(OF_THE_USERS_GROUP, str(backend), environ={**os.environ, **job}) == 0
 
 
 # What init_mesh() is given, what the group that exists has, whether there is CUDA, and where the ranks work.

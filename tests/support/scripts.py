@@ -41,9 +41,9 @@ def start(source: str, *arguments: str, environ: Mapping[str, str] | None = None
     return process
 
 
-def exit_code_of(source: str, *arguments: str) -> int | None:
+def exit_code_of(source: str, *arguments: str, environ: Mapping[str, str] | None = None) -> int | None:
     """What such a process ends with."""
-    process = start(source, *arguments)
+    process = start(source, *arguments, environ=environ)
     try:
         process.join(120)
         return process.exitcode
