@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -14,15 +15,39 @@ from .collective import Collective
 from .work import Finished, Work
 from .writes import Gathered
 
+Index = ContextVar["Tensor | None"]  # of one axis: the number of the rank that runs, batched over all of them
+
+_RUNNING: ContextVar[tuple[Index, ...]] = ContextVar("axes whose ranks run", default=())
+
+
+def running_ranks() -> dict[Index, Tensor]:
+    """The indices of the ranks that run here, by axis; empty outside of ``spmd``."""
+    indices = {axis: axis.get() for axis in _RUNNING.get()}
+    return {axis: index for axis, index in indices.items() if index is not None}
+
+
+@contextmanager
+def as_ranks(indices: Mapping[Index, Tensor]) -> Iterator[None]:
+    """A context that runs as the ranks with these indices."""
+    tokens = [(axis, axis.set(index)) for axis, index in indices.items()]
+    others = tuple(axis for axis in _RUNNING.get() if axis not in indices)
+    running = _RUNNING.set((*others, *indices))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(running)
+        for axis, token in tokens:
+            axis.reset(token)
+
 
 @dataclass(frozen=True)
 class StackedBackend(Backend):
     """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them."""
 
     size: int
-    ranks: ContextVar[Tensor | None] = field(repr=False)
+    ranks: Index = field(repr=False)
     gathered: ContextVar[Gathered | None] = field(repr=False)  # of all axes, while spmd runs
-    siblings: tuple[ContextVar[Tensor | None], ...] = field(default=(), repr=False)
+    siblings: tuple[Index, ...] = field(default=(), repr=False)
     simulated: bool = field(default=True, init=False)
 
     def index(self) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..communication.simulated import StackedBackend
+from ..communication.simulated import StackedBackend, as_ranks
 from ..communication.writes import Gathered
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject
@@ -112,11 +112,8 @@ def _over_axis(
     fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
 ) -> Callable[..., Any]:
     def one_rank(index: Tensor, *tensors: Tensor) -> Any:
-        token = axis.ranks.set(index)
-        try:
+        with as_ranks({axis.ranks: index}):
             return fn(*tensors)
-        finally:
-            axis.ranks.reset(token)
 
     def all_ranks(*tensors: Tensor) -> Any:
         where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
