@@ -37,6 +37,7 @@ from .training.grad import grad, grad_and_value
 from .training.loss_scale import LossScale
 from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
+from .training.remat import remat
 from .training.vectors import rademacher_like, randn_like, vdot
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ __all__ = [
     "plan",
     "rademacher_like",
     "randn_like",
+    "remat",
     "reopen",
     "replicas",
     "reshard",

@@ -51,6 +51,8 @@ class Boundary:
 
 
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
+_NOTED: ContextVar[list[bool] | None] = ContextVar("whether nodes that take the mean were made", default=None)
+_BEHIND: ContextVar[Mapping[int, Tensor]] = ContextVar("inputs with a mean behind them", default={})  # noqa: B039
 
 
 @contextmanager
@@ -66,6 +68,46 @@ def new_boundary() -> Iterator[Boundary]:
     finally:
         _OPEN.reset(token)
         boundary.reached = True
+
+
+@contextmanager
+def no_boundary() -> Iterator[None]:
+    """A context without a boundary at the current level."""
+    level = current_level()
+    token = _OPEN.set({other: boundary for other, boundary in _OPEN.get().items() if other != level})
+    try:
+        yield
+    finally:
+        _OPEN.reset(token)
+
+
+@contextmanager
+def means_noted() -> Iterator[list[bool]]:
+    """A list that is not empty once a node of the kind that may take the mean was made inside of this context."""
+    noted: list[bool] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+    note_means(bool(noted))
+
+
+def note_means(averages: bool) -> None:
+    """Note for :func:`means_noted` that a node which may take the mean was made."""
+    noted = _NOTED.get()
+    if averages and noted is not None:
+        noted.append(True)
+
+
+@contextmanager
+def averaged_behind(inputs: Mapping[int, Tensor]) -> Iterator[None]:
+    """A context for the backward of a recomputed part: behind these of its inputs, by id, another mean is taken."""
+    token = _BEHIND.set(inputs)
+    try:
+        yield
+    finally:
+        _BEHIND.reset(token)
 
 
 def inside() -> bool:
@@ -91,6 +133,7 @@ def prepare(ctx: Any, transposes: bool) -> None:
         transposes: whether taking the mean is the transpose of what the node does in forward.
     """
     ctx.boundary, ctx.differentiated_twice_by = here(), None if transposes else differentiates_twice()
+    note_means(getattr(ctx, "averages", False))
 
 
 def takes_mean(ctx: Any) -> bool:
@@ -104,9 +147,21 @@ def takes_mean(ctx: Any) -> bool:
         return False
     if ctx.differentiated_twice_by and torch.is_grad_enabled():
         raise RuntimeError(_NOT_THE_TRANSPOSE.format(ctx.differentiated_twice_by))
-    if any(backward_comes_to(node) for node in nodes(*nodes_behind(ctx)) if getattr(node, "averages", False)):
+    if any(map(_is_averaged, nodes(*nodes_behind(ctx)))):
         raise RuntimeError(_TWICE)
     return True
+
+
+def has_mean_behind(edge: Any) -> bool:
+    """Whether the backward pass that is running takes a mean at the node ``edge``, or behind it."""
+    return any(map(_is_averaged, nodes(edge)))
+
+
+def _is_averaged(node: Any) -> bool:
+    behind = _BEHIND.get()
+    if behind and id(getattr(node, "variable", None)) in behind:
+        return True
+    return getattr(node, "averages", False) and backward_comes_to(node)
 
 
 _TWICE = (

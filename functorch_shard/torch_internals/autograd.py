@@ -39,10 +39,17 @@ def backward_comes_to(node: Any) -> bool:
 
 def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """``torch.autograd.grad(outputs, inputs, seeds)``, but with the active function modes, which it would disable."""
-    grads = _engine_run_backward(
+    grads = gradients_or_none(outputs, seeds, inputs)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
+
+
+def gradients_or_none(
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """:func:`gradients`, with ``None`` for inputs that no output depends on."""
+    return _engine_run_backward(
         tuple(outputs), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
 
 
 def nodes(*roots: Any) -> Iterator[Any]:
@@ -54,6 +61,12 @@ def nodes(*roots: Any) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += nodes_behind(node)
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The leaves that ``outputs`` depend on in the graph of this level, by id."""
+    found = [node.variable for node in nodes(*(x.grad_fn for x in outputs)) if hasattr(node, "variable")]
+    return {id(x): x for x in (*found, *(x for x in outputs if x.requires_grad and x.grad_fn is None))}
 
 
 def nodes_behind(node: Any) -> list[Any]:

@@ -26,8 +26,9 @@ from .transforms import in_transform
 
 NEEDS_REAL_RANKS = (
     "torch.utils.checkpoint cannot be used on simulated ranks or inside a transform of torch.func: it recomputes in "
-    "backward, after these have ended. Run this on real ranks (init_mesh) with fs.grad or backward(), or disable "
-    "checkpointing, for example with model.gradient_checkpointing_disable()."
+    "backward, after these have ended. functorch_shard.remat(fn)(*args) can, in its place. Or run this on real ranks "
+    "(init_mesh) with fs.grad or backward(), or disable checkpointing, for example with "
+    "model.gradient_checkpointing_disable()."
 )
 NOT_REENTRANT = (
     "torch.utils.checkpoint with use_reentrant=True supports neither fs.grad nor the tensors of this call. Pass "

@@ -154,7 +154,9 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
     return grad(total)(p)
 
 
-def on_mesh(mesh: fs.Mesh, data: Data, tasks: list[str], **options: Any) -> dict[str, Tree]:
+def on_mesh(
+    mesh: fs.Mesh, data: Data, tasks: list[str], sides: Callable[..., Sides] = Sides, **options: Any
+) -> dict[str, Tree]:
     """Every task on ``mesh``: rows of all simulated ranks, or what this real rank has."""
     model = awkward(data.seed).to(mesh.device)
     layout = fs.plan(model, mesh, **options)
@@ -163,7 +165,7 @@ def on_mesh(mesh: fs.Mesh, data: Data, tasks: list[str], **options: Any) -> dict
     x, y = mesh.split(tuple(rows.flatten(0, 1).to(mesh.device) for rows in data.samples()))
 
     def on_rank(task: str, p: Tree, frozen: Tree, v: Tree, x: Tensor, y: Tensor) -> Tree:
-        return ON_RANK[task](Sides(model, frozen, mesh), p, v, x, y)
+        return ON_RANK[task](sides(model, frozen, mesh), p, v, x, y)
 
     return {task: mesh.spmd(partial(on_rank, task))(params, frozen, v, x, y) for task in tasks}
 

@@ -1,0 +1,534 @@
+"""remat in one process: every transform two deep, what is captured, random numbers, and what is refused."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.refusals import refused
+from tests.support.rematting import plainly, twice
+
+Tree = Any
+WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice}
+
+
+def drawn(num: int, *shape: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(num, *shape, generator=generator, dtype=torch.float64).unbind()
+
+
+W, V = drawn(2, 3, 3)
+X = torch.stack(drawn(4, 3))
+
+
+def part(w: Tensor, x: Tensor) -> Tensor:
+    return F.dropout((x @ w).tanh(), 0.3) @ w.sin()
+
+
+def loss(wrap: Any, w: Tensor, x: Tensor) -> Tensor:
+    """Two parts with random numbers, the second with an input that depends on ``w`` in two ways."""
+    return (wrap(part)(w, wrap(part)(w, x)) ** 2).sum()
+
+
+def plain_thrice(f: Any, w: Tensor) -> Any:
+    w = w.clone().requires_grad_()
+    first = torch.autograd.grad(f(w), w, create_graph=True)[0]
+    second = torch.autograd.grad((first * V).sum(), w, create_graph=True)[0]
+    return torch.stack([first, second, torch.autograd.grad((second * V).sum(), w)[0]])
+
+
+def by_duals(f: Any, w: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(w.clone(), V))).tangent
+
+
+def duals_over_plain(f: Any, w: Tensor) -> Any:
+    with forward_ad.dual_level():
+        w = forward_ad.make_dual(w.clone().requires_grad_(), V)
+        return forward_ad.unpack_dual(torch.autograd.grad(f(w), w, create_graph=True)[0]).tangent
+
+
+# Derivatives of f(w), which draws random numbers.
+OF_ONE: dict[str, Callable[[Any, Tensor], Any]] = {
+    "backward, three times": plain_thrice,
+    "grad": lambda f, w: grad(f)(w),
+    "fs.grad": lambda f, w: fs.grad(f)(w),
+    "jvp": lambda f, w: jvp(f, (w,), (V,))[1],
+    "forward over reverse": lambda f, w: jvp(grad(f), (w,), (V,))[1],
+    "forward over fs.grad": lambda f, w: jvp(fs.grad(f), (w,), (V,))[1],
+    "reverse over forward": lambda f, w: grad(lambda w: jvp(f, (w,), (V,))[1])(w),
+    "forward over forward": lambda f, w: jvp(lambda w: jvp(f, (w,), (V,))[1], (w,), (V,))[1],
+    "reverse over reverse": lambda f, w: grad(lambda w: (grad(f)(w) * V).sum())(w),
+    "fs.grad over fs.grad": lambda f, w: fs.grad(lambda w: (fs.grad(f)(w) * V).sum())(w),
+    "three times": lambda f, w: grad(lambda w: (jvp(grad(f), (w,), (V,))[1] * V).sum())(w),
+    "jacrev of grad": lambda f, w: jacrev(grad(f))(w),
+    "jacfwd": lambda f, w: jacfwd(f, randomness="same")(w),
+    "jacfwd of jacrev": lambda f, w: jacfwd(jacrev(f), randomness="same")(w),
+    "vmap of vjp": lambda f, w: vmap(vjp(f, w)[1])(torch.arange(5.0, dtype=w.dtype))[0],
+    "forward_ad": by_duals,
+    "forward_ad over backward": duals_over_plain,
+}
+
+
+def derived(wrap: Any, task: str) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    value = OF_ONE[task](lambda w: loss(wrap, w, X), W)
+    return value, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("task", OF_ONE)
+def test_every_derivative_has_the_same_values_and_random_numbers(task: str, wrap: str) -> None:
+    (expected, state), (actual, state_after) = derived(plainly, task), derived(WRAPS[wrap], task)
+    assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(state, state_after)
+
+
+# Derivatives of f(w, x) for each row of x.
+BATCHED: dict[str, Callable[..., Tensor]] = {
+    "vmap": lambda f, batched: batched(lambda x: f(W, x))(X),
+    "per-sample gradients": lambda f, batched: batched(lambda x: grad(f)(W, x))(X),
+    "per-sample fs.grad": lambda f, batched: batched(lambda x: fs.grad(f)(W, x))(X),
+    "per-sample Hessian products": lambda f, batched: batched(lambda x: jvp(lambda w: grad(f)(w, x), (W,), (V,))[1])(X),
+    "grad of vmap": lambda f, batched: grad(lambda w: batched(lambda x: f(w, x))(X).sum())(W),
+    "jvp of vmap": lambda f, batched: jvp(lambda w: batched(lambda x: f(w, x))(X), (W,), (V,))[1],
+    "vmap of vmap": lambda f, batched: batched(lambda a: batched(lambda x: a * f(W, x))(X))(X[:, 0]),
+    "grad of vmap of vmap": lambda f, batched: grad(
+        lambda w: batched(lambda a: batched(lambda x: a * f(w, x))(X))(X[:, 0]).sum()
+    )(W),
+    "vmap of grad of vmap": lambda f, batched: batched(
+        lambda a: grad(lambda w: batched(lambda x: a * f(w, x))(X).sum())(W)
+    )(X[:, 0]),
+    "vmap over nothing the part uses": lambda f, batched: batched(lambda a: a * grad(f)(W, X))(X[:, 0]),
+    "grad of vmap over nothing the part uses": lambda f, batched: grad(
+        lambda w: batched(lambda a: a * f(w, X))(X[:, 0]).sum()
+    )(W),
+    "ensemble": lambda f, batched: batched(lambda w: grad(f)(w, X))(torch.stack([W, V])),
+}
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+@pytest.mark.parametrize("task", BATCHED)
+def test_every_batch_has_the_same_values_and_random_numbers(task: str, randomness: str) -> None:
+    results = []
+    for wrap in (plainly, fs.remat):
+        torch.manual_seed(1)
+        value = BATCHED[task](partial(loss, wrap), partial(vmap, randomness=randomness))
+        results.append((value, torch.get_rng_state()))
+    (expected, state), (actual, state_after) = results
+    assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(state, state_after)
+
+
+def test_a_jacobian_has_the_random_numbers_of_forward_in_every_row() -> None:
+    """The vmap over its rows begins after forward, and allows no random numbers."""
+    torch.manual_seed(1)
+    expected = jacrev(lambda w: part(w, X))(W)
+    torch.manual_seed(1)
+    assert torch.equal(jacrev(lambda w: fs.remat(part)(w, X))(W), expected)
+
+
+def wave(w: Tensor) -> Tensor:
+    return (X @ w).sin().square().sum()
+
+
+# Of wave, without random numbers.
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "hessian": lambda f: hessian(f)(W),
+    "linearize": lambda f: linearize(f, W)[1](V),
+    "make_fx": lambda f: make_fx(grad(f))(W)(V),
+    "torch.autograd.functional.jacobian": lambda f: torch.autograd.functional.jacobian(f, W, vectorize=True),
+    "torch.autograd.functional.hvp": lambda f: torch.autograd.functional.hvp(f, W, V)[1],
+    "torch.autograd.functional.vhp": lambda f: torch.autograd.functional.vhp(f, W, V)[1],
+    "torch.autograd.functional.jvp": lambda f: torch.autograd.functional.jvp(f, W, V)[1],
+    "torch.autograd.functional.hessian": lambda f: torch.autograd.functional.hessian(f, W, vectorize=True),
+    "compiled": lambda f: _gradient_of_compiled(f),
+    "compiled gradient": lambda f: torch.compile(grad(f), backend="eager")(W),
+    "saved_tensors_hooks": lambda f: _gradient_with_hooks(f),
+    "inference_mode": lambda f: torch.inference_mode()(f)(W).clone(),
+}
+
+
+def _gradient_of_compiled(f: Any) -> Tensor:
+    w = W.clone().requires_grad_()
+    torch.compile(f, backend="aot_eager", fullgraph=True)(w).backward()
+    return w.grad if w.grad is not None else w
+
+
+def _gradient_with_hooks(f: Any) -> Tensor:
+    w = W.clone().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(force=True), torch.from_numpy):
+        value = f(w)
+    return torch.autograd.grad(value, w)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch.func.linearize
+@pytest.mark.parametrize("task", OTHERS)
+def test_other_ways_to_differentiate_have_the_same_values(task: str) -> None:
+    assert_trees_close(OTHERS[task](fs.remat(wave)), OTHERS[task](wave), rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_the_function_where_nothing_is_differentiated() -> None:
+    w = W.clone().requires_grad_()
+    with torch.no_grad():
+        assert not fs.remat(wave)(w).requires_grad
+    assert not fs.remat(wave)(W).requires_grad
+    runs: list[int] = []
+    fs.remat(lambda x: (runs.append(1), x)[1])(W)
+    assert len(runs) == 1
+
+
+def test_backward_may_run_twice() -> None:
+    w = W.clone().requires_grad_()
+    value = fs.remat(wave)(w)
+    value.backward(retain_graph=True)
+    value.backward()
+    assert_trees_close(w.grad, 2 * grad(wave)(W))
+    assert "second time" in refused(value.backward)
+
+
+@pytest.mark.parametrize("around_backward", [False, True])
+@pytest.mark.parametrize("around_forward", [False, True])
+def test_autocast_is_that_of_forward(around_forward: bool, around_backward: bool) -> None:
+    def half(w: Tensor) -> Tensor:
+        return (X.float() @ w.float()).sin().float().sum()
+
+    results = []
+    for wrap in (plainly, fs.remat):
+        w = W.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, around_forward):
+            value = wrap(half)(w)
+        with torch.autocast("cpu", torch.bfloat16, around_backward):
+            results.append((value.detach(), torch.autograd.grad(value, w)[0]))
+    assert_trees_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_containers_numbers_and_results_without_a_derivative_pass_through() -> None:
+    def of(tree: Any, i: Tensor, *, k: float, nothing: None = None) -> Any:
+        first = {"a": tree["x"][i] * k, "index": i + 1, "text": "text", "nothing": nothing}
+        return first | {"constant": torch.ones(2), "shifted": tree["x"].detach() + 1}
+
+    def total(tree: Any) -> Any:
+        results = fs.remat(of)(tree, torch.tensor([0, 1]), k=2.0)
+        assert (results["text"], results["nothing"], results["index"].dtype) == ("text", None, torch.int64)
+        assert [results[key].requires_grad for key in ("a", "constant", "shifted", "index")] == [True] + 3 * [False]
+        return results["a"].sum() + results["constant"].sum(), results
+
+    tree = {"x": X, "unused": X, "index": torch.arange(3)}
+    grads, results = fs.grad(total, has_aux=True)(tree)
+    expected = torch.zeros_like(X)
+    expected[:2] = 2.0
+    assert_trees_close([grads["x"], grads["unused"]], [expected, torch.zeros_like(X)])
+    assert grads["index"] is None
+    assert torch.equal(results["index"], torch.tensor([1, 2]))
+
+
+def test_an_input_that_is_not_used_gets_no_gradient() -> None:
+    w, unused = W.clone().requires_grad_(), V.clone().requires_grad_()
+    fs.remat(lambda w, unused: wave(w))(w, unused).backward()
+    assert w.grad is not None
+    assert unused.grad is None
+
+
+def test_a_result_may_be_an_input_and_may_be_written_to() -> None:
+    w = W.clone().requires_grad_()
+    same, wave = fs.remat(lambda w: (w, w.sin()))(w)
+    wave += 1
+    wave.mul_(2)
+    (same + wave).sum().backward()
+    assert_trees_close(w.grad, 1 + 2 * W.cos())
+
+
+# What a function captures: each has a loss of w, which it does not take as an argument.
+class Layers(nn.Module):
+    """Blocks, called as parts in one of many ways."""
+
+    def __init__(self, call: Callable[[Layers, int, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.BatchNorm1d(3), nn.Tanh()) for _ in range(3)
+        )
+        self.lstm, self.call = nn.LSTM(3, 3), call
+
+    def one(self, i: int, x: Tensor) -> Tensor:
+        return self.blocks[i](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(3):
+            x = self.call(self, i, x)
+        return x
+
+
+CALLED: dict[str, Callable[[Layers, int, Tensor], Tensor]] = {
+    "a module": lambda m, i, x: fs.remat(m.blocks[i])(x),
+    "a method": lambda m, i, x: fs.remat(m.one)(i, x),
+    "a partial": lambda m, i, x: fs.remat(partial(m.one, i))(x),
+    "a module in a closure": lambda m, i, x: fs.remat(lambda x: m.blocks[i](x))(x),
+    "a method in a closure": lambda m, i, x: fs.remat(lambda x, one=m.one: one(i, x))(x),
+    "a part of a part": lambda m, i, x: fs.remat(lambda x: fs.remat(m.blocks[i])(x))(x),
+}
+RUN: dict[str, Callable[..., Tensor]] = {
+    "functional_call": lambda m, p, b, x: functional_call(m, p, (x,)),
+    "fs.call": lambda m, p, b, x: fs.call(m, p, x),
+    "fs.apply": lambda m, p, b, x: fs.apply(m, p, b, x)[0],
+}
+BY: dict[str, Callable[..., Any]] = {
+    "grad": grad,
+    "fs.grad": fs.grad,
+    "vmap": lambda f: vmap(grad(f), (None, 0), randomness="different"),
+}
+
+
+def trained(call: Any, run: str, by: str) -> Any:
+    torch.manual_seed(0)
+    model = Layers(call).double()
+    if by != "fs.grad" and run != "fs.apply":
+        model.eval()  # torch.func refuses writes to a model's own buffers
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    x = torch.stack([X, X + 1]) if by == "vmap" else X
+    grads = BY[by](lambda p, x: RUN[run](model, p, buffers, x).square().sum())(params, x)
+    return grads, dict(model.named_buffers()), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("call", CALLED)
+def test_a_module_is_run_again_with_the_parameters_and_statistics_of_its_call(call: str, run: str, by: str) -> None:
+    expected = trained(lambda m, i, x: m.blocks[i](x), run, by)
+    assert_trees_close(trained(CALLED[call], run, by), expected, rtol=0, atol=0)
+
+
+def test_a_modules_own_parameters_get_gradients() -> None:
+    for module in (nn.Linear(3, 3).double(), nn.LSTM(3, 3).double()):
+        grads = []
+        for wrap in (plainly, fs.remat):
+            output = wrap(module)(X)
+            (output if isinstance(output, Tensor) else output[0]).square().sum().backward()
+            grads.append([p.grad for p in module.parameters()])
+            module.zero_grad()
+        assert_trees_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+def captured_each_turn(wrap: Any, ws: list[Tensor]) -> Tensor:
+    x = X
+    for i, w in enumerate(ws):
+        x = wrap(lambda x: (x @ w).sin() * (i + 1))(x)  # noqa: B023  (what is claimed)
+    return x.sum()
+
+
+@pytest.mark.parametrize("by", [grad, fs.grad], ids=["grad", "fs.grad"])
+def test_variables_of_a_closure_have_the_values_of_the_call(by: Any) -> None:
+    ws = [*drawn(3, 3, 3)]
+    expected = by(partial(captured_each_turn, plainly))(ws)
+    assert_trees_close(by(partial(captured_each_turn, fs.remat))(ws), expected, rtol=0, atol=0)
+
+
+def test_what_forward_assigns_stays_assigned_and_running_again_assigns_nothing() -> None:
+    calls = 0
+
+    def outer(w: Tensor) -> Tensor:
+        def counted(x: Tensor) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return (x @ w).sin().sum()
+
+        return fs.remat(counted)(X)
+
+    grad(outer)(W)
+    assert calls == 1
+
+
+def test_a_module_that_is_called_with_given_parameters_is_not_an_input() -> None:
+    template = nn.Linear(3, 3).double()
+    given = {name: p.detach() for name, p in template.named_parameters()}
+    called = fs.remat(lambda p, x: functional_call(template, p, (x,)))
+    assert not called(given, X).requires_grad
+    assert list(grad(lambda p: called(p, X).sum())(given)) == ["weight", "bias"]
+
+
+GLOBAL = W.clone().requires_grad_()
+MODULE = nn.Linear(3, 3).double()
+
+
+def by_attribute() -> Any:
+    class Holder:
+        weight = GLOBAL
+
+    return lambda x: x @ Holder.weight
+
+
+def by_own_module() -> Any:
+    module = nn.Linear(3, 3).double()
+    return lambda x: module(x)
+
+
+UNKNOWN = {
+    "global 'GLOBAL', a Tensor": lambda: lambda x: x @ GLOBAL,
+    "global 'MODULE', a Linear": lambda: lambda x: MODULE(x),
+    "'module', a Linear": by_own_module,
+    "a tensor that needs a gradient": by_attribute,
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_gradient_that_would_be_lost_is_refused_by_name(name: str) -> None:
+    uses = UNKNOWN[name]()
+    ways = [
+        lambda: fs.remat(uses)(X),
+        lambda: fs.remat(uses)(X.clone().requires_grad_()),
+        lambda: grad(lambda x: fs.remat(uses)(x).sum())(X),
+        lambda: vmap(grad(lambda x: fs.remat(uses)(x).sum()))(X),
+        lambda: jvp(lambda x: fs.remat(uses)(x), (X,), (X,)),
+    ]
+    for text in map(refused, ways):
+        assert "ValueError: remat: 1 problem" in text
+        assert name in text
+        assert "fs.remat(block)(x)" in text
+
+
+def test_a_lost_tangent_is_refused() -> None:
+    def outer(w: Tensor) -> Tensor:
+        holder: Any = type("Holder", (), {"weight": w})
+        return fs.remat(lambda x: x @ holder.weight)(X)
+
+    assert "needs a gradient" in refused(jvp, outer, (W,), (V,))
+    assert "needs a gradient" in refused(grad(lambda w: jvp(outer, (w,), (V,))[1].sum()), W)
+
+
+class Writes(nn.Module):
+    def __init__(self, assigns: bool) -> None:
+        super().__init__()
+        self.fc, self.assigns = nn.Linear(3, 3), assigns
+        self.count: Any
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1 if self.assigns else self.count.add_(1)
+        return self.fc(x) + self.count
+
+
+def test_writes_that_would_be_repeated_are_refused() -> None:
+    def writes(x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        given["sum"].add_(1)
+        return x.sin() + given["sum"]
+
+    x = X.clone().requires_grad_()
+    text = refused(fs.remat(writes), x, {"sum": torch.zeros(3, dtype=X.dtype)})
+    assert "args[1]['sum']: written to by the function" in text
+    for assigns in (True, False):
+        text = refused(fs.remat(Writes(assigns).double()), x)
+        assert "buffer 'count': written to by the function" in text
+        assert "fs.apply" in text
+    norm = nn.BatchNorm1d(3).double()
+    given = dict(norm.named_parameters()) | {name: b.clone() for name, b in norm.named_buffers()}
+    text = refused(fs.remat(lambda given, x: functional_call(norm, given, (x,))), given, X)
+    assert "args[0]['num_batches_tracked']: written to" in text
+
+
+def test_an_input_that_is_written_to_before_backward_is_refused() -> None:
+    x, scale = X.clone().requires_grad_(), torch.ones(3, dtype=X.dtype)
+    value = fs.remat(lambda x, scale: x * scale)(x, scale).sum()
+    scale.add_(1)
+    assert "modified by an inplace operation" in refused(value.backward)
+
+
+def test_new_buffers_of_apply_are_results_that_parts_pass_on() -> None:
+    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    params = {name: p.detach() for name, p in norm.named_parameters()}
+    buffers = {name: b.clone() for name, b in norm.named_buffers()}
+
+    def twice_normed(wrap: Any, params: Any, buffers: Any) -> Any:
+        part = wrap(lambda p, b, x: fs.apply(norm, p, b, x))
+        x, buffers = part(params, buffers, X)
+        x, buffers = part(params, buffers, x)
+        return x.square().sum() + buffers["1.running_mean"].sum(), buffers
+
+    for by in (grad, fs.grad):
+        run = [by(partial(twice_normed, wrap), has_aux=True)(params, buffers) for wrap in (plainly, fs.remat)]
+        assert_trees_close(run[1], run[0], rtol=0, atol=0)
+        assert run[1][1]["1.num_batches_tracked"] == 2
+
+
+def test_what_does_not_return_the_same_twice_is_refused() -> None:
+    rows = [0]
+
+    def grows(x: Tensor) -> Tensor:
+        rows[0] += 1
+        return x[: rows[0]].sin()
+
+    text = refused(grad(lambda x: fs.remat(grows)(x).sum()), X)
+    assert "RuntimeError: remat: run again in backward, the function returned tensors of other shapes" in text
+
+
+def test_containers_that_hide_tensors_are_refused() -> None:
+    class Holder:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
+
+    assert "a Holder, which is not a supported container" in refused(
+        grad(lambda x: fs.remat(lambda x: Holder(x.sin()))(x).x.sum()), X
+    )
+    x = X.clone().requires_grad_()
+    assert "a Holder, which is not a supported container" in refused(fs.remat(lambda h: h.x.sin()), Holder(x))
+
+
+@pytest.mark.parametrize("way", ["inside", "outside", "reentrant outside"])
+def test_it_nests_with_checkpoint(way: str) -> None:
+    def inside(w: Tensor) -> Tensor:
+        return fs.remat(lambda w: checkpoint(wave, w, use_reentrant=False).cos())(w)
+
+    def outside(w: Tensor) -> Tensor:
+        return checkpoint(lambda w: fs.remat(wave)(w).cos(), w, use_reentrant=way == "reentrant outside")
+
+    w = W.clone().requires_grad_()
+    (inside if way == "inside" else outside)(w).backward()
+    expected = grad(lambda w: wave(w).cos())(W)
+    assert_trees_close(w.grad, expected)
+    if way != "reentrant outside":
+        assert_trees_close(fs.grad(inside if way == "inside" else outside)(W), expected)
+
+
+def test_an_error_in_backward_shows_where_the_function_was_written() -> None:
+    runs: list[int] = []
+
+    def fails_again(x: Tensor) -> Tensor:
+        runs.append(1)
+        if len(runs) > 1:
+            raise ValueError("in fails_again")
+        return x.sin().sum()
+
+    with pytest.raises(ValueError, match="in fails_again") as caught:
+        fs.grad(fs.remat(fails_again))(X)
+    assert "fails_again" in "".join(traceback.format_tb(caught.tb))
+
+
+def test_it_looks_like_the_function() -> None:
+    @fs.remat
+    def described(x: Tensor) -> Tensor:
+        """Its own words."""
+        return x
+
+    assert (described.__name__, described.__doc__) == ("described", "Its own words.")
+
+
+def test_without_the_state_of_the_generator_nothing_is_restored() -> None:
+    def of(w: Tensor) -> Tensor:
+        return fs.remat(lambda w: F.dropout(w, 0.5).sum(), preserve_rng_state=False)(w)
+
+    torch.manual_seed(0)
+    masks = {tuple(grad(of)(W).flatten().tolist()) for _ in range(3)}
+    assert len(masks) == 3

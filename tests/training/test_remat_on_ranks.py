@@ -1,0 +1,302 @@
+"""remat on simulated and on gloo ranks: every derivative, collectives, random numbers, memory, beside checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support import convention, gradients
+from tests.support.convention import INNER, TASKS, Side, dot_over_ranks
+from tests.support.gradients import LOCAL, ON_RANK, Data, Sides
+from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.recomputing import STYLES, WITHOUT_REENTRY, build, inputs
+from tests.support.refusals import text_of
+from tests.support.rematting import WAYS, plainly, twice
+
+WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, "plain": plainly}
+REAL = gloo(2, HYBRID)
+every_kind = pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *REAL], ids=str)
+# Sums have the same addends in the same order.
+SAME_ARITHMETIC = ["plain gradient", "forward over reverse"]
+
+
+def derived(mesh: fs.Mesh, way: str, wrap: str, inner: str, tasks: list[str]) -> dict[str, fs.Full]:
+    loss = partial(WAYS[way], WRAPS[wrap])
+    side = Side(loss, INNER[inner](loss, None), fs.grad, dot_over_ranks, fs.global_norm)
+    return convention.on_mesh(mesh, side, tasks)
+
+
+@every_kind
+@pytest.mark.parametrize("inner", ["fs.grad", "torch.func.grad"])
+@pytest.mark.parametrize("way", WAYS)
+def test_derivatives_through_gradients_steps_and_penalties_are_those_of_the_unsharded_model(
+    way: str, inner: str, ranks: Ranks
+) -> None:
+    want = convention.expected(ranks.size, list(TASKS))
+    plain = ranks.run(derived, way, "plain", inner, SAME_ARITHMETIC)
+    for result, same in zip(ranks.run(derived, way, "remat", inner, list(TASKS)), plain, strict=True):
+        assert_trees_close(result, want, rtol=1e-10, atol=1e-13)
+        assert_trees_close({task: result[task] for task in SAME_ARITHMETIC}, same, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_part_of_a_part_has_the_same_derivatives(way: str, ranks: Ranks) -> None:
+    tasks = ["plain gradient", "forward over reverse", "reverse over reverse", "penalty on the gradient by inputs"]
+    want = convention.expected(ranks.size, tasks)
+    for result in ranks.run(derived, way, "twice", "fs.grad", tasks):
+        assert_trees_close(result, want, rtol=1e-10, atol=1e-13)
+
+
+def through_rematted_steps(mesh: fs.Mesh, inner: str) -> Any:
+    """The whole step is a part, with an inner gradient in it."""
+    loss = partial(convention.sharded_loss, lazy=None)
+    by = {**INNER, "torch.autograd.grad": lambda loss, _: convention.autograd_grad(loss)}[inner]
+
+    def step(p: Any, x: Tensor, y: Tensor) -> Any:
+        return optree.tree_map(lambda w, g: w - convention.LR * g, p, by(loss, None)(p, x, y))
+
+    def through(p: fs.Sharded, x: Tensor, y: Tensor, next_x: Tensor, next_y: Tensor) -> fs.Sharded:
+        return fs.grad(lambda p: loss(fs.remat(step)(p, x, y), next_x, next_y))(p)
+
+    params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
+    rows = mesh.split(tuple(x.flatten(0, 1) for x in convention.Samples.of(mesh.size).tensors()))
+    return fs.gather(mesh.spmd(through)(params, *rows), lazy=False)
+
+
+STEPS = [(inner, ranks) for inner in INNER for ranks in (*simulated(3), *REAL)]
+STEPS += [("torch.autograd.grad", ranks) for ranks in REAL]  # which a vmap refuses
+
+
+@pytest.mark.parametrize(("inner", "ranks"), STEPS, ids=str)
+def test_a_training_step_may_be_a_part(inner: str, ranks: Ranks) -> None:
+    expected = convention.expected(ranks.size, ["through one step"])["through one step"]
+    for result in ranks.run(through_rematted_steps, inner):
+        assert_trees_close(dict(result), expected, rtol=1e-10, atol=1e-13)
+
+
+class Rematted(Sides):
+    """The losses of ``Sides``, run again; the frozen parameters are captured."""
+
+    def of_full(self, full: Any, x: Tensor, y: Tensor) -> Tensor:
+        return fs.remat(super().of_full)(full, x, y)
+
+    def of_shards(self, params: Any, x: Tensor, y: Tensor) -> Tensor:
+        frozen = self.frozen
+        of = lambda params, x, y: gradients.loss_of(self.model, fs.gather(params, frozen), x, y)  # noqa: E731
+        return fs.remat(of)(params, x, y)
+
+
+def derived_on_rank(mesh: fs.Mesh, num_ranks: int) -> dict[str, Any]:
+    results = gradients.on_mesh(mesh, Data(num_ranks), list(ON_RANK), Rematted)
+    return {task: dict(x) if isinstance(x, fs.Full) else x for task, x in results.items()}
+
+
+@pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *gloo(2)], ids=str)
+def test_every_derivative_is_that_of_the_unsharded_model(ranks: Ranks) -> None:
+    results = ranks.run(derived_on_rank, ranks.size)
+    for task in ON_RANK:
+        rows: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *(result[task] for result in results))
+        if task not in LOCAL:
+            stacked = {key: x.unflatten(0, tuple(ranks.axes.values())) for key, x in rows.items()}
+            rows = gradients.whole(fs.Sharded(stacked, rows.layout), ranks.axes.get("replicate", 1))
+        actual = dict(rows) if isinstance(rows, dict) else rows
+        expected = gradients.expected(task, Data(ranks.size), "mean")
+        assert_trees_close({task: actual}, {task: expected}, rtol=1e-10, atol=1e-10)
+
+
+def blocks_and_shards(mesh: fs.Mesh, num: int = 4) -> tuple[list[nn.Module], list[fs.Sharded]]:
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4), nn.Tanh()).double() for _ in range(num)]
+    return blocks, [fs.shard(block, fs.plan(block, mesh, units=[["0"]])) for block in blocks]
+
+
+def through_blocks(wrap: Any, blocks: list[nn.Module], params: list[fs.Sharded], x: Tensor) -> Tensor:
+    """Each block is a part, with the gather of its parameters inside."""
+    for block, own in zip(blocks, params, strict=True):
+        x = wrap(lambda own, x: functional_call(block, fs.gather(own), (x,)))(own, x)  # noqa: B023
+    return x.square().mean()
+
+
+DERIVATIVES: dict[str, Callable[[Any, Any], Any]] = {
+    "fs.grad": lambda loss, p: fs.grad(loss)(p),
+    "torch.func.grad": lambda loss, p: torch.func.grad(loss)(p),
+    "jvp": lambda loss, p: torch.func.jvp(loss, (p,), (p,))[1],
+    "forward over reverse": lambda loss, p: torch.func.jvp(fs.grad(loss), (p,), (p,))[1],
+    "reverse over forward": lambda loss, p: fs.grad(lambda p: torch.func.jvp(loss, (p,), (p,))[1])(p),
+}
+
+
+def blockwise(mesh: fs.Mesh, wrap: str, randomness: str = "different") -> dict[str, Any]:
+    """What is derived, the state of the generator after it, and what was communicated."""
+    blocks, params = blocks_and_shards(mesh)
+    x, results = mesh.split(inputs(4 * mesh.size)), {}
+    for name, derive in DERIVATIVES.items():
+        torch.manual_seed(3)
+        with count_collectives() as seen:
+            body = lambda p, x: derive(lambda p: through_blocks(WRAPS[wrap], blocks, p, x), p)  # noqa: B023, E731
+            value = mesh.spmd(body, randomness=randomness)(params, x)
+        results[name] = value, str(torch.get_rng_state().tolist()), dict(seen.by_kind)
+    return results
+
+
+@every_kind
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_random_numbers_are_the_same_in_both_passes(randomness: str, ranks: Ranks) -> None:
+    plain, again = (ranks.run(blockwise, wrap, randomness) for wrap in ("plain", "remat"))
+    for expected, actual in zip(plain, again, strict=True):
+        for name in DERIVATIVES:
+            close = 1e-13 if name == "reverse over forward" else 0.0  # adds up in another order
+            assert_trees_close(actual[name][0], expected[name][0], rtol=close, atol=close)
+            assert actual[name][1] == expected[name][1], name
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+def test_a_gradient_gathers_each_part_twice_and_reduces_it_once(ranks: Ranks) -> None:
+    for result in ranks.run(blockwise, "remat"):
+        for name in ("fs.grad", "torch.func.grad"):
+            assert result[name][2] == {"all_gather": 8, "psum_scatter": 4}
+        # forward mode gathers parameters again, with their tangents
+        assert result["jvp"][2] == {"all_gather": 12}
+
+
+HOWS = {"remat": lambda fn, *args: fs.remat(fn)(*args), "checkpoint": WITHOUT_REENTRY, "plain": None}
+
+
+def styled(mesh: fs.Mesh, how: str, style: str, call: str) -> Any:
+    """Loss and gradients, buffers, and collectives of a model that recomputes parts of itself."""
+    model = build(style, HOWS[how])
+    params = fs.shard(model, fs.plan(model, mesh))
+    with count_collectives() as seen:
+        value = CALLS[call](model, params, mesh.split(inputs()))
+    return value, dict(model.named_buffers()), dict(seen.by_kind)
+
+
+def _leaves_backward(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
+    torch.manual_seed(0)
+    leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
+    loss = fs.call(model, leaves, x).square().mean()
+    loss.backward()
+    return {key: x.grad for key, x in leaves.items()}, loss.detach()
+
+
+def _differentiated(call: Any, model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
+    torch.manual_seed(0)
+    return fs.grad_and_value(lambda p: call(model, p, x).square().mean())(params)
+
+
+CALLS: dict[str, Callable[[nn.Module, fs.Sharded, Tensor], Any]] = {
+    "call": partial(_differentiated, fs.call),
+    "functional_call": partial(_differentiated, lambda model, p, x: functional_call(model, fs.gather(p), (x,))),
+    "backward": _leaves_backward,
+}
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("style", STYLES)
+def test_beside_checkpoint_it_has_bitwise_the_same_gradients_and_statistics(
+    style: str, call: str, ranks: Ranks
+) -> None:
+    others = ["plain"] if call == "functional_call" else ["plain", "checkpoint"]  # which functional_call cannot call
+    again = ranks.run(styled, "remat", style, call)
+    for other in others:
+        for (*actual, kinds), (*expected, kinds_of_other) in zip(
+            again, ranks.run(styled, other, style, call), strict=True
+        ):
+            assert_trees_close(actual, expected, rtol=0, atol=0)
+            # a part of a part is gathered once more than by checkpoint, which stops where it has what it needs
+            more = {"all_gather": style == "nested", "psum_scatter": 0}
+            if other == "checkpoint":
+                assert kinds == {kind: number + more[kind] for kind, number in kinds_of_other.items()}
+
+
+def refusals(mesh: fs.Mesh, way: str) -> list[str]:
+    """A gradient through a step, by a derivative that would take the mean twice."""
+    loss = partial(WAYS[way], fs.remat)
+    side = Side(loss, fs.grad(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
+    inner = Side(loss, torch.func.grad(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
+    return [text_of(convention.on_mesh, mesh, one, ["through one step"]) for one in (side, inner)]
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_gradient_that_would_take_the_mean_twice_is_refused(way: str, ranks: Ranks) -> None:
+    for texts in ranks.run(refusals, way):
+        assert all("goes through a gather of values that were computed from another gather" in text for text in texts)
+
+
+def one_rank_without(mesh: fs.Mesh) -> str:
+    """Ranks that disagree: rank 0 runs parts again, the others do not."""
+    blocks, params = blocks_and_shards(mesh)
+    wrap = fs.remat if mesh.rank == 0 else plainly
+    return text_of(fs.grad(lambda p: through_blocks(wrap, blocks, p, inputs(4))), params)
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_ranks_that_disagree_raise_an_error(ranks: Ranks) -> None:
+    for text in ranks.run(one_rank_without):
+        assert "RuntimeError" in text
+        assert "collective" in text
+
+
+WIDTH, SAMPLES, PARTS = 64, 512, 6
+BOUNDARY = 8 * WIDTH * SAMPLES  # bytes of what goes into a part
+OF_A_PART = 8 * BOUNDARY  # what backward of a part keeps
+
+
+def deep(x: Tensor, w: Tensor) -> Tensor:
+    for _ in range(8):
+        x = (x + w).sin()
+    return x
+
+
+def live_bytes(wrap: str, derive: str) -> list[int]:
+    """The most that is alive in forward and in backward, beside what was before."""
+    mesh = fs.simulated_mesh(2) if "simulated" in derive else fs.init_mesh()
+    params = fs.shard({"w": torch.ones(PARTS, WIDTH, dtype=torch.float64)}, _plan_of_parts(mesh))
+    rows = torch.ones(mesh.size, SAMPLES // mesh.size, WIDTH, dtype=torch.float64)
+    live = LiveBytes()
+
+    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
+        live.mark("forward")
+        weights = fs.gather(params)["w"]
+        for w in weights.unbind():
+            x = WRAPS[wrap](deep)(x, w)
+        live.mark("backward")
+        return x.sum()
+
+    of = {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad, "fs.grad, simulated": fs.grad}[derive]
+    with live:
+        live.mark("start")
+        mesh.spmd(of(loss))(params, rows if mesh.is_simulated else rows[0])
+        live.mark("end")
+    return [live.growth("start", "backward"), live.peak("backward", "end") - live.at("start")]
+
+
+def _plan_of_parts(mesh: fs.Mesh) -> fs.Layout:
+    return fs.plan({"w": torch.ones(PARTS, WIDTH, dtype=torch.float64)}, mesh)
+
+
+# torch.func.grad, and fs.grad inside of a transform, also keep the gradient of what goes into each part.
+KEPT = {"fs.grad": PARTS, "torch.func.grad": 2 * PARTS, "fs.grad, simulated": 2 * PARTS}
+
+
+@pytest.mark.parametrize("derive", KEPT)
+def test_memory_is_that_of_the_activations_of_one_part_and_what_goes_into_each(derive: str) -> None:
+    forward, backward = live_bytes("remat", derive)
+    plain, _ = live_bytes("plain", derive)
+    assert plain > PARTS * OF_A_PART
+    assert forward < (PARTS + 2) * BOUNDARY + OF_A_PART
+    # backward of one part has its activations, at most one gradient of each kept at a time, and a few temporaries
+    assert backward < (KEPT[derive] + 4) * BOUNDARY + 2 * OF_A_PART
