@@ -44,6 +44,7 @@ def in_common(a: Transforms, b: Transforms) -> Transforms:
 
 def is_differentiated(tensors: Sequence[Tensor]) -> bool:
     """Whether what is computed from ``tensors`` here is differentiated, in either mode, at any level."""
+    tensors = [unwrap_if_dead(x) for x in tensors]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True
     interpreter = None if maybe_current_level() is None else retrieve_current_functorch_interpreter()
@@ -119,11 +120,12 @@ def tangents_of(fn: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], t
         return torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
     if maybe_current_level() is not None:
         with eager_transforms.jvp_increment_nesting():
-            return torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
+            results = torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
+        return [unwrap_if_dead(x) for x in results]
     with forward_ad._set_fwd_grad_enabled(True):
         duals = [forward_ad.make_dual(x, tangent) for x, tangent in zip(inputs, tangents, strict=True)]
-        results = [(x, unpack_dual(x).tangent) for x in fn(*duals)]
-    return [torch.zeros_like(x) if tangent is None else tangent for x, tangent in results]
+        pairs = [(x, unpack_dual(x).tangent) for x in fn(*duals)]
+    return [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs]
 
 
 def _unwrapped(x: Tensor, interpreter: FuncTorchInterpreter) -> Tensor:
