@@ -58,15 +58,20 @@ def is_differentiated(tensors: Sequence[Tensor]) -> bool:
         return is_differentiated(below)
 
 
+def in_forward_mode() -> bool:
+    """Whether a jvp, or ``torch.autograd.forward_ad``, is active."""
+    return forward_ad._current_level >= 0
+
+
 def has_tangents(tensors: Sequence[Tensor]) -> bool:
     """Whether any of ``tensors`` has a tangent at this level, which is that of a jvp, or none."""
-    return forward_ad._current_level >= 0 and any(unpack_dual(x).tangent is not None for x in tensors)
+    return in_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors)
 
 
 def constants(tensors: Sequence[Tensor]) -> list[Tensor]:
     """``tensors`` without their derivatives, at any level."""
     alive = [unwrap_if_dead(x) for x in tensors]
-    if maybe_current_level() is not None or forward_ad._current_level >= 0:
+    if maybe_current_level() is not None or in_forward_mode():
         return [x.detach() for x in alive]
     return [x.detach() if x.requires_grad else x for x in alive]  # torch.autograd.functional has batches without detach
 
@@ -116,7 +121,7 @@ def tangents_of(fn: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], t
 
     There ``torch.func.jvp`` would enter a second dual level, unless it is nested in another jvp.
     """
-    if forward_ad._current_level < 0 or eager_transforms.JVP_NESTING:
+    if not in_forward_mode() or eager_transforms.JVP_NESTING:
         return torch.func.jvp(fn, tuple(inputs), tuple(tangents))[1]
     if maybe_current_level() is not None:
         with eager_transforms.jvp_increment_nesting():

@@ -73,8 +73,18 @@ def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:
     """A copy that the model may write to in place, also with batched values."""
     if _is_divisor(model, name):
         return _the_same_in_every_batch(name, x).clone()
+    x = x.detach() if _has_no_derivative(model, name) else x
     mark = marks_every_batch(x.device)
     return x.clone() if mark is None else torch.where(mark, x, x)
+
+
+_BATCH_NORMS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward, nn.SyncBatchNorm.forward}  # those of 2d and 3d too
+
+
+def _has_no_derivative(model: nn.Module, name: str) -> bool:
+    """Whether torch refuses that these statistics require grad, as results of :func:`remat` may."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf in ("running_mean", "running_var") and type(model.get_submodule(owner)).forward in _BATCH_NORMS
 
 
 def _is_divisor(model: nn.Module, name: str) -> bool:

@@ -144,6 +144,22 @@ def codes_and_dtypes_of_the_gather(device: torch.device) -> None:
 # offloaded
 
 
+def recomputed_functions_draw_the_same_numbers(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:
+    mesh, layers = make(device), nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.4), nn.Linear(5, 3)).to(device).double()
+    params, x = fs.shard(layers, fs.plan(layers, mesh)), mesh.split(torch.randn(12, 5, device=device).double())
+
+    def gradients(wrap: Callable[[Any], Any]) -> Any:
+        loss = lambda p, x: functional_call(layers, fs.gather(p), (x,)).square().mean()  # noqa: E731
+        hessian_product = lambda p, x: torch.func.jvp(lambda p: fs.grad(wrap(loss))(p, x), (p,), (p,))[1]  # noqa: E731
+        results = []
+        for derive in (fs.grad(wrap(loss)), hessian_product):
+            torch.manual_seed(0)
+            results.append((mesh.spmd(derive)(params, x), torch.rand(3, device=device)))
+        return results
+
+    assert_trees_close(gradients(fs.remat), gradients(lambda loss: loss), rtol=0, atol=0)
+
+
 def stack_of_layers() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(DEPTH)))
@@ -195,6 +211,7 @@ OF_ONE_MESH = {
     "clipping is that of torch": clipping_is_that_of_torch,
     "an overflow skips the step": an_overflow_skips_the_step,
     "a checkpoint comes back bitwise": a_checkpoint_comes_back_bitwise,
+    "recomputed functions draw the same numbers": recomputed_functions_draw_the_same_numbers,
 }
 LAWS: dict[str, Law] = {
     **{f"{name}, {on}": partial(law, make=make) for name, law in OF_ONE_MESH.items() for on, make in MESHES.items()},

@@ -134,6 +134,17 @@ def test_every_batch_has_the_same_values_and_random_numbers(task: str, randomnes
     assert torch.equal(state, state_after)
 
 
+def test_forward_mode_goes_through_no_grad_and_backward_does_not() -> None:
+    def half_recorded(w: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = w.sin()
+        return (constant * w).sum()
+
+    for task in ("grad", "fs.grad", "jvp", "forward over reverse", "reverse over forward", "forward_ad"):
+        expected, actual = (OF_ONE[task](wrap(half_recorded), W) for wrap in (plainly, fs.remat))
+        assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_jacobian_has_the_random_numbers_of_forward_in_every_row() -> None:
     """The vmap over its rows begins after forward, and allows no random numbers."""
     torch.manual_seed(1)
@@ -463,9 +474,13 @@ def test_new_buffers_of_apply_are_results_that_parts_pass_on() -> None:
         x, buffers = part(params, buffers, x)
         return x.square().sum() + buffers["1.running_mean"].sum(), buffers
 
-    for by in (grad, fs.grad):
+    def hessian_product(loss: Any, has_aux: bool) -> Any:
+        of = lambda p, b: jvp(lambda p: grad(loss, has_aux=has_aux)(p, b)[0], (p,), (p,))[1]  # noqa: E731
+        return lambda p, b: (of(p, b), grad(loss, has_aux=has_aux)(p, b)[1])
+
+    for by, atol in ((grad, 0.0), (fs.grad, 0.0), (hessian_product, 1e-15)):  # which adds up in another order
         run = [by(partial(twice_normed, wrap), has_aux=True)(params, buffers) for wrap in (plainly, fs.remat)]
-        assert_trees_close(run[1], run[0], rtol=0, atol=0)
+        assert_trees_close(run[1], run[0], rtol=0, atol=atol)
         assert run[1][1]["1.num_batches_tracked"] == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support import convention, gradients
 from tests.support.convention import INNER, TASKS, Side, dot_over_ranks
 from tests.support.gradients import LOCAL, ON_RANK, Data, Sides
-from tests.support.live_bytes import LiveBytes
+from tests.support.live_bytes import LiveBytes, settle
+from tests.support.pool import run_ranks
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.recomputing import STYLES, WITHOUT_REENTRY, build, inputs
 from tests.support.refusals import text_of
@@ -236,6 +238,32 @@ def test_a_gradient_that_would_take_the_mean_twice_is_refused(way: str, ranks: R
         assert all("goes through a gather of values that were computed from another gather" in text for text in texts)
 
 
+def different_units(mesh: fs.Mesh) -> list[Any]:
+    """Gradients by parts that gather at once: each rank uses another block of each of them, or none."""
+    blocks, _ = blocks_and_shards(mesh)
+    model = nn.ModuleList(block[0] for block in blocks)  # pyright: ignore[reportIndexIssue]
+    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(inputs(4 * mesh.size))
+
+    def part(params: fs.Sharded, x: Tensor, i: int) -> Tensor:
+        full = fs.gather(params, lazy=False)
+        return x if i == 3 else (x @ full[f"{i}.weight"]).tanh()
+
+    def loss(wrap: Any, params: fs.Sharded) -> Tensor:
+        y = x
+        for turn in range(3):
+            y = wrap(part)(params, y, (turn + 2 * mesh.rank) % 4)
+        return y.square().mean()
+
+    return [fs.grad(partial(loss, wrap))(params) for wrap in (plainly, fs.remat, twice)]
+
+
+@pytest.mark.parametrize("ranks", gloo(2, 3), ids=str)
+def test_ranks_may_use_different_units_of_what_a_part_gathers(ranks: Ranks) -> None:
+    for expected, *others in ranks.run(different_units):
+        for actual in others:
+            assert_trees_close(actual, expected, rtol=1e-12, atol=1e-15)
+
+
 def one_rank_without(mesh: fs.Mesh) -> str:
     """Ranks that disagree: rank 0 runs parts again, the others do not."""
     blocks, params = blocks_and_shards(mesh)
@@ -300,3 +328,46 @@ def test_memory_is_that_of_the_activations_of_one_part_and_what_goes_into_each(d
     assert forward < (PARTS + 2) * BOUNDARY + OF_A_PART
     # backward of one part has its activations, at most one gradient of each kept at a time, and a few temporaries
     assert backward < (KEPT[derive] + 4) * BOUNDARY + 2 * OF_A_PART
+
+
+UNIT = 8 * WIDTH * WIDTH  # bytes of a weight
+ROWS = 4  # samples: activations are small beside a unit
+
+
+def gathering_parts() -> LiveBytes:
+    """Two steps through parts that gather their own weight, without garbage collection."""
+    gc.disable()
+    mesh = fs.init_mesh()
+    weights = [torch.full((WIDTH, WIDTH), 0.01 * i, dtype=torch.float64) for i in range(PARTS)]
+    layout = fs.plan({"w": weights[0]}, mesh)
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    settle()
+
+    def loss(params: list[fs.Sharded], step: int) -> Tensor:
+        live.mark(f"forward {step}")
+        y = x
+        for own in params:
+            y = fs.remat(lambda own, y: (y @ fs.gather(own)["w"]).tanh())(own, y)
+        live.mark(f"backward {step}")
+        return y.sum()
+
+    with LiveBytes() as live:
+        params = [fs.shard({"w": w}, layout) for w in weights]
+        for step in range(2):
+            grads = fs.grad(partial(loss, step=step))(params)
+            live.mark(f"end {step}")
+            del grads
+            live.mark(f"after {step}")
+    return live
+
+
+def test_a_part_that_gathers_holds_whole_parameters_only_while_it_runs() -> None:
+    activations, shard = 8 * ROWS * WIDTH * (PARTS + 8), UNIT // 2
+    assert activations < UNIT
+    for live in run_ranks(gathering_parts, 2):
+        for step in range(2):
+            assert live.growth(f"forward {step}", f"backward {step}") <= UNIT + shard + activations  # a message
+            # in backward also its gradient, what is received of it, and the reduced ones of the parts before
+            backward = live.peak(f"backward {step}", f"end {step}") - live.at(f"forward {step}")
+            assert backward <= 2 * UNIT + shard + (PARTS + 1) * shard + activations
+        assert live.at("after 0") == live.at("after 1") == live.at("forward 0")
