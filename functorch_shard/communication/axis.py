@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..torch_internals.transforms import being_traced
 from .backend import Backend, DetachedBackend
-from .collective import collective, record
+from .collective import Splits, collective, record
 from .recorded import issue_recorded
 from .work import Work
 
@@ -44,15 +44,17 @@ class Axis:
         dim: int = 0,
         device: torch.device | None = None,
         source: int = 0,
+        splits: Splits = (),
     ) -> Work:
         """Start a collective over the ranks of this axis: the only way to one, so that all are counted and checked.
 
         Args:
             kind: see :class:`Collective`.
             x: the operand, see :class:`Backend`.
-            dtype, key, dim, device, source: see :class:`Collective`; the dtype is that of ``x`` unless given.
+            dtype, key, dim, device, source, splits: see :class:`Collective`; the dtype is that of ``x`` unless given.
         """
-        op = collective(kind, self.name, self._numel(kind, x), dtype or x.dtype, key or self.key, dim, device, source)
+        numel = self._mean_sent(x, splits) if splits else self._numel(kind, x)
+        op = collective(kind, self.name, numel, dtype or x.dtype, key or self.key, dim, device, source, splits)
         if being_traced() and not self.backend.simulated:
             return issue_recorded(op, x, self.size, self.backend)
         record(op)
@@ -64,3 +66,8 @@ class Axis:
         if kind == "scatter":
             return x.shape[1 + stacked :].numel() // self.folded
         return x.numel() // max(self.size * self.folded, 1) if stacked else x.numel()
+
+    def _mean_sent(self, x: Tensor, splits: Splits) -> int:
+        """What ranks send to others on average, the same number on every rank."""
+        rows = x.shape[int(self.backend.simulated) : -1].numel() // self.folded
+        return -(-rows * sum(sum(row) - row[rank] for rank, row in enumerate(splits)) // self.size)

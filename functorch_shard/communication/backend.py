@@ -33,6 +33,8 @@ class Backend(ABC):
     - ``"psum_scatter"``: of the sum over ranks, this rank's part of ``op.dim``; simulated, a stack of the parts
     - ``"psum"``, ``"pmax"``: the sum, or the largest values, over ranks; simulated, one value for all
     - ``"all_to_all"``: of each rank, row r of ``op.dim`` for rank r; simulated, stacked
+    - ``"ragged_all_to_all"``: ``op.splits[i][j]`` elements of the last dim from rank i to rank j, in the order of j in
+      what i passes and of i in what j gets; simulated, stacked, all rows padded to the longest
     - ``"scatter"``: row r of the ``x`` of rank ``op.source`` for rank r; other ranks pass no rows, shape ``(0, ..)``;
       simulated, stacked
     - ``"broadcast"``: the ``x`` of rank ``op.source``; real ranks write it into ``x``

@@ -30,20 +30,25 @@ START = torch.ops.functorch_shard.start.default
 WAIT = torch.ops.functorch_shard.wait.default
 
 
+Splits = tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective, as every rank of an axis issues it.
 
     Args:
-        kind: ``"all_gather"``, ``"psum_scatter"``, ``"psum"``, ``"pmax"``, ``"all_to_all"``, ``"scatter"``,
-            ``"broadcast"``; or ``"exchange"``, an all-gather of what ranks compare about their programs.
+        kind: ``"all_gather"``, ``"psum_scatter"``, ``"psum"``, ``"pmax"``, ``"all_to_all"``, ``"ragged_all_to_all"``,
+            ``"scatter"``, ``"broadcast"``; or ``"exchange"``, an all-gather of what ranks compare about their programs.
         axis: the name of the axis.
-        numel: elements of the operand of one rank; of a ``"scatter"``, of what one rank receives.
+        numel: elements of the operand of one rank; of a ``"scatter"``, of what one rank receives; of a
+            ``"ragged_all_to_all"``, the mean over ranks of what each sends to the others.
         dtype: of what is sent. An ``"all_gather"`` casts its operand to it on the way.
         key: the buffer that it is for, such as ``"blocks.0"``, where that is known.
         dim: where ranks are laid side by side, or what is split between them.
         device: where the result is to be; ``None``: where the operand is.
         source: the rank of the axis whose values a ``"scatter"`` or a ``"broadcast"`` sends.
+        splits: of a ``"ragged_all_to_all"``: row i has the number of elements that rank i sends to each rank.
     """
 
     kind: str
@@ -54,6 +59,7 @@ class Collective:
     dim: int = 0
     device: torch.device | None = None
     source: int = 0
+    splits: Splits = ()
 
     @property
     def nbytes(self) -> int:

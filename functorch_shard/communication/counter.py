@@ -24,8 +24,9 @@ class Traffic:
         number: how many were issued.
         nbytes: bytes of the operands that this rank passed.
         sent: bytes that each rank has to send for them at least: ``N - 1`` times the operand of an ``all_gather`` or an
-            ``exchange``, ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a
-            ``psum``'s or ``pmax``'s, rounded up.
+            ``exchange``, that of a ``scatter`` or a ``ragged_all_to_all`` (the mean over ranks),
+            ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a ``psum``'s or
+            ``pmax``'s, rounded up.
         seconds: from the start to the end of waiting.
         blocked: of these, the seconds that the program spent in starting and in waiting; in the others it computed.
     """
@@ -116,6 +117,6 @@ def bytes_sent(kind: str, nbytes: int, size: int) -> int:
     """What each of ``size`` ranks has to send at least, for an operand of ``nbytes``; see :class:`Traffic`."""
     if kind in ("all_gather", "exchange"):
         return nbytes * (size - 1)
-    if kind in ("scatter", "broadcast"):
-        return nbytes  # to each other rank, by one of them
+    if kind in ("scatter", "broadcast", "ragged_all_to_all"):
+        return nbytes  # to the other ranks, by one of them
     return -(-nbytes * (size - 1) * (1 if kind in ("psum_scatter", "all_to_all") else 2) // size)

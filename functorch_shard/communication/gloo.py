@@ -7,7 +7,7 @@ are those of ``sum_in_rank_order`` on each way, as on simulated ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -75,6 +75,60 @@ class GlooBackend(GroupBackend):
 
     def all_to_all(self, op: Collective, x: Tensor) -> Work:
         return self._swap(op, in_memory(x.cpu(), x.dtype), torch.stack, x.device)
+
+    def ragged_all_to_all(self, op: Collective, x: Tensor) -> Work:
+        """By the largest part of all, which every rank knows, they choose one transport."""
+        parts = [in_memory(part, x.dtype) for part in self.parts_of(op, x.cpu())]
+        got = [torch.empty(shape, dtype=x.dtype) for shape in self.shapes_of(op, x)]
+        got[self.rank] = parts[self.rank]
+        largest = x.shape[:-1].numel() * max(map(max, op.splits)) * x.element_size()
+        memory = self._memory_for(largest)
+        call = self._call(op, op.numel)
+        if largest <= self._line.capacity:
+            read = self._parts_by_envelope(call, parts, got, largest)
+        elif memory:
+            read = self._parts_by_memory(call, memory, op, parts, got)
+        else:
+            self._swap_rows(
+                call, {rank: parts[rank] for rank in self._peers}, {rank: got[rank] for rank in self._peers}
+            )
+            read = None
+
+        def joined() -> Tensor:
+            if read:
+                read()
+            return torch.cat(got, -1).to(x.device)
+
+        return _work(call, joined)
+
+    def _parts_by_envelope(
+        self, call: Call, parts: Sequence[Tensor], got: Sequence[Tensor], largest: int
+    ) -> Callable[[], None]:
+        rows = torch.zeros(self.size, largest, dtype=torch.uint8)
+        for row, part in zip(rows, parts, strict=True):
+            if part.numel():
+                row[: part.nbytes] = _as_bytes(part)[0]
+        call.post(rows)
+
+        def read() -> None:
+            for rank in self._peers:
+                if got[rank].numel():
+                    _as_bytes(got[rank])[0].copy_(call.rows(got[rank].nbytes, torch.uint8)[rank])
+
+        return read
+
+    def _parts_by_memory(
+        self, call: Call, memory: SharedMemory, op: Collective, parts: Sequence[Tensor], got: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        call.memory = memory
+        call.post(slot=memory.write([part for part in parts if part.numel()]))
+
+        def read() -> None:
+            for rank, slot in ((rank, call.slots()[rank]) for rank in self._peers if got[rank].numel()):
+                before = sum(op.splits[rank][: self.rank]) * got[rank].shape[:-1].numel() * got[rank].element_size()
+                memory.read(rank, slot, before, got[rank])
+
+        return read
 
     def scatter(self, op: Collective, x: Tensor) -> Work:
         call, device = self._call(op, op.numel), op.device or x.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +44,8 @@ class GroupBackend(Backend):
                 return self.pmax(op, x)
             case "all_to_all":
                 return over_dim(self.all_to_all, op, x)
+            case "ragged_all_to_all":
+                return self.ragged_all_to_all(op, x)
             case "scatter":
                 return self.scatter(op, x)
             case "broadcast":
@@ -83,6 +85,15 @@ class GroupBackend(Backend):
         handle = dist.all_to_all_single(as_sendable(received), as_sendable(sent), group=self.group, async_op=True)
         return Work(lambda: received, [handle])
 
+    def ragged_all_to_all(self, op: Collective, x: Tensor) -> Work:
+        parts, shapes = self.parts_of(op, x), self.shapes_of(op, x)
+        sent = torch.cat([part.flatten() for part in parts])
+        sizes, sent_sizes = [shape.numel() for shape in shapes], [part.numel() for part in parts]
+        received = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
+        args = as_sendable(received), as_sendable(sent), sizes, sent_sizes
+        handle = dist.all_to_all_single(*args, group=self.group, async_op=True)
+        return Work(lambda: _joined(received.split(sizes), shapes), [handle])
+
     def scatter(self, op: Collective, x: Tensor) -> Work:
         out = torch.empty(x.shape[1:], dtype=op.dtype, device=op.device or x.device)
         rows = list(as_sendable(x).unbind(0)) if self.rank == op.source else []
@@ -95,9 +106,21 @@ class GroupBackend(Backend):
             dist.broadcast(as_sendable(x), group=self.group, group_src=op.source)
         return Finished(x)
 
+    def parts_of(self, op: Collective, x: Tensor) -> Sequence[Tensor]:
+        """What this rank has for each rank."""
+        return x.split(op.splits[self.rank], -1)
+
+    def shapes_of(self, op: Collective, x: Tensor) -> list[torch.Size]:
+        """The shape of what each rank has for this one."""
+        return [torch.Size((*x.shape[:-1], row[self.rank])) for row in op.splits]
+
     def _all_reduce(self, x: Tensor, op: Any) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
         return Work(lambda: out, [dist.all_reduce(out, op, group=self.group, async_op=True)] if out.numel() else [])
+
+
+def _joined(parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], -1)
 
 
 def over_dim(collective: Any, op: Collective, x: Tensor) -> Work:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .backend import Backend
-from .collective import Collective
+from .collective import Collective, Splits
 from .work import Finished, Work
 from .writes import Gathered
 
@@ -86,6 +87,8 @@ class StackedBackend(Backend):
                 return x.amax(0)
             case "all_to_all":
                 return x.movedim(op.dim + 1, 0).movedim(1, op.dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
+            case "ragged_all_to_all":
+                return _swapped(x, op.splits)
             case "scatter" | "broadcast":
                 return x.select(0, op.source)
         raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
@@ -93,6 +96,16 @@ class StackedBackend(Backend):
 
 def _has_dtype_and_device(x: Tensor, op: Collective) -> bool:
     return x.dtype == op.dtype and op.device in (None, x.device)
+
+
+def _swapped(x: Tensor, splits: Splits) -> Tensor:
+    """Row j: what each rank has for rank j, padded with zeros to the longest row."""
+    parts = [
+        row.split([*sizes, row.shape[-1] - sum(sizes)], -1) for row, sizes in zip(x.unbind(0), splits, strict=True)
+    ]
+    rows = [torch.cat([part[j] for part in parts], -1) for j in range(len(splits))]
+    longest = max(row.shape[-1] for row in rows)
+    return torch.stack([pad(row, (0, longest - row.shape[-1])) for row in rows])
 
 
 def sum_in_rank_order(rows: Sequence[Tensor], into: Tensor | None = None) -> Tensor:

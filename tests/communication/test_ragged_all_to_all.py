@@ -1,0 +1,83 @@
+"""Each rank has for each rank a part of its own size: what arrives is what was sent, on every transport."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.communication import Backend, Counter
+from functorch_shard.communication.axis import Axis
+from functorch_shard.communication.gloo import SOCKET_LIMIT, GlooBackend
+from functorch_shard.communication.process_group import GroupBackend
+from functorch_shard.communication.wrapper import transport
+from tests.support.ranks import Ranks, gloo, simulated
+
+Splits = tuple[tuple[int, ...], ...]
+KINDS = [*simulated(2, 3), *gloo(2, 3)]
+
+
+def splits_of(size: int, largest: int) -> Splits:
+    """Sizes that differ for each pair of ranks; nothing from a rank to itself, nor from the last to the first."""
+    rows = [[0 if i == j else largest - 3 * i - j for j in range(size)] for i in range(size)]
+    rows[-1][0] = 0
+    return tuple(map(tuple, rows))
+
+
+def part(i: int, j: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return (torch.arange(numel) % 97 + 100 * i + 10 * j).to(dtype)
+
+
+def operand(mesh: fs.Mesh, splits: Splits, lead: int, dtype: torch.dtype) -> Tensor:
+    rows = [
+        torch.cat([part(i, j, n, dtype) for j, n in enumerate(row)]).expand(lead, -1) for i, row in enumerate(splits)
+    ]
+    if not mesh.is_simulated:
+        return rows[mesh.rank]
+    longest = max(row.shape[-1] for row in rows)
+    return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
+
+
+def exchanged(mesh: fs.Mesh, largest: int, lead: int, dtype: torch.dtype) -> tuple[Tensor, tuple[int, int]]:
+    counter, splits = Counter(), splits_of(mesh.size, largest)
+    mesh = mesh.with_backend(counter)
+    axis = mesh["shard"]
+    works = [axis.issue("ragged_all_to_all", operand(mesh, splits, lead, dtype), splits=splits) for _ in range(2)]
+    first, second = (work.wait() for work in reversed(works))
+    assert torch.equal(first, second)
+    seen = counter["shard", "ragged_all_to_all"]
+    return first, (seen.number, seen.sent)
+
+
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("largest", [11, 5000, SOCKET_LIMIT], ids=["envelope", "sockets", "shared memory"])
+def test_each_rank_receives_what_the_others_have_for_it(ranks: Ranks, largest: int, dtype: torch.dtype) -> None:
+    splits, lead = splits_of(ranks.size, largest), 2
+    for j, (received, (number, sent)) in enumerate(ranks.run(exchanged, largest, lead, dtype)):
+        expected = torch.cat([part(i, j, row[j], dtype) for i, row in enumerate(splits)])
+        assert torch.equal(received[:, : len(expected)], expected.expand(lead, -1))
+        mean = -(-lead * sum(map(sum, splits)) // ranks.size)
+        assert (number, sent) == (2, 2 * mean * dtype.itemsize)
+
+
+def as_any_group(axis: Axis) -> Backend:
+    """The backend of NCCL and of whatever else torch has, on gloo."""
+    backend = transport(axis.backend)
+    assert isinstance(backend, GlooBackend)
+    return GroupBackend(backend.group, backend.rank, axis.size)
+
+
+def exchanged_by_torch(mesh: fs.Mesh, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    splits = splits_of(mesh.size, 7)
+    x, other = operand(mesh, splits, 2, dtype), mesh.with_backend(as_any_group)
+    ours, theirs = (m["shard"].issue("ragged_all_to_all", x, splits=splits).wait() for m in (mesh, other))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("ranks", gloo(2, 3), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_torchs_own_collective_has_the_same_result(ranks: Ranks, dtype: torch.dtype) -> None:
+    for ours, theirs in ranks.run(exchanged_by_torch, dtype):
+        assert torch.equal(ours, theirs)
