@@ -14,6 +14,8 @@ import torch
 from .dtensor_spec import DTensorForm
 from .precision import MixedPrecision
 
+OWNERS = "(owners)"  # the unit of optimizer state that owners of whole parameters have; no module has this name
+
 
 class Slice(NamedTuple):
     """The part of one parameter that one shard holds: ``shard[offset:offset + numel]`` is ``p.flatten()[start:]``."""

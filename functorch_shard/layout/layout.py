@@ -20,7 +20,7 @@ import torch
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Mesh
-from .buffers import Buffer, Slice, Slot, Unit, in_source_order
+from .buffers import OWNERS, Buffer, Slice, Slot, Unit, in_source_order
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 from .schedule import Schedule, schedule
 from .serialization import OPTIONS, Reduction, dtype_name, from_json, to_json
@@ -88,6 +88,11 @@ class Layout(Static):
         """The meshes that the DTensors of this layout are distributed over, by names and sizes of their axes."""
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
         return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether it is of an optimizer's state whose parameters have owners, by which it is sharded."""
+        return any(unit.name == OWNERS for unit in self.units)
 
     @property
     def num_shards(self) -> int:

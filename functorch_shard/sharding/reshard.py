@@ -15,7 +15,7 @@ from ..communication.process_group import connect, exchange
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.rank_trees import NOTHING, Holding, holding, is_node, ranks_here
+from ..layout.rank_trees import NOTHING, Holding, holding, is_node, path_text, ranks_here
 from ..layout.transfer_plan import Copy, copy_plan
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
@@ -44,6 +44,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
         fresh: for an optimizer's state, ``opt.init(params)`` of the new parameters. The result has its form: what was
             frozen starts with its values, what becomes frozen drops its state, and everything else is carried over.
             Parameters that only one of the layouts has, as one half of :func:`partition`, count as frozen in the other.
+            State of whole parameters, ``optimizer(cls, whole=True)``, moves to the owners that it has in ``fresh``.
 
     Returns:
         The tree on ``layout``: new tensors on its mesh's device, with zeros (or the padding of ``fresh``) for padding.
@@ -53,7 +54,8 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
     Raises:
         TypeError: no ``Sharded`` in ``tree``, or ``layout`` is not a layout.
         ValueError: parameters that the two layouts do not agree about; leaves that do not fit; a new buffer that takes
-            parameters from buffers of different step counts. All offenders of a kind at once.
+            parameters from buffers of different step counts; state of whole parameters without ``fresh``. All
+            offenders of a kind at once.
         RuntimeError: inside ``spmd`` on simulated ranks, or inside a transform; or another rank failed, or has another
             layout.
 
@@ -76,11 +78,56 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
 
     Stands for the consolidation scripts of metaseq (``reshard_fsdp``) and DeepSpeed's universal checkpoint.
     """
+    if isinstance(layout, Layout) and (_has_owners(tree) or _has_owners(fresh)):
+        return _node_by_node(tree, layout, fresh)
+    return _moved(tree, layout, fresh)
+
+
+def _moved(tree: Any, layout: Layout, fresh: Any) -> Any:
+    """All nodes of ``tree``, which have one layout."""
     mesh = _meeting(tree, layout)
     build = lambda: _prepare(tree, layout, fresh)  # noqa: E731
     move = mesh.agree("reshard", build, lambda move: list(move.lines())) if mesh else build()
     with torch.inference_mode(False), torch.no_grad():
         return move.held.rebuild(move.nodes())
+
+
+def _node_by_node(tree: Any, layout: Layout, fresh: Any) -> Any:
+    """Each ``Sharded`` in the layout that ``fresh`` has for it, where the state of whole parameters has its own."""
+    if fresh is None:
+        raise ValueError(f"reshard: fresh: the tree has state of whole parameters, with their owners. {_FRESH}")
+    of_ranks, made = [_nodes(one) for one in (tree if isinstance(tree, list) else [tree])], _nodes(fresh)
+    problems = [f"{path}: not in the tree" for path in made if path not in of_ranks[0]]
+    problems += [f"{path}: missing" for path in of_ranks[0] if path not in made]
+    problems += [
+        f"{path}: on {x.layout.mesh}, expected {layout.mesh}" for path, x in made.items() if _elsewhere(x, layout)
+    ]
+    reject("reshard: fresh", problems, _FRESH)
+    moved = {}
+    for path, node in made.items():
+        nodes = [of_rank[path] for of_rank in of_ranks]
+        own = node.layout if node.layout.has_owners else layout
+        moved[path] = _moved(nodes if isinstance(tree, list) else nodes[0], own, node)
+    like = tree[0] if isinstance(tree, list) else tree
+    return optree.tree_map_with_path(lambda path, x: moved.get(path_text(path), x), like, is_leaf=is_node)
+
+
+def _elsewhere(node: Sharded, layout: Layout) -> bool:
+    return node.layout.axes != layout.axes or node.layout.mesh.is_simulated != layout.mesh.is_simulated
+
+
+def _has_owners(tree: Any) -> bool:
+    return any(
+        node.layout.has_owners for one in (tree if isinstance(tree, list) else [tree]) for node in _nodes(one).values()
+    )
+
+
+def _nodes(tree: Any) -> dict[str, Sharded]:
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_node)
+    return {path_text(path): x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Sharded)}
+
+
+_FRESH = "Pass opt.init(reshard(params, layout)), of the optimizer that made the state."
 
 
 class _Leaf(NamedTuple):
@@ -243,7 +290,7 @@ def _check_fresh(fresh: Holding, held: Holding, layout: Layout) -> None:
         problems.append(f"of another layout: {was}; expected {wanted}")
     elif not set(ranks_here(layout.mesh)) <= fresh.ranks.keys():
         problems.append(f"on {fresh.layout.mesh}, expected {layout.mesh}")
-    reject("reshard: fresh", problems, "Pass opt.init(reshard(params, layout)), of the optimizer that made the state.")
+    reject("reshard: fresh", problems, _FRESH)
 
 
 def _leaves(held: Holding, fresh: Holding | None, layout: Layout) -> list[dict[str, _Leaf]]:

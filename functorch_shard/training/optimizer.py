@@ -4,52 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from ..containers import Static
 from ..errors import first_difference, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
-from .optimizer_probe import Traits, probe, switched
-from .optimizer_step import CARRIED, PARAM, InitCall, StepCall, count_writes, run_below_transforms, state_names
+from .optimizer_probe import probe
+from .optimizer_rule import Rule
+from .optimizer_step import PARAM, count_writes
 from .torch_optim import check_options, group_options
+from .whole.plan import Plan, with_owners
+from .whole.probe import probe_whole
 
 OptState = dict[str, Sharded]
+Owned = Mapping[str, Mapping[str, Buffer]]  # buffers of owners, by name of state, then by key
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
 def optimizer(
-    cls: type[torch.optim.Optimizer], *, labels: Mapping[str, Mapping[str, Any]] | None = None, **defaults: Any
+    cls: type[torch.optim.Optimizer],
+    *,
+    labels: Mapping[str, Mapping[str, Any] | Optimizer] | None = None,
+    whole: bool = False,
+    **defaults: Any,
 ) -> Optimizer:
     """Turn a ``torch.optim`` class into a pure ``init`` and ``step``.
 
     The class itself does the arithmetic, fused or foreach where available, on flat buffers. It must be elementwise: a
     shard is updated as it would be inside the whole tensor. This is tested here, with the given options, on large and
-    small tensors and uneven parts of them. A class that is not elementwise (LBFGS, Adafactor, Muon) is refused with the
+    small tensors and uneven parts of them. A class that is not elementwise (Adafactor, Muon) is refused with the
     reason, and so are options that make it so (``caution=True`` in timm), also options of a single step.
+
+    With ``whole=True`` the class gets whole parameters in their shapes: Muon, Shampoo, SOAP, Adafactor, LAMB. Each
+    parameter has one owner among the ranks of the shard axis, chosen so that all have about the same work. The others
+    send it their parts of the parameter and its gradient, it runs the class, and sends back the new parts, which
+    overlaps with the work on other parameters. The state stays with the owner. Results are bitwise those of the class
+    on unsharded parameters and the same gradients. Each parameter is updated by itself: a class that combines several
+    of them (D-Adaptation, Prodigy) is refused. Replicas of shards each do this for themselves.
 
     Args:
         cls: the class, for example ``torch.optim.AdamW``.
         labels: options for buffers of a label, for example ``{"no_decay": {"weight_decay": 0.0}}``; they override
-            ``defaults``.
+            ``defaults``. Or another :class:`Optimizer`, which updates these buffers.
+        whole: update whole parameters, each on one rank.
         defaults: options of the class, for example ``lr=3e-4``.
 
     Returns:
         An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads=grads, state=state)``.
 
     Raises:
-        TypeError: the class is not elementwise, or has no such option.
+        TypeError: the class is not elementwise, or has no such option; with ``whole=True``: it combines parameters,
+            or keeps something that is neither a tensor nor a number.
 
     Cost:
-        A few dozen steps on 30,000 elements, less than a tenth of a second, once for each class and options.
+        A few dozen steps on 30,000 elements, less than a tenth of a second, once for each class and options; with
+        ``whole=True`` on three small matrices.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -59,15 +75,21 @@ def optimizer(
         >>> params["fc"]
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.0000]])
+        >>> layout = fs.plan({"w": torch.zeros(4, 2), "b": torch.zeros(4)}, fs.simulated_mesh(2), labels={"b": "rest"})
+        >>> muon = optimizer(torch.optim.Muon, whole=True, labels={"rest": optimizer(torch.optim.AdamW)})
+        >>> state = muon.init(fs.shard({"w": torch.ones(4, 2), "b": torch.ones(4)}, layout))
+        >>> state["momentum_buffer"]["(owners)"].shape, list(state["exp_avg"])   # the owner has all 8 elements
+        (torch.Size([2, 8]), ['(root)/rest'])
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"optimizer: cls: got {cls!r}, expected a class such as torch.optim.AdamW")
-    labels = {label: dict(options) for label, options in (labels or {}).items()}
-    variants = [defaults, *({**defaults, **options} for options in labels.values())]
-    for options in variants:
+    labels = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
+    own = {label: {**defaults, **x} for label, x in labels.items() if not isinstance(x, Optimizer)}
+    variants: dict[str | None, dict[str, Any]] = {None: defaults, **own}
+    for options in variants.values():
         check_options(cls, options)
-    traits = {label: probe(cls, options) for label, options in zip([None, *labels], variants, strict=True)}
-    return Optimizer(cls, defaults, labels, traits)
+    find = probe_whole if whole else probe
+    return Optimizer(cls, defaults, labels, {label: find(cls, options) for label, options in variants.items()}, whole)
 
 
 def _named(step: Step) -> Step:
@@ -91,11 +113,13 @@ class Optimizer(Static):
 
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
-    labels: Mapping[str, Mapping[str, Any]]
-    _traits: Mapping[str | None, Traits]
+    labels: Mapping[str, Mapping[str, Any] | Optimizer]
+    _traits: Mapping[str | None, Any]  # of whole parameters: the numbers that the class keeps in its groups
+    whole: bool = False
 
     def __repr__(self) -> str:
-        options = {**self.defaults, **({"labels": dict(self.labels)} if self.labels else {})}
+        whole = {"whole": True} if self.whole else {}
+        options = {**whole, **self.defaults, **({"labels": dict(self.labels)} if self.labels else {})}
         return ", ".join([f"Optimizer({self.cls.__name__}", *(f"{name}={x!r}" for name, x in options.items())]) + ")"
 
     def init(self, params: Sharded) -> OptState:
@@ -108,21 +132,27 @@ class Optimizer(Static):
             ``{name: Sharded}``, for example ``{"step": ..., "exp_avg": ...}``. Each leaf is a shard, in the memory kind
             of the parameters' shard (:func:`offload`), or a scalar, for example a step count or a number that the class
             keeps in its parameter groups (``"group.step"``). ``None`` stands for state that the class creates from the
-            first gradient (SGD's momentum).
+            first gradient (SGD's momentum). State of whole parameters is a ``Sharded`` of another layout, with the
+            state's own shapes and the key ``"(owners)"``: a rank has what belongs to the parameters that it owns, all
+            ranks as much memory as the one that needs most. ``"owner.started"`` is false for a parameter whose class
+            creates its state from the first gradient and has not done so.
 
         Raises:
             ValueError: ``params`` do not fit their layout, or no buffer has a label that options are given for.
+            TypeError: whole parameters whose state is not of tensors and numbers, or that are ``DTensor``s.
 
         Cost:
-            No collectives; memory for the state.
+            No collectives; memory for the state. For whole parameters the class takes three steps for each of their
+            shapes, once, to see what it keeps.
         """
         _check_params("init", params)
         self._check_labels(params.layout)
-        buffers = _trainable(params.layout)
-        options = {key: self._options(buffer, {}, {}) for key, buffer in buffers.items()}
-        call = InitCall(self.cls, options, {key: self._found(buffer) for key, buffer in buffers.items()})
-        state = run_below_transforms(call, {key: [params[key]] for key in options}, rank_dims(params.layout))
-        return _by_name(state, params.layout)
+        state: dict[str, dict[str, Any]] = {}
+        owned: Owned = {}
+        for part, buffers in self._parts(params.layout):
+            state.update(part.init(params, buffers))
+            owned = _joined(owned, part.owned(params, buffers))
+        return _by_name(state, params.layout, owned)
 
     @_named
     def step(
@@ -161,24 +191,23 @@ class Optimizer(Static):
         """
         _check_params("step", params)
         _check_gradients(grads, params)
-        for options in (overrides, *(labels or {}).values()):
-            check_options(self.cls, options)
-        buffers = _trainable(params.layout)
-        one_of = {buffer.label: buffer for buffer in buffers.values()}
-        chosen = {label: self._options(buffer, overrides, labels or {}) for label, buffer in one_of.items()}
-        found = {label: self._found(buffer, overrides, labels or {}) for label, buffer in one_of.items()}
-        options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
-        traits = {key: found[buffer.label] for key, buffer in buffers.items()}
-        self._check_state(state, params, buffers)
-        states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
-        call = StepCall(self.cls, options, traits, {key: list(s) for key, s in states.items()}, donate)
-        tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
-        donated = [params[key] for key in buffers] + [x for s in states.values() for x in s.values()] if donate else []
+        self._check_step_options(overrides, labels or {})
+        if not isinstance(state, Mapping):
+            raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
+        parts = self._parts(params.layout, overrides, labels or {})
+        problems = [problem for part, buffers in parts for problem in part.problems(state, params, buffers)]
+        reject("step: state", problems, _START_AGAIN)
+        keys = [key for _, buffers in parts for key in buffers]
+        donated = (
+            [params[key] for key in keys] + [x for tree in state.values() for x in tree.values()] if donate else []
+        )
         wait_for_copies(donated)
-        updated = run_below_transforms(call, tensors, rank_dims(params.layout))
+        updated: dict[str, dict[str, Any]] = {}
+        for part, buffers in parts:
+            updated.update(part.step(params, grads, state, buffers, donate))
         count_writes(donated)
-        new = {key: updated[key].pop(PARAM) if key in updated else leaf for key, leaf in params.items()}
-        return Sharded(new, params.layout), _by_name(updated, params.layout)
+        new = {key: updated.get(key, {}).pop(PARAM, leaf) for key, leaf in params.items()}
+        return Sharded(new, params.layout), _by_name(updated, params.layout, {}, state)
 
     def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
         """Return the state and its options in the format of torch's ``get_optimizer_state_dict``, for a checkpoint.
@@ -207,55 +236,61 @@ class Optimizer(Static):
             (['w'], 0.1, False)
         """
         check_options(self.cls, overrides)
-        names: dict[str, list[str]] = {}
-        options: dict[str, dict[str, Any]] = {}
-        carried: dict[str, dict[str, Any]] = {}
-        for key, buffer in _trainable(params.layout).items():
-            options[buffer.label] = self._options(buffer, overrides, {})
-            carried[buffer.label] = {name: state[CARRIED + name][key] for name in self._found(buffer).carried}
-            names.setdefault(buffer.label, []).extend(slot.name for slot in buffer.slots)
-        made = {label: group_options(self.cls, options[label]) for label in names}
-        for label, numbers in carried.items():
-            made[label].update({name: x.flatten()[0].item() for name, x in numbers.items() if x is not None})
-        groups = [{"params": names[label], **made[label]} for label in names]
+        groups = []
+        for part, buffers in self._parts(params.layout, overrides):
+            for label in dict.fromkeys(buffer.label for buffer in buffers.values()):
+                same = {key: buffer for key, buffer in buffers.items() if buffer.label == label}
+                options = part.options(next(iter(same.values())))
+                names = [slot.name for buffer in same.values() for slot in buffer.slots]
+                groups.append({"params": names, **group_options(part.cls, options), **part.carried(state, same)})
         return {"state": state, "param_groups": groups}
+
+    def _of(self, label: str) -> Optimizer:
+        """What updates the buffers of a label."""
+        found = self.labels.get(label)
+        return found._of(label) if isinstance(found, Optimizer) else self
+
+    def _parts(
+        self,
+        layout: Layout,
+        overrides: Mapping[str, Any] | None = None,
+        labels: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> list[tuple[Rule, dict[str, Buffer]]]:
+        """Each class with the trainable buffers that it updates; ``overrides`` are for this optimizer's own."""
+        parts: dict[int, tuple[Optimizer, dict[str, Buffer]]] = {}
+        for key, buffer in layout.buffers.items():
+            if buffer.trainable:
+                part = self._of(buffer.label)
+                parts.setdefault(id(part), (part, {}))[1][key] = buffer
+        return [(x._rule(overrides if x is self else None, labels), buffers) for x, buffers in parts.values()]
+
+    def _rule(self, overrides: Mapping[str, Any] | None, labels: Mapping[str, Mapping[str, Any]] | None) -> Rule:
+        own = {label: x for label, x in self.labels.items() if not isinstance(x, Optimizer)}
+        return Rule(self.cls, self.whole, self.defaults, own, self._traits, self._plans, overrides or {}, labels or {})
+
+    @cached_property
+    def _plans(self) -> dict[Any, Plan]:
+        return {}
 
     def _check_labels(self, layout: Layout) -> None:
         present = {buffer.label for buffer in layout.buffers.values() if buffer.label}
         problems = [f"{label!r}: no buffer has this label" for label in self.labels if label not in present]
+        for part in {id(x): x for x in self.labels.values() if isinstance(x, Optimizer)}.values():
+            others = [label for label in part.labels if self._of(label) is not part._of(label)]
+            problems += [f"{label!r} of {part!r}: its buffers are updated by another optimizer" for label in others]
         have = f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) sets them."
         reject("init: labels", problems, f"{have} Leave out options of labels that the parameters do not have.")
 
-    def _found(
-        self, buffer: Buffer, overrides: Mapping[str, Any] | None = None, labels: Mapping[str, Any] | None = None
-    ) -> Traits:
-        """The traits of the class with the options of ``buffer``, including those of this step."""
-        usual = self._options(buffer, {}, {})
-        new = switched(self.cls, usual, self._options(buffer, overrides or {}, labels or {}))
-        return probe(self.cls, {**usual, **new}) if new else self._traits.get(buffer.label, self._traits[None])
+    def _check_step_options(self, overrides: Mapping[str, Any], labels: Mapping[str, Mapping[str, Any]]) -> None:
+        check_options(self.cls, overrides)
+        for label, options in labels.items():
+            check_options(self._of(label).cls, options)
 
-    def _options(self, buffer: Buffer, overrides: Mapping[str, Any], labels: Mapping[str, Any]) -> dict[str, Any]:
-        label = buffer.label
-        return {**self.defaults, **overrides, **self.labels.get(label, {}), **labels.get(label, {})}
 
-    def _check_state(self, state: OptState, params: Sharded, buffers: Mapping[str, Buffer]) -> None:
-        """Raise unless every state is a shard or a scalar: fused kernels write past the end of shorter tensors."""
-        if not isinstance(state, Mapping):
-            raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
-        problems, scalar = [], rank_dims(params.layout)
-        one_of = {buffer.label: buffer for buffer in buffers.values()}
-        names = {label: state_names(self._found(buffer)) for label, buffer in one_of.items()}
-        for key, buffer in buffers.items():
-            problems += [
-                f"{key!r}: {name!r} is missing" for name in names[buffer.label] if key not in state.get(name, {})
-            ]
-            shapes = [tuple(params[key].shape), scalar]
-            problems += [
-                f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
-                for name, tree in state.items()
-                if isinstance(tree.get(key), Tensor) and tuple(tree[key].shape) not in shapes
-            ]
-        reject("step: state", problems, "Start from opt.init(params), with parameters of this layout.")
+_START_AGAIN = (
+    "Start from opt.init(params), with parameters of this layout. State of whole parameters is moved by "
+    "fs.reshard(state, layout, fresh=opt.init(params))."
+)
 
 
 def _check_params(verb: str, params: Sharded) -> None:
@@ -276,6 +311,15 @@ def _trainable(layout: Layout) -> dict[str, Buffer]:
     return {key: buffer for key, buffer in layout.buffers.items() if buffer.trainable}
 
 
-def _by_name(states: Mapping[str, Mapping[str, Any]], layout: Layout) -> OptState:
+def _joined(a: Owned, b: Owned) -> Owned:
+    return {name: {**a.get(name, {}), **b.get(name, {})} for name in (*a, *b)}
+
+
+def _by_name(
+    states: Mapping[str, Mapping[str, Any]], layout: Layout, owned: Owned, before: Mapping[str, Sharded] | None = None
+) -> OptState:
+    """Trees of leaves by the names of state; those of whole parameters have the layout that they had ``before``."""
     names = dict.fromkeys(name for state in states.values() for name in state)
-    return {name: Sharded({key: s[name] for key, s in states.items() if name in s}, layout) for name in names}
+    leaves = {name: {key: s[name] for key, s in states.items() if name in s} for name in names}
+    old = {name: tree.layout for name, tree in (before or {}).items() if tree.layout.has_owners}
+    return {n: Sharded(x, old[n] if n in old else with_owners(layout, x, owned.get(n, {}))) for n, x in leaves.items()}

@@ -36,7 +36,7 @@ _NUMEL = sum(map(prod, _SHAPES))
 _CUTS = ((0, 4097, 8290), (8290, 25377, _NUMEL))
 _NUM_STEPS = 12
 _SMALL_SHAPES = ((6, 4), (7,))  # tried first: some classes would invert a matrix of 8192 columns
-_NUMBERS = (bool, int, float)
+NUMBERS = (bool, int, float)
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Traits:
 
 def probe(cls: Class, options: Mapping[str, Any]) -> Traits:
     """Return the traits of ``cls``, or raise a ``TypeError`` with the reason why it cannot update shards."""
-    options = _that_move(plain_options(options))
+    options = that_move(plain_options(options))
     key = tuple((name, type(value), value) for name, value in sorted(options.items()))
     try:
-        return _remembered(cls, key) if _is_hashable(key) else _probe(cls, options)
-    except _Refusal as refusal:
+        return _remembered(cls, key) if is_hashable(key) else _probe(cls, options)
+    except Refusal as refusal:
         raise TypeError(str(refusal)) from refusal.__cause__
 
 
@@ -78,13 +78,13 @@ def _switches(before: Any, after: Any) -> bool:
     return bool(after) and not before if numbers else type(before) is not type(after) or before != after
 
 
-def _that_move(options: dict[str, Any]) -> dict[str, Any]:
+def that_move(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a learning rate other than 0, which a schedule may begin with."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
 
 
-def _is_hashable(x: Any) -> bool:
+def is_hashable(x: Any) -> bool:
     try:
         hash(x)
     except TypeError:  # for example a list of betas
@@ -98,18 +98,18 @@ def _remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> Trait
 
 
 def _probe(cls: Class, options: Mapping[str, Any]) -> Traits:
-    with untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), _on_cpu(), without_compiling():
-        _check_interface(cls, options)
+    with untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), on_cpu(), without_compiling():
+        check_interface(cls, options)
         _tried(cls, lambda: _whole(cls, options, _SMALL_SHAPES, 2))
         whole = _tried(cls, lambda: _whole(cls, options, _SHAPES, _NUM_STEPS))
-        changed = _changed(cls, whole)
-        parts = _tried(cls, lambda: [_parts(cls, options, changed, *cuts) for cuts in _CUTS])
+        carried = changed(cls, whole.before, whole.after)
+        parts = _tried(cls, lambda: [_parts(cls, options, carried, *cuts) for cuts in _CUTS])
         _check_equal(cls, options, whole, parts)
     names = dict.fromkeys(name for part in parts for state in part.states for name in state)
-    return Traits(tuple(names), changed, whole.writes_grads)
+    return Traits(tuple(names), carried, whole.writes_grads)
 
 
-def _on_cpu() -> AbstractContextManager[Any]:
+def on_cpu() -> AbstractContextManager[Any]:
     """A device context, or none if the CPU is the default: it costs time in every operation."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
@@ -136,7 +136,7 @@ class _Parts:
 def _whole(cls: Class, options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], num_steps: int) -> _Whole:
     params = [torch.nn.Parameter(x) for x in _shaped(_start(), shapes)]
     optimizer, watch, writes_grads = cls(params, **options), _Combinations(), False
-    before = _entries(optimizer)
+    before = entries_of(optimizer)
     for step in range(num_steps):
         grads = _shaped(_gradient(step), shapes)
         for param, grad in zip(params, grads, strict=True):
@@ -150,7 +150,7 @@ def _whole(cls: Class, options: Mapping[str, Any], shapes: Sequence[tuple[int, .
         writes_grads |= any(not torch.equal(x, grad) for x, grad in zip(given, grads, strict=True) if x is not None)
         if watch.found:
             raise _refusal(cls, f"its update of one element depends on others (it calls {', '.join(watch.found)})")
-    return _Whole(torch.cat([x.detach().flatten() for x in params]), before, _entries(optimizer), writes_grads)
+    return _Whole(torch.cat([x.detach().flatten() for x in params]), before, entries_of(optimizer), writes_grads)
 
 
 def _parts(cls: Class, options: Mapping[str, Any], carried: Sequence[str], *cuts: int) -> _Parts:
@@ -190,47 +190,49 @@ def _cut(flat: Tensor, cuts: Sequence[int]) -> list[Tensor]:
     return [flat[a:b].clone() for a, b in pairwise(cuts)]
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def entries_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: deepcopy(x) for name, x in optimizer.param_groups[0].items() if name != "params"}
 
 
-def _changed(cls: Class, whole: _Whole) -> tuple[str, ...]:
+def changed(cls: Class, before: Mapping[str, Any], after: Mapping[str, Any], what: str = "shards") -> tuple[str, ...]:
     """The numbers of a group that steps have changed. Other entries cannot be state; if they matter, results differ."""
-    changed = [name for name, x in whole.after.items() if not _same(whole.before.get(name), x)]
-    options = [name for name in changed if name in inspect.signature(cls).parameters]
+    names = [name for name, x in after.items() if not same(before.get(name), x)]
+    options = [name for name in names if name in inspect.signature(cls).parameters]
     if options:
-        raise _refusal(cls, f"it changes its own options ({', '.join(options)}), and here options are arguments")
-    return tuple(name for name in changed if isinstance(whole.after[name], _NUMBERS))
+        reason = f"it changes its own options ({', '.join(options)}), and here options are arguments"
+        raise refusal(cls, reason, what)
+    return tuple(name for name in names if isinstance(after[name], NUMBERS))
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
     return type(a) is type(b) and a == b
 
 
-def _check_interface(cls: Class, options: Mapping[str, Any]) -> None:
+def check_interface(cls: Class, options: Mapping[str, Any], what: str = "shards") -> None:
+    """Raise unless ``cls`` is made from a list of parameters, has no modes, and steps without arguments."""
     try:
         cls([torch.ones(2, 2)], **options)
     except (TypeError, ValueError, NotImplementedError):  # errors about the options are left to the class
         raise
     except Exception as error:
-        raise _refusal(
-            cls, f"it cannot be constructed from a list of parameters ({type(error).__name__}: {error})"
-        ) from error
+        reason = f"it cannot be constructed from a list of parameters ({type(error).__name__}: {error})"
+        raise refusal(cls, reason, what) from error
     if all(callable(getattr(cls, mode, None)) for mode in ("train", "eval")):
         reason = "it has a train mode and an eval mode with different parameters, and a pure step has no modes"
-        raise _refusal(cls, reason)
+        raise refusal(cls, reason, what)
     _, *parameters = inspect.signature(cls.step).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if needed:
-        raise _refusal(cls, f"its step needs {', '.join(needed)}, and here a step gets gradients and no loss")
+        reason = f"its step needs {', '.join(needed)}, and here a step gets gradients and no loss"
+        raise refusal(cls, reason, what)
 
 
 def _tried(cls: Class, run: Callable[[], Any]) -> Any:
     try:
         return run()
-    except _Refusal:
+    except Refusal:
         raise
     except Exception as error:
         reason = f"its step fails on dense tensors of some shapes, 1-D included ({type(error).__name__}: {error})"
@@ -241,7 +243,7 @@ def _check_kept(cls: Class, optimizer: torch.optim.Optimizer, params: Sequence[T
     for param in params:
         for name, x in optimizer.state[param].items():
             fits = type(x) in (Tensor, torch.nn.Parameter) and tuple(x.shape) in (tuple(param.shape), ())
-            if not (fits or x is None or isinstance(x, (*_NUMBERS, str))):
+            if not (fits or x is None or isinstance(x, (*NUMBERS, str))):
                 shape = f" of shape {tuple(x.shape)}" if isinstance(x, Tensor) else ""
                 kept = f"{name!r} is a {type(x).__name__}{shape} for a parameter of shape {tuple(param.shape)}"
                 raise _refusal(cls, f"its state cannot be sharded like its parameter: {kept}")
@@ -285,13 +287,20 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=1e-7 * moved + 1e-13 * size, equal_nan=True)
 
 
-class _Refusal(Exception):  # noqa: N818
+class Refusal(Exception):  # noqa: N818
     """Raised by a probe itself, unlike errors of the class."""
 
 
-def _refusal(cls: Class, reason: str) -> _Refusal:
-    advice = "Gather what it needs, update whole tensors, and shard() the result."
-    return _Refusal(f"optimizer: {cls.__name__} cannot update shards: {reason}. {advice}")
+def refusal(cls: Class, reason: str, what: str = "shards", advice: str = "") -> Refusal:
+    """Why ``cls`` cannot update ``what``, and what to do instead."""
+    return Refusal(f"optimizer: {cls.__name__} cannot update {what}: {reason}. {advice or _BY_HAND}")
+
+
+def _refusal(cls: Class, reason: str) -> Refusal:
+    return refusal(cls, reason, advice="Pass whole=True: then one rank updates each parameter as a whole.")
+
+
+_BY_HAND = "Gather what it needs, update whole tensors, and shard() the result."
 
 
 class _Combinations(TorchDispatchMode):

@@ -72,7 +72,7 @@ class StepCall:
 
     def _group(self, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> Group:
         param, grad, *state = parts
-        own = _in_place if self.donate else _copy
+        own = in_place if self.donate else copied
         given = {name: _first(x, rows) for name, x in zip(self.names[key], state, strict=True) if x is not None}
         states = {name: own(x) for name, x in given.items() if not name.startswith(CARRIED)}
         numbers = {name: given.get(CARRIED + name) for name in self.traits[key].carried}
@@ -84,7 +84,7 @@ class StepCall:
         if grad is None:
             return None
         grad = grad.to(param.device, param.dtype)
-        return _copy(grad) if self.traits[key].writes_grads else _in_place(grad)
+        return copied(grad) if self.traits[key].writes_grads else in_place(grad)
 
     def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
         """Results by name: ``None`` for state that does not exist yet; new state has the parameter's memory kind."""
@@ -99,11 +99,11 @@ class StepCall:
 
     def _lay(self, results: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """``results`` in donated memory, for example also a counter of all ranks that was updated once."""
-        return {name: _in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
+        return {name: in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
 
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """Update each row of a batch by itself: their step counts differ."""
-        own = {k: [_in_place(x) for x in parts] for k, parts in tensors.items()}
+        own = {k: [in_place(x) for x in parts] for k, parts in tensors.items()}
         results = [
             self({k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}, rows[1:])
             for i in range(rows[0])
@@ -211,11 +211,11 @@ def _stack(values: Sequence[Any]) -> Any:
 
 def _as_state(carried: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers as tensors, so that they are leaves of the tree."""
-    tensors = {name: torch.tensor(x, dtype=_DTYPES[type(x)]) for name, x in carried.items() if x is not None}
+    tensors = {name: torch.tensor(x, dtype=NUMBER_DTYPES[type(x)]) for name, x in carried.items() if x is not None}
     return {CARRIED + name: tensors.get(name) for name in carried}
 
 
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def _in_memory_kind(x: Any, param: Tensor) -> Any:
@@ -223,7 +223,7 @@ def _in_memory_kind(x: Any, param: Tensor) -> Any:
     return memory_kind_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
 
 
-def _in_memory_of(given: Any, result: Any) -> Any:
+def in_memory_of(given: Any, result: Any) -> Any:
     """``result``, or ``given`` with its values, unless elements of ``given`` share memory (expanded tensors)."""
     if not isinstance(given, Tensor) or _same_memory(given, result):
         return result
@@ -235,10 +235,10 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return identity_of_storage(a) == identity_of_storage(b) and a.storage_offset() == b.storage_offset()
 
 
-def _copy(x: Any) -> Any:
+def copied(x: Any) -> Any:
     return memory_kind_of(x).copy(x) if isinstance(x, Tensor) else x
 
 
-def _in_place(x: Any) -> Any:
+def in_place(x: Any) -> Any:
     """``x``, or a contiguous copy: fused kernels assume contiguous tensors, and read and write past others."""
     return x.detach().contiguous() if isinstance(x, Tensor) else x

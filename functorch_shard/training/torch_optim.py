@@ -43,7 +43,7 @@ def update(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> None:
     batches: dict[Any, list[Group]] = {}
     for group in groups:
         # torch expects momentum for all parameters of a group or for none
-        key = _fingerprint(group.options), _fingerprint(group.carried), frozenset(group.state)
+        key = fingerprint(group.options), fingerprint(group.carried), frozenset(group.state)
         batches.setdefault(key, []).append(group)
     for same in batches.values():
         options = {**_implementation(cls, same), **same[0].options}
@@ -56,7 +56,7 @@ def _number(x: Tensor, options: Mapping[str, Any]) -> Any:
     return x if options.get("fused") else x.item()
 
 
-def _fingerprint(options: Mapping[str, Any]) -> Any:
+def fingerprint(options: Mapping[str, Any]) -> Any:
     """Equal for equal options: numbers and strings by value, anything else (tensors, lists) by identity."""
     plain = (bool, int, float, str, type(None))
     return frozenset((name, type(x), x if isinstance(x, plain) else id(x)) for name, x in options.items())
@@ -138,7 +138,7 @@ def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) 
 
 def group_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a parameter group, including defaults of the class."""
-    (group,) = cls([torch.zeros(1)], **options).param_groups
+    (group,) = cls([torch.zeros(1, 1)], **options).param_groups
     return {name: value for name, value in group.items() if name != "params"}
 
 

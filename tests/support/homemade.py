@@ -93,6 +93,27 @@ class EstimatesByHand(Estimates):
         group["d"] = max(group.get("d", 1e-6), abs(first) * 1e-3)
 
 
+class ByGlobalNorm(Base):
+    """Gradients are divided by the norm of all of them, as some clip."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.norm = sum(p.grad.square().sum() for p in group["params"] if p.grad is not None) ** 0.5
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * grad / self.norm)
+
+
+class EstimatesSlowly(Base):
+    """As D-Adaptation: the distance, a tensor in the group, does not grow before steps are large."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        dots = [group["lr"] * p.grad.norm() for p in group["params"] if p.grad is not None]
+        group["d"] = max(group.get("d", torch.tensor(0.5)), *dots)
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(1e-3 * group["d"] * grad)
+
+
 class TrustRatio(Base):
     """As LAMB: the step of an element depends on the norm of all."""
 
@@ -248,3 +269,79 @@ class Compiled(Base):
 
     def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         param.sub_(group["lr"] * _normed(grad))
+
+
+class Shampoo(Base):
+    """Two preconditioners for a matrix, of its rows and of its columns, which begin as multiples of the identity."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if not state:
+            state["rows"], state["columns"] = (0.1 * torch.eye(n, dtype=grad.dtype) for n in grad.shape)
+        state["rows"].add_(grad @ grad.T)
+        state["columns"].add_(grad.T @ grad)
+        left, right = (self.root(state[name]) for name in ("rows", "columns"))
+        param.sub_(group["lr"] * left @ grad @ right)
+
+    def root(self, x: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(x)
+        return vectors @ torch.diag(values.clamp(min=1e-9) ** -0.25) @ vectors.T
+
+
+class Soap(Base):
+    """Its first step makes lists of matrices and moves nothing; an inner dict has what Adam has."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        grams = [grad @ grad.mT, grad.mT @ grad]
+        if not state:
+            state["step"], state["grams"], state["no"] = 0, grams, None
+            state["bases"] = [torch.linalg.eigh(x)[1] for x in grams]
+            state["adam"] = {"mean": torch.zeros_like(grad), "square": torch.zeros_like(grad)}
+            return
+        state["step"] += 1
+        for kept, x in zip(state["grams"], grams, strict=True):
+            kept.lerp_(x, 0.1)
+        left, right = state["bases"]
+        mean, square = state["adam"]["mean"].lerp_(grad, 0.1), state["adam"]["square"]
+        turned = left.T @ grad @ right
+        square.lerp_(turned * turned, 0.1)
+        moved = left.T @ mean @ right / (square.sqrt() + 1e-8) / (1 - 0.9 ** state["step"])
+        param.sub_(group["lr"] * left @ moved @ right.T)
+        state["bases"] = [
+            torch.linalg.qr(x @ basis)[0] for x, basis in zip(state["grams"], state["bases"], strict=True)
+        ]
+
+
+class WideMomentum(Base):
+    """Its state is in float32, whatever its parameters are in; and the update divides by a norm."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(param, dtype=torch.float32))
+        mean.lerp_(grad.float(), 0.1)
+        param.add_((-group["lr"] * mean / mean.norm().clamp(min=1e-6)).to(param.dtype))
+
+
+class Slow(Base):
+    """As Lookahead: its state begins as a copy of the parameter, which it puts in the place of the parameter."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        slow = state.setdefault("slow", param.clone())
+        slow.lerp_(param - group["lr"] * grad / grad.norm(), 0.5)
+        param.data = slow.clone()
+
+
+class KeepsObjects(Base):
+    """As some of pytorch-optimizer: what it keeps for a parameter is an object of its own."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        state.setdefault("preconditioner", object())
+        param.sub_(group["lr"] * grad)
+
+
+class GrowsLater(Base):
+    """From its second step on it keeps one more tensor."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        if "first" in state:
+            state["second"] = grad.clone()
+        state["first"] = grad.clone()
+        param.sub_(group["lr"] * grad)

@@ -1,0 +1,200 @@
+"""Whole parameters are updated by one owner each: bitwise as by the class on unsharded parameters."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.training.whole import plan
+from tests.support.live_bytes import LiveBytes
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.steps import copied, structure, tensors
+from tests.support.whole import (
+    CASES,
+    SHAPES,
+    assert_unsharded,
+    is_whole,
+    optimizer,
+    planned,
+    trained,
+    values,
+)
+
+KINDS = [*simulated(1, 3, HYBRID), *gloo(2)]
+MORE_KINDS = [*simulated(2, 5, {"replicate": 2}, {"shard": 2, "replicate": 2}), *gloo(3, HYBRID)]
+PRODUCTS = [*product(CASES, KINDS), *product(["muon", "soap"], MORE_KINDS)]
+
+
+def after_steps(mesh: fs.Mesh, case: str, dtype: torch.dtype, donate: bool) -> fs.Full:
+    opt, params = optimizer(case), fs.shard(values(dtype=dtype), planned(mesh, dtype))
+    params, _ = trained(params, mesh.spmd(opt.init)(params), opt, donate=donate, dtype=dtype)
+    return fs.gather(params, lazy=False)
+
+
+@pytest.mark.parametrize(("case", "ranks"), PRODUCTS, ids=str)
+def test_steps_are_bitwise_those_of_the_class_on_unsharded_parameters(case: str, ranks: Ranks) -> None:
+    for full in ranks.run(after_steps, case, torch.float64, False):
+        assert_unsharded(full, case)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["muon", "adafactor", "wide", "lists"])
+def test_and_in_other_dtypes_with_the_state_in_the_dtype_that_the_class_chooses(
+    case: str, dtype: torch.dtype, ranks: Ranks
+) -> None:
+    for full in ranks.run(after_steps, case, dtype, True):
+        assert_unsharded(full, case, dtype=dtype)
+
+
+@pytest.mark.parametrize("case", ["muon", "adafactor", "soap", "counts_in_groups", "slow"])
+def test_a_step_never_writes_to_its_inputs(case: str) -> None:
+    opt, params = optimizer(case), fs.shard(values(), planned(fs.simulated_mesh(3)))
+    state = opt.init(params)
+    for i in range(2):
+        inputs = params, fs.shard(values(i + 1), params.layout), state
+        before, versions = copied(inputs), [x._version for x in tensors(inputs)]
+        params, state = opt.step(inputs[0], grads=inputs[1], state=state)
+        assert_trees_close(inputs, before, rtol=0, atol=0)
+        assert [x._version for x in tensors(inputs)] == versions
+
+
+@pytest.mark.parametrize("case", ["muon", "adafactor", "soap", "counts_in_groups", "slow"])
+def test_donating_gives_the_same_numbers_in_place_and_the_structure_of_state_never_changes(case: str) -> None:
+    opt, params = optimizer(case), fs.shard(values(), planned(fs.simulated_mesh(2)))
+    state = opt.init(params)
+    before, form = [x.data_ptr() for x in tensors((params, state))], structure(state)
+    for steps, donate in ((range(2), True), (range(2, 5), True)):
+        params, state = trained(params, state, opt, steps, donate)
+        assert structure(state) == form
+        assert [x.data_ptr() for x in tensors((params, state)) if x.ndim > 1] == [
+            p for p, x in zip(before, tensors((params, state)), strict=True) if x.ndim > 1
+        ]
+    assert_unsharded(fs.gather(params), case)
+
+
+@pytest.mark.parametrize("case", ["muon", "adafactor", "shampoo"])
+def test_padding_stays_exactly_zero(case: str) -> None:
+    opt, params = optimizer(case), fs.shard(values(), planned(fs.simulated_mesh(3), align_bytes=64))
+    params, state = trained(params, opt.init(params), opt)
+    for tree in (params, *state.values()):
+        for key, buffer in tree.layout.buffers.items():
+            for rank in range(3 if key in tree and tree[key].ndim > 1 else 0):
+                row = tree[key][rank].clone()
+                for part in buffer.slices(rank):
+                    row[part.offset : part.offset + part.numel] = 0
+                assert not row.any()
+
+
+@pytest.mark.parametrize("case", ["muon", "sgd", "soap"])
+def test_none_for_a_gradient_leaves_parameters_and_their_state_unchanged_also_in_the_first_step(case: str) -> None:
+    mesh = fs.simulated_mesh(3)
+    opt, params = optimizer(case), fs.shard(values(), planned(mesh))
+    layout, state = params.layout, opt.init(params)
+    for i, idle in enumerate([{"a"}, {"c"}, set[str]()]):
+        grads = {key: None if key in idle else x for key, x in fs.shard(values(i + 1), layout).items()}
+        params, state = mesh.spmd(opt.step)(params, grads=fs.Sharded(grads, layout), state=state)
+    cls, options = CASES[case]
+    expected = {name: x for name, x in values().items() if is_whole(name)}
+    for name, x in expected.items():
+        each: Any = cls([x], **options)
+        for i, idle in enumerate([{"a"}, {"c"}, set[str]()]):
+            x.grad = None if name[0] in idle else values(i + 1)[name]
+            each.step()
+    full = fs.gather(params)
+    assert_trees_close({name: full[name] for name in expected}, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_models_of_an_ensemble_are_updated_side_by_side() -> None:
+    mesh = fs.simulated_mesh(2)
+    layout, opt = planned(mesh), optimizer("muon")
+
+    @mesh.spmd
+    def both(params: Any, grads: Any) -> Any:
+        return torch.func.vmap(lambda p, g: opt.step(p, grads=g, state=opt.init(p))[0])(params, grads)
+
+    def stacked(*seeds: int) -> Any:
+        trees: list[Any] = [fs.shard(values(seed), layout) for seed in seeds]
+        return optree.tree_map(lambda *x: torch.stack(x, 1), *trees)
+
+    with count_collectives() as seen:
+        result = both(stacked(0, 1), stacked(2, 3))
+    assert len(seen.issued) == 2
+    for i in range(2):
+        params = fs.shard(values(i), layout)
+        expected, _ = opt.step(params, grads=fs.shard(values(2 + i), layout), state=opt.init(params))
+        assert_trees_close(optree.tree_map(lambda x, i=i: x[:, i], result), expected, rtol=0, atol=0)
+
+
+def test_parameters_that_are_frozen_integers_or_whole_on_every_rank() -> None:
+    frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    tree: dict[str, Any] = {**values(), "d.frozen": frozen, "d.count": torch.tensor([3])}
+    mesh, label = fs.simulated_mesh(3), lambda name, x: None if name in SHAPES and is_whole(name) else "rest"
+    layout = fs.plan(tree, mesh, ignored=["b.w"], labels=label)
+    params, opt = fs.shard(tree, layout), optimizer("muon")
+    state = opt.init(params)
+    for i in range(5):
+        shards = fs.shard({**tree, **values(i + 1)}, layout)
+        grads = {key: x if layout.buffers[key].trainable else None for key, x in shards.items()}
+        params, state = mesh.spmd(opt.step)(params, grads=fs.Sharded(grads, layout), state=state)
+    full = fs.gather(params)
+    assert_unsharded({name: full[name] for name in SHAPES}, "muon")
+    assert torch.equal(full["d.frozen"], torch.ones(4, 4))
+    assert full["d.count"].item() == 3
+    assert list(state["momentum_buffer"]) == ["(owners)", "(owners)/every rank"]
+
+
+def test_mapped_shards_have_mapped_state_and_a_donated_step_writes_to_the_files(tmp_path: Path) -> None:
+    opt, params = optimizer("muon"), fs.shard(values(), planned(fs.simulated_mesh(2)))
+    params = fs.offload(params, tmp_path / "params")
+    state = fs.offload(opt.init(params), tmp_path / "state")
+    for i in range(5):
+        params, state = opt.step(params, grads=fs.shard(values(i + 1), params.layout), state=state, donate=True)
+    assert_unsharded(fs.gather(fs.reopen(params, tmp_path / "params")), "muon")
+
+
+def test_an_owner_has_two_rounds_whole_and_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on one real rank, where nothing is sent: a parameter and its gradient, and what Muon needs for one."""
+    monkeypatch.setattr(plan, "ROUND", 1)
+    mesh = fs.init_mesh()
+    source = {f"{i}.w": torch.ones(256, 256) for i in range(16)}
+    params = fs.shard(source, fs.plan(source, mesh))
+    opt = fs.optimizer(torch.optim.Muon, whole=True)
+    state, grads = opt.init(params), fs.shard(source, params.layout)
+    opt.step(params, grads=grads, state=state, donate=True)
+    with LiveBytes() as live:
+        live.mark("before")
+        opt.step(params, grads=grads, state=state, donate=True)
+        live.mark("after")
+    assert live.growth("before", "after") < 8 * 256 * 256 * 4
+
+
+def test_init_params_of_a_meta_model_train_as_a_sharded_one() -> None:
+    mesh = fs.simulated_mesh(2)
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    layout = fs.plan(empty, mesh, labels=lambda name, x: "rest" if x.ndim < 2 else None)
+    params, opt = fs.init_params(empty, layout, seed=1), optimizer("muon")
+    full = {name: x.clone() for name, x in fs.gather(params).items()}
+    again = fs.shard(full, layout)
+    one, two = (opt.step(p, grads=again, state=opt.init(p))[0] for p in (params, again))
+    assert_trees_close(one, two, rtol=0, atol=0)
+
+
+def test_options_of_a_step_are_those_of_this_class_and_labels_reach_the_other_one() -> None:
+    layout = planned(fs.simulated_mesh(2))
+    params, opt = fs.shard(values(), layout), optimizer("muon")
+    grads, state = fs.shard(values(1), layout), opt.init(params)
+    still, _ = opt.step(params, grads=grads, state=state, lr=0.0, labels={"rest": {"lr": 0.0}})
+    assert_trees_close(still, params, rtol=0, atol=0)
+    some, _ = opt.step(params, grads=grads, state=state, lr=0.0)
+    moved = {key for key in layout.buffers if not torch.equal(some[key], params[key])}
+    assert moved == {key for key, buffer in layout.buffers.items() if buffer.label and buffer.parameter_numel}

@@ -1,0 +1,118 @@
+"""Owners are chosen by work, within the bound of their rule; every element is sent once to where it belongs."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import functorch_shard as fs
+from functorch_shard.training.whole.owners import assign, cost_of
+from functorch_shard.training.whole.plan import EVERY_RANK, ROUND, owners_of, rounds_of, state_buffers
+from functorch_shard.training.whole.probe import Entry, Spec
+
+COSTS = st.lists(st.integers(0, 100), max_size=7)
+
+
+def work(costs: list[int], owners: list[int], num_ranks: int) -> list[int]:
+    return [sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(num_ranks)]
+
+
+@given(COSTS, st.integers(1, 4))
+@settings(deadline=None)
+def test_the_most_work_of_a_rank_is_within_grahams_bound_of_the_best(costs: list[int], num_ranks: int) -> None:
+    best = min(max(work(costs, list(each), num_ranks)) for each in product(range(num_ranks), repeat=len(costs)))
+    assert 3 * num_ranks * max(work(costs, assign(costs, num_ranks), num_ranks)) <= (4 * num_ranks - 1) * best
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=200), st.integers(1, 64))
+def test_no_rank_has_more_than_the_mean_and_one_parameter(costs: list[int], num_ranks: int) -> None:
+    owners = assign(costs, num_ranks)
+    assert set(owners) <= set(range(num_ranks))
+    assert num_ranks * max(work(costs, owners, num_ranks)) <= sum(costs) + num_ranks * max(costs, default=0)
+
+
+@given(COSTS, st.integers(1, 4), st.randoms())
+def test_where_parameters_are_already_changes_no_work(costs: list[int], num_ranks: int, random: Any) -> None:
+    held = [[random.randrange(9) for _ in range(num_ranks)] for _ in costs]
+    loads = [
+        sorted(work(costs, owners, num_ranks)) for owners in (assign(costs, num_ranks), assign(costs, num_ranks, held))
+    ]
+    assert loads[0] == loads[1]
+
+
+def test_of_ranks_with_equal_work_the_one_that_has_most_of_a_parameter_updates_it() -> None:
+    assert assign([5, 5, 5], 3, [[0, 0, 9], [1, 0, 8], [0, 7, 0]]) == [2, 0, 1]
+
+
+def test_the_cost_of_a_matrix_is_that_of_its_gram_matrix() -> None:
+    assert [cost_of(shape) for shape in ((3, 5), (5, 3), (4, 2, 3), (7,), (), (0, 3))] == [45, 45, 96, 7, 1, 0]
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6)
+AXES = st.sampled_from([1, 2, 3, 5, {"replicate": 2, "shard": 3}])
+
+
+def planned(shapes: list[Any], axes: Any, ignored: list[str]) -> tuple[fs.Layout, Any, Any]:
+    tree = {f"{i % 3}.{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}
+    layout = fs.plan(tree, fs.simulated_mesh(axes), ignored=[name for name in ignored if name in tree])
+    return layout, layout.buffers, owners_of(layout, layout.buffers)
+
+
+@given(SHAPES, AXES, st.sampled_from([[], ["0.0"], ["1.1", "2.2"]]))
+@settings(deadline=None)
+def test_every_element_is_sent_once_to_its_owner_and_rounds_have_each_parameter_once(
+    shapes: list[Any], axes: Any, ignored: list[str]
+) -> None:
+    layout, buffers, owners = planned(shapes, axes, ignored)
+    assert owners == planned(shapes, axes, ignored)[2]
+    seen = {
+        (name, rank): torch.zeros(slot.numel)
+        for name, slot in layout.slots.items()
+        for rank in range(layout.num_shards)
+    }
+    updated = []
+    for each in rounds_of(layout, buffers, owners):
+        updated += {name for names in each.owned for name in names}
+        for source, owner in product(range(layout.num_shards), repeat=2):
+            parts = each.parts[source][owner]
+            assert each.there[source][owner] == (sum(p.numel for p in parts) if source != owner else 0)
+            for part in parts:
+                assert part in [(s.name, part.key, *s[1:]) for s in buffers[part.key].slices(source)]
+                seen[part.name, owner][part.start : part.start + part.numel] += 1
+    assert sorted(updated) == sorted(layout.slots)
+    for (name, rank), count in seen.items():
+        assert bool((count == (1 if owners[name] in (rank, EVERY_RANK) else 0)).all())
+
+
+@given(SHAPES, AXES, st.sampled_from([[], ["0.0"]]), st.sampled_from([0, 16, 64]))
+@settings(deadline=None)
+def test_state_is_in_the_shard_of_its_owner_without_overlap(
+    shapes: list[Any], axes: Any, ignored: list[str], align: int
+) -> None:
+    layout, buffers, owners = planned(shapes, axes, ignored)
+    layout = fs.plan({name: torch.zeros(s.shape) for name, s in layout.slots.items()}, layout.mesh, align_bytes=align)
+    shapes_of = {name: (*slot.shape, 2) for name, slot in layout.slots.items()}
+    entry = lambda shape: Entry("x", shape, torch.float32, torch.Tensor, torch.device("cpu"))  # noqa: E731
+    specs = {name: Spec((entry(shape),), None, (), True) for name, shape in shapes_of.items()}
+    taken: list[tuple[str, int, int, int]] = []
+    for key, buffer in state_buffers(layout, buffers, owners, specs)["x"].items():
+        for slot in buffer.slots:
+            rank = slot.offset // buffer.shard_numel if buffer.shard_numel else 0
+            assert slot.shape == shapes_of[slot.name]
+            assert not slot.numel or (slot.end - 1) // buffer.shard_numel == rank
+            assert not slot.numel or owners[slot.name] in (rank, EVERY_RANK)
+            taken += [(key, i, i, i) for i in range(slot.offset, slot.end)]
+    assert len(taken) == len(set(taken)) == sum(torch.Size(shape).numel() for shape in shapes_of.values())
+
+
+def test_a_round_ends_when_an_owner_has_enough_and_costs_in_it_are_similar() -> None:
+    side = int((ROUND / 4) ** 0.5)
+    tree = {f"{i}.w": torch.empty(side, side * (1 + i % 2), device="meta") for i in range(8)}
+    layout = fs.plan(tree, fs.simulated_mesh(2))
+    rounds = rounds_of(layout, layout.buffers, owners_of(layout, layout.buffers))
+    shapes = [{layout.slots[name].shape for names in each.owned for name in names} for each in rounds]
+    assert shapes == [{(side, 2 * side)}, {(side, 2 * side)}, {(side, side)}, {(side, side)}]

@@ -1,0 +1,178 @@
+"""Which classes update whole parameters; others are refused, with the reason and before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import functorch_shard as fs
+from tests.support import homemade
+from tests.support.pool import run_ranks
+from tests.support.whole import optimizer, planned, values
+
+BY_HAND = r"Gather what it needs, update whole tensors, and shard\(\) the result\.$"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (torch.optim.LBFGS, {}, "its step needs closure"),
+    (torch.optim.SparseAdam, {}, "its step fails on matrices .*does not support dense gradients"),
+    (homemade.HasModes, {}, "it has a train mode and an eval mode"),
+    (homemade.ChangesItsRate, {}, r"it changes its own options \(lr\)"),
+    (homemade.Estimates, {}, "it keeps 'd' in its parameter groups, which depends on all parameters"),
+    (homemade.EstimatesByHand, {}, "it keeps 'd' in its parameter groups, which depends on all parameters"),
+    (homemade.CountsParameters, {}, "it keeps 'count' in its parameter groups, which depends on all parameters"),
+    (homemade.EstimatesSlowly, {}, "it changes d in its parameter groups, which is not a number"),
+    (homemade.ByGlobalNorm, {}, "its update of a parameter depends on others"),
+    (homemade.OnItself, {}, r"it stores something outside of self.state\[parameter\]"),
+]
+ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
+    (torch.optim.Muon, {}, ["momentum_buffer"]),
+    (torch.optim.Adafactor, {}, ["col_var", "row_var", "step"]),
+    (torch.optim.AdamW, {}, ["exp_avg", "exp_avg_sq", "step"]),
+    (torch.optim.SGD, {}, []),
+    (torch.optim.SGD, {"momentum": 0.9}, ["momentum_buffer", "owner.started"]),
+    (homemade.TrustRatio, {}, []),
+    (homemade.Projected, {}, []),
+    (homemade.Cautious, {"caution": True}, ["mean"]),
+    (homemade.Shampoo, {}, ["columns", "rows"]),
+    (homemade.Lists, {}, ["momentums.0", "momentums.1"]),
+    (homemade.Averaged, {}, ["mean", "step"]),
+    (homemade.FromTheFirst, {}, ["square", "owner.started"]),
+    (homemade.CountsSteps, {}, ["group.step", "mean", "owner.started"]),
+    (homemade.Slow, {}, ["slow", "owner.started"]),
+    (
+        homemade.Soap,
+        {},
+        ["adam.mean", "adam.square", "bases.0", "bases.1", "grams.0", "grams.1", "step", "owner.started"],
+    ),
+]
+
+
+@pytest.mark.parametrize("rate", [1e-6, 0.0])
+@pytest.mark.parametrize(("cls", "options", "text"), REFUSED, ids=[case[0].__name__ for case in REFUSED])
+def test_a_class_that_does_not_update_each_parameter_by_itself_is_refused_with_its_reason(
+    cls: Any, options: dict[str, Any], text: str, rate: float
+) -> None:
+    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot update whole parameters: .*{text}(?s:.*){BY_HAND}"):
+        fs.optimizer(cls, whole=True, lr=rate, **options)
+    with pytest.raises(TypeError, match=text):
+        fs.optimizer(cls, whole=True, labels={"other": options}, lr=rate)
+
+
+@pytest.mark.parametrize(("cls", "options", "names"), ACCEPTED, ids=[case[0].__name__ for case in ACCEPTED])
+def test_what_a_class_keeps_for_a_parameter_is_found_by_name(
+    cls: Any, options: dict[str, Any], names: list[str]
+) -> None:
+    params = fs.shard({"w": torch.ones(6, 4)}, fs.plan({"w": torch.ones(6, 4)}, fs.simulated_mesh(2)))
+    assert list(fs.optimizer(cls, whole=True, lr=0.1, **options).init(params)) == names
+
+
+def one_matrix() -> fs.Sharded:
+    return fs.shard({"w": torch.ones(6, 4)}, fs.plan({"w": torch.ones(6, 4)}, fs.simulated_mesh(2)))
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (homemade.KeepsObjects, r"its state has more than tensors and numbers: 'preconditioner' is a object"),
+        (homemade.GrowsLater, r"its state changes its shape from step to step \(second\)"),
+    ],
+)
+def test_state_that_cannot_be_kept_is_refused_by_init(cls: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot update whole parameters: {text}"):
+        fs.optimizer(cls, whole=True, lr=0.1).init(one_matrix())
+
+
+def test_the_class_says_itself_which_shapes_it_does_not_take() -> None:
+    params = fs.shard(values(), fs.plan(values(), fs.simulated_mesh(2)))
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        fs.optimizer(torch.optim.Muon, whole=True).init(params)
+
+
+def test_options_are_those_of_the_class_that_updates_a_label() -> None:
+    layout = planned(fs.simulated_mesh(2))
+    params, opt = fs.shard(values(), layout), optimizer("muon")
+    grads, state = fs.shard(values(1), layout), opt.init(params)
+    with pytest.raises(TypeError, match="'betas': Muon has no such option"):
+        opt.step(params, grads=grads, state=state, betas=(0.9, 0.9))
+    with pytest.raises(TypeError, match="'nesterov': AdamW has no such option"):
+        opt.step(params, grads=grads, state=state, labels={"rest": {"nesterov": True}})
+    with pytest.raises(TypeError, match="'betas': Muon has no such option"):
+        fs.optimizer(torch.optim.Muon, whole=True, betas=(0.9, 0.9))
+
+
+def test_options_of_labels_that_another_optimizer_updates_are_refused() -> None:
+    layout = fs.plan({"a": torch.ones(2, 2), "b": torch.ones(2)}, fs.simulated_mesh(2), labels={"a": "x", "b": "y"})
+    params = fs.shard({"a": torch.ones(2, 2), "b": torch.ones(2)}, layout)
+    adamw = fs.optimizer(torch.optim.AdamW, labels={"x": {"lr": 0.0}})
+    with pytest.raises(ValueError, match=r"'x' of Optimizer\(AdamW.*its buffers are updated by another optimizer"):
+        fs.optimizer(torch.optim.Muon, whole=True, labels={"y": adamw}).init(params)
+    with pytest.raises(ValueError, match="'z': no buffer has this label"):
+        fs.optimizer(torch.optim.Muon, whole=True, labels={"y": fs.optimizer(torch.optim.AdamW), "z": adamw}).init(
+            params
+        )
+
+
+def test_labels_may_have_optimizers_of_any_kind_inside_of_each_other() -> None:
+    source = {"a": torch.ones(2, 2), "b": torch.ones(2), "c": torch.ones(2), "d": torch.ones(3, 3)}
+    labels = {"b": "vector", "c": "slow", "d": "other"}
+    layout = fs.plan(source, fs.simulated_mesh(2), labels=labels)
+    params, grads = fs.shard(source, layout), fs.shard(source, layout)
+    sgd = fs.optimizer(torch.optim.SGD, lr=1.0, labels={"slow": {"lr": 0.5}})
+    adafactor = fs.optimizer(torch.optim.Adafactor, whole=True, lr=0.1)
+    both = {"vector": sgd, "slow": sgd, "other": adafactor}
+    opt = fs.optimizer(torch.optim.Muon, whole=True, lr=0.0, labels=both)
+    state = opt.init(params)
+    assert {name: list(tree) for name, tree in state.items()} == {
+        "momentum_buffer": ["(owners)"],
+        "col_var": ["(owners)/other"],
+        "row_var": ["(owners)/other"],
+        "step": ["(owners)/other"],
+    }
+    full = fs.gather(opt.step(params, grads=grads, state=state)[0])
+    assert (full["a"][0, 0].item(), full["b"][0].item(), full["c"][0].item()) == (1.0, 0.0, 0.5)
+    groups = opt.state_dict(state, params)["param_groups"]
+    assert [(group["params"], group["lr"]) for group in groups] == [
+        (["a"], 0.0),
+        (["b"], 1.0),
+        (["c"], 0.5),
+        (["d"], 0.1),
+    ]
+
+
+def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
+    params, opt = one_matrix(), fs.optimizer(torch.optim.Muon, whole=True)
+    state, tracked = opt.init(params), params["(root)"].clone().requires_grad_()
+    new, _ = opt.step(fs.Sharded({"(root)": tracked}, params.layout), grads=params, state=state)
+    with pytest.raises(NotImplementedError, match="updates have no derivative"):
+        new["(root)"].sum().backward()
+
+
+def refused_dtensor() -> str:
+    devices = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
+    source = {"w": distribute_tensor(torch.ones(4, 4), devices["tensor"], [Shard(0)]), "b": torch.ones(4, 4)}
+    params = fs.shard(source, fs.plan(source, fs.Mesh.from_device_mesh(devices["shard"])))
+    with pytest.raises(TypeError) as caught:
+        fs.optimizer(torch.optim.Muon, whole=True).init(params)
+    return str(caught.value)
+
+
+def test_dtensors_are_refused_by_name_since_no_rank_has_them_as_a_whole() -> None:
+    for text in run_ranks(refused_dtensor, 2):
+        assert "'w' is a DTensor\nIts ranks have parts of a tensor" in text
+        assert "'b'" not in text
+
+
+def test_a_tracer_that_would_record_a_step_is_refused() -> None:
+    params, opt = one_matrix(), fs.optimizer(torch.optim.Muon, whole=True)
+    state = opt.init(params)
+
+    def step(x: Tensor) -> Tensor:
+        return opt.step(fs.Sharded({"(root)": x}, params.layout), grads=params, state=state)[0]["(root)"]
+
+    with pytest.raises(NotImplementedError, match="whole=True: a compiled or recorded function cannot contain a step"):
+        make_fx(step)(params["(root)"])

@@ -1,0 +1,208 @@
+"""The state of whole parameters is with their owners; it is saved, loaded and resharded as any other."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.whole import (
+    CASES,
+    REST,
+    assert_unsharded,
+    is_whole,
+    optimizer,
+    planned,
+    trained,
+    values,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+AXES: list[Any] = [1, 2, 3, HYBRID]
+MOVED = ["muon", "adafactor", "soap", "counts_in_groups"]
+
+
+def halfway(mesh: fs.Mesh, case: str) -> tuple[fs.Sharded, Any]:
+    opt, params = optimizer(case), fs.shard(values(), planned(mesh))
+    return trained(params, opt.init(params), opt, range(2))
+
+
+def finished(params: fs.Sharded, state: Any, case: str) -> fs.Full:
+    params, _ = trained(params, state, optimizer(case), range(2, 5))
+    return fs.gather(params, lazy=False)
+
+
+def test_every_parameter_has_its_state_in_its_own_shape_at_one_rank() -> None:
+    params, state = halfway(fs.simulated_mesh(3), "adafactor")
+    rows, columns = state["row_var"].layout, state["col_var"].layout
+    for name, slot in rows.slots.items():
+        shape = params.layout.slots[name].shape
+        assert (slot.shape, columns.slots[name].shape) == ((shape[0], 1), (1, shape[1]))
+        assert len([rank for rank in range(3) for part in rows.slices(rank) if part.name == name]) == 1
+    for name, x in fs.gather(state["row_var"]).items():
+        assert x.shape == rows.slots[name].shape
+
+
+def test_the_momentum_of_owners_is_that_of_torch() -> None:
+    _, state = halfway(fs.simulated_mesh(3), "muon")
+    cls, options = CASES["muon"]
+    expected = {}
+    for name, x in values().items():
+        if is_whole(name):
+            muon: Any = cls([x], **options)
+            for i in range(2):
+                x.grad = values(i + 1)[name]
+                muon.step()
+            expected[name] = muon.state[x]["momentum_buffer"]
+    assert_trees_close(dict(fs.gather(state["momentum_buffer"])), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+@pytest.mark.parametrize("case", MOVED)
+def test_training_goes_on_after_a_move_to_other_ranks_and_units(case: str, axes: Any) -> None:
+    params, state = halfway(fs.simulated_mesh(2), case)
+    layout = planned(fs.simulated_mesh(axes), units=40)
+    moved = fs.reshard(params, layout)
+    state = fs.reshard(state, layout, fresh=optimizer(case).init(moved))
+    assert_unsharded(finished(moved, state, case), case)
+
+
+def moved_in_place(mesh: fs.Mesh, case: str) -> fs.Full:
+    """To other units of the same processes, with other owners."""
+    params, state = halfway(mesh, case)
+    layout = planned(mesh, units=[["c.w", "c.one", "b.v"], ["a.w"]])
+    moved = fs.reshard(params, layout)
+    return finished(moved, fs.reshard(state, layout, fresh=optimizer(case).init(moved)), case)
+
+
+@pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
+@pytest.mark.parametrize("case", ["muon", "soap"])
+def test_training_goes_on_after_a_move_between_real_ranks(case: str, ranks: Ranks) -> None:
+    for full in ranks.run(moved_in_place, case):
+        assert_unsharded(full, case)
+
+
+def saved(mesh: fs.Mesh, case: str, path: str) -> None:
+    params, state = halfway(mesh, case)
+    fs.checkpoint.save(path, {"model": params, "optim": optimizer(case).state_dict(state, params)})
+
+
+def loaded(mesh: fs.Mesh, case: str, path: str) -> fs.Full:
+    like = fs.shard(values(9), planned(mesh, units=40))
+    tree = fs.checkpoint.load(path, {"model": like, "optim": {"state": optimizer(case).init(like)}})
+    return finished(tree["model"], tree["optim"]["state"], case)
+
+
+BETWEEN = [*zip([*simulated(2), *gloo(2, HYBRID)], [*gloo(2), *simulated(3, 2)], strict=True)]
+
+
+@pytest.mark.parametrize(("first", "then"), BETWEEN, ids=str)
+@pytest.mark.parametrize("case", MOVED)
+def test_what_some_ranks_saved_is_loaded_by_any_others(case: str, first: Ranks, then: Ranks, tmp_path: Path) -> None:
+    first.run(saved, case, str(tmp_path / "halfway"))
+    for full in then.run(loaded, case, str(tmp_path / "halfway")):
+        assert_unsharded(full, case)
+
+
+class _Plain(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name, x in values().items():
+            unit, _, own = name.partition(".")
+            if not hasattr(self, unit):
+                self.add_module(unit, torch.nn.Module())
+            self.get_submodule(unit).register_parameter(own, torch.nn.Parameter(x))
+
+
+@pytest.mark.parametrize("case", ["muon", "adafactor"])
+def test_the_checkpoint_of_a_plain_program_is_loaded_by_owners(case: str, tmp_path: Path) -> None:
+    model, (cls, options) = _Plain(), CASES[case]
+    both = [[x for name, x in model.named_parameters() if is_whole(name) == whole] for whole in (True, False)]
+    optimizers: list[Any] = [cls(both[0], **options), torch.optim.AdamW(both[1], **REST)]
+    for i in range(2):
+        for name, x in model.named_parameters():
+            x.grad = values(i + 1)[name]
+        for each in optimizers:
+            each.step()
+    state = get_optimizer_state_dict(model, optimizers)
+    dcp.save({"model": model.state_dict(), "optim": state}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert_unsharded(loaded(fs.simulated_mesh(3), case, str(tmp_path / "plain")), case)
+
+
+@pytest.mark.parametrize("case", ["muon", "adafactor"])
+def test_a_plain_program_reads_the_state_of_owners(case: str, tmp_path: Path) -> None:
+    params, state = halfway(fs.simulated_mesh(3), case)
+    fs.checkpoint.save(tmp_path / "ours", {"model": params, "optim": optimizer(case).state_dict(state, params)})
+    names = [name for name in state if "(owners)" in state[name]]
+    whole = {name: fs.gather(_of_owners(state[name])) for name in names}
+    like = {slot: {name: torch.zeros_like(whole[name][slot]) for name in names} for slot in values() if is_whole(slot)}
+    dcp.load({"optim": {"state": like}}, checkpoint_id=tmp_path / "ours", no_dist=True)
+    for slot, of_slot in like.items():
+        assert_trees_close(of_slot, {name: whole[name][slot] for name in names}, rtol=0, atol=0)
+
+
+def _of_owners(tree: fs.Sharded) -> fs.Sharded:
+    layout = tree.layout.select({key: key == "(owners)" for key in tree.layout.buffers})
+    return fs.Sharded({"(owners)": tree["(owners)"]}, layout)
+
+
+def test_state_and_optimizer_are_pickled() -> None:
+    params, state = halfway(fs.simulated_mesh(2), "soap")
+    opt = optimizer("soap")
+    opt.init(params)
+    opt, params, state = pickle.loads(pickle.dumps((opt, params, state)))
+    state = {name: tree.on(fs.simulated_mesh(2)) for name, tree in state.items()}
+    mesh = fs.simulated_mesh(2)
+    params, state = params.on(mesh), {name: tree.on(mesh) for name, tree in state.items()}
+    assert_unsharded(finished(params, state, "soap"), "soap")
+
+
+def with_frozen(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
+    """A step while ``c.w`` is frozen."""
+    source = {name: torch.nn.Parameter(x, requires_grad=name != "c.w") for name, x in values().items()}
+    layout = fs.plan(source, mesh, labels=lambda name, x: None if is_whole(name) else "rest")
+    params, shards, opt = fs.shard(source, layout), fs.shard(values(1), layout), optimizer("muon")
+    grads = {key: x if layout.buffers[key].trainable else None for key, x in shards.items()}
+    return opt.step(params, grads=fs.Sharded(grads, layout), state=opt.init(params))
+
+
+def test_a_newly_trained_parameter_starts_with_fresh_state_and_the_others_go_on() -> None:
+    mesh = fs.simulated_mesh(2)
+    params, state = with_frozen(mesh)
+    thawed = fs.reshard(params, planned(mesh))
+    moved = fs.reshard(state, thawed.layout, fresh=optimizer("muon").init(thawed))
+    before, after = (fs.gather(x["momentum_buffer"]) for x in (state, moved))
+    assert not after["c.w"].any()
+    assert_trees_close({name: after[name] for name in before}, dict(before), rtol=0, atol=0)
+
+
+def test_state_of_other_owners_is_refused_and_so_is_a_move_without_fresh() -> None:
+    mesh = fs.simulated_mesh(2)
+    params, opt = fs.shard(values(), planned(mesh)), optimizer("muon")
+    state, (_, other) = opt.init(params), with_frozen(mesh)
+    text = r"'momentum_buffer': the owners of its parameters are others(?s:.*)fs.reshard\(state, layout, fresh="
+    with pytest.raises(ValueError, match=text):
+        opt.step(params, grads=params, state={**state, "momentum_buffer": other["momentum_buffer"]})
+    adams = {name: tree for name, tree in state.items() if name != "momentum_buffer"}
+    with pytest.raises(ValueError, match="'momentum_buffer' is missing"):
+        opt.step(params, grads=params, state=adams)
+    with pytest.raises(ValueError, match=r"state of whole parameters, with their owners\. Pass opt\.init"):
+        fs.reshard(state, params.layout)
+    with pytest.raises(ValueError, match=r"'momentum_buffer'.*: missing"):
+        fs.reshard(state, params.layout, fresh=adams)
+
+
+def test_an_average_of_state_is_one_tree_map() -> None:
+    _, state = halfway(fs.simulated_mesh(2), "muon")
+    tree: Any = state["momentum_buffer"]
+    half: Any = optree.tree_map(lambda x: x / 2, tree)
+    assert_trees_close(dict(fs.gather(half)), {name: x / 2 for name, x in fs.gather(tree).items()}, rtol=0, atol=0)
