@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.support import convention, gradients
 from tests.support.convention import INNER, TASKS, Side, dot_over_ranks
 from tests.support.gradients import LOCAL, ON_RANK, Data, Sides
 from tests.support.live_bytes import LiveBytes, settle
-from tests.support.pool import run_ranks
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.recomputing import STYLES, WITHOUT_REENTRY, build, inputs
 from tests.support.refusals import text_of
