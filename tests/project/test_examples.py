@@ -107,6 +107,11 @@ def test_the_last_line_is_one_json_object(simulated: dict[str, Any], real: dict[
     assert simulated["ranks"] == real["ranks"] == RANKS
 
 
+def test_recorded_steps_train_bitwise_the_same_gpt(options: list[str], simulated: dict[str, Any]) -> None:
+    recorded = results(printed_by(TRAIN_GPT, *options, "--ranks", str(RANKS), "--compile", "replay")[0])
+    assert (recorded["losses"], recorded["digest"]) == (simulated["losses"], simulated["digest"])
+
+
 def test_simulated_and_gloo_ranks_have_the_same_loss_at_every_step(
     simulated: dict[str, Any], real: dict[str, Any]
 ) -> None:

@@ -63,10 +63,13 @@ def test_jacrev_is_the_mean_over_ranks_of_its_own_columns(mesh: fs.Mesh) -> None
     assert difference(params, rows).abs().max() < 1e-12
 
 
+def cubic(params: fs.Sharded, x: Tensor) -> Tensor:
+    return (fs.gather(params)["w"].pow(3) * x).sum()
+
+
 @on_each(KINDS)
 def test_a_column_of_hessian_is_a_product_with_the_sum_of_basis_vectors(mesh: fs.Mesh) -> None:
     params, rows = setting(mesh)
-    cubic = lambda p, x: (fs.gather(p)["w"].pow(3) * x).sum()  # noqa: E731
 
     @mesh.spmd
     def difference(params: fs.Sharded, x: Tensor) -> Any:

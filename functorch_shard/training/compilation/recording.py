@@ -171,9 +171,9 @@ _ON_VALUES = (
     "return what is to be read, and read it outside of the step."
 )
 _RANDOM = (
-    "Here random numbers are drawn again in backward, by a torch.utils.checkpoint whose function draws some (dropout): "
-    "in a graph they would be other ones than in forward. Leave the random part out of what is checkpointed, or do not "
-    "compile."
+    "Here random numbers are drawn again in backward, by a torch.utils.checkpoint or fs.remat whose function draws "
+    "some: in a graph they would be other ones than in forward. Leave the random part out of what is recomputed, or do "
+    "not compile."
 )
 _GENERATOR = (
     "Here a generator is seeded, or random numbers are drawn from one of the program's own: a graph draws from torch's "

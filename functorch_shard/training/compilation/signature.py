@@ -46,7 +46,7 @@ def _has_mesh(x: Any) -> bool:
 def signature_of(call: Call) -> Any:
     """Equal for calls that one recording serves: numbers of type ``float`` may differ, everything else is static.
 
-    Meshes are told apart by identity: layouts are equal on handles with other backends.
+    Meshes are compared by identity: layouts are equal on handles with other backends.
     """
     first: dict[int, int] = {}
     return call.treedef, tuple(_of_leaf(x, i, first) for i, x in enumerate(call.leaves)), _settings(), call.meshes

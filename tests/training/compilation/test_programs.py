@@ -35,9 +35,11 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            one = lambda x, block=block: self.dropout(block(x).tanh())  # noqa: E731
-            x = checkpoint(one, x, use_reentrant=False) if self.checkpoints else one(x)
+            x = checkpoint(self.one, block, x, use_reentrant=False) if self.checkpoints else self.one(block, x)
         return x
+
+    def one(self, block: nn.Module, x: Tensor) -> Tensor:
+        return self.dropout(block(x).tanh())
 
 
 def rows(mesh: fs.Mesh, seed: int) -> Tensor:
@@ -247,10 +249,9 @@ def test_codecs_are_refused_by_compilers(make: Any) -> None:
 
 def other_collectives(mesh: fs.Mesh) -> str:
     params, loss = of(mesh, Net())
-    both = lambda p, x: (loss(p, x), fs.global_norm(p))  # noqa: E731
-    step = both if mesh.rank else lambda p, x: (loss(p, x), fs.all_finite(p))
+    other = fs.global_norm if mesh.rank else fs.all_finite
     with pytest.raises(RuntimeError) as error:
-        fs.compile(step, backend="replay")(params, rows(mesh, 0))
+        fs.compile(lambda p, x: (loss(p, x), other(p)), backend="replay")(params, rows(mesh, 0))
     return str(error.value)
 
 
