@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..containers import Static
+from ..opaque import refuse_dynamo
 from ..torch_internals.transforms import being_traced
 from .backend import Backend, DetachedBackend
 from .collective import Splits, collective, record
@@ -16,7 +18,7 @@ from .work import Work
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
+class Axis(Static):
     """One named direction of a mesh, for example ``mesh["shard"]``: what a collective communicates over."""
 
     name: str
@@ -53,6 +55,7 @@ class Axis:
             x: the operand, see :class:`Backend`.
             dtype, key, dim, device, source, splits: see :class:`Collective`; the dtype is that of ``x`` unless given.
         """
+        refuse_dynamo()
         numel = self._mean_sent(x, splits) if splits else self._numel(kind, x)
         op = collective(kind, self.name, numel, dtype or x.dtype, key or self.key, dim, device, source, splits)
         if being_traced() and not self.backend.simulated:

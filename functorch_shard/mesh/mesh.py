@@ -28,6 +28,7 @@ from ..communication.wrapper import transport
 from ..communication.writes import Gathered
 from ..containers import Static
 from ..errors import axes_text
+from ..opaque import opaque
 from ..torch_internals.process_groups import whole_mesh
 from .consensus import agree, gather_texts
 from .spmd import split_tensor, spmd
@@ -133,7 +134,9 @@ class Mesh(Static):
         """
         if fn is None:
             return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
-        return spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device) if self.is_simulated else fn
+        if self.is_simulated:
+            fn = spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device)
+        return opaque(fn)
 
     def split(self, tree: Any, dim: int = 0) -> Any:
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.

@@ -20,6 +20,7 @@ from ..layout.layout import Layout
 from ..layout.packing import unpack
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
+from ..opaque import opaque
 from ..storage.memory_kind import memory_kind_of, working_device
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
@@ -120,8 +121,8 @@ def gather(
 
 
 def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
-    """Simulated ranks share one memory, and a compiler schedules by itself."""
-    if layout.mesh.is_simulated or torch.compiler.is_compiling():
+    """Simulated ranks share one memory."""
+    if layout.mesh.is_simulated:
         return False
     return (buffer.num_shards > 1 or _is_elsewhere(x, layout)) if lazy is None else lazy
 
@@ -146,6 +147,13 @@ def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype
     for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
         x = _FirstCopy.apply(x, dim, i == 0)
     return x.flatten().clone()
+
+
+def _gather_now(*trees: Sharded, lazy: bool | None = None, **options: Any) -> Full:
+    return gather(*trees, lazy=False, **options)  # lazy tensors are no values of a graph
+
+
+opaque(gather, _gather_now)
 
 
 class _FirstCopy(Function):

@@ -7,9 +7,11 @@ import torch
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, by_unit
 from ..layout.validation import check_sharded, check_shards
+from ..opaque import opaque
 from .gather import gather
 
 
+@opaque
 def gather_to(
     params: Sharded, rank: int = 0, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Full | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded
+from ..opaque import opaque
 
 
+@opaque
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:
     """``(trainable, frozen)``: two trees that :func:`combine` makes one again.
 
@@ -39,6 +41,7 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
     return mine, others
 
 
+@opaque
 def combine(tree: Sharded, *more: Sharded) -> Sharded:
     """One tree of the buffers of several: the inverse of :func:`partition`.
 

@@ -8,12 +8,14 @@ from ..errors import first_difference, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
+from ..opaque import opaque
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from .reduction import over_replicas
 
 _NO_AXIS = ""  # no mesh has an axis of this name, and one that a mesh lacks has size 1
 
 
+@opaque
 def within_replicas(params: Sharded) -> Sharded:
     """``params`` whose gradients are reduced over the shard axis alone, each replica for itself.
 
@@ -50,6 +52,7 @@ def within_replicas(params: Sharded) -> Sharded:
     return Sharded(params, _within(params.layout))
 
 
+@opaque
 def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
     """The mean over replicas of gradients that :func:`within_replicas` left apart: the other half of the reduction.
 

@@ -12,10 +12,12 @@ from ..layout.dtensor import local_grads
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_grads, check_ranked
+from ..opaque import opaque
 from ..storage.memory_kind import to_working_device
 from .reduction import reduced_and_cast
 
 
+@opaque
 def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sharded:
     """Full gradients to reduced, sharded ones: the mean over ranks (or the sum), each rank keeping its part.
 
@@ -77,6 +79,7 @@ def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
     return layout
 
 
+@opaque
 def accumulate(total: Full | None, grads: Full) -> Full:
     """``total + grads``: full gradients of microbatches, added up in the dtype that they are reduced in.
 

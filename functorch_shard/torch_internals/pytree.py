@@ -7,7 +7,7 @@ from torch.utils import _pytree as torch_pytree
 from torch.utils._pytree import MappingKey, tree_map_only
 from torch.utils._pytree import register_pytree_node as register_torch_node
 
-__all__ = ["GLOBAL_NAMESPACE", "MappingKey", "register_torch_node", "torch_node", "tree_map_only"]
+__all__ = ["GLOBAL_NAMESPACE", "MappingKey", "register_torch_node", "torch_node", "torch_pytree", "tree_map_only"]
 
 
 def torch_node(cls: type) -> torch_pytree.NodeDef | None:

@@ -17,13 +17,18 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 
 
+class Tracer(TorchDispatchMode):
+    """A mode that sees what is traced, also where no mode of torch's does, as Dynamo has fake tensors alone."""
+
+
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform or ``torch.compile`` is active."""
-    return maybe_current_level() is not None or torch.compiler.is_compiling()
+    """Whether a ``torch.func`` transform is active, or Dynamo reads this."""
+    return maybe_current_level() is not None or torch.compiler.is_dynamo_compiling()
 
 
 def is_watched() -> bool:
@@ -77,4 +82,7 @@ def being_traced() -> bool:
 
     A compiler's sees the program several times, under fake tensors alone at first.
     """
-    return _len_torch_dispatch_stack() > 0 and any(map(_get_dispatch_mode, _TRACERS))
+    if not _len_torch_dispatch_stack():
+        return False
+    modes = _get_current_dispatch_mode_stack
+    return any(map(_get_dispatch_mode, _TRACERS)) or any(isinstance(mode, Tracer) for mode in modes())

@@ -15,10 +15,13 @@ from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
 from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, take_tensors
+from ..opaque import DIFFERENTIATED, opaque
 from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
+from ..torch_internals.dynamo import trace_in_place_of
+from ..torch_internals.pytree import torch_pytree
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
-from ..torch_internals.transforms import in_transform, without_batches
+from ..torch_internals.transforms import current_level, in_transform, without_batches
 from .usage import is_zero, refuse_unused, unused_arguments
 
 Argnums = int | Sequence[int]
@@ -139,6 +142,66 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
     return gradient_and_value
+
+
+def _traced_grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """:func:`grad_and_value` as Dynamo traces it: the function with ``torch.func``, what is around it in one call."""
+
+    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
+        chosen = _positions(argnums, len(args))
+        leaves, treedef = torch_pytree.tree_flatten([args[i] for i in chosen])
+        wanted = _wanted_of_all([args[i] for i in chosen])
+
+        def scalar(tensors: Sequence[Tensor]) -> Any:
+            rest = iter(tensors)
+            given = [next(rest) if use else x for x, use in zip(leaves, wanted, strict=True)]
+            call = list(args)
+            for i, tree in zip(chosen, torch_pytree.tree_unflatten(given, treedef), strict=True):
+                call[i] = tree
+            DIFFERENTIATED.append(_level_here())
+            value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
+            DIFFERENTIATED.pop()
+            return value, aux if has_aux else ()
+
+        picked = [x for x, use in zip(leaves, wanted, strict=True) if use]
+        grads, (value, aux) = torch.func.grad_and_value(scalar, has_aux=True)(picked)
+        rest = iter(grads)
+        filled = [next(rest) if use else None for use in wanted]
+        trees = _averaged_all(torch_pytree.tree_unflatten(filled, treedef))
+        return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
+
+    return gradient_and_value
+
+
+def _traced_grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    both = _traced_grad_and_value(fn, argnums, has_aux)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        grads, value = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return gradient
+
+
+@opaque
+def _level_here() -> int:
+    return current_level()
+
+
+@opaque
+def _wanted_of_all(trees: Sequence[Any]) -> list[bool]:
+    if any(flag for tree in trees for flag in _is_carried_wider(tree)):
+        raise NotImplementedError("fs.grad with MixedPrecision: decorate the step with @mesh.spmd, or use fs.compile.")
+    return [flag for tree in trees for flag in _wanted(tree)]
+
+
+@opaque
+def _averaged_all(trees: Sequence[Any]) -> list[Any]:
+    return [_averaged(tree, Boundary()) for tree in trees]
+
+
+trace_in_place_of(grad, _traced_grad)
+trace_in_place_of(grad_and_value, _traced_grad_and_value)
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]

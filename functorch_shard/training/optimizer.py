@@ -15,6 +15,7 @@ from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
+from ..opaque import opaque
 from ..storage.memory_kind import wait_for_copies
 from .optimizer_probe import probe
 from .optimizer_rule import Rule
@@ -102,9 +103,21 @@ def _named(step: Step) -> Step:
                 f"step: got {len(others)} positional arguments after the parameters. Gradients and parameters have the "
                 "same structure, and swapping them would go unnoticed. Call opt.step(params, grads=grads, state=state)."
             )
+        if torch.compiler.is_dynamo_compiling():
+            return _opaque_step(self, params, **named)
         return step(self, params, **named)
 
     return cast(Step, checked)
+
+
+@opaque
+def _opaque_step(optimizer: Optimizer, params: Sharded, **named: Any) -> tuple[Sharded, OptState]:
+    return optimizer.step(params, **named)
+
+
+@opaque
+def _opaque_init(optimizer: Optimizer, params: Sharded) -> OptState:
+    return optimizer.init(params)
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,6 +158,8 @@ class Optimizer(Static):
             No collectives; memory for the state. For whole parameters the class takes three steps for each of their
             shapes, once, to see what it keeps.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _opaque_init(self, params)
         _check_params("init", params)
         self._check_labels(params.layout)
         state: dict[str, dict[str, Any]] = {}

@@ -18,10 +18,12 @@ from ..layout.packing import without_padding
 from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
+from ..opaque import opaque
 from ..storage.memory_kind import to_working_device
 from .norms import wide
 
 
+@opaque
 def vdot(a: Sharded, b: Sharded) -> Tensor:
     """Compute the inner product of two trees as vectors: ``sum(conj(a) * b)`` over all parameters and ranks.
 
@@ -61,6 +63,7 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
     return _added_up(products, a.layout)
 
 
+@opaque
 def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     """Draw a tree of independent standard normal numbers, which depend on seed, names and indices only.
 
@@ -92,6 +95,7 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     return _random("randn_like", tree, seed, _normal)
 
 
+@opaque
 def rademacher_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     """Draw a tree of independent signs, -1 or 1, which depend on seed, names and indices only.
 

@@ -25,6 +25,7 @@ FLOORS = [
     {"errors"},
     {"torch_internals"},
     {"containers"},
+    {"opaque"},
     {"communication"},
     {"mesh"},
     {"layout"},
