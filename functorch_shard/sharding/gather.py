@@ -150,7 +150,7 @@ def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype
 
 
 def _gather_now(*trees: Sharded, lazy: bool | None = None, **options: Any) -> Full:
-    return gather(*trees, lazy=False, **options)  # lazy tensors are no values of a graph
+    return gather(*trees, lazy=False, **options)  # a graph cannot have lazy tensors
 
 
 opaque(gather, _gather_now)

@@ -16,13 +16,22 @@ from torch.utils._pytree import tree_map
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.compiling import Counted
+from tests.support.differentiated import PROGRAMS, Program, data
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
-from tests.training.compilation.test_replay import PROGRAMS, Program, data
 
 KINDS = [*simulated(4), *gloo(2, HYBRID)]
 copied: Any = optree.tree_map
 EXACT: Any = {"rtol": 1e-12, "atol": 1e-14}
 Step = Callable[..., Any]
+
+
+def cases(kinds: list[Ranks], names: list[str], quick: set[tuple[str, str]]) -> list[Any]:
+    """Every name on every kind of ranks; a graph is compiled for seconds, so all but a few are left to ``-m slow``."""
+    return [
+        pytest.param(ranks, name, id=f"{ranks}-{name}", marks=() if (str(ranks), name) in quick else pytest.mark.slow)
+        for ranks in kinds
+        for name in names
+    ]
 
 
 def compiled(step: Step, name: str = "aot_eager") -> tuple[Step, Counted]:
@@ -47,8 +56,10 @@ def whole(mesh: fs.Mesh, name: str) -> None:
     check(mesh.spmd(getattr(program, name)), mesh, program.params)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("ranks", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    cases(KINDS, PROGRAMS, {("gloo shard=2", "jvp"), ("gloo shard=2", "clipped"), ("shard=4", "hvp")}),
+)
 def test_a_step_under_spmd_is_one_graph_with_the_numbers_of_the_eager_program(ranks: Ranks, name: str) -> None:
     ranks.run(whole, name)
 
@@ -107,8 +118,19 @@ def plain(mesh: fs.Mesh, name: str) -> None:
         check(lambda params, x: getattr(program, name)(params, x), mesh, program.params)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("ranks", [*simulated(1), *gloo(2, HYBRID)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    cases(
+        [*simulated(1), *gloo(2, HYBRID)],
+        PLAIN,
+        {
+            ("gloo shard=2", "func_grad"),
+            ("gloo shard=2", "jvp"),
+            ("gloo shard=2", "per_sample"),
+            ("shard=1", "autograd"),
+        },
+    ),
+)
 def test_a_plain_function_is_one_graph_with_the_numbers_of_the_eager_program(ranks: Ranks, name: str) -> None:
     ranks.run(plain, name)
 
@@ -137,21 +159,31 @@ def trained(mesh: fs.Mesh, backend: str, donate: bool = False, opaque: bool = Tr
     assert_trees_close(*results, rtol=1e-6, atol=1e-9)  # capturable arithmetic
 
 
-@on_each(KINDS)
+@on_each([*simulated(4), *gloo(2)])
 def test_a_whole_step_of_adamw_takes_sharded_trees_and_returns_them(mesh: fs.Mesh) -> None:
     trained(mesh, "aot_eager")
 
 
+@pytest.mark.slow
+@on_each(gloo(HYBRID))
+def test_a_whole_step_of_adamw_on_replicas(mesh: fs.Mesh) -> None:
+    trained(mesh, "aot_eager")
+
+
+@pytest.mark.slow
 @on_each([*simulated(1), *gloo(2)])
 def test_a_step_of_adamw_without_spmd_is_one_graph_too(mesh: fs.Mesh) -> None:
     trained(mesh, "aot_eager", opaque=False)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 @on_each([*simulated(2), *gloo(2)])
 def test_a_step_of_adamw_compiled_by_inductor(mesh: fs.Mesh) -> None:
     trained(mesh, "inductor")
 
 
+@pytest.mark.slow
 @on_each([*simulated(2), *gloo(2)])
 def test_a_donated_step(mesh: fs.Mesh) -> None:
     trained(mesh, "aot_eager", donate=True)

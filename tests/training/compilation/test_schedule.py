@@ -155,6 +155,7 @@ def compiled_by_inductor(mesh: fs.Mesh) -> tuple[list[Tensor], list[Tensor], str
     return got, losses(step), "\n".join(code)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 def test_inductor_trains_as_the_eager_step_does() -> None:
     for ranks in (*simulated(4), *gloo(2)):
@@ -163,6 +164,7 @@ def test_inductor_trains_as_the_eager_step_does() -> None:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_inductor_keeps_products_between_the_start_of_a_gather_and_its_wait() -> None:
     """In forward: a start that was put just before its wait would overlap nothing."""
     *_, code = gloo(2)[0].run(compiled_by_inductor)[0]
