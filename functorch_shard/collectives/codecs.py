@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from ..torch_internals.tracing import traced_as_it_runs
-from ..torch_internals.transforms import being_traced
+from ..torch_internals.tracing import traced_for_compiler
 
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
 _ALIGNMENT = 16
@@ -188,7 +187,7 @@ class _Bits(Function):
 
 
 def _rows(x: Tensor) -> Sequence[Tensor]:
-    if being_traced() and not traced_as_it_runs():
+    if traced_for_compiler():
         raise NotImplementedError(
             "codec: a compiler would change what is sent: inductor (2.13, on the CPU) reads other bytes from parts of "
             "a message. Use fs.compile(step, backend='replay'), or gather without a codec."

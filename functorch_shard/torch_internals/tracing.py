@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn import Parameter
 from torch.random import fork_rng
@@ -77,6 +77,11 @@ def trace(fn: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler
             return fn(*inputs)
 
     return make_fx(traced)(*fakes)
+
+
+def traced_for_compiler() -> bool:
+    """Whether a tracer records what is computed here, for something else than to run it as it is."""
+    return get_proxy_mode() is not None and not traced_as_it_runs()
 
 
 @contextmanager

@@ -100,7 +100,12 @@ def gloo(*axes: int | Mapping[str, int]) -> list[Ranks]:
     return _kinds(True, axes)
 
 
-def on_each(kinds: list[Ranks]) -> Callable[[Callable[[fs.Mesh], None]], Callable[[Ranks], None]]:
+def slow(kinds: list[Ranks]) -> list[Any]:
+    """Further kinds for ``parametrize``, which ``-m slow`` runs: more of what the others show."""
+    return [pytest.param(ranks, marks=pytest.mark.slow) for ranks in kinds]
+
+
+def on_each(kinds: list[Any]) -> Callable[[Callable[[fs.Mesh], None]], Callable[[Ranks], None]]:
     """A decorator: a body that asserts is a test by itself, of each of ``kinds``, and holds on every rank."""
 
     def as_test(body: Callable[[fs.Mesh], None]) -> Callable[[Ranks], None]:

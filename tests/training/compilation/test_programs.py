@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import Ranks, gloo, on_each, simulated
+from tests.support.ranks import Ranks, gloo, on_each, simulated, slow
 
 WIDTH = 33
 Step = Callable[[fs.Sharded, Tensor], Any]
@@ -181,7 +181,7 @@ def test_a_replay_recomputes_what_is_checkpointed(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("make", [*ON_ALL, buffers], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("ranks", KINDS, ids=str)
+@pytest.mark.parametrize("ranks", [*gloo(2), *slow(simulated(2))], ids=str)
 def test_a_graph_for_a_compiler_gives_the_numbers_of_the_step(ranks: Ranks, make: Any) -> None:
     ranks.run(compare, make, "aot_eager", 1e-5)
 

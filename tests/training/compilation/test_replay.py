@@ -14,9 +14,9 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.differentiated import PROGRAMS, Program, data
-from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated, slow
 
-KINDS = [*simulated(1, 4, HYBRID), *gloo(2, HYBRID)]
+KINDS = [*simulated(4, HYBRID), *gloo(2), *slow([*simulated(1), *gloo(HYBRID)])]
 Step = Callable[..., Any]
 tree_map: Any = optree.tree_map
 
