@@ -77,8 +77,9 @@ def through_rematted_steps(mesh: fs.Mesh, inner: str) -> Any:
     return fs.gather(mesh.spmd(through)(params, *rows), lazy=False)
 
 
-STEPS = [(inner, ranks) for inner in INNER for ranks in (*simulated(3), *REAL)]
-STEPS += [("torch.autograd.grad", ranks) for ranks in REAL]  # which a vmap refuses
+STEPS: list[Any] = [(inner, ranks) for inner in INNER for ranks in (*simulated(3), *gloo(2))]
+STEPS += [("torch.autograd.grad", ranks) for ranks in gloo(2)]  # which a vmap refuses
+STEPS += [pytest.param(inner, *gloo(HYBRID), marks=pytest.mark.slow) for inner in (*INNER, "torch.autograd.grad")]
 
 
 @pytest.mark.parametrize(("inner", "ranks"), STEPS, ids=str)

@@ -16,7 +16,7 @@ import functorch_shard as fs
 from functorch_shard.communication import Counter
 from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.training.whole import plan
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated, slow
 from tests.support.whole import assert_unsharded, optimizer, planned, trained, values
 
 
@@ -102,7 +102,7 @@ def train_gpt_unsharded(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *gloo(2, HYBRID)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *gloo(2), *slow(gloo(HYBRID))], ids=str)
 def test_ten_steps_of_the_gpt_by_muon_and_adamw_are_those_of_one_process(ranks: Ranks) -> None:
     expected = train_gpt_unsharded(torch.float64)
     for full, _ in ranks.run(train_gpt, torch.float64):
@@ -134,7 +134,7 @@ def counted_step(mesh: fs.Mesh) -> tuple[list[tuple[str, int, int]], int]:
     return [(kind, t.number, t.sent) for (_, kind), t in counter.traffic.items()], 8 * sum(mean)
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2, 3, 5, HYBRID), *gloo(2, 3, HYBRID)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(2, 3, 5, HYBRID), *gloo(2), *slow(gloo(3, HYBRID))], ids=str)
 def test_parameters_and_gradients_are_sent_to_owners_once_and_new_parts_back_once_and_nothing_else(
     ranks: Ranks,
 ) -> None:

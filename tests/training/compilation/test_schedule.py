@@ -178,7 +178,7 @@ def test_inductor_keeps_products_between_the_start_of_a_gather_and_its_wait() ->
         assert "product" in forward[start:wait], forward
 
 
-@on_each([*simulated(3, HYBRID), *gloo(2, HYBRID)])
+@on_each([*simulated(3, HYBRID), *gloo(2)])
 def test_a_trace_tells_the_traffic_of_a_call_without_a_call(mesh: fs.Mesh) -> None:
     counter = fs.communication.Counter()
     mesh, model = mesh.with_backend(counter), Two()
