@@ -25,7 +25,6 @@ from tests.support.refusals import text_of
 from tests.support.rematting import WAYS, plainly, twice
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, "plain": plainly}
-REAL = gloo(2, HYBRID)
 every_kind = pytest.mark.parametrize(
     "ranks", [*simulated(3, HYBRID), *gloo(2), *slow([*simulated(1), *gloo(HYBRID)])], ids=str
 )
