@@ -67,12 +67,14 @@ def trace(fn: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler
             which torch's compilers refuse.
     """
 
+    differentiates = torch.is_grad_enabled()
+
     def traced(*inputs: Tensor) -> list[Tensor]:
         with (
             _generators_untouched(fakes),
             _Recorder(for_compiler) as recorder,
             recorder.writes_undone(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(differentiates),
         ):
             return fn(*inputs)
 

@@ -26,7 +26,7 @@ from tests.support.rematting import WAYS, plainly, twice
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, "plain": plainly}
 every_kind = pytest.mark.parametrize(
-    "ranks", [*simulated(3, HYBRID), *gloo(2), *slow([*simulated(1), *gloo(HYBRID)])], ids=str
+    "ranks", [*simulated(3), *gloo(2), *slow([*simulated(1, HYBRID), *gloo(HYBRID)])], ids=str
 )
 # Sums have the same addends in the same order.
 SAME_ARITHMETIC = ["plain gradient", "forward over reverse"]
@@ -105,7 +105,7 @@ def derived_on_rank(mesh: fs.Mesh, num_ranks: int) -> dict[str, Any]:
     return {task: dict(x) if isinstance(x, fs.Full) else x for task, x in results.items()}
 
 
-@pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *gloo(2)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2), *slow(simulated(1, HYBRID))], ids=str)
 def test_every_derivative_is_that_of_the_unsharded_model(ranks: Ranks) -> None:
     results = ranks.run(derived_on_rank, ranks.size)
     for task in ON_RANK:
@@ -232,7 +232,7 @@ def refusals(mesh: fs.Mesh, way: str) -> list[str]:
     return [text_of(convention.on_mesh, mesh, one, ["through one step"]) for one in (side, inner)]
 
 
-@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2), *slow(simulated(HYBRID))], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gradient_that_would_take_the_mean_twice_is_refused(way: str, ranks: Ranks) -> None:
     for texts in ranks.run(refusals, way):

@@ -30,7 +30,8 @@ from tests.support.whole import (
 
 KINDS = [*simulated(1, 3, HYBRID), *gloo(2)]
 MORE_KINDS = [*simulated(2, 5, {"replicate": 2}, {"shard": 2, "replicate": 2}), *gloo(3, HYBRID)]
-PRODUCTS = [*product(CASES, KINDS), *product(["muon", "soap"], MORE_KINDS)]
+PRODUCTS: list[Any] = [*product(CASES, KINDS)]
+PRODUCTS += [pytest.param(*each, marks=pytest.mark.slow) for each in product(["muon", "soap"], MORE_KINDS)]
 
 
 def after_steps(mesh: fs.Mesh, case: str, dtype: torch.dtype, donate: bool) -> fs.Full:

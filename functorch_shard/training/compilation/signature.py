@@ -62,7 +62,7 @@ def _of_leaf(x: Any, i: int, first: dict[int, int]) -> Any:
 def _settings() -> Any:
     """What changes the operators of a program from outside."""
     autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
-    return torch.get_default_dtype(), autocast, torch.are_deterministic_algorithms_enabled()
+    return torch.get_default_dtype(), autocast, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
 
 
 def is_traced(x: Any) -> bool:
@@ -85,7 +85,7 @@ def changes(before: Any, after: Any) -> str:
     if before[0] != after[0]:
         return "the structure of the arguments"
     if before[2] != after[2]:
-        return "the default dtype, autocast or deterministic algorithms"
+        return "the default dtype, autocast, grad mode or deterministic algorithms"
     if before[3] != after[3]:
         return "the mesh"
     names = [f"args{place(path[1:])}" if path[0] == 0 else place(path[1:]) for path in before[0].paths()]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import Ranks, gloo, on_each, simulated, slow
+from tests.support.ranks import Ranks, gloo, on_each, simulated
 
 WIDTH = 33
 Step = Callable[[fs.Sharded, Tensor], Any]
@@ -180,8 +180,9 @@ def test_a_replay_recomputes_what_is_checkpointed(ranks: Ranks) -> None:
     ranks.run(compare, checkpoints, "replay", 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [*ON_ALL, buffers], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("ranks", [*gloo(2), *slow(simulated(2))], ids=str)
+@pytest.mark.parametrize("ranks", KINDS, ids=str)
 def test_a_graph_for_a_compiler_gives_the_numbers_of_the_step(ranks: Ranks, make: Any) -> None:
     ranks.run(compare, make, "aot_eager", 1e-5)
 
@@ -284,6 +285,23 @@ def test_many_recordings_warn_with_what_changes() -> None:
         compiled(x, i)
     with pytest.warns(UserWarning, match=r"recording 9 of one step.*changed: 'args\[1\]'"):
         compiled(x, 8)
+
+
+def test_grad_mode_and_autocast_around_a_call_have_recordings_of_their_own() -> None:
+    compiled = fs.compile(lambda x: (x @ x, torch.is_grad_enabled()), backend="replay")
+    x = torch.ones(2, 2)
+    assert compiled(x)[1]
+    with torch.no_grad():
+        assert not compiled(x)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x)[0].dtype == torch.bfloat16
+    assert compiled(x)[0].dtype == torch.float32
+    assert len(compiled.schedules) == 3
+
+
+def test_a_trace_takes_arguments_without_numbers() -> None:
+    compiled = fs.compile(lambda x: (x @ x).sum(), backend="replay")
+    assert compiled.trace(torch.empty(64, 64, device="meta")) == compiled.trace(torch.ones(64, 64))
 
 
 def test_inside_of_a_transform_it_is_the_step_itself() -> None:

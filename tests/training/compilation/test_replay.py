@@ -16,7 +16,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.differentiated import PROGRAMS, Program, data
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated, slow
 
-KINDS = [*simulated(4, HYBRID), *gloo(2), *slow([*simulated(1), *gloo(HYBRID)])]
+KINDS = [*simulated(4), *gloo(2), *slow([*simulated(1, HYBRID), *gloo(HYBRID)])]
 Step = Callable[..., Any]
 tree_map: Any = optree.tree_map
 
