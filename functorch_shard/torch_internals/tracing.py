@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.nn import Parameter
 from torch.random import fork_rng
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
@@ -30,13 +29,18 @@ from .tensors import arguments_of, is_number, is_written
 aten = torch.ops.aten
 _NO_SEED = 0x5EED0FF5EED0FF  # that nobody else would take
 
-UNTRACEABLE = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+
+def untraceable() -> tuple[type[Exception], ...]:
+    """What tracing raises where a program depends on values."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy: 0.2 s
+
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+        UnsupportedFakeTensorException,
+        UnsupportedOperatorException,
+    )
 
 
 class RandomInBackwardError(NotImplementedError):
@@ -49,6 +53,8 @@ class OwnGeneratorError(NotImplementedError):
 
 def fake_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors like these without data, of one mode; those that share memory share it here as well."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
     numbers = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=numbers)
     return [mode.from_tensor(x.detach(), static_shapes=True) for x in tensors]

@@ -22,12 +22,12 @@ from ...communication.collective import record as mark
 from ...torch_internals.recomputation import checkpoints_explained
 from ...torch_internals.tensors import as_number, identity_of_storage, version_of
 from ...torch_internals.tracing import (
-    UNTRACEABLE,
     OwnGeneratorError,
     RandomInBackwardError,
     fake_copies,
     innermost_line,
     trace,
+    untraceable,
 )
 from ...torch_internals.transforms import is_watched
 from .signature import Call, is_traced
@@ -119,7 +119,7 @@ def _traced(flat: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_comp
     try:
         with checkpoints_explained("compile"):
             return trace(flat, fakes, for_compiler)
-    except UNTRACEABLE as error:
+    except untraceable() as error:
         raise NotImplementedError(_explained(_ON_VALUES, error)) from error
     except RandomInBackwardError as error:
         raise NotImplementedError(_explained(_RANDOM, error)) from error
