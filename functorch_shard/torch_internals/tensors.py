@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl as no_torch_function
 from torch._C import _set_throw_on_mutable_data_ptr
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor  # DTensors infer shapes with them
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,8 +18,8 @@ __all__ = [
     "FakeTensor",
     "TorchDispatchMode",
     "arguments_of",
-    "hooks_of",
     "as_number",
+    "hooks_of",
     "identity_of_storage",
     "is_number",
     "is_written",
@@ -28,6 +29,7 @@ __all__ = [
     "tensors_of",
     "version_of",
     "without_memory",
+    "writes_nothing",
 ]
 T = TypeVar("T", bound=Tensor)
 
@@ -59,6 +61,11 @@ def arguments_of(operator: Any) -> Sequence[Any]:
 def is_written(argument: Any) -> bool:
     """Whether the operator writes to this declared argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def writes_nothing(target: Any) -> bool:
+    """Whether the target of a node of a graph is an operator that writes to none of its arguments."""
+    return isinstance(target, OpOverload) and not any(map(is_written, arguments_of(target)))
 
 
 def returns_anything(operator: Any) -> bool:

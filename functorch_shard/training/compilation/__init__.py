@@ -1,6 +1,7 @@
 """``fs.compile``: a whole training step, recorded once as one graph and then run without Python's eager dispatch.
 
 ``signature`` tells which calls share a recording; ``recording`` traces the eager program, lazy gathers and all, into a
-graph of torch operators and recorded collectives (Note [Recorded] in communication/recorded.py); ``backends`` turn the
-graph into something that runs; ``schedule`` reads it as a table; ``compile`` puts them together.
+graph of torch operators and recorded collectives (Note [Recorded] in communication/recorded.py); ``simplification``
+removes what has no effect; ``backends`` turn the graph into something that runs; ``schedule`` reads it as a table;
+``compile`` puts them together.
 """

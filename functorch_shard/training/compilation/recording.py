@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ...communication.collective import RECORD, START, Collective, started_by
+from ...communication.collective import START, Collective, started_by
 from ...communication.collective import record as mark
 from ...torch_internals.recomputation import checkpoints_explained
-from ...torch_internals.tensors import as_number, identity_of_storage, version_of
+from ...torch_internals.tensors import as_number, version_of
 from ...torch_internals.tracing import (
     OwnGeneratorError,
     RandomInBackwardError,
@@ -31,6 +31,7 @@ from ...torch_internals.tracing import (
 )
 from ...torch_internals.transforms import is_watched
 from .signature import Call, is_traced
+from .simplification import place, simplify
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
     graph = _traced(flat, fakes, for_compiler)
     structure, outputs = found
     written = [i for i, (x, version) in enumerate(zip(fakes, versions, strict=True)) if version_of(x) != version]
-    return Recording(graph, structure, outputs, written, _without_markers(graph))
+    return Recording(graph, structure, outputs, written, simplify(graph))
 
 
 def as_inputs(values: Sequence[Any]) -> list[Tensor]:
@@ -133,28 +134,13 @@ def _traced(flat: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_comp
 
 def _outputs(results: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
     """What each leaf of the result is."""
-    places = {_place(x): i for i, x in reversed([*enumerate(inputs)])}
+    places = {place(x): i for i, x in reversed([*enumerate(inputs)])}
     kinds: list[Any] = []
     for x in results:
-        i = places.get(_place(x)) if isinstance(x, Tensor) else None
+        i = places.get(place(x)) if isinstance(x, Tensor) else None
         num_computed = sum(type(kind) is Computed for kind in kinds)
         kinds.append(x if not isinstance(x, Tensor) else Computed(num_computed) if i is None else Input(i))
     return kinds
-
-
-def _place(x: Tensor) -> Any:
-    """Where the elements of ``x`` are."""
-    return identity_of_storage(x), x.shape, x.stride(), x.storage_offset(), x.dtype
-
-
-def _without_markers(graph: GraphModule) -> list[Collective]:
-    """Remove what only marks a collective, of simulated ranks, and starts that nothing waits for."""
-    markers = [node for node in graph.graph.nodes if node.target is RECORD]
-    unused = [node for node in graph.graph.nodes if node.target is START and not node.users]
-    for node in (*markers, *unused):
-        graph.graph.erase_node(node)
-    graph.recompile()
-    return [Collective(*node.args) for node in markers]
 
 
 def _explained(reason: str, error: Exception) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
@@ -297,6 +298,46 @@ def test_grad_mode_and_autocast_around_a_call_have_recordings_of_their_own() -> 
         assert compiled(x)[0].dtype == torch.bfloat16
     assert compiled(x)[0].dtype == torch.float32
     assert len(compiled.schedules) == 3
+
+
+def operators(step: Any, *args: Any) -> list[str]:
+    seen: list[str] = []
+
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    fs.compile(step, backend=backend)(*args)
+    return seen
+
+
+def test_views_of_the_same_elements_and_unused_results_are_not_in_the_graph() -> None:
+    def step(x: Tensor) -> Tensor:
+        x.cos()
+        return x.detach().view(x.shape).sin().permute(0, 1).exp()
+
+    assert operators(step, torch.ones(2, 3)) == ["aten.sin.default", "aten.exp.default"]
+
+
+def test_what_is_written_and_what_is_drawn_stays_in_the_graph() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.detach().view(2, 3).mul_(2)
+        torch.rand(3)
+        return y + 1
+
+    torch.manual_seed(0)
+    expected, after = step(torch.ones(2, 3)), torch.rand(1)
+    recorded = fs.compile(step, backend="replay")
+    torch.manual_seed(0)
+    assert torch.equal(recorded(torch.ones(2, 3)), expected)
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    recorded = fs.compile(lambda x: torch.view_as_real(x.conj().resolve_conj()), backend="replay")
+    assert torch.equal(recorded(x), torch.view_as_real(x.conj().resolve_conj()))
 
 
 def test_a_trace_takes_arguments_without_numbers() -> None:
