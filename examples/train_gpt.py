@@ -172,7 +172,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--codec", choices=["none", "int8", "float8"], default="none", help="encode gathered parameters"
     )
-    parser.add_argument("--compile", choices=["replay", "inductor"], help="run steps as one recorded graph")
+    parser.add_argument(
+        "--compile", nargs="?", const="replay", choices=["replay", "inductor"], help="run steps as one recorded graph"
+    )
     parser.add_argument("--text", help="train on this file instead of the standard library")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
     parser.add_argument("--checkpoint", metavar="DIR", help="save to DIR/step-000100 and so on, and at the end")

@@ -17,6 +17,7 @@ from .layout.layout import Layout
 from .layout.planning import plan
 from .layout.precision import MixedPrecision
 from .layout.trees import Full, Sharded
+from .mesh.abstract import abstract_mesh
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh, simulated_mesh
 from .sharding.gather import gather, materialize
@@ -54,6 +55,7 @@ __all__ = [
     "MixedPrecision",
     "Optimizer",
     "Sharded",
+    "abstract_mesh",
     "accumulate",
     "all_finite",
     "apply",

@@ -89,3 +89,19 @@ class DetachedBackend(Backend):
             "this mesh was unpickled and its ranks are not here. Put the tree on a live mesh of the same sizes: "
             "tree.on(mesh)."
         )
+
+
+@dataclass(frozen=True)
+class AbstractBackend(Backend):
+    """One of several ranks that are not there: a tracer records what it would issue."""
+
+    rank: int
+
+    def index(self) -> int:
+        return self.rank
+
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        raise RuntimeError(
+            f"{op}: the ranks of an abstract mesh are not there, so nothing can be sent. "
+            "fs.compile(step).trace(*args) shows what a step would send; fs.simulated_mesh has ranks that compute."
+        )

@@ -1,7 +1,8 @@
 """The ranks of a program: real ones of a job, or simulated ones in this process.
 
-``mesh``: ``Mesh`` and ``simulated_mesh``. ``init``: ``init_mesh``; ``launchers`` and ``rendezvous`` are how it finds
-the other ranks. ``spmd``: a function of one rank run on all of them; ``vmap_limits`` says what simulated ranks refuse.
+``mesh``: ``Mesh`` and ``simulated_mesh``; ``abstract``: one rank of a job that is not there.
+``init``: ``init_mesh``; ``launchers`` and ``rendezvous`` are how it finds the other ranks. ``spmd``: a function of one
+rank run on all of them; ``vmap_limits`` says what simulated ranks refuse.
 ``consensus`` and ``fingerprints``: the same on every rank, or the same error on every rank.
 
 Imports ``communication`` and below; imported by ``layout`` and above.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend
+from ..communication.backend import AbstractBackend, Backend
 from ..communication.gloo import group_backend
 from ..communication.lost_ranks import naming_lost_ranks
 from ..communication.simulated import StackedBackend
@@ -41,8 +41,9 @@ T = TypeVar("T")
 class Mesh(Static):
     """The ranks of a program, in one or more named axes.
 
-    Made by :func:`init_mesh`, :func:`simulated_mesh` or :meth:`from_device_mesh`; an immutable handle. Ranks count in
-    row-major order of the axes. Copying keeps the handle; pickling keeps names and sizes, and real ranks stay behind.
+    Made by :func:`init_mesh`, :func:`simulated_mesh`, :func:`abstract_mesh` or :meth:`from_device_mesh`; an immutable
+    handle. Ranks count in row-major order of the axes. Copying keeps the handle; pickling keeps names and sizes, and
+    real ranks stay behind.
     """
 
     _axes: tuple[Axis, ...]
@@ -285,7 +286,7 @@ class Mesh(Static):
                 gathered.add(key, whole, names)
 
     def _several(self) -> list[Axis]:
-        return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
+        return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated and not _is_abstract(axis)]
 
     def _stacked(self) -> list[StackedBackend]:
         transports = [transport(axis.backend) for axis in self._axes]
@@ -300,7 +301,7 @@ class Mesh(Static):
         return Mesh, (self._axes, self.device)
 
     def __repr__(self) -> str:
-        kind = "simulated, " if self.is_simulated else ""
+        kind = "simulated, " if self.is_simulated else "abstract, " if any(map(_is_abstract, self._axes)) else ""
         return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
 
 
@@ -331,6 +332,10 @@ def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     return tuple(
         Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
     )
+
+
+def _is_abstract(axis: Axis) -> bool:
+    return isinstance(transport(axis.backend), AbstractBackend)
 
 
 def _checked_backend(backend: Backend) -> Backend:

@@ -43,7 +43,8 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
 
     Raises:
         TypeError: ``source`` is already sharded, ``layout`` is not a layout, or ``from_rank`` not an int.
-        ValueError: names, shapes or dtypes that do not fit, or meta tensors; all of them at once. Or there is no rank
+        ValueError: names, shapes or dtypes that do not fit, or meta tensors on a mesh of another device; all of them at
+            once. Or there is no rank
             ``from_rank``. With it, and of a module, an error on one real rank comes on all.
         RuntimeError: a module has other values on another rank: on all ranks, with the first parameter that differs. Or
             the ranks disagree about ``from_rank``.

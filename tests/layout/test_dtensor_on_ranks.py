@@ -767,6 +767,27 @@ def what_does_not_fit_is_refused_by_name(axes: DeviceMesh, mesh: fs.Mesh) -> Non
 
 
 @check
+def a_recorded_step_is_bitwise_the_eager_one(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    """What DTensors send over the tensor axis is in the graph too."""
+    model, opt = distributed(axes), fs.optimizer(torch.optim.AdamW, lr=1e-2)
+    params = fs.shard(model, fs.plan(model, mesh))
+
+    def step(params: fs.Sharded, state: Any, words: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(lambda p: loss_of(model, fs.gather(p), words))(params)
+        return *opt.step(params, grads=grads, state=state), loss
+
+    recorded = fs.compile(step, backend="replay")
+    eager: Any = (params, opt.init(params))
+    replayed: Any = eager
+    for i in range(3):
+        words = sentences(i, mesh.rank)
+        expected, got = step(*eager[:2], words), recorded(*replayed, words)
+        exactly(got, expected)
+        eager, replayed = expected[:2], got[:2]
+    assert len(recorded.schedules) == 1
+
+
+@check
 def transforms_of_torch_func_are_refused_and_not_wrong(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     values = tensors(axes)
     params = fs.shard(values, fs.plan(values, mesh))

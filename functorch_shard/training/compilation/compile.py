@@ -105,8 +105,8 @@ class Compiled:
     def trace(self, *args: Any, **kwargs: Any) -> Schedule:
         """What a call with these arguments would do, without doing it: events, bytes alive and traffic.
 
-        Arguments may be on the meta device: no numbers are needed. Nothing is computed, kept or communicated, so ranks
-        are not compared.
+        Arguments may be on the meta device, and the mesh an :func:`abstract_mesh` of any size. Nothing is computed,
+        kept or communicated, so ranks are not compared.
         """
         return schedule_of(self._trace(flatten(args, kwargs)))
 
