@@ -65,6 +65,8 @@ def _shape_of_result(op: Collective, x: Tensor, size: int) -> list[int]:
             pass
         case "scatter":
             shape = shape[1:]
+        case "ragged_all_to_all":
+            raise NotImplementedError(f"{op}: a compiled function cannot contain it, optimizer(whole=True) included.")
         case _:
             raise NotImplementedError(
                 f"{op}: a compiled function cannot contain it: what ranks compare or send to each other at the start "

@@ -16,7 +16,7 @@ from math import log, sqrt
 import torch
 from torch import Tensor
 
-from ..torch_internals.opaque import frexp
+from ..torch_internals.operators import frexp
 from .buffers import Buffer, Slot
 from .layout import Layout
 from .packing import of_rank

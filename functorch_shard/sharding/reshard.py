@@ -117,9 +117,8 @@ def _elsewhere(node: Sharded, layout: Layout) -> bool:
 
 
 def _has_owners(tree: Any) -> bool:
-    return any(
-        node.layout.has_owners for one in (tree if isinstance(tree, list) else [tree]) for node in _nodes(one).values()
-    )
+    leaves = optree.tree_leaves(tree, is_leaf=is_node)
+    return any(isinstance(node, Sharded) and node.layout.has_owners for node in leaves)
 
 
 def _nodes(tree: Any) -> dict[str, Sharded]:

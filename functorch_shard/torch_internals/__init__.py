@@ -2,9 +2,10 @@
 
 ``transforms``: which ``torch.func`` transforms are active. ``autograd``: the graph and the running backward pass.
 ``checkpointing``: regions of ``torch.utils.checkpoint``. ``parameter_swap`` and ``recomputation``: other tensors in
-place of a module's own, in forward and in recomputation. ``tracing``, ``compilers`` and ``opaque``: programs as graphs;
-``dynamo``: what ``torch.compile`` calls as a whole. ``rnn``, ``frames``, ``tensors``, ``pytree``, ``process_groups``,
-``dcp``: private attributes of those. ``tests/torch_internals`` fails when torch changes one of them.
+place of a module's own, in forward and in recomputation. ``tracing``, ``compilers`` and ``operators``: programs as
+graphs; ``dynamo``: what ``torch.compile`` calls as a whole. ``rnn``, ``frames``, ``tensors``, ``pytree``,
+``process_groups``, ``dcp``: private attributes of those. ``tests/torch_internals`` fails when torch changes one of
+them.
 
 Every package may import this one; it imports ``errors`` only.
 """

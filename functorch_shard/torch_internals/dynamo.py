@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
-from .autograd import backward_pass
 from .tensors import arguments_of, as_number, identity_of_storage, is_written, tensors_of
+from .tracing import ON_VALUES, RefusedError, refuse_random
 from .transforms import Tracer
 
 __all__ = [
@@ -135,17 +135,14 @@ class _Refusing(Tracer):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, Parameter, FakeTensor, FunctionalTensor) for kind in types):
             return NotImplemented  # a subclass: what it does below is seen one by one
-        if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
-            raise NotImplementedError(_RANDOM)
-        if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
-            raise NotImplementedError(_GENERATOR)
+        refuse_random(func, args, kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             if not hasattr(args[0], "symbol"):
-                raise NotImplementedError(_ON_VALUES)
+                raise RefusedError(ON_VALUES)
             return args[0].symbol
         for argument, x in zip(arguments_of(func), args, strict=False):
             if is_written(argument) and _is_real(x) and identity_of_storage(x) not in self._made:
-                raise NotImplementedError(_WRITTEN)
+                raise RefusedError(_WRITTEN)
         result = func(*args, **(kwargs or {}))
         given = {identity_of_storage(x) for x in args if _is_real(x)}
         for x in filter(_is_real, tensors_of(result)):
@@ -158,15 +155,6 @@ def _is_real(x: Any) -> bool:
     return type(x) in (Tensor, Parameter)
 
 
-_ON_VALUES = (
-    "A value of a tensor is read (.item(), float(), an if, .numpy()), or a shape depends on values. Only shapes are "
-    "known here. torch.where and arithmetic work on all values; return what is to be read, and read it outside."
-)
-_RANDOM = (
-    "Random numbers are drawn again in backward, by a torch.utils.checkpoint whose function draws some (dropout): in a "
-    "graph they would be other ones than in forward. Leave the random part out of what is checkpointed."
-)
-_GENERATOR = "Random numbers are drawn from a generator of the program: draw them before, and pass them."
 _WRITTEN = (
     "A tensor that is not an argument is written to, such as the buffers of a BatchNorm: pass it and return it "
     "(fs.apply), or use fs.compile, which writes to it at each call."

@@ -43,12 +43,33 @@ def untraceable() -> tuple[type[Exception], ...]:
     )
 
 
-class RandomInBackwardError(NotImplementedError):
-    """Random numbers are drawn in backward, where a checkpoint would restore the generator's state."""
+class RefusedError(NotImplementedError):
+    """An operator that a graph would run otherwise than the program that is traced; the message is for its author."""
 
 
-class OwnGeneratorError(NotImplementedError):
-    """Random numbers are drawn from another generator than the default one, or that one is seeded."""
+ON_VALUES = (
+    "Here a value of a tensor is read (.item(), float(), an if, .numpy()), or a shape depends on values (a boolean "
+    "mask, nonzero). Only shapes are known when a step is recorded. torch.where and arithmetic work on all values; "
+    "return what is to be read, and read it outside of the step."
+)
+_IN_BACKWARD = (
+    "Here random numbers are drawn again in backward, by a torch.utils.checkpoint or fs.remat whose function draws "
+    "some: in a graph they would be other ones than in forward. Leave the random part out of what is recomputed, or do "
+    "not compile."
+)
+_GENERATOR = (
+    "Here a generator is seeded, or random numbers are drawn from one of the program's own: a graph draws from torch's "
+    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it. fs.randn_like "
+    "has a seed as argument."
+)
+
+
+def refuse_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+    """Raise for an operator that draws random numbers which a graph could not draw."""
+    if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
+        raise RefusedError(_IN_BACKWARD)
+    if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
+        raise RefusedError(_GENERATOR)
 
 
 def fake_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -100,7 +121,7 @@ def _generators_untouched(inputs: Sequence[Tensor]) -> Iterator[None]:
         torch.manual_seed(_NO_SEED)
         yield
         if torch.initial_seed() != _NO_SEED:
-            raise OwnGeneratorError
+            raise RefusedError(_GENERATOR)
 
 
 def traced_as_it_runs() -> bool:
@@ -120,10 +141,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass: what it does below is seen one by one
-        if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
-            raise RandomInBackwardError
-        if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
-            raise OwnGeneratorError
+        refuse_random(func, args, kwargs)
         if func is aten._local_scalar_dense.default and not is_number(args[0]):
             raise DataDependentOutputException(func)
         for i, argument in enumerate(arguments_of(func)[: len(args)]):

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from ..torch_internals.transforms import outside_transforms
 from .torch_optim import Group, initial_state, plain_options, update, without_compiling
 
 Class = type[torch.optim.Optimizer]
+T = TypeVar("T")
+Probe = Callable[[Class, Mapping[str, Any]], T]
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _NUMEL = sum(map(prod, _SHAPES))
@@ -54,14 +56,37 @@ class Traits:
     writes_grads: bool
 
 
+def once(probe: Probe[T]) -> Probe[T]:
+    """``probe`` run once for equal options, with a learning rate that moves; its ``Refusal`` is a ``TypeError``."""
+
+    @lru_cache(maxsize=64)
+    def remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> T:
+        return probe(cls, {name: value for name, _, value in options})
+
+    @wraps(probe)
+    def probed(cls: Class, options: Mapping[str, Any]) -> T:
+        options = that_move(plain_options(options))
+        key = tuple((name, type(value), value) for name, value in sorted(options.items()))
+        try:
+            return remembered(cls, key) if _is_hashable(key) else probe(cls, options)
+        except Refusal as error:
+            raise TypeError(str(error)) from error.__cause__
+
+    return probed
+
+
+@once
 def probe(cls: Class, options: Mapping[str, Any]) -> Traits:
     """Return the traits of ``cls``, or raise a ``TypeError`` with the reason why it cannot update shards."""
-    options = that_move(plain_options(options))
-    key = tuple((name, type(value), value) for name, value in sorted(options.items()))
-    try:
-        return _remembered(cls, key) if is_hashable(key) else _probe(cls, options)
-    except Refusal as refusal:
-        raise TypeError(str(refusal)) from refusal.__cause__
+    with untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), on_cpu(), without_compiling():
+        check_interface(cls, options)
+        _tried(cls, lambda: _whole(cls, options, _SMALL_SHAPES, 2))
+        whole = _tried(cls, lambda: _whole(cls, options, _SHAPES, _NUM_STEPS))
+        carried = changed(cls, whole.before, whole.after)
+        parts = _tried(cls, lambda: [_parts(cls, options, carried, *cuts) for cuts in _CUTS])
+        _check_equal(cls, options, whole, parts)
+    names = dict.fromkeys(name for part in parts for state in part.states for name in state)
+    return Traits(tuple(names), carried, whole.writes_grads)
 
 
 def switched(cls: Class, options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,29 +109,12 @@ def that_move(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
 
 
-def is_hashable(x: Any) -> bool:
+def _is_hashable(x: Any) -> bool:
     try:
         hash(x)
     except TypeError:  # for example a list of betas
         return False
     return True
-
-
-@lru_cache(maxsize=64)
-def _remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> Traits:
-    return _probe(cls, {name: value for name, _, value in options})
-
-
-def _probe(cls: Class, options: Mapping[str, Any]) -> Traits:
-    with untraced(), outside_transforms(), torch.inference_mode(False), torch.no_grad(), on_cpu(), without_compiling():
-        check_interface(cls, options)
-        _tried(cls, lambda: _whole(cls, options, _SMALL_SHAPES, 2))
-        whole = _tried(cls, lambda: _whole(cls, options, _SHAPES, _NUM_STEPS))
-        carried = changed(cls, whole.before, whole.after)
-        parts = _tried(cls, lambda: [_parts(cls, options, carried, *cuts) for cuts in _CUTS])
-        _check_equal(cls, options, whole, parts)
-    names = dict.fromkeys(name for part in parts for state in part.states for name in state)
-    return Traits(tuple(names), carried, whole.writes_grads)
 
 
 def on_cpu() -> AbstractContextManager[Any]:

@@ -22,8 +22,8 @@ from ...communication.collective import record as mark
 from ...torch_internals.recomputation import checkpoints_explained
 from ...torch_internals.tensors import as_number, version_of
 from ...torch_internals.tracing import (
-    OwnGeneratorError,
-    RandomInBackwardError,
+    ON_VALUES,
+    RefusedError,
     fake_copies,
     innermost_line,
     trace,
@@ -121,14 +121,12 @@ def _traced(flat: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_comp
         with checkpoints_explained("compile"):
             return trace(flat, fakes, for_compiler)
     except untraceable() as error:
-        raise NotImplementedError(_explained(_ON_VALUES, error)) from error
-    except RandomInBackwardError as error:
-        raise NotImplementedError(_explained(_RANDOM, error)) from error
-    except OwnGeneratorError as error:
-        raise NotImplementedError(_explained(_GENERATOR, error)) from error
+        raise NotImplementedError(_explained(ON_VALUES, error)) from error
+    except RefusedError as error:
+        raise NotImplementedError(_explained(str(error), error)) from error
     except RuntimeError as error:
         if "numpy() is not supported for tensor subclasses" in str(error):
-            raise NotImplementedError(_explained(_ON_VALUES, error)) from error
+            raise NotImplementedError(_explained(ON_VALUES, error)) from error
         raise
 
 
@@ -149,20 +147,3 @@ def _explained(reason: str, error: Exception) -> str:
     line = innermost_line(error, [str(package), *others])
     where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""
     return f"compile: this step cannot be recorded as one graph.\n{where}{reason}"
-
-
-_ON_VALUES = (
-    "Here a value of a tensor is read (.item(), float(), an if, .numpy()), or a shape depends on values (a boolean "
-    "mask, nonzero). Only shapes are known when a step is recorded. torch.where and arithmetic work on all values; "
-    "return what is to be read, and read it outside of the step."
-)
-_RANDOM = (
-    "Here random numbers are drawn again in backward, by a torch.utils.checkpoint or fs.remat whose function draws "
-    "some: in a graph they would be other ones than in forward. Leave the random part out of what is recomputed, or do "
-    "not compile."
-)
-_GENERATOR = (
-    "Here a generator is seeded, or random numbers are drawn from one of the program's own: a graph draws from torch's "
-    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it. fs.randn_like "
-    "has a seed as argument."
-)

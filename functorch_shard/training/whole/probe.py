@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import optree
@@ -27,14 +26,14 @@ from ..optimizer_probe import (
     changed,
     check_interface,
     entries_of,
-    is_hashable,
     on_cpu,
+    once,
     refusal,
     same,
     that_move,
 )
 from ..optimizer_step import CARRIED, NUMBER_DTYPES
-from ..torch_optim import Group, initial_state, plain_options, update, without_compiling
+from ..torch_optim import Group, initial_state, update, without_compiling
 
 STARTED = "owner.started"
 _MATRICES = ((6, 4), (4, 7), (5, 5))
@@ -72,22 +71,9 @@ class Spec:
     known: bool
 
 
+@once
 def probe_whole(cls: Class, options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the numbers that ``cls`` keeps in its groups, or raise a ``TypeError``: it mixes parameters."""
-    options = that_move(plain_options(options))
-    key = tuple((name, type(value), value) for name, value in sorted(options.items()))
-    try:
-        return _remembered(cls, key) if is_hashable(key) else _probe(cls, options)
-    except Refusal as error:
-        raise TypeError(str(error)) from error.__cause__
-
-
-@lru_cache(maxsize=64)
-def _remembered(cls: Class, options: tuple[tuple[str, type, Any], ...]) -> tuple[str, ...]:
-    return _probe(cls, {name: value for name, _, value in options})
-
-
-def _probe(cls: Class, options: Mapping[str, Any]) -> tuple[str, ...]:
     with outside_transforms(), torch.inference_mode(False), torch.no_grad(), on_cpu(), without_compiling():
         check_interface(cls, options, _WHAT)
         try:

@@ -102,9 +102,7 @@ class _Run:
             update(self.step.cls, list(groups.values()))
             for name, group in groups.items():
                 self.states.write(name, place, kept(group))
-                if (
-                    group.param.data_ptr() != params[name][row].data_ptr()
-                ):  # the class has put other memory in its place
+                if group.param.data_ptr() != params[name][row].data_ptr():  # the class has replaced its memory
                     params[name][row] = group.param.detach().reshape(-1)
         for part in this.parts[rank][rank]:
             self._lay(part, rank, part.of_whole(params[part.name]))
