@@ -37,18 +37,17 @@ SIMULATED = {
     F32: simulated(3),
     MIXED: simulated(2, HYBRID),
 }
-# On two gloo ranks each case in all numbers; on others each case once, and each numbers.
-GLOO: dict[Ranks, list[Training]] = dict(
-    zip(
-        gloo(2, 3, HYBRID),
-        (
-            list(product(CASES, NUMBERS)),
-            [("3x3", F64), ("3x3", MIXED), ("17x257", F32)],
-            [("blocks", MIXED), ("frozen", F32), ("tied across units", F64), ("3x3", F32)],
-        ),
-        strict=True,
-    )
-)
+TWO, THREE, FOUR = gloo(2, 3, HYBRID)
+# What runs on gloo ranks in one call: by default each case in float64, and each numbers; with -m slow each in all.
+BY_DEFAULT: dict[Ranks, list[Training]] = {
+    TWO: [*product(CASES, [F64]), ("3x3", F32), ("blocks", MIXED)],
+    FOUR: [("blocks", MIXED), ("tied across units", F64)],
+}
+SLOW: dict[Ranks, list[Training]] = {
+    TWO: [training for training in product(CASES, NUMBERS) if training not in BY_DEFAULT[TWO]],
+    THREE: [("3x3", F64), ("3x3", MIXED), ("17x257", F32)],
+    FOUR: [("frozen", F32), ("3x3", F32)],
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,13 +87,22 @@ def train(mesh: fs.Mesh, trainings: list[Training]) -> dict[Training, Outcome]:
 
 
 @cache
-def results(ranks: Ranks) -> list[dict[Training, Outcome]]:
+def results(ranks: Ranks, slow: bool) -> list[dict[Training, Outcome]]:
     """All trainings on gloo ranks in one call."""
-    return ranks.run(train, GLOO[ranks])
+    return ranks.run(train, (SLOW if slow else BY_DEFAULT)[ranks])
+
+
+def outcomes(ranks: Ranks, *training: str) -> list[Outcome]:
+    slow = training not in BY_DEFAULT.get(ranks, [])
+    return [result[training] for result in results(ranks, slow)]  # pyright: ignore[reportArgumentType]
+
+
+def trainings(which: dict[Ranks, list[Training]], *marks: Any) -> list[Any]:
+    return [pytest.param(ranks, *one, marks=marks) for ranks, several in which.items() for one in several]
 
 
 every_training = pytest.mark.parametrize(
-    ("ranks", "case", "numbers"), [(ranks, *one) for ranks, trainings in GLOO.items() for one in trainings], ids=str
+    ("ranks", "case", "numbers"), [*trainings(BY_DEFAULT), *trainings(SLOW, pytest.mark.slow)], ids=str
 )
 
 
@@ -106,18 +114,18 @@ def test_every_gradient_is_that_of_the_unsharded_loop(case: str, ranks: Ranks, n
 
 @every_training
 def test_every_gradient_of_gloo_ranks_is_that_of_the_unsharded_loop(ranks: Ranks, case: str, numbers: str) -> None:
-    assert [result[case, numbers].unsharded for result in results(ranks)] == [""] * ranks.size
+    assert [outcome.unsharded for outcome in outcomes(ranks, case, numbers)] == [""] * ranks.size
 
 
 @every_training
 def test_every_gradient_is_that_of_fully_shard(ranks: Ranks, case: str, numbers: str) -> None:
     """Bitwise, in every precision, where the sum of a pair has no order."""
-    assert [result[case, numbers].fully_shard for result in results(ranks)] == [""] * ranks.size
+    assert [outcome.fully_shard for outcome in outcomes(ranks, case, numbers)] == [""] * ranks.size
 
 
 @every_training
 def test_all_ranks_have_the_same_gradients_and_parameters_bitwise(ranks: Ranks, case: str, numbers: str) -> None:
-    assert len({result[case, numbers].bits for result in results(ranks)}) == 1
+    assert len({outcome.bits for outcome in outcomes(ranks, case, numbers)}) == 1
 
 
 def assert_parity(case: str, axes: dict[str, int], kind: Numbers) -> None:
