@@ -21,7 +21,7 @@ from .precision import MixedPrecision
 from .serialization import Reduction
 from .sources import source_problems, sparse_problems
 from .trees import Sharded
-from .units import Units, assign, prefixes_of
+from .units import Units, assign, merge_small, prefixes_of
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
 Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], MixedPrecision | None] | None
@@ -75,10 +75,11 @@ def plan(
         source: the model, which may be on the meta device, or a mapping name -> tensor. Parameters with
             ``requires_grad=False``, integers and bools are frozen; plain tensors of a mapping are trainable.
         mesh: the ranks; an axis that it does not have has size 1.
-        units: what is gathered together. ``"auto"``: each entry of the outermost ``ModuleList`` and ``Sequential``
-            stacks, and the rest by module. Module classes or a callable ``(name, module) -> bool``: each such module,
-            innermost first, and the rest in one unit. Lists of names of parameters or modules. An int: the maximal
-            number of bytes.
+        units: what is gathered together. ``"blocks"``: each entry of the outermost ``ModuleList`` and ``Sequential``
+            stacks, and the rest by module. ``"auto"``: the same, with neighbours as one unit, named by the first, while
+            they have no more than 4 MiB and a 16th of the model together; not where ``precision`` is by unit. Module
+            classes or a callable ``(name, module) -> bool``: each such module, innermost first, and the rest in one
+            unit. Lists of names of parameters or modules. An int: the maximal number of bytes.
         labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
             and have their own optimizer options.
         shard_axis: the axis that buffers are sharded over.
@@ -152,6 +153,8 @@ def _plan(
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     unit_of = assign(parts, source if isinstance(source, nn.Module) else None, units)
+    if units == "auto" and not _names_units(precision):
+        unit_of = merge_small(tensors, unit_of)
     label_of = _labels(tensors, labels)
     whole = {aliases.get(name, name) for name in _below_any(every, ignored)}
     groups: dict[_Kind, list[Slot]] = {}
@@ -169,6 +172,10 @@ def _plan(
         mesh=mesh,
         **vars(options),
     )
+
+
+def _names_units(precision: Precision) -> bool:
+    return isinstance(precision, Mapping) or callable(precision)
 
 
 def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:

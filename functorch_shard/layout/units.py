@@ -26,8 +26,8 @@ ROOT = "(root)"  # the unit of parameters that are directly in the model
 def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units) -> dict[str, str]:
     """The unit of every parameter name; :data:`ROOT` for parameters outside of any (chosen) module."""
     if isinstance(units, str):
-        if units != "auto":
-            raise ValueError(f"plan: units: got {units!r}, expected 'auto' (the only string that it can be)")
+        if units not in ("auto", "blocks"):
+            raise ValueError(f"plan: units: got {units!r}, expected 'auto' or 'blocks', if it is a string")
         return _by_stack(tensors, _stack_entries(tensors, module))
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):
         raise ValueError(f"plan: units: got {units!r}, expected a positive number of bytes")
@@ -40,6 +40,25 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
             )
         return _by_names(tensors, units)
     return _by_module(tensors, module, _predicate(units))
+
+
+# Neighbours are merged into units of up to this many bytes and this part of the model: 200 layers of 64 then take
+# 17 rounds of messages and not 200, and what is whole at a time grows by two of these at most.
+_MERGED_BYTES, _MERGED_PART = 4 << 20, 16
+
+
+def merge_small(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> dict[str, str]:
+    """Small neighbours as one unit with the name of the first; what is directly in the model stays apart."""
+    sizes: dict[str, int] = {}
+    for name, unit in units.items():
+        sizes[unit] = sizes.get(unit, 0) + tensors[name].numel() * tensors[name].element_size()
+    limit = min(_MERGED_BYTES, sum(sizes.values()) // _MERGED_PART)
+    merged, first, size = {}, ROOT, 0
+    for unit, nbytes in sizes.items():
+        if first == ROOT or unit == ROOT or size + nbytes > limit:
+            first, size = unit, 0
+        merged[unit], size = first, size + nbytes
+    return {name: merged[unit] for name, unit in units.items()}
 
 
 def below(name: str, prefix: str) -> bool:
@@ -115,7 +134,7 @@ def _predicate(units: Any) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, type) or _is_classes(units):
         return lambda name, module: isinstance(module, units)
     if not callable(units):
-        known = "'auto', bytes, module classes, a callable or lists of names"
+        known = "'auto', 'blocks', bytes, module classes, a callable or lists of names"
         raise TypeError(f"plan: units: got {type(units).__name__}, expected {known}")
     return units  # pyright: ignore[reportReturnType]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import functorch_shard as fs
 from functorch_shard.layout.planning import Units
+from tests.benchmarks.workloads import WORKLOADS
 
 MESH = fs.simulated_mesh(3)
 
@@ -105,6 +106,47 @@ def test_auto_finds_the_outermost_stacks(case: str) -> None:
     assert outline(make()) == expected
 
 
+def layers(number: int, width: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(number)))
+
+
+def test_auto_merges_small_neighbours_up_to_a_16th_of_the_model() -> None:
+    units = units_of(layers(200, 8))
+    assert list(units) == [str(i) for i in range(0, 200, 12)]
+    assert [name for names in units.values() for name in names] == [f"{i}.weight" for i in range(200)]
+    assert list(units_of(layers(200, 8), "blocks")) == [str(i) for i in range(200)]
+
+
+def test_auto_merges_no_more_than_four_mebibytes() -> None:
+    assert set(outline(layers(80, 512)).values()) == {4}
+    assert set(outline(layers(80, 1024)).values()) == {1}
+    assert set(outline(layers(80, 1025)).values()) == {1}
+
+
+def test_auto_keeps_a_layer_that_is_small_beside_large_ones() -> None:
+    with torch.device("meta"):
+        gpt = WORKLOADS["gpt"].model()
+    assert units_of(gpt) == units_of(gpt, "blocks")
+
+
+def test_auto_keeps_units_that_have_a_precision_by_name() -> None:
+    model, half = layers(40, 4), fs.MixedPrecision(torch.bfloat16)
+    assert len(fs.plan(model, MESH, precision=half).units) == 20
+    for by_unit in (lambda unit: half if unit == "3" else None, {"3": half}):
+        layout = fs.plan(model, MESH, precision=by_unit)
+        assert [unit.name for unit in layout.units if unit.precision == half] == ["3"]
+
+
+def test_a_merged_unit_has_buffers_for_what_is_frozen_and_for_what_trains() -> None:
+    model = layers(40, 4)
+    for layer in [*model.children()][:5]:
+        layer.requires_grad_(False)
+    model.register_parameter("scale", nn.Parameter(torch.ones(3)))
+    assert outline(model) == {"(root)": 1, **{str(i): 2 for i in range(0, 40, 2)}}
+    assert {"4", "4/frozen"} <= fs.plan(model, MESH).buffers.keys()
+
+
 def test_auto_plans_a_mapping_as_the_module_it_came_from() -> None:
     model = Model()
     assert fs.plan(model.state_dict(), MESH) == fs.plan(model, MESH)
@@ -167,7 +209,7 @@ def test_bytes_fill_units_in_order_and_a_larger_parameter_stands_alone() -> None
 
 TENSORS = {"a.w": torch.zeros(2), "b.w": torch.zeros(2)}
 WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "word": (TENSORS, "all", ValueError, r"plan: units: got 'all', expected 'auto'"),
+    "word": (TENSORS, "all", ValueError, r"plan: units: got 'all', expected 'auto' or 'blocks'"),
     "no bytes": (TENSORS, 0, ValueError, r"plan: units: got 0, expected a positive number of bytes"),
     "bool": (TENSORS, True, ValueError, r"plan: units: got True, expected a positive number of bytes"),
     "unknown": (
@@ -177,7 +219,12 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         r"plan: units: 2 problems\n  'nope': no parameter or module of that name\n  'b\.v': no .*\nList every",
     ),
     "twice": (TENSORS, [["a"], ["b", "a.w"]], ValueError, r"'a\.w': listed twice, in 'a' and 'b'"),
-    "set": (nn.Linear(2, 3), {nn.Linear}, TypeError, r"got set, expected 'auto', bytes, module classes, a callable or"),
+    "set": (
+        nn.Linear(2, 3),
+        {nn.Linear},
+        TypeError,
+        r"got set, expected 'auto', 'blocks', bytes, module classes, a callable or",
+    ),
     "none": (nn.Linear(2, 3), None, TypeError, r"plan: units: got NoneType, expected"),
     "flat list": (
         TENSORS,

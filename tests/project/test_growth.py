@@ -98,13 +98,12 @@ def attention_of(n: int) -> nn.Module:
         return nn.ModuleList(nn.MultiheadAttention(2, 1) for _ in range(n))
 
 
-def planned(n: int, mesh: fs.Mesh = MESH, **options: Any) -> fs.Layout:
-    return fs.plan(tensors_of(n), mesh, **options)
+def planned(n: int, mesh: fs.Mesh = MESH, units: Any = "blocks", **options: Any) -> fs.Layout:
+    return fs.plan(tensors_of(n), mesh, units=units, **options)
 
 
 def sharded(n: int, mesh: fs.Mesh = MESH, **options: Any) -> fs.Sharded:
-    tensors = tensors_of(n)
-    return fs.shard(tensors, fs.plan(tensors, mesh, **options))
+    return fs.shard(tensors_of(n), planned(n, mesh, **options))
 
 
 def of_layout(fn: Callable[[fs.Layout], Any], **options: Any) -> Task:

@@ -59,7 +59,7 @@ def values(dtypes: str = "float64", seed: int = 0) -> dict[str, Tensor]:
 def sharded(mesh: fs.Mesh, dtypes: str = "float64", ignored: str = "sharded", **options: Any) -> fs.Sharded:
     """With integers as well, so that they can be seen to count nothing."""
     given = {**values(dtypes), **FROZEN}
-    return fs.shard(given, fs.plan(given, mesh, ignored=IGNORED[ignored], **options))
+    return fs.shard(given, fs.plan(given, mesh, ignored=IGNORED[ignored], **{"units": "blocks", **options}))
 
 
 def with_padding(tree: fs.Sharded, padding: float) -> fs.Sharded:
@@ -129,4 +129,4 @@ def spoiled_values(bad: Bad, dtypes: str = "float64") -> dict[str, Tensor]:
 def spoiled(mesh: fs.Mesh, bad: Bad, dtypes: str = "float64", **options: Any) -> fs.Sharded:
     """Where ``bad`` says so."""
     given = spoiled_values(bad, dtypes)
-    return fs.shard(given, fs.plan(given, mesh, **options))
+    return fs.shard(given, fs.plan(given, mesh, **{"units": "blocks", **options}))

@@ -37,7 +37,7 @@ every_scale = pytest.mark.parametrize("kind", SCALES)
 
 def sharded(mesh: fs.Mesh, dtypes: str = "float32", **options: Any) -> fs.Sharded:
     given = {**values(dtypes), **FROZEN}
-    return fs.shard(given, fs.plan(given, mesh, **options))
+    return fs.shard(given, fs.plan(given, mesh, units="blocks", **options))
 
 
 def as_grads(tree: fs.Sharded) -> fs.Sharded:
@@ -201,7 +201,7 @@ def test_half_precision_is_divided_by_a_scale_that_it_cannot_hold_the_inverse_of
         scale = fs.LossScale.static(initial)
         expected = (values["w"].float() * torch.tensor(initial).double().reciprocal().float()).to(dtype)
         for mesh in (fs.init_mesh(), fs.simulated_mesh(3)):
-            grads = fs.shard(values, fs.plan(values, mesh))
+            grads = fs.shard(values, fs.plan(values, mesh, units="blocks"))
             assert torch.equal(fs.gather(scale.unscale(grads, scale.init(grads))[0], lazy=False)["w"], expected)
 
 
