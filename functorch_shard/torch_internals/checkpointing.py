@@ -46,6 +46,11 @@ def recomputed_region() -> Any | None:
     return regions[-1] if regions else None
 
 
+def may_be_recomputing() -> bool:
+    """A fast test: false only if ``recomputed_region`` finds nothing."""
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
 def _hooks_of_checkpoint(name: str) -> list[dict[str, Any]]:
     """The closures of hooks of class ``name``, outermost first; torch exposes the innermost hook only."""
     if _top_saved_tensors_default_hooks(False) is None:

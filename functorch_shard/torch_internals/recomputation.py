@@ -23,6 +23,7 @@ from .checkpointing import (
     given_to_checkpoint,
     has_compiled,
     may_be_in_checkpoint,
+    may_be_recomputing,
     recomputed_region,
     reentrant_checkpoint,
     refused_checkpoint,
@@ -147,7 +148,7 @@ class _OnlyWhatForwardUsed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x in (*args, *kwargs.values()):
+        for x in (*args, *kwargs.values()) if may_be_recomputing() else ():
             for parameter in _flat(x):
                 if isinstance(parameter, Parameter):
                     self._check(parameter)
