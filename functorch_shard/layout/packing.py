@@ -19,10 +19,11 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
     _refuse_sparse(tensors, buffer)
     like = tensors[buffer.slots[0].name]
     gaps = buffer.split_sizes()[1::2]
-    parts = [like.new_zeros(buffer.slots[0].offset)]
+    parts = [like.new_zeros(start)] if (start := buffer.slots[0].offset) else []
     for slot, gap in zip(buffer.slots, gaps, strict=True):
-        parts += [tensors[slot.name].reshape(-1), like.new_zeros(gap)]
-    parts = [part for part in parts if part.numel()] or parts[:1]
+        parts += [tensors[slot.name].reshape(-1)] if slot.numel else []
+        parts += [like.new_zeros(gap)] if gap else []
+    parts = parts or [like.new_zeros(0)]
     return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
 

@@ -52,6 +52,7 @@ class Lazy(Tensor):
     _session: Session
     _buffers: UnitBuffers
     _index: int
+    _place: tuple[Sequence[int], Sequence[int], int]  # its shape, strides and offset, as numbers that Python has
 
     @staticmethod
     def __new__(
@@ -66,6 +67,7 @@ class Lazy(Tensor):
     ) -> Lazy:
         self = without_memory(cls, shape, strides, offset, dtype, buffers.device)
         self._session, self._buffers, self._index = session, buffers, index
+        self._place = shape, strides, offset
         refuse_pointers(self)
         return self
 
@@ -94,24 +96,26 @@ class Lazy(Tensor):
         refuse_swapped(self._is_in)
         flat = self._session.data(self._buffers, self._index)
         flat = flat.clone() if own else flat
-        return flat.as_strided(self.shape, self.stride(), flat.storage_offset() + self.storage_offset())
+        shape, strides, offset = self._place
+        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
 
     def _is_in(self, values: Iterable[Any]) -> bool:
         return any(isinstance(x, Lazy) and x._buffers is self._buffers for x in values)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is aten.t.default and self.ndim == 2:  # every linear layer, twice
-            return self._at(self.shape[::-1], self.stride()[::-1], self.storage_offset())
-        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        shape, strides, offset = self._place
+        if func is aten.t.default and len(shape) == 2:  # every linear layer, twice
+            return self._at(shape[::-1], strides[::-1], offset)
+        like = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
         views = func(like, *args[1:], **kwargs)
         several = views if isinstance(views, (list, tuple)) else [views]
         if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
             return func(self._data(own=True), *args[1:], **kwargs)  # a view of other numbers
-        lazy = [self._at(view.shape, view.stride(), self.storage_offset() + view.storage_offset()) for view in several]
+        lazy = [self._at(view.shape, view.stride(), offset + int(view.storage_offset())) for view in several]
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
 
-    def _at(self, shape: Sequence[int], strides: Sequence[int], offset: Any) -> Lazy:
-        return Lazy(self._session, self._buffers, self._index, shape, strides, int(offset), self.dtype)
+    def _at(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> Lazy:
+        return Lazy(self._session, self._buffers, self._index, shape, strides, offset, self.dtype)
 
     def _form(self) -> Tensor:
         """Its shape, dtype and device, over one element of memory where strides say no more than the shape."""

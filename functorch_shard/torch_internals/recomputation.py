@@ -55,6 +55,8 @@ def checkpoints_explained(verb: str) -> Iterator[None]:
 
 def refuse_swapped(is_in: Callable[[Iterable[Any]], bool]) -> None:
     """Raise if a checkpoint uses a tensor that ``is_in`` those of a ``functional_call`` around the checkpoint."""
+    if not may_be_in_checkpoint():
+        return
     reentrant = reentrant_checkpoint() is not None
     if not checkpointed_regions() and not reentrant:
         return
