@@ -16,21 +16,32 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
 
     The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
     """
-    _refuse_sparse(tensors, buffer)
+    with sparse_refused(tensors, buffer):
+        parts = _parts(tensors, buffer)
+        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+
+
+def _parts(tensors: Mapping[str, Tensor], buffer: Buffer) -> list[Tensor]:
+    """What is concatenated: parameters, and zeros for the gaps between them."""
     like = tensors[buffer.slots[0].name]
     gaps = buffer.split_sizes()[1::2]
     parts = [like.new_zeros(start)] if (start := buffer.slots[0].offset) else []
     for slot, gap in zip(buffer.slots, gaps, strict=True):
         parts += [tensors[slot.name].reshape(-1)] if slot.numel else []
         parts += [like.new_zeros(gap)] if gap else []
-    parts = parts or [like.new_zeros(0)]
-    return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+    return parts or [like.new_zeros(0)]
 
 
-def _refuse_sparse(tensors: Mapping[str, Tensor], buffer: Buffer) -> None:
-    sparse = [slot.name for slot in buffer.slots if tensors[slot.name].layout is not torch.strided]
-    if sparse:
-        raise ValueError(f"gather: the gradient of {', '.join(map(repr, sparse))} is sparse{_SPARSE}")
+@contextmanager
+def sparse_refused(tensors: Mapping[str, Tensor], buffer: Buffer) -> Iterator[None]:
+    """Name sparse tensors where one raises; to ask each for its layout first would take as long as the rest."""
+    try:
+        yield
+    except RuntimeError:
+        sparse = [slot.name for slot in buffer.slots if tensors[slot.name].layout is not torch.strided]
+        if not sparse:
+            raise
+        raise ValueError(f"gather: the gradient of {', '.join(map(repr, sparse))} is sparse{_SPARSE}") from None
 
 
 @contextmanager

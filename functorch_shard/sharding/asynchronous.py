@@ -18,7 +18,7 @@ from ..communication.axis import Axis
 from ..communication.work import Finished, Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.packing import pack
+from ..layout.packing import pack, sparse_refused
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import MemoryKind
@@ -104,7 +104,8 @@ class Reductions:
         plan = layout.schedule(buffer, like.dtype)
         ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
         # where there is nothing to add up now, what is packed may be the result, and is in new memory
-        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
+        with sparse_refused(grads, buffer):
+            scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
         return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
 
     def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as torch_pytree
 
 import functorch_shard as fs
 from tests.support.models import two_layers
+from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
 MESHES = [fs.init_mesh(), fs.simulated_mesh(2)]
@@ -173,6 +174,17 @@ def test_a_sparse_gradient_of_a_lazy_parameter_is_refused_by_name(differentiate:
     assert said.endswith("Pass sparse=False.")
     grads = {"rows": torch.eye(9, 3).to_sparse(), "scale": torch.ones(3)}
     assert "'rows': got layout torch.sparse_coo, expected a dense tensor" in refused(fs.scatter_grads, grads, layout)
+
+
+def refused_on_this_rank(mesh: fs.Mesh) -> str:
+    values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
+    return refused(fs.grad(_of_rows), fs.shard(values, fs.plan(values, mesh)))
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_sparse_gradient_is_refused_by_name_on_every_rank(ranks: Ranks) -> None:
+    assert len(set(ranks.run(refused_on_this_rank))) == 1
+    assert ranks.run(refused_on_this_rank)[0].startswith("ValueError: gather: the gradient of 'rows' is sparse")
 
 
 def test_all_kinds_of_problems_come_in_one_error() -> None:
