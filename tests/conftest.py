@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.support.fork_server import preload
-from tests.support.ranks import DEFAULT, Ranks
+from tests.support.ranks import DEFAULT, Ranks, also_sequential
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,3 +20,17 @@ def fork_server() -> None:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Simulated ranks in different numbers, and real ones; ``parametrize("ranks", ...)`` has others in their place."""
     return request.param
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: Any) -> None:
+    """Tests of kinds of ranks also run on ranks one after the other, with ``-m slow``, unless what they test is around
+    ``spmd``, as a compiler is."""
+    if metafunc.module.__name__.startswith("tests.training.compilation."):
+        return
+    parametrize = metafunc.parametrize
+
+    def with_more_kinds(names: Any, values: Any, *args: Any, **kwargs: Any) -> None:
+        parametrize(names, also_sequential(values) if names == "ranks" else values, *args, **kwargs)
+
+    metafunc.parametrize = with_more_kinds

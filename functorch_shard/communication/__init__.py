@@ -11,10 +11,10 @@ Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_red
 does, derivatives are those of the true collectives, whose transposes go through it as well.
 
 Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backend``: the interface; ``simulated``,
-``process_group``, ``gloo`` with ``shared_memory``, ``headers`` and ``dtypes``: the backends; ``axis`` is an axis with
-its backend; ``recorded``: what tracers record; ``wrapper``, ``counter``, ``order_check``, ``lost_ranks`` stand before a
-backend; ``writes`` finds writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``,
-``containers`` and ``opaque`` alone; imported by ``mesh`` and above.
+``sequential`` with ``turns``, ``process_group``, ``gloo`` with ``shared_memory``, ``headers`` and ``dtypes``: the
+backends; ``axis`` is an axis with its backend; ``recorded``: what tracers record; ``wrapper``, ``counter``,
+``order_check``, ``lost_ranks`` stand before a backend; ``writes`` finds writes into what simulated ranks gathered.
+Imports ``torch_internals``, ``errors``, ``containers`` and ``opaque`` alone; imported by ``mesh`` and above.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def without_reduction(axis: Axis) -> Backend:
 
     Stands for ``FSDP_USE_FAKE_REDUCE``.
     """
-    simulated = axis.backend.simulated
 
     def own_part(x: Tensor, dim: int, rank: int) -> Tensor:
         return x.unflatten(dim, (axis.size, x.shape[dim] // axis.size)).select(dim, rank)
 
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        simulated = axis.backend.simulated
         match op.kind:
             case "psum_scatter" if simulated:
                 return Finished(torch.stack([own_part(row, op.dim, rank) for rank, row in enumerate(x.unbind(0))]))

@@ -48,6 +48,16 @@ class Backend(ABC):
         """Whether operands are the values of all ranks, stacked."""
         return False
 
+    @property
+    def in_rank(self) -> bool:
+        """Whether code here runs as one of the ranks: on simulated ones, inside of ``spmd`` alone."""
+        return True
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a :class:`Counter` counts what is issued here: of ranks that share it, what one of them issues."""
+        return True
+
     @abstractmethod
     def index(self) -> Tensor | int:
         """This rank's position on the axis."""

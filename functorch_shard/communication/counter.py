@@ -63,14 +63,16 @@ class Counter:
 
     def __call__(self, axis: Axis) -> Backend:
         """What :meth:`Mesh.with_backend` asks for each axis."""
-        return Wrapped(axis.backend, partial(self._count, axis.size))
+        return Wrapped(axis.backend, partial(self._count, axis))
 
-    def _count(self, size: int, op: Collective, x: Tensor, send: Issue) -> Work:
+    def _count(self, axis: Axis, op: Collective, x: Tensor, send: Issue) -> Work:
+        if not axis.backend.is_counted:
+            return send(op, x)
         start = time.perf_counter()
         work = send(op, x)  # where it may be refused
         issued = time.perf_counter()
         passed = issued - start
-        self.add(op.axis, op.kind, Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, size), passed, passed))
+        self.add(op.axis, op.kind, Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, axis.size), passed, passed))
 
         def wait() -> Tensor:
             again = time.perf_counter()

@@ -51,6 +51,10 @@ class StackedBackend(Backend):
     siblings: tuple[Index, ...] = field(default=(), repr=False)
     simulated: bool = field(default=True, init=False)
 
+    @property
+    def in_rank(self) -> bool:
+        return self.ranks.get() is not None
+
     def index(self) -> Tensor:
         index = self.ranks.get()
         if index is None:
@@ -68,29 +72,30 @@ class StackedBackend(Backend):
         self.index()
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        return Finished(self._result(op, x))
+        return Finished(of_all_ranks(op, x, self.size))
 
-    def _result(self, op: Collective, x: Tensor) -> Tensor:
-        """Dims of ``op`` are those of one rank's value, one less than in ``x``."""
-        match op.kind:
-            case "all_gather" | "exchange":
-                # a copy, as on real ranks: a view would let the result write to the operand
-                x = x if _has_dtype_and_device(x, op) else x.to(op.device or x.device, op.dtype)
-                return _side_by_side(x, op.dim)
-            case "psum_scatter":
-                total = sum_in_rank_order(x.unbind(0))
-                return total.unflatten(op.dim, (self.size, total.shape[op.dim] // self.size)).movedim(op.dim, 0)
-            case "psum":
-                return sum_in_rank_order(x.unbind(0))
-            case "pmax":
-                return x.amax(0)
-            case "all_to_all":
-                return x.movedim(op.dim + 1, 0).movedim(1, op.dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
-            case "ragged_all_to_all":
-                return _swapped(x, op.splits)
-            case "scatter" | "broadcast":
-                return x.select(0, op.source)
-        raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
+
+def of_all_ranks(op: Collective, x: Tensor, size: int) -> Tensor:
+    """The result of ``op`` for the values ``x`` of all ranks; its dims are those of one rank's value, one less."""
+    match op.kind:
+        case "all_gather" | "exchange":
+            # a copy, as on real ranks: a view would let the result write to the operand
+            x = x if _has_dtype_and_device(x, op) else x.to(op.device or x.device, op.dtype)
+            return _side_by_side(x, op.dim)
+        case "psum_scatter":
+            total = sum_in_rank_order(x.unbind(0))
+            return total.unflatten(op.dim, (size, total.shape[op.dim] // size)).movedim(op.dim, 0)
+        case "psum":
+            return sum_in_rank_order(x.unbind(0))
+        case "pmax":
+            return x.amax(0)
+        case "all_to_all":
+            return x.movedim(op.dim + 1, 0).movedim(1, op.dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
+        case "ragged_all_to_all":
+            return _swapped(x, op.splits)
+        case "scatter" | "broadcast":
+            return x.select(0, op.source)
+    raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
 
 
 def _has_dtype_and_device(x: Tensor, op: Collective) -> bool:

@@ -2,7 +2,8 @@
 
 ``mesh``: ``Mesh`` and ``simulated_mesh``; ``abstract``: one rank of a job that is not there.
 ``init``: ``init_mesh``; ``launchers`` and ``rendezvous`` are how it finds the other ranks. ``spmd``: a function of one
-rank run on all of them; ``vmap_limits`` says what simulated ranks refuse.
+rank run on all of them, under a vmap; ``vmap_limits`` says what that refuses. ``sequential``: run as one rank after the
+other. ``rank_dims``: the dims of arguments and results of both.
 ``consensus`` and ``fingerprints``: the same on every rank, or the same error on every rank.
 
 Imports ``communication`` and below; imported by ``layout`` and above.

@@ -9,7 +9,8 @@ import torch
 
 from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend
-from .mesh import Mesh, check_axes
+from .axes import check_axes
+from .mesh import Mesh
 
 
 def abstract_mesh(axes: int | Mapping[str, int], *, rank: int = 0, device: torch.device | str = "meta") -> Mesh:

@@ -18,8 +18,9 @@ from ..communication.gloo import group_backend
 from ..communication.lost_ranks import naming_lost_ranks
 from ..errors import axes_text
 from ..torch_internals.process_groups import set_timeout, timeout_of
+from .axes import check_axes, with_index
 from .launchers import Job, job_of
-from .mesh import Mesh, check_axes, with_index
+from .mesh import Mesh
 from .rendezvous import join_job
 
 

@@ -1,17 +1,16 @@
-"""The ranks: real ones over a process group, or simulated ones as a batch dim of this process.
+"""The ranks: real ones over a process group, or simulated ones: a batch dim, or threads of which one runs at a time.
 
-Note [Ranks as a batch axis]: on a simulated mesh ``spmd`` is ``torch.func.vmap`` over the ranks, one level per axis,
-and the vmap rule of a collective *is* the communication. Each level carries the rank index as a tensor batched at that
-level alone; a collective takes it as an operand, and so distinguishes the level of its axis from the user's own vmaps.
-JAX's ``vmap(axis_name=...)`` is the same idea.
+Note [Ranks as a batch axis]: on a simulated mesh of kind ``"batched"``, ``spmd`` is ``torch.func.vmap`` over the ranks,
+one level per axis, and the vmap rule of a collective *is* the communication. Each level carries the rank index as a
+tensor batched at that level alone; a collective takes it as an operand, and so distinguishes the level of its axis from
+the user's own vmaps. JAX's ``vmap(axis_name=...)`` is the same idea.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -23,14 +22,16 @@ from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend, Backend
 from ..communication.gloo import group_backend
 from ..communication.lost_ranks import naming_lost_ranks
+from ..communication.sequential import SequentialBackend
 from ..communication.simulated import StackedBackend
 from ..communication.wrapper import transport
-from ..communication.writes import Gathered
 from ..containers import Static
 from ..errors import axes_text
 from ..opaque import opaque
 from ..torch_internals.process_groups import whole_mesh
+from .axes import KINDS, check_axes, with_index
 from .consensus import agree, gather_texts
+from .sequential import spmd_in_turns
 from .spmd import split_tensor, spmd
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -63,13 +64,21 @@ class Mesh(Static):
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the ranks are a batch dim of this process."""
+        """Whether code here has the values of all ranks, in rank dims: on simulated ranks.
+
+        Inside ``spmd`` of ranks that run one after the other it is false: there code has the values of one rank.
+        """
         return any(axis.backend.simulated for axis in self._axes)
 
     @property
     def in_spmd(self) -> bool:
         """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
-        return all(backend.ranks.get() is not None for backend in self._stacked())
+        return all(axis.backend.in_rank for axis in self._axes)
+
+    @cached_property
+    def shares_memory(self) -> bool:
+        """Whether all ranks are in this process."""
+        return bool(self._stacked() or self._sequential())
 
     def __getitem__(self, name: str) -> Axis:
         for axis in self._axes:
@@ -94,15 +103,23 @@ class Mesh(Static):
 
         On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On simulated ranks it is
         ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions.
+        On those of kind ``"sequential"`` it is ``fn`` once for each rank, in threads of which one runs at a time: until
+        it waits for a collective, then the first rank that can go on. What a rank returns that is not a tensor has to
+        be the same on all of them. Python objects are shared, but parameters in a module while it runs, and torch's
+        random numbers, are each rank's own.
 
         Args:
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
             in_dims: where the rank dims of each positional argument start, as in ``torch.func.vmap``: an int, or a
                 tuple of trees. ``None``: the same on every rank, no rank dims. Keyword arguments are mapped at 0.
+                ``"list"``, on sequential ranks: a list with the value of each rank, of any shape.
             out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once.
+                ``"list"``, on sequential ranks: a list with what each rank returned.
             randomness: as in vmap, for simulated ranks, which draw from one generator: ``"different"`` draws something
-                else on every rank, ``"same"`` alike. A real rank draws from its own generator, whatever this says: seed
-                them apart after :func:`shard`, ``torch.manual_seed(1 + mesh.rank)``, or leave them alike for the same.
+                else on every rank, ``"same"`` alike. Sequential ranks have a generator each, which starts where this
+                one is (``"same"``), or at a seed made of that and the rank. A real rank draws from its own generator,
+                whatever this says: seed them apart after :func:`shard`, ``torch.manual_seed(1 + mesh.rank)``, or leave
+                them alike for the same.
 
         Returns:
             A function whose tensors carry one rank dim per axis, in the mesh's order.
@@ -121,7 +138,10 @@ class Mesh(Static):
                 Modules, functions and optimizers are passed through.
             RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a
                 vmap (an ``if`` on values, buffers that are written to, a checkpoint): the message says what instead.
-            NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on simulated ranks.
+                Sequential ranks: they wait for each other, or issue different collectives; the message has the lines.
+            NotImplementedError: ``fn`` is differentiated through ``torch.utils.checkpoint``, on batched ranks. Or a
+                transform or a compiler is around the function, on sequential ones.
+            Exception: what a rank raised, on sequential ones with a note of its number.
 
         Cost:
             No collectives of its own. One process does the work of all ranks.
@@ -135,7 +155,9 @@ class Mesh(Static):
         """
         if fn is None:
             return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
-        if self.is_simulated:
+        if backends := self._sequential():
+            fn = spmd_in_turns(fn, backends, in_dims, out_dims, randomness, self.device)
+        elif self.is_simulated:
             fn = spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device)
         return opaque(fn)
 
@@ -284,6 +306,9 @@ class Mesh(Static):
         for backend in self._stacked()[:1]:
             if gathered := backend.gathered.get():
                 gathered.add(key, whole, names)
+        for backend in self._sequential()[:1]:
+            if here := backend.running.get():
+                here.gathered.add(key, whole, names)
 
     def _several(self) -> list[Axis]:
         return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated and not _is_abstract(axis)]
@@ -292,46 +317,53 @@ class Mesh(Static):
         transports = [transport(axis.backend) for axis in self._axes]
         return [backend for backend in transports if isinstance(backend, StackedBackend)]
 
+    def _sequential(self) -> list[SequentialBackend]:
+        transports = [transport(axis.backend) for axis in self._axes]
+        return [backend for backend in transports if isinstance(backend, SequentialBackend)]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_simulated:
-            return partial(simulated_mesh, self.axes, device=self.device), ()
+            kind = "sequential" if self._sequential() else "batched"
+            return partial(simulated_mesh, self.axes, device=self.device, kind=kind), ()
         return Mesh, (self._axes, self.device)
 
     def __repr__(self) -> str:
         kind = "simulated, " if self.is_simulated else "abstract, " if any(map(_is_abstract, self._axes)) else ""
+        kind = "simulated one after the other, " if self._sequential() else kind
         return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
 
 
-def simulated_mesh(axes: int | Mapping[str, int], *, device: torch.device | str | None = None) -> Mesh:
+def simulated_mesh(
+    axes: int | Mapping[str, int], *, device: torch.device | str | None = None, kind: str = "batched"
+) -> Mesh:
     """Ranks inside this process: the same program, no process group, true values, every transform.
 
     Args:
         axes: the number of ranks of one axis ``"shard"``, or sizes by name, outermost first.
         device: where ``shard`` puts values; torch's default device unless given.
+        kind: how ``spmd`` runs a function. ``"batched"``: once, under a vmap over the ranks, which is fast, and
+            refuses what a vmap cannot do. ``"sequential"``: once for each rank, one after the other, as processes do,
+            with the numbers of real ranks: any program runs, and a step takes as long as those of all ranks together.
 
     Raises:
-        ValueError: a size below 1, or no axis.
+        ValueError: a size below 1, or no axis, or no such kind.
 
     Example:
         >>> fs.simulated_mesh({"replicate": 2, "shard": 4}).size
         8
+        >>> mesh = fs.simulated_mesh(2, kind="sequential")
+        >>> mesh.spmd(lambda x: x * 10 if x.item() > 1 else x)(torch.tensor([1, 2]))   # row r = rank r
+        tensor([ 1, 20])
     """
     sizes = {"shard": axes} if isinstance(axes, int) else dict(axes)
     check_axes("simulated_mesh", sizes)
+    if kind not in KINDS:
+        raise ValueError(f"simulated_mesh: kind: got {kind!r}, expected one of {', '.join(map(repr, KINDS))}")
     where = torch.get_default_device() if device is None else torch.device(device)
-    return Mesh(_simulated_axes(sizes), where)
-
-
-def _simulated_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
-    others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
-    gathered = ContextVar[Gathered | None]("gathered", default=None)
-    return tuple(
-        Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
-    )
+    return Mesh(KINDS[kind](sizes), where)
 
 
 def _is_abstract(axis: Axis) -> bool:
@@ -345,16 +377,3 @@ def _checked_backend(backend: Backend) -> Backend:
             "communication.wrap(function)(axis), or an object of a class that inherits from communication.Backend."
         )
     return backend
-
-
-def with_index(device: torch.device) -> torch.device:
-    """CUDA without a number is the current device, as tensors have it."""
-    unnumbered = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
-
-
-def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()):
-        raise ValueError(
-            f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
-        )

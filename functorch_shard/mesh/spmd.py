@@ -14,14 +14,12 @@ from torch.func import vmap
 
 from ..communication.simulated import StackedBackend, as_ranks
 from ..communication.writes import Gathered
-from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
+from ..containers import KNOWN, opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.recomputation import checkpoints_explained
-from ..torch_internals.tensors import is_number
 from ..torch_internals.transforms import without_batches
+from .rank_dims import Dim, broadcast, check_leaves, check_sizes, dims_of_call, first_dim, mapped_leaves
 from .vmap_limits import explained
-
-Dim = Any  # an int, or None
 
 
 def spmd(
@@ -39,13 +37,11 @@ def spmd(
         _refuse_nesting(axes)
         call: Any = opened((args, kwargs))
         leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
-        dims = (
-            _broadcast(in_dims, call[0], "in_dims") + [0] * optree.tree_structure(call[1], none_is_leaf=True).num_leaves
-        )
-        mapped = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and dims[i] is not None and not is_number(x)]
-        starts = [_first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
-        _check_leaves(treedef, leaves, dims)
-        _check_sizes(treedef, leaves, mapped, starts, axes)
+        dims = dims_of_call(in_dims, call)
+        mapped = mapped_leaves(leaves, dims)
+        starts = [first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
+        check_leaves(treedef, leaves, dims)
+        check_sizes(treedef, leaves, mapped, starts, tuple(axis.size for axis in axes))
         result: list[Any] = []
 
         def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -127,7 +123,7 @@ def _over_axis(
 def _rebuild(result: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: int) -> Any:
     """The results of all ranks in the tree that one rank returned, each with its rank dims where ``out_dims`` says."""
     leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
-    dims = _broadcast(out_dims, result, "out_dims")
+    dims = broadcast(out_dims, result, "out_dims")
     values = iter(stacked)
     moved = [
         _place(next(values), dim, num_axes) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)
@@ -152,53 +148,11 @@ def _the_same_on_all_ranks(x: Tensor, num_axes: int) -> Tensor:
     return x[(0,) * num_axes]
 
 
-def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
-    return dim if dim >= 0 else x.ndim - num_axes + dim + 1
-
-
-def _broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
-    """One dim per leaf of ``tree``, from a tree that is a prefix of it."""
-    try:
-        return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
-
-
 def _refuse_nesting(axes: Sequence[StackedBackend]) -> None:
     if any(axis.ranks.get() is not None for axis in axes):
         raise RuntimeError("spmd: this code already runs as one rank of the same mesh; call the undecorated function.")
 
 
-def _check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
-    """Refuse what holds tensors that cannot be mapped, unless all ranks are to share it."""
-    paths = treedef.paths()
-    found = [(paths[i], opaque_problem(x)) for i, x in enumerate(leaves) if dims[i] is not None]
-    problems = [f"{_path(path)}: {problem}" for path, problem in found if problem]
-    reject("spmd", problems, f"{KNOWN} What all ranks share, pass by position, with in_dims=None.", TypeError)
-
-
 def _of_one_rank(x: Any) -> bool:
     """Whether ``x`` belongs to the ranks, and means nothing outside."""
     return isinstance(x, Tensor) and without_batches(x) is not x
-
-
-def _check_sizes(
-    treedef: Any, leaves: list[Any], mapped: list[int], starts: list[int], axes: Sequence[StackedBackend]
-) -> None:
-    sizes = tuple(axis.size for axis in axes)
-    shapes = [(i, start, tuple(leaves[i].shape)) for i, start in zip(mapped, starts, strict=True)]
-    wrong = [(i, start, shape) for i, start, shape in shapes if shape[start : start + len(sizes)] != sizes]
-    paths, problems = treedef.paths() if wrong else [], []
-    for i, start, shape in wrong:
-        where = f"from dim {start}" if start else "as leading dims"
-        problems.append(f"{_path(paths[i])}: shape {shape}, expected {sizes} {where}, one a rank")
-    reject(
-        "spmd",
-        problems,
-        "Split a global batch with mesh.split; pass what all ranks share by position, with in_dims=None.",
-    )
-
-
-def _path(path: tuple[Any, ...]) -> str:
-    """The place of an argument as a reader would write it: ``args[0]['x']``."""
-    return ("kwargs" if path[0] else "args") + place(path[1:])

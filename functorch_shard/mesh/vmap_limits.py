@@ -71,7 +71,8 @@ _REASONS = (
     ),
 )
 _ADVICE = (
-    "Simulated ranks are one torch.func.vmap over this function. Real ranks run it as it is (torchrun, or in a test "
+    "Simulated ranks are one torch.func.vmap over this function; those of simulated_mesh(..., kind='sequential') run "
+    "it once for each rank, whatever it does. Real ranks run it as it is (torchrun, or in a test "
     "fs.testing.run_ranks), and so does a call without mesh.spmd: fs.grad(loss)(params, batch) with the whole batch."
 )
 

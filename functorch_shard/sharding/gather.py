@@ -51,7 +51,7 @@ def gather(
         more: the other parts, when :func:`partition` took a tree apart.
         lazy: ``False`` gathers everything now, into plain tensors. ``True`` makes even what one rank holds whole lazy,
             ``None`` only what has to be fetched, from other ranks or from where :func:`offload` put it. Simulated ranks
-            share one memory: there all is plain.
+            share one memory: there all is plain, but for ``True`` on sequential ones.
         dtype: the dtype to gather floating-point shards in, cast before they are sent; by default that of the
             layout's ``precision``. Gradients come back in the stored dtype.
         codec: ``(encode, decode)`` for floating-point shards, for example ``fs.codecs.int8()``. Every rank gets
@@ -121,8 +121,8 @@ def gather(
 
 
 def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
-    """Simulated ranks share one memory."""
-    if layout.mesh.is_simulated:
+    """Simulated ranks share one memory; one of those that run one after the other may ask for lazy parameters."""
+    if layout.mesh.is_simulated or (layout.mesh.shares_memory and lazy is None):
         return False
     return (buffer.num_shards > 1 or _is_elsewhere(x, layout)) if lazy is None else lazy
 

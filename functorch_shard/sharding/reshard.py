@@ -19,6 +19,7 @@ from ..layout.rank_trees import NOTHING, Holding, holding, is_node, path_text, r
 from ..layout.transfer_plan import Copy, copy_plan
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
+from ..torch_internals.taking_turns import own_state
 from ..torch_internals.transforms import in_transform
 
 
@@ -237,7 +238,7 @@ def _prepare(tree: Any, layout: Layout, fresh: Any) -> _Move:
 
 
 def _refuse_transforms() -> None:
-    if in_transform():
+    if in_transform() or own_state() is not None:
         raise RuntimeError(
             "reshard: called inside mesh.spmd, a torch.func transform or torch.compile, where a tree is one rank's or "
             "one row's. Call it outside, between steps: on simulated ranks with the stacked tree."

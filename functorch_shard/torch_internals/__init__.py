@@ -2,7 +2,8 @@
 
 ``transforms``: which ``torch.func`` transforms are active. ``autograd``: the graph and the running backward pass.
 ``checkpointing``: regions of ``torch.utils.checkpoint``. ``parameter_swap`` and ``recomputation``: other tensors in
-place of a module's own, in forward and in recomputation. ``tracing``, ``compilers`` and ``operators``: programs as
+place of a module's own, in forward and in recomputation. ``taking_turns``, ``called_module`` and ``thread_state``: what
+ranks in threads have of their own, and what of their caller. ``tracing``, ``compilers`` and ``operators``: programs as
 graphs; ``dynamo``: what ``torch.compile`` calls as a whole. ``rnn``, ``frames``, ``tensors``, ``pytree``,
 ``process_groups``, ``dcp``: private attributes of those. ``tests/torch_internals`` fails when torch changes one of
 them.

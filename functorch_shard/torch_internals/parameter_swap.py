@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from ..errors import hint, reject
 from .checkpointing import checkpointed_regions, reentrant_checkpoint
 from .rnn import takes_own_weights
+from .taking_turns import called
 from .transforms import in_transform
 
 NEEDS_REAL_RANKS = (
     "torch.utils.checkpoint cannot be used on simulated ranks or inside a transform of torch.func: it recomputes in "
     "backward, after these have ended. functorch_shard.remat(fn)(*args) can, in its place. Or run this on real ranks "
-    "(init_mesh) with fs.grad or backward(), or disable checkpointing, for example with "
-    "model.gradient_checkpointing_disable()."
+    "(init_mesh), or on those of simulated_mesh(..., kind='sequential'), with fs.grad or backward(), or disable "
+    "checkpointing, for example with model.gradient_checkpointing_disable()."
 )
 NOT_REENTRANT = (
     "torch.utils.checkpoint with use_reentrant=True supports neither fs.grad nor the tensors of this call. Pass "
@@ -44,7 +45,7 @@ class Swap:
     """
 
     def __init__(self, verb: str, model: nn.Module, given: Mapping[str, Tensor], *, keep: bool) -> None:
-        self._verb, self._keep, self._lock = verb, keep, RLock()
+        self._verb, self._model, self._keep, self._lock = verb, model, keep, RLock()
         chosen = _by_identity(verb, model, given)
         self._requires_grad = any(x.requires_grad for x in chosen.values())
         places = (_Place(m, kind, chosen) for m in model.modules() for kind in ("_parameters", "_buffers"))
@@ -56,7 +57,7 @@ class Swap:
     @contextmanager
     def running(self, again: Again | None = None) -> Iterator[None]:
         """A context in which the model has the given tensors; ``again``: those of a region's forward."""
-        with self._lock:
+        with self._lock, called(self._verb, self._model):
             self._refuse_threads()
             entry = _Entry(self, torch.is_grad_enabled(), checkpointed_regions())
             before: list[tuple[_Place | _CompiledCall, Any]] = []

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.support.refusals import refused
 
-MESH = fs.simulated_mesh(4)
+MESH, SEQUENTIAL = fs.simulated_mesh(4), fs.simulated_mesh(4, kind="sequential")
 ADVICE = (
     "Real ranks run it as it is (torchrun, or in a test fs.testing.run_ranks), and so does a call without mesh.spmd"
 )
@@ -102,6 +103,20 @@ def test_every_limit_of_a_vmap_is_named(fn: Any, reason: str, axes: dict[str, in
     assert str(caught.value.__cause__) in str(caught.value)
 
 
+@pytest.mark.parametrize("fn", [fn for fn, _ in CASES.values()], ids=CASES)
+def test_what_a_vmap_refuses_runs_on_ranks_that_run_one_after_the_other(fn: Any) -> None:
+    x = torch.randn(4, 3, 6)
+    torch.manual_seed(0)
+    results = SEQUENTIAL.spmd(fn, out_dims="list", randomness="same")(x)
+    for row, result in zip(x, results, strict=True):
+        torch.manual_seed(0)
+        expected = fn(row)
+        if isinstance(expected, (Tensor, float, np.ndarray)):  # others have addresses in them
+            torch.testing.assert_close(result, expected)
+        else:
+            assert type(result) is type(expected)
+
+
 class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +166,22 @@ def test_a_model_that_is_refused_in_spmd_is_differentiated_without_it(make: Any,
     assert ADVICE in said
     grads = fs.gather(fs.grad(loss)(params, x))
     model(x).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+@pytest.mark.parametrize("make", [make for name, (make, _) in MODELS.items() if name != "norm"], ids=str)
+def test_a_model_that_a_vmap_refuses_is_differentiated_on_ranks_that_run_one_after_the_other(make: Any) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(8, 6)
+    params = fs.shard(model, fs.plan(model, SEQUENTIAL))
+
+    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
+        return functional_call(model, fs.gather(params), (x,)).square().mean()
+
+    grads = fs.gather(SEQUENTIAL.spmd(fs.grad(loss))(params, SEQUENTIAL.split(x)))
+    for rows in x.chunk(4):
+        (model(rows).square().mean() / 4).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(grads[name], p.grad)
 

@@ -1,7 +1,8 @@
 """One body for simulated and real ranks: a test is written once and runs on both.
 
 A body takes a mesh and is the same on both kinds because it uses ``mesh.spmd`` and ``mesh.split``. The fixture
-``ranks`` (tests/conftest.py) runs a test on a few kinds of ranks; ``parametrize`` says which ones where others matter:
+``ranks`` (tests/conftest.py) runs a test on a few kinds of ranks; ``parametrize`` says which ones where others matter,
+and ``-m slow`` adds sequential ranks to either:
 
     def sums(mesh):
         return mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(mesh.split(torch.arange(2 * mesh.size)))
@@ -16,7 +17,7 @@ For real ranks bodies, their arguments and what they return are pickled: a body 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import product
@@ -29,21 +30,28 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.communication.simulated import StackedBackend
+from functorch_shard.communication.wrapper import transport
 from tests.support.pool import run_ranks
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Axes of ranks, simulated in this process or real: gloo processes of the pool."""
+    """Axes of ranks, simulated in this process, batched or one after the other, or real: gloo processes of the pool."""
 
     axes: Mapping[str, int]
-    real: bool = False
+    kind: str = "batched"  # or "sequential" or "gloo"
+
+    @property
+    def real(self) -> bool:
+        """Whether they are processes."""
+        return self.kind == "gloo"
 
     def __hash__(self) -> int:
         return hash(str(self))
 
     def __str__(self) -> str:
-        return "gloo " * self.real + ",".join(f"{name}={size}" for name, size in self.axes.items())
+        return f"{self.kind} ".removeprefix("batched ") + ",".join(f"{name}={size}" for name, size in self.axes.items())
 
     @property
     def size(self) -> int:
@@ -53,7 +61,7 @@ class Ranks:
     @property
     def simulated(self) -> Ranks:
         """As many ranks in this process."""
-        return replace(self, real=False)
+        return replace(self, kind="batched")
 
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``body(mesh, *args)`` returns on each rank, in rank order.
@@ -64,7 +72,7 @@ class Ranks:
         """
         if self.real:
             return run_ranks(_on_this_rank, self.size, body, dict(self.axes), args)
-        tree = body(fs.simulated_mesh(dict(self.axes)), *args)
+        tree = body(fs.simulated_mesh(dict(self.axes), kind=self.kind), *args)
         return [_row(tree, coordinate) for coordinate in product(*map(range, self.axes.values()))]
 
 
@@ -86,23 +94,41 @@ def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
     )
 
 
-def _kinds(real: bool, axes: tuple[int | Mapping[str, int], ...]) -> list[Ranks]:
-    return [Ranks({"shard": one} if isinstance(one, int) else one, real) for one in axes]
+def is_batched(mesh: fs.Mesh) -> bool:
+    """Whether its ranks are one vmap, whose kernels round as those for a batch of matrices do."""
+    return mesh.is_simulated and isinstance(transport(next(iter(mesh)).backend), StackedBackend)
+
+
+def _kinds(kind: str, axes: tuple[int | Mapping[str, int], ...]) -> list[Ranks]:
+    return [Ranks({"shard": one} if isinstance(one, int) else one, kind) for one in axes]
 
 
 def simulated(*axes: int | Mapping[str, int]) -> list[Ranks]:
     """Kinds of ranks in this process: numbers of shards, or sizes of axes."""
-    return _kinds(False, axes)
+    return _kinds("batched", axes)
+
+
+def sequential(*axes: int | Mapping[str, int]) -> list[Ranks]:
+    """Kinds of ranks in this process that run one after the other."""
+    return _kinds("sequential", axes)
 
 
 def gloo(*axes: int | Mapping[str, int]) -> list[Ranks]:
     """Kinds of gloo ranks; the ids of their tests begin with "gloo", so ``-k "not gloo"`` leaves them out."""
-    return _kinds(True, axes)
+    return _kinds("gloo", axes)
 
 
 def slow(kinds: list[Ranks]) -> list[Any]:
     """Further kinds for ``parametrize``, which ``-m slow`` runs: more of what the others show."""
     return [pytest.param(ranks, marks=pytest.mark.slow) for ranks in kinds]
+
+
+def also_sequential(kinds: Iterable[Any]) -> list[Any]:
+    """``kinds``, and for each batched one the same axes one rank after the other, for ``-m slow``."""
+    given = [*kinds]
+    ranks = [kind.values[0] if hasattr(kind, "values") else kind for kind in given]  # pytest.param
+    more = [replace(one, kind="sequential") for one in ranks if isinstance(one, Ranks) and one.kind == "batched"]
+    return given + slow([one for one in dict.fromkeys(more) if one not in ranks])
 
 
 def on_each(kinds: list[Any]) -> Callable[[Callable[[fs.Mesh], None]], Callable[[Ranks], None]]:
@@ -137,4 +163,4 @@ def rows_of(mesh: fs.Mesh, tree: Any) -> Any:
 
 
 HYBRID = {"replicate": 2, "shard": 2}
-DEFAULT = [*simulated(1, 3, HYBRID), *gloo(2)]  # of the fixture
+DEFAULT = [*simulated(1, 3, HYBRID), *sequential(3), *gloo(2)]  # of the fixture

@@ -9,7 +9,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, sequential, simulated
 
 SOURCE = {"w": torch.arange(5.0), "b": torch.tensor([7.0, 8.0])}
 
@@ -39,8 +39,10 @@ def test_ranks_count_in_row_major_order_on_both(ranks: Ranks) -> None:
 
 
 def test_kinds_of_ranks_have_names_and_are_keys() -> None:
-    assert [str(one) for one in (*simulated(3, HYBRID), *gloo(2))] == ["shard=3", "replicate=2,shard=2", "gloo shard=2"]
-    assert len({*gloo(2, 2), *simulated(2), gloo(2)[0].simulated}) == 2
+    assert [str(one) for one in (*simulated(HYBRID), *sequential(3), *gloo(2))] == [
+        *("replicate=2,shard=2", "sequential shard=3", "gloo shard=2")
+    ]
+    assert len({*gloo(2, 2), *sequential(2), *simulated(2), gloo(2)[0].simulated}) == 3
 
 
 @on_each([*simulated(2, HYBRID), *gloo(2, HYBRID)])

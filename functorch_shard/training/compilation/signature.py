@@ -14,6 +14,7 @@ from ...containers import opened, place
 from ...errors import listed
 from ...layout.trees import Full, Sharded
 from ...storage.memory_kind import memory_kind_of
+from ...torch_internals.taking_turns import own_state
 from ...torch_internals.tensors import FakeTensor, identity_of_storage
 
 
@@ -62,7 +63,9 @@ def _of_leaf(x: Any, i: int, first: dict[int, int]) -> Any:
 def _settings() -> Any:
     """What changes the operators of a program from outside."""
     autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
-    return torch.get_default_dtype(), autocast, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled()
+    rank = None if (own := own_state()) is None else own.number  # a graph has what depends on its rank as constants
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.get_default_dtype(), autocast, torch.is_grad_enabled(), deterministic, rank
 
 
 def is_traced(x: Any) -> bool:

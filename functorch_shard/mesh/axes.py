@@ -1,0 +1,45 @@
+"""The axes of a mesh: their sizes, checked, and those of simulated ranks of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from ..communication.axis import Axis
+from ..communication.sequential import Here, SequentialBackend
+from ..communication.simulated import StackedBackend
+from ..communication.writes import Gathered
+from ..errors import axes_text
+
+
+def sequential_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    running = ContextVar[Here | None]("the simulated rank of this thread", default=None)
+    return tuple(Axis(name, size, SequentialBackend(name, size, running)) for name, size in sizes.items())
+
+
+def batched_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
+    ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
+    others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
+    gathered = ContextVar[Gathered | None]("gathered", default=None)
+    return tuple(
+        Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
+    )
+
+
+KINDS = {"batched": batched_axes, "sequential": sequential_axes}  # of simulated ranks
+
+
+def with_index(device: torch.device) -> torch.device:
+    """CUDA without a number is the current device, as tensors have it."""
+    unnumbered = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
+
+
+def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
+    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()):
+        raise ValueError(
+            f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
+        )

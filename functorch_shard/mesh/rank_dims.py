@@ -1,0 +1,77 @@
+"""The rank dims of arguments and results of ``spmd``: where they are, and whether they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from ..containers import KNOWN, opaque_problem, opened, place
+from ..errors import reject
+from ..torch_internals.tensors import is_number
+
+Dim = Any  # an int, or None
+LIST = "list"  # in place of a dim: a list with the value of each rank
+
+
+def mapped_leaves(leaves: Sequence[Any], dims: Sequence[Dim]) -> list[int]:
+    """The indices of the leaves that have rank dims."""
+    pairs = enumerate(zip(leaves, dims, strict=True))
+    return [i for i, (x, dim) in pairs if isinstance(x, Tensor) and dim is not None and not is_number(x)]
+
+
+def dims_of_call(in_dims: Any, call: tuple[Any, Any]) -> list[Dim]:
+    """One dim for each leaf of the arguments ``call``, which are opened; keyword arguments have theirs at 0."""
+    keywords = optree.tree_structure(call[1], none_is_leaf=True).num_leaves
+    return broadcast(in_dims, call[0], "in_dims") + [0] * keywords
+
+
+def has_lists(dims: Any) -> bool:
+    """Whether somewhere in a tree of dims there is ``"list"``."""
+    return any(isinstance(dim, str) and dim == LIST for dim in optree.tree_leaves(dims))
+
+
+def first_dim(dim: int, x: Tensor, num_axes: int) -> int:
+    return dim if dim >= 0 else x.ndim - num_axes + dim + 1
+
+
+def broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
+    """One dim per leaf of ``tree``, from a tree that is a prefix of it."""
+    if has_lists(dims):
+        raise ValueError(
+            f"spmd: {what}={dims!r}: simulated ranks of kind 'batched' are rows of tensors. {LIST!r} is for ranks that "
+            "run one after the other, simulated_mesh(..., kind='sequential')."
+        )
+    try:
+        return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
+
+
+def check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
+    """Refuse what holds tensors that cannot be mapped, unless all ranks are to share it."""
+    paths = treedef.paths()
+    found = [(paths[i], opaque_problem(x)) for i, x in enumerate(leaves) if dims[i] is not None]
+    problems = [f"{_path(path)}: {problem}" for path, problem in found if problem]
+    reject("spmd", problems, f"{KNOWN} What all ranks share, pass by position, with in_dims=None.", TypeError)
+
+
+def check_sizes(treedef: Any, leaves: list[Any], mapped: list[int], starts: list[int], sizes: tuple[int, ...]) -> None:
+    shapes = [(i, start, tuple(leaves[i].shape)) for i, start in zip(mapped, starts, strict=True)]
+    wrong = [(i, start, shape) for i, start, shape in shapes if shape[start : start + len(sizes)] != sizes]
+    paths, problems = treedef.paths() if wrong else [], []
+    for i, start, shape in wrong:
+        where = f"from dim {start}" if start else "as leading dims"
+        problems.append(f"{_path(paths[i])}: shape {shape}, expected {sizes} {where}, one a rank")
+    reject(
+        "spmd",
+        problems,
+        "Split a global batch with mesh.split; pass what all ranks share by position, with in_dims=None.",
+    )
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    """The place of an argument as a reader would write it: ``args[0]['x']``."""
+    return ("kwargs" if path[0] else "args") + place(path[1:])

@@ -1,0 +1,149 @@
+"""What a process has for itself, and threads that take turns share: put away at the end of a turn, and back after it.
+
+Note [Own state]: ranks in threads, one of which runs at a time, share the objects of one process. Some of them torch
+changes for the duration of a call, and a turn may end inside of such a call, at a collective:
+
+- ``functional_call`` and :class:`Swap` replace the tensors of a module. All that the module and those inside of it have
+  as attributes is replaced by what they had before the call, and by what they had at the end of the turn when the
+  next turn of this rank begins. So no rank sees the tensors of another one.
+- the random number generators: each rank has a state of its own
+- ``torch.func.jvp`` counts how deep it is nested in a global of its module, and forward mode has one level for all
+  threads, at whose end every tangent is lost. Each rank has a count of its own, and the level ends with its last user.
+
+torch has no other place to see these, so ``functional_call`` and the ends of a level call functions of this file, which
+do nothing in threads that do not take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
+from torch.nn.utils import stateless
+
+from .called_module import CalledModule
+
+_OWN: ContextVar[OwnState | None] = ContextVar("what the rank of this thread has for itself", default=None)
+
+
+def own_state() -> OwnState | None:
+    """That of the rank which this thread runs; ``None`` in threads that do not take turns."""
+    return _OWN.get()
+
+
+class OwnState:
+    """What one rank has for itself.
+
+    Args:
+        number: which rank this is; it is part of what a recorded function depends on.
+        generators: the generators of the process that each rank has for itself.
+        states: of these, when the first turn of this rank begins.
+        alone: whether there is no other rank.
+    """
+
+    def __init__(
+        self, number: int, generators: Sequence[torch.Generator], states: Sequence[Tensor], alone: bool
+    ) -> None:
+        self.number, self.generators, self.states, self.alone = number, generators, states, alone
+        self.called: list[CalledModule] = []  # outermost first
+        self._forward = (0, -1)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context for all turns of this rank; a turn begins and ends with it."""
+        _install()
+        token = _OWN.set(self)
+        self.begin_turn()
+        try:
+            yield
+        finally:
+            self.end_turn()
+            _OWN.reset(token)
+
+    def begin_turn(self) -> None:
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
+        eager_transforms.JVP_NESTING, forward_ad._current_level = self._forward
+        for module in self.called:
+            module.put_back()
+
+    def end_turn(self) -> None:
+        for module in reversed(self.called):
+            module.put_away()
+        self._forward = eager_transforms.JVP_NESTING, forward_ad._current_level
+        eager_transforms.JVP_NESTING, forward_ad._current_level = 0, -1
+        self.states = [generator.get_state() for generator in self.generators]
+
+
+@contextmanager
+def called(verb: str, module: nn.Module, *, checked: bool = True) -> Iterator[None]:
+    """A context around a call that replaces tensors of ``module``: on ranks that take turns, each has its own.
+
+    ``checked``: raise if buffers were written to that were not given to the call.
+    """
+    own = _OWN.get()
+    if own is None:
+        yield
+        return
+    call = CalledModule(module)
+    own.called.append(call)
+    try:
+        yield
+    finally:
+        own.called.remove(call)
+    if checked and not own.alone:
+        call.refuse_writes(verb, module)
+
+
+@cache
+def _install() -> None:
+    """Once for the process, where ranks take turns."""
+    stateless._reparametrize_module = _noticed(stateless._reparametrize_module)
+    forward_ad.enter_dual_level = _shared_level(forward_ad.enter_dual_level)
+    forward_ad.exit_dual_level = _ends_with_last(forward_ad.exit_dual_level)
+
+
+def _noticed(reparametrize: Callable[..., Any]) -> Callable[..., Any]:
+    @contextmanager
+    def reparametrize_and_notice(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with called("functional_call", module), reparametrize(module, *args, **kwargs) as value:
+            yield value
+
+    return reparametrize_and_notice
+
+
+_INSIDE = set[int]()  # ranks, by the id of their state, that are inside of the one level of forward mode
+
+
+def _shared_level(enter: Callable[[], int]) -> Callable[[], int]:
+    def enter_dual_level() -> int:
+        own = _OWN.get()
+        if own is None or id(own) in _INSIDE or not _INSIDE:
+            level = enter()  # torch refuses a second one
+        else:
+            level = forward_ad._current_level = 0
+        if own is not None:
+            _INSIDE.add(id(own))
+        return level
+
+    return enter_dual_level
+
+
+def _ends_with_last(leave: Callable[..., None]) -> Callable[..., None]:
+    def exit_dual_level(*, level: int | None = None) -> None:
+        own = _OWN.get()
+        if own is not None:
+            _INSIDE.discard(id(own))
+        if own is not None and _INSIDE:
+            forward_ad._current_level = -1
+        else:
+            leave(level=level)
+
+    return exit_dual_level

@@ -1,0 +1,552 @@
+"""Simulated ranks that run one after the other: who runs when, what each has for itself, and how a program ends."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, jvp, vmap
+from torch.nn.utils import stateless
+from torch.utils.flop_counter import FlopCounterMode
+
+import functorch_shard as fs
+from functorch_shard.collectives import all_gather, axis_index, pmean, psum, psum_scatter
+from functorch_shard.communication import Counter, checked, without_all_gather, without_reduction
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.ranks import HYBRID
+from tests.support.refusals import refused
+
+HERE = __name__.rpartition(".")[2]
+
+
+def mesh_of(axes: Any = 3) -> fs.Mesh:
+    return fs.simulated_mesh(axes, kind="sequential")
+
+
+def rows(number: int = 3) -> Tensor:
+    return torch.arange(2.0 * number).view(number, 2)
+
+
+# who they are
+
+
+def test_a_mesh_says_how_its_ranks_run() -> None:
+    mesh = mesh_of(HYBRID)
+    assert repr(mesh) == "Mesh(replicate=2 x shard=2, simulated one after the other, cpu)"
+    assert repr(pickle.loads(pickle.dumps(mesh))) == repr(mesh)
+    assert copy.deepcopy(mesh) is mesh
+    assert "kind: got 'threads', expected one of 'batched', 'sequential'" in refused(
+        fs.simulated_mesh, 2, kind="threads"
+    )
+
+
+def test_a_rank_has_a_number_inside_and_is_rank_0_outside() -> None:
+    mesh = mesh_of(HYBRID)
+    seen = mesh.spmd(lambda: (mesh.rank, mesh.coordinate, mesh.is_simulated, mesh.in_spmd), out_dims="list")()
+    assert seen == [(2 * i + j, (i, j), False, True) for i in range(2) for j in range(2)]
+    assert (mesh.rank, mesh.coordinate, mesh.is_simulated, mesh.in_spmd) == (0, (0, 0), True, False)
+    assert mesh.spmd(lambda: axis_index(mesh))().tolist() == [[0, 1], [2, 3]]
+
+
+def test_split_gives_each_rank_its_part() -> None:
+    mesh = mesh_of()
+    inside = mesh.spmd(lambda x: mesh.split(x), in_dims=None)(torch.arange(6))
+    assert torch.equal(inside, mesh.split(torch.arange(6)))
+
+
+# turns
+
+
+def test_ranks_take_turns_in_their_order() -> None:
+    mesh, order = mesh_of(), []
+
+    def two_collectives(x: Tensor) -> Tensor:
+        for i in range(3):
+            order.append((i, mesh.rank))
+            x = psum(x, mesh)
+        return x
+
+    mesh.spmd(two_collectives)(rows())
+    assert order == [(i, rank) for i in range(3) for rank in range(3)]
+
+
+def test_no_two_ranks_run_at_once() -> None:
+    mesh, running, most = mesh_of(), [], []
+
+    def counted(x: Tensor) -> Tensor:
+        for _ in range(20):
+            running.append(mesh.rank)
+            most.append(len(running))
+            x = (x @ torch.eye(2)).sin()
+            running.pop()
+            x = psum(x, mesh)
+        return x
+
+    mesh.spmd(counted)(rows())
+    assert max(most) == 1
+
+
+def test_an_axis_connects_the_ranks_of_its_row_alone() -> None:
+    mesh = mesh_of({"replicate": 2, "shard": 3})
+    x = torch.arange(6.0).view(2, 3)
+    assert mesh.spmd(lambda x: psum(x, mesh["shard"]))(x).tolist() == [[3.0] * 3, [12.0] * 3]
+    assert mesh.spmd(lambda x: psum(x, mesh["replicate"]))(x).tolist() == [[3.0, 5.0, 7.0]] * 2
+
+
+def test_works_are_waited_for_in_any_order_or_not_at_all() -> None:
+    mesh = mesh_of()
+
+    def started(x: Tensor) -> Tensor:
+        first, _, third = (mesh["shard"].issue("psum", x * i) for i in (1, 2, 3))
+        return third.wait() - first.wait()
+
+    assert torch.equal(mesh.spmd(started)(rows())[1], 2 * rows().sum(0))
+
+
+def test_results_are_memory_of_each_rank() -> None:
+    mesh = mesh_of()
+
+    def write(x: Tensor) -> Tensor:
+        total = psum(x, mesh)
+        total += mesh.rank
+        psum(x, mesh)
+        return total
+
+    assert torch.equal(mesh.spmd(write)(rows()) - torch.arange(3.0)[:, None], rows().sum(0).expand(3, 2))
+
+
+# how a program ends
+
+
+def test_the_error_of_a_rank_is_raised_with_its_number_and_the_others_stop() -> None:
+    mesh, ended = mesh_of(), []
+
+    def fails(x: Tensor) -> Tensor:
+        try:
+            if mesh.rank == 1:
+                raise KeyError("missing")
+            return psum(x, mesh)
+        finally:
+            ended.append(mesh.rank)
+
+    with pytest.raises(KeyError, match="missing") as caught:
+        mesh.spmd(fails)(rows())
+    notes = getattr(caught.value, "__notes__", [str(caught.value.__cause__)])
+    assert notes == ["raised by rank 1 of 3 simulated ones"]
+    assert sorted(ended) == [0, 1, 2]
+    assert not any(thread.name.startswith("simulated rank") for thread in threading.enumerate())
+    assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(rows())[0], rows().sum(0))  # nothing to reset
+
+
+def test_ranks_that_wait_for_one_that_returned_say_so_with_their_lines() -> None:
+    mesh = mesh_of()
+
+    def early(x: Tensor) -> Tensor:
+        return x if mesh.rank == 1 else psum(x, mesh)
+
+    text = refused(mesh.spmd(early), rows())
+    assert "rank 0 waits for rank 1 in its psum of 2 float32 of shape (2,)" in text
+    assert "rank 2 waits for rank 1" in text
+    assert "rank 1 returned" in text
+    assert text.count(f"{HERE}.py:") >= 2
+    assert "in early" in text
+
+
+def test_ranks_that_wait_for_each_other_on_two_axes_say_so() -> None:
+    mesh = mesh_of(HYBRID)
+
+    def crossed(x: Tensor) -> Tensor:
+        first, second = ("replicate", "shard") if mesh.rank in (0, 3) else ("shard", "replicate")
+        return psum(psum(x, mesh[first]), mesh[second])
+
+    assert "none can go on" in refused(mesh.spmd(crossed), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda x, mesh: all_gather(x, mesh), "all_gather of 2 float32 of shape (2,)"),
+        (lambda x, mesh: psum(x[:1], mesh), "psum of 1 float32 of shape (1,)"),
+        (lambda x, mesh: psum(x[None], mesh), "psum of 2 float32 of shape (1, 2)"),
+        (lambda x, mesh: psum(x.double(), mesh), "psum of 2 float64 of shape (2,)"),
+    ],
+)
+def test_different_collectives_are_an_error_on_every_rank_that_names_both(other: Any, text: str) -> None:
+    mesh = mesh_of()
+
+    def differs(x: Tensor) -> str:
+        x = psum(x, mesh)
+        try:
+            other(x, mesh) if mesh.rank == 2 else psum(x, mesh)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    for found in mesh.spmd(differs, out_dims="list")(rows()):
+        assert "simulated ranks issue different collectives, each as its number 2 over 'shard'" in found
+        assert "rank 0: psum of 2 float32 of shape (2,)" in found
+        assert f"rank 2: {text} (" in found
+
+
+def test_plans_that_differ_are_an_error() -> None:
+    mesh = mesh_of()
+    text = refused(mesh.spmd(lambda: fs.plan({"w": torch.ones(4 + mesh.rank)}, mesh) and None))
+    assert "plan: the ranks disagree. First difference:" in text
+
+
+def test_collectives_outside_of_a_rank_are_an_error() -> None:
+    mesh = mesh_of()
+    assert "only exist inside mesh.spmd" in refused(psum, rows(), mesh)
+    x = rows().requires_grad_()
+    total = mesh.spmd(lambda x: psum(x * x, mesh))(x).sum()
+    assert "is differentiated inside too" in refused(torch.autograd.grad, total, x)
+
+
+def test_transforms_and_recordings_around_are_refused_and_those_inside_work() -> None:
+    mesh = mesh_of()
+    square = mesh.spmd(lambda x: psum(x * x, mesh))
+    for around in (vmap(square, 1), torch.func.grad(lambda x: square(x).sum()), fs.compile(square, backend="replay")):
+        assert "Transform or compile inside of the function" in refused(around, rows())
+    step = fs.compile(lambda x: psum(x * axis_index(mesh), mesh["shard"]), backend="replay")
+    for _ in range(2):  # each rank has a recording of its own
+        assert torch.equal(mesh.spmd(step)(rows())[0], (rows() * torch.arange(3)[:, None]).sum(0))
+
+
+def test_spmd_inside_of_itself_is_refused_and_of_another_mesh_is_not() -> None:
+    mesh, other, batched = mesh_of(), mesh_of(2), fs.simulated_mesh(2)
+    assert "already runs as one rank" in refused(mesh.spmd(lambda x: mesh.spmd(torch.sin)(x)), rows())
+    for inner in (other, batched):
+        total = mesh.spmd(lambda x, inner=inner: psum(inner.spmd(lambda y: psum(y, inner))(x), mesh))(rows())
+        assert torch.equal(total, rows().sum().expand(3, 2))
+
+
+# arguments and results
+
+
+def test_tensors_of_one_shape_are_stacked_at_any_dim() -> None:
+    x = torch.arange(24.0).view(2, 2, 3, 2)  # two axes, and a value of two dims
+    for mesh in (mesh_of(HYBRID), fs.simulated_mesh(HYBRID)):
+        for dim, places in ((0, (0, 1)), (1, (1, 2)), (-1, (2, 3))):
+            moved = x.movedim((0, 1), places)
+            assert torch.equal(mesh.spmd(lambda x: 2 * x, in_dims=dim, out_dims=dim)(moved), 2 * moved)
+        shared = mesh.spmd(lambda x, y, mesh=mesh: psum(x + y, mesh), in_dims=(0, None), out_dims=None)(
+            x, torch.ones(3, 2)
+        )
+        assert torch.equal(shared, x.sum((0, 1)) + 4)
+
+
+def test_what_differs_between_ranks_is_refused_or_returned_as_a_list() -> None:
+    mesh = mesh_of()
+
+    def ragged(x: Tensor) -> Any:
+        return {"rows": torch.ones(mesh.rank, 2), "value": x.sum().item()}
+
+    text = refused(mesh.spmd(ragged), rows())
+    assert "the result['rows']: differs between ranks: rank 0: ((0, 2)" in text
+    assert "the result['value']: differs between ranks: rank 0: 1.0, rank 1: 5.0" in text
+    assert [each["value"] for each in mesh.spmd(ragged, out_dims="list")(rows())] == [1.0, 5.0, 9.0]
+    dims = {"rows": "list", "value": "list"}
+    found = mesh.spmd(lambda x: (x, ragged(x)), out_dims=(0, dims))(rows())
+    assert torch.equal(found[0], rows())
+    assert [len(x) for x in found[1]["rows"]] == [0, 1, 2]
+    assert "different structures" in refused(mesh.spmd(lambda x: [x] * (1 + mesh.rank)), rows())
+    assert "out_dims=None is for results that are the same" in refused(mesh.spmd(lambda x: x, out_dims=None), rows())
+
+
+def test_a_list_gives_each_rank_an_argument_of_its_own_shape() -> None:
+    mesh = mesh_of()
+    batches = [{"x": torch.ones(n), "name": str(n)} for n in (1, 4, 0)]
+    run = mesh.spmd(
+        lambda a, b: (psum(b["x"].sum() + a, mesh), b["name"]), in_dims=(None, "list"), out_dims=(0, "list")
+    )
+    total, names = run(torch.tensor(1.0), batches)
+    assert total.tolist() == [8.0] * 3
+    assert names == ["1", "4", "0"]
+    assert "got 2 values, expected a list of 3 values" in refused(run, torch.tensor(1.0), batches[:2])
+    assert "kind='sequential'" in refused(fs.simulated_mesh(3).spmd(torch.sin, in_dims=("list",)), [torch.ones(1)] * 3)
+
+
+def test_arguments_without_rank_dims_are_refused() -> None:
+    mesh = mesh_of()
+    assert "args[0]: shape (2, 3), expected (3,) as leading dims" in refused(mesh.spmd(torch.sin), torch.ones(2, 3))
+
+
+def test_a_donated_argument_is_returned_as_it_is() -> None:
+    mesh, source = mesh_of(), {"w": torch.arange(5.0)}
+    params = fs.shard(source, fs.plan(source, mesh))
+    sgd = fs.optimizer(torch.optim.SGD, lr=1.0)
+    before = params["(root)"]._version
+    stepped, _ = mesh.spmd(lambda p, s: sgd.step(p, grads=p, state=s, donate=True))(params, sgd.init(params))
+    assert stepped["(root)"] is params["(root)"]
+    assert params["(root)"]._version > before
+    assert not params["(root)"].any()
+
+
+# what each has for itself
+
+
+def drawing(mesh: fs.Mesh) -> Any:
+    def draw() -> Tensor:
+        first = torch.rand(2)
+        psum(first, mesh)
+        return torch.cat([first, torch.rand(1)])
+
+    return draw
+
+
+def test_with_the_same_random_numbers_each_draws_what_a_process_does() -> None:
+    mesh = mesh_of()
+    torch.manual_seed(0)
+    drawn, after = mesh.spmd(drawing(mesh), randomness="same")(), torch.rand(2)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3).expand(3, 3))
+    assert torch.equal(after, torch.rand(2))
+
+
+def test_different_random_numbers_depend_on_the_seed_and_the_rank_alone() -> None:
+    mesh = mesh_of()
+    torch.manual_seed(0)
+    first, second = (mesh.spmd(drawing(mesh))() for _ in range(2))
+    assert len({*first.flatten().tolist(), *second.flatten().tolist()}) == 18
+    torch.manual_seed(0)
+    assert torch.equal(mesh.spmd(drawing(mesh))(), first)
+
+
+def test_who_draws_nothing_does_not_change_the_generator() -> None:
+    mesh = mesh_of()
+    torch.manual_seed(0)
+    mesh.spmd(lambda x: psum(x, mesh))(rows())
+    after = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.equal(after, torch.rand(1))
+    assert "random numbers were drawn" in refused(mesh.spmd(drawing(mesh), randomness="error"))
+    assert "expected 'different', 'same' or 'error'" in refused(mesh.spmd, drawing(mesh), randomness="none")
+
+
+def test_a_seed_inside_is_that_of_the_rank() -> None:
+    mesh = mesh_of()
+
+    def seeded() -> Tensor:
+        torch.manual_seed(mesh.rank)
+        return drawing(mesh)()
+
+    expected = [torch.rand(3, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    torch.manual_seed(7)
+    assert torch.equal(mesh.spmd(seeded)(), torch.stack(expected))
+
+
+class Communicating(nn.Module):
+    """Uses a parameter before and one after a collective, and counts its calls."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.mesh, self.seen = mesh, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.mesh.rank
+        y = psum(x * self.before, self.mesh)
+        assert self.seen == self.mesh.rank
+        return y * self.after
+
+
+@pytest.mark.parametrize("swapped", ["functional_call", "call", "apply", "nested"])
+def test_a_collective_inside_of_a_model_does_not_show_the_weights_of_another_rank(swapped: str) -> None:
+    mesh = mesh_of()
+    model = Communicating(mesh)
+    own = dict(model.named_parameters())
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        given = {"before": x + 1, "after": torch.full((2,), 10.0**mesh.rank)}
+        if swapped == "nested":
+            inside = {name: torch.zeros(2) for name in own}
+            return functional_call(Wrapping(model), {f"inner.{name}": p for name, p in inside.items()}, (x, given)), x
+        if swapped == "apply":
+            return fs.apply(model, given, {}, x)[0], x
+        return (functional_call(model, given, (x,)) if swapped == "functional_call" else fs.call(model, given, x)), x
+
+    y, _ = mesh.spmd(forward)(rows())
+    total = (rows() * (rows() + 1)).sum(0)
+    assert torch.equal(y, total * torch.tensor([[1.0], [10.0], [100.0]]))
+    assert all(dict(model.named_parameters())[name] is p for name, p in own.items())
+
+
+def test_a_model_has_its_own_weights_again_after_an_error_of_another_rank() -> None:
+    mesh = mesh_of()
+    model = Communicating(mesh)
+    own = dict(model.named_parameters())
+
+    def forward(x: Tensor) -> Tensor:
+        if mesh.rank == 1:
+            raise KeyError("missing")
+        return functional_call(model, {name: torch.zeros(2) for name in own}, (x,))
+
+    with pytest.raises(KeyError):
+        mesh.spmd(forward)(rows())
+    assert all(dict(model.named_parameters())[name] is p for name, p in own.items())
+
+
+class Wrapping(nn.Module):
+    """A functional call inside of another one, of the same module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, given: dict[str, Tensor]) -> Tensor:
+        return functional_call(self.inner, given, (x,))
+
+
+def test_gradients_through_a_collective_inside_of_a_model_are_those_of_batched_ranks() -> None:
+    gradients = []
+    for kind in ("batched", "sequential"):
+        mesh = fs.simulated_mesh(3, kind=kind)
+        model = nn.Sequential(nn.Linear(2, 4), Centered(mesh), nn.Linear(4, 1))
+        torch.manual_seed(0)
+        for p in model.parameters():
+            nn.init.normal_(p)
+        model = model.double()
+        params = fs.shard(model, fs.plan(model, mesh))
+
+        def loss(params: fs.Sharded, x: Tensor, model: nn.Module = model) -> Tensor:
+            return functional_call(model, fs.gather(params), (x,)).square().mean()
+
+        gradients.append(mesh.spmd(fs.grad(loss))(params, rows()[:, None].double().sin()))
+    assert_trees_close(*gradients, rtol=1e-12, atol=1e-14)
+
+
+class Centered(nn.Module):
+    def __init__(self, mesh: fs.Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - pmean(x.mean(0), self.mesh)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)], ids=type)
+def test_a_model_that_writes_to_its_buffers_is_refused_unless_they_are_given(norm: nn.Module) -> None:
+    mesh, x = mesh_of(), torch.arange(36.0).view(3, 3, 2, 2)
+    x = x[..., 0] if isinstance(norm, nn.BatchNorm1d) else x
+    for call in (functional_call, fs.call):
+        run = mesh.spmd(lambda x, call=call: call(norm, {}, (x,) if call is functional_call else x))
+        text = refused(run, x)
+        assert "the model wrote to its buffers 'running_mean', 'running_var'" in text
+        assert "fs.apply(model, params, buffers, x) returns new buffers instead" in text
+    own, buffers = dict(norm.named_parameters()), dict(norm.named_buffers())
+    statistics = mesh.spmd(lambda x: fs.apply(norm, own, buffers, x)[1]["running_mean"])(x)
+    assert len(statistics.unique(dim=0)) == 3
+    norm.eval()
+    mesh.spmd(lambda x: functional_call(norm, {}, (x,)))(x)
+
+
+def test_a_jvp_that_ends_on_one_rank_leaves_the_tangents_of_the_others() -> None:
+    mesh = mesh_of()
+
+    def tangent(x: Tensor) -> Tensor:
+        f = lambda x: psum(x * x, mesh) * x  # noqa: E731
+        return jvp(f, (x,), (torch.ones_like(x),))[1]
+
+    x = rows().double()
+    expected = x.square().sum(0) + 2 * x.sum(0) * x
+    assert_trees_close(mesh.spmd(tangent)(x), expected)
+
+    def dual(x: Tensor) -> Tensor | None:
+        with forward_ad.dual_level():
+            y = forward_ad.make_dual(x, torch.ones_like(x))
+            return forward_ad.unpack_dual(psum(y * y, mesh) * y).tangent
+
+    assert_trees_close(mesh.spmd(dual)(x), expected)
+    assert forward_ad._current_level == -1
+    assert "Nested forward mode AD" in refused(mesh.spmd(lambda x: nested_levels()), x)
+    assert_trees_close(mesh.spmd(dual)(x), expected)
+
+
+def nested_levels() -> None:
+    with forward_ad.dual_level(), forward_ad.dual_level():
+        pass
+
+
+def test_settings_of_the_caller_are_those_of_its_ranks() -> None:
+    mesh = mesh_of()
+    state = mesh.spmd(lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+    assert state() == (True, False)
+    with torch.no_grad():
+        assert state() == (False, False)
+    with torch.inference_mode():
+        assert state() == (False, True)
+    with torch.device("meta"):
+        assert mesh.spmd(lambda: torch.ones(2).device.type)() == "meta"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mesh.spmd(lambda x: x @ x.T, in_dims=None)(rows()).dtype == torch.bfloat16
+    with FlopCounterMode(display=False) as flops:
+        mesh.spmd(lambda x: x @ x.T, in_dims=None)(rows())
+    assert flops.get_total_flops() == 3 * 2 * 3 * 3 * 2
+
+
+def test_what_one_rank_issues_is_counted() -> None:
+    counter = Counter()
+    mesh = mesh_of().with_backend(counter)
+    with count_collectives() as seen:
+        mesh.spmd(lambda x: psum(all_gather(x, mesh), mesh))(rows())
+    assert dict(seen.by_kind) == {"all_gather": 1, "psum": 1}
+
+    def counts_its_own(x: Tensor) -> int:
+        with count_collectives() as own:
+            psum(psum(x, mesh), mesh)
+        return own["psum"]
+
+    assert mesh.spmd(counts_its_own)(rows()) == 2
+    assert counter["shard", "psum"].number == 3
+    counter.clear()
+    mesh.spmd(lambda x: psum(all_gather(x, mesh), mesh))(rows())
+    assert counter["shard", "psum"].number == 1
+    assert counter["shard", "all_gather"].nbytes == 8
+
+
+def test_communication_can_be_left_out_and_needs_no_check() -> None:
+    mesh = mesh_of()
+    assert checked(mesh["shard"]) is mesh["shard"].backend
+    quiet = mesh.with_backend(without_all_gather).with_backend(without_reduction)
+    whole, total, part = quiet.spmd(
+        lambda x: (all_gather(x, quiet), psum(x, quiet), psum_scatter(torch.cat([x] * 3), quiet))
+    )(rows())
+    assert torch.equal(whole, rows().repeat(1, 3))
+    assert torch.equal(total, rows())
+    assert torch.equal(part, rows())
+
+
+def test_writes_into_what_was_gathered_are_refused() -> None:
+    mesh, source = mesh_of(), {"w": torch.arange(5.0)}
+    params = fs.shard(source, fs.plan(source, mesh))
+    write = lambda params, lazy: fs.gather(params, lazy=lazy)["w"].data.add_(1)  # noqa: E731
+    assert "written to inside of the function" in refused(mesh.spmd(write), params, None)
+    assert "would write into it" in refused(mesh.spmd(write), params, True)
+    assert torch.equal(mesh.spmd(write)(params, False), (source["w"] + 1).expand(3, 5))
+
+
+def test_what_is_done_once_works_in_ranks_too(tmp_path: Any) -> None:
+    mesh, source = mesh_of(), {"w": torch.arange(5.0), "b": torch.ones(2)}
+    layout = fs.plan(source, mesh)
+    params = mesh.spmd(lambda: fs.shard(source, fs.plan(source, mesh)))()
+    assert_trees_close(params, fs.shard(source, layout))
+    sent = mesh.spmd(lambda: fs.shard(source if mesh.rank == 1 else None, layout, from_rank=1))()
+    assert_trees_close(sent, params)
+    assert mesh.spmd(lambda p: fs.gather_to(p, 1) is None, out_dims="list")(params) == [True, False, True]
+    mesh.spmd(lambda p: (fs.checkpoint.save(tmp_path / "saved", p), None)[1])(params)
+    assert_trees_close(mesh.spmd(lambda p: fs.checkpoint.load(tmp_path / "saved", p))(params), params)
+    assert "reshard: called inside mesh.spmd" in refused(mesh.spmd(lambda p: fs.reshard(p, layout)), params)
+
+
+def test_threads_that_are_not_ranks_go_through_to_torch() -> None:
+    mesh_of().spmd(torch.sin)(rows())
+    linear = nn.Linear(2, 1, bias=False)
+    with stateless._reparametrize_module(linear, {"weight": torch.ones(1, 2)}):
+        assert linear(torch.ones(2)) == 2
+    assert_trees_close(jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))[1], torch.ones(2))
