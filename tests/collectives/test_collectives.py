@@ -17,7 +17,7 @@ from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psu
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
 from tests.support import reference
 from tests.support.programs import PROGRAMS, TRANSFORMS, as_rank, cases
-from tests.support.ranks import Ranks, gloo, rows_of, simulated, slow
+from tests.support.ranks import Ranks, gloo, rows_of, sequential, simulated, slow
 from tests.support.refusals import refused
 
 RANKS = (1, 2, 3, 5, 8)
@@ -29,7 +29,9 @@ def computed(mesh: fs.Mesh) -> list[Tensor]:
     return [mesh.spmd(case.on_rank(mesh["shard"]))(*mine) for case, mine in every]
 
 
-@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3), *gloo(2), *slow([*simulated(5), *gloo(3)])], ids=str)
+@pytest.mark.parametrize(
+    "ranks", [*simulated(1, 2, 3), *sequential(2), *gloo(2), *slow([*simulated(5), *gloo(3)])], ids=str
+)
 def test_simulated_and_real_ranks_compute_what_a_loop_over_ranks_does(ranks: Ranks) -> None:
     batch, results = list(cases(ranks.size)), ranks.run(computed)
     assert len(batch) == len(PROGRAMS) * len(TRANSFORMS)

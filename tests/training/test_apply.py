@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import refused
 
 Values = dict[str, Tensor]
@@ -128,7 +128,7 @@ def trained(mesh: fs.Mesh, momentum: float | None, sync: bool) -> tuple[fs.Full,
 
 @pytest.mark.parametrize("sync", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, HYBRID), *gloo(2, 3)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, HYBRID), *sequential(2), *gloo(2, 3)], ids=str)
 def test_batchnorm_trains_as_in_a_loop_over_ranks(ranks: Ranks, momentum: float | None, sync: bool) -> None:
     params, expected, losses = train_in_a_loop(ranks.size, normalized(momentum=momentum), sync)
     results = ranks.run(trained, momentum, sync)

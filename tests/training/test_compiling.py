@@ -57,6 +57,7 @@ def unsharded(num_ranks: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *gloo(2)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for that of its inputs
 def test_a_step_with_a_compiled_model_is_that_of_the_plain_one(ranks: Ranks, backend: str) -> None:
     """And on real ranks it is one graph, without a break."""
     for trained, graphs in ranks.run(train, backend):

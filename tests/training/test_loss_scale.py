@@ -20,7 +20,7 @@ from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import two_layers
 from tests.support.norms import FROZEN, INF, NAN, values, with_padding
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import refused
 from tests.support.steps import copied
 
@@ -274,7 +274,7 @@ def skipped(mesh: fs.Mesh, name: str, bad_rank: int) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("ranks", [*simulated(2, 3, HYBRID), *gloo(2, HYBRID)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(2, 3, HYBRID), *sequential(HYBRID), *gloo(2, HYBRID)], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them(ranks: Ranks, name: str) -> None:
     for bad_rank in range(ranks.size):
         results = ranks.run(skipped, name, bad_rank)

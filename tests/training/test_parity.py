@@ -26,7 +26,7 @@ from tests.support.parity import (
     reference,
     sharded,
 )
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, is_batched, sequential, simulated
 from tests.support.refusals import text_of
 
 F64, F32, MIXED = NUMBERS
@@ -35,7 +35,7 @@ Training = tuple[str, str]  # case and numbers
 SIMULATED = {
     F64: simulated(2, 5, HYBRID, {"shard": 2, "replicate": 3}, {"replicate": 2}),
     F32: simulated(3),
-    MIXED: simulated(2, HYBRID),
+    MIXED: [*simulated(2, HYBRID), *sequential(2)],
 }
 TWO, THREE, FOUR = gloo(2, 3, HYBRID)
 # What runs on gloo ranks in one call: by default each case in float64, and each numbers; with -m slow each in all.
@@ -71,7 +71,7 @@ class Outcome:
 def outcome(mesh: fs.Mesh, training: Training) -> Outcome:
     """All sides in one process, with the same kernels."""
     case, kind = CASES[training[0]], NUMBERS[training[1]]
-    axes, side = dict(mesh.axes), "side by side" if mesh.is_simulated else "one by one"
+    axes, side = dict(mesh.axes), "side by side" if is_batched(mesh) else "one by one"
     ours = sharded(case, mesh, kind.dtype, kind.precision)
     expected = reference(case, axes, kind.dtype, kind.precision, side)
     unsharded, theirs = text_of(assert_alike, ours, expected, kind.rtol, kind.atol), ""
