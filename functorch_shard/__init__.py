@@ -11,7 +11,7 @@ step = compile(step)              the whole step as one graph
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import codecs, collectives, communication, debug, replicas, testing
+from . import codecs, collectives, communication, curvature, debug, replicas, testing
 from .communication.axis import Axis
 from .layout.layout import Layout
 from .layout.planning import plan
@@ -67,6 +67,7 @@ __all__ = [
     "combine",
     "compile",
     "communication",
+    "curvature",
     "debug",
     "estimate",
     "gather",

@@ -17,6 +17,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
@@ -42,6 +43,26 @@ def current_level() -> int:
     In ``setup_context`` of a Function it is the level whose derivative is being set up.
     """
     return maybe_current_level() or 0
+
+
+def in_forward_mode_alone() -> bool:
+    """Whether the active transforms, of which there is one, are all ``jvp``, and nothing is traced."""
+    keys = [level.key() for level in get_interpreter_stack() or ()]
+    forward = bool(keys) and all(key == TransformType.Jvp for key in keys)
+    return forward and not torch.compiler.is_dynamo_compiling() and not being_traced()
+
+
+def lacks_forward_mode(error: NotImplementedError) -> bool:
+    """Whether an operator raised it that has no derivative in forward mode."""
+    return "forward AD" in str(error)
+
+
+def requires_grad_anywhere(x: Tensor) -> bool:
+    """Whether ``x`` or its tangent requires grad, at any level of ``torch.func`` or outside of all."""
+    tangent = unpack_dual(x).tangent
+    if x.requires_grad or (tangent is not None and requires_grad_anywhere(tangent)):
+        return True
+    return is_functorch_wrapped_tensor(x) and requires_grad_anywhere(get_unwrapped(x))
 
 
 def outside_transforms() -> AbstractContextManager[None]:

@@ -21,7 +21,14 @@ from ..torch_internals.autograd import gradients
 from ..torch_internals.dynamo import trace_in_place_of
 from ..torch_internals.pytree import torch_pytree
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
-from ..torch_internals.transforms import current_level, in_transform, without_batches
+from ..torch_internals.transforms import (
+    current_level,
+    in_forward_mode_alone,
+    in_transform,
+    lacks_forward_mode,
+    requires_grad_anywhere,
+    without_batches,
+)
 from .usage import is_zero, refuse_unused, unused_arguments
 
 Argnums = int | Sequence[int]
@@ -75,9 +82,10 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     ``torch.func.grad_and_value`` runs backward with ``create_graph=True``, which keeps every activation to the end.
     Here backward frees activations as it proceeds, unless the result is differentiated again: inside another
-    ``fs.grad`` or transform (a ``torch.func`` level, a simulated rank, forward mode, ``torch.compile``), in inference
-    mode, and when an argument requires grad, this is ``torch.func.grad_and_value``. Otherwise results have no graph: to
-    differentiate with respect to a tensor that ``fn`` closes over, pass it as an argument.
+    ``fs.grad`` or ``torch.func.grad``, in ``torch.compile``, in inference mode, and when an argument requires grad,
+    this is ``torch.func.grad_and_value``. Otherwise results have no graph: to differentiate with respect to a tensor
+    that ``fn`` closes over, pass it as an argument. Inside of ``torch.func.jvp`` on real ranks backward frees
+    activations too, unless plain autograd records the value.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -224,8 +232,31 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
 
     # in inference mode, torch.func of 2.11 gives silent zeros
     with checkpoints_explained("grad"), sparse_explained("grad"), torch.inference_mode(False):
-        grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
-    return grads, value, put_back[0](aux), boundaries[0]
+        differentiate = _freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
+        grads, (value, aux) = differentiate(tensors_only, has_aux=True)(inputs)
+    return grads, value, put_back[-1](aux), boundaries[-1]
+
+
+def _freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
+    """``torch.func.grad_and_value`` that frees activations as it proceeds, unless plain autograd records the result.
+
+    Forward mode around it goes through backward as it goes through forward; nothing has to be kept for it. Without a
+    graph torch uses the fused backward of some operators (SiLU, group norm), of which a few have no forward mode: then
+    ``fn`` runs again, with a graph.
+    """
+
+    def gradient_and_value(inputs: Sequence[Tensor]) -> Any:
+        value, pull, *rest = torch.func.vjp(fn, inputs, has_aux=has_aux)
+        keep = torch.is_grad_enabled() and requires_grad_anywhere(value)
+        try:
+            (grads,) = pull(torch.ones_like(value), retain_graph=keep, create_graph=keep)
+        except NotImplementedError as error:
+            if keep or not lacks_forward_mode(error):
+                raise
+            return torch.func.grad_and_value(fn, has_aux=has_aux)(inputs)
+        return grads, (value, *rest) if has_aux else value
+
+    return gradient_and_value
 
 
 def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:

@@ -32,7 +32,7 @@ FLOORS = [
     {"collectives", "storage"},
     {"sharding"},
     {"training", "checkpoint"},
-    {"codecs", "debug", "replicas"},  # names for users, and nothing else
+    {"codecs", "curvature", "debug", "replicas"},  # names for users, and nothing else
     {"testing"},
     {"__init__", "__main__"},
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.func import functional_call, jvp, vmap
 import functorch_shard as fs
 from functorch_shard.layout.element_bits import normal
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.lanczos import lanczos
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused
 
@@ -190,28 +190,6 @@ def test_lanczos_on_shards_finds_the_eigenvalues_of_the_hessian() -> None:
     expected = torch.linalg.eigvalsh(hessian)
     torch.testing.assert_close(found[-1], expected[-1], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
-
-
-def lanczos(matvec: Any, start: Any, steps: int) -> Tensor:
-    """Eigenvalues of the tridiagonal matrix, with full reorthogonalization."""
-
-    def axpy(a: Tensor, x: Any, y: Any) -> Any:
-        return optree.tree_map(lambda x, y: a * x + y, x, y)
-
-    basis: list[Any] = [optree.tree_map(lambda x: x / fs.vdot(start, start).sqrt(), start)]
-    alphas, betas = [], []
-    for _ in range(steps):
-        w = matvec(basis[-1])
-        alphas.append(fs.vdot(basis[-1], w))
-        for _ in range(2):
-            for q in basis:
-                w = axpy(-fs.vdot(q, w), q, w)
-        betas.append(fs.vdot(w, w).sqrt())
-        if betas[-1] < 1e-10:
-            break
-        basis.append(optree.tree_map(lambda x, beta=betas[-1]: x / beta, w))
-    off = torch.stack(betas[: len(alphas) - 1])
-    return torch.linalg.eigvalsh(torch.diag(torch.stack(alphas)) + torch.diag(off, 1) + torch.diag(off, -1))
 
 
 def test_what_is_not_a_vector_is_refused() -> None:

@@ -1,0 +1,79 @@
+"""torchopt on shards of gloo ranks: what is right, what is of one rank alone, and what replaces it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+import functorch_shard as fs
+from functorch_shard.curvature import to_vector
+from functorch_shard.testing import assert_trees_close
+from tests.support import convention
+from tests.support.curvature import operator
+from tests.support.pages import run
+from tests.support.ranks import HYBRID, Ranks, gloo
+from tests.training.test_local_reductions import gradient
+
+pytest.importorskip("torchopt")
+every_kind = pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
+
+
+def test_the_python_of_the_page_runs_with_their_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    run("docs/pytree_libraries.md", capsys)
+
+
+def clipped(mesh: fs.Mesh) -> list[float]:
+    """Norms after clipping to 0.01: by the library, and by this one."""
+    torchopt, (grads, _) = import_module("torchopt"), gradient(mesh)
+    clip = torchopt.clip.clip_grad_norm(0.01)
+    by_torchopt, _ = clip.update(grads, clip.init(grads), inplace=False)
+    return [fs.global_norm(by_torchopt).item(), fs.global_norm(fs.clip_by_global_norm(grads, 0.01)[0]).item()]
+
+
+@every_kind
+def test_clipping_of_torchopt_clips_by_the_norm_of_each_rank(ranks: Ranks) -> None:
+    for by_torchopt, by_this in ranks.run(clipped):
+        assert by_torchopt > 1.1 * by_this
+        assert by_this == pytest.approx(0.01, rel=1e-4)
+
+
+def adamw_of_torchopt(mesh: fs.Mesh) -> fs.Full:
+    torchopt, (grads, (params, _)) = import_module("torchopt"), gradient(mesh)
+    adamw = torchopt.adamw(lr=1e-2, weight_decay=0.1)
+    updates, _ = adamw.update(grads, adamw.init(params), params=params, inplace=False)
+    return fs.gather(torchopt.apply_updates(params, updates, inplace=False), lazy=False)
+
+
+@every_kind
+def test_adamw_of_torchopt_is_that_of_whole_parameters(ranks: Ranks) -> None:
+    torchopt = import_module("torchopt")
+    grads, _ = gradient(fs.simulated_mesh(ranks.size))
+    whole, adamw = convention.whole_parameters(), torchopt.adamw(lr=1e-2, weight_decay=0.1)
+    updates, _ = adamw.update(dict(fs.gather(grads)), adamw.init(whole), params=whole, inplace=False)
+    expected = torchopt.apply_updates(whole, updates, inplace=False)
+    for result in ranks.run(adamw_of_torchopt):
+        assert_trees_close(dict(result), expected, rtol=1e-7, atol=1e-9)
+
+
+def solved(mesh: fs.Mesh) -> list[Any]:
+    """By torchopt's cg, on trees of shards and on flat vectors: how far each is off, relatively."""
+    cg, made = import_module("torchopt").linalg.cg, operator(mesh, "gauss_newton")
+    b = fs.partition(made.params)[0]
+    flat, vector = made.flat(), to_vector(b)
+    by_tree = cg(lambda v: tree_map(lambda a, b: a + 0.1 * b, made @ v, v), b, rtol=1e-10, maxiter=50)
+    by_vector = cg(lambda v: flat @ v + 0.1 * v, vector, rtol=1e-10)
+    solutions = [to_vector(by_tree), by_vector]
+    return [((flat @ x + 0.1 * x - vector).norm() / vector.norm()).item() for x in solutions]
+
+
+def tree_map(fn: Any, *trees: Any) -> Any:
+    return import_module("optree").tree_map(fn, *trees)
+
+
+@every_kind
+def test_cg_of_torchopt_solves_on_flat_vectors_and_not_on_shards(ranks: Ranks) -> None:
+    for by_tree, by_vector in ranks.run(solved):
+        assert by_vector < 1e-8
+        assert not by_tree < 1e-2

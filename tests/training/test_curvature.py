@@ -1,0 +1,265 @@
+"""Hessian, Gauss-Newton and Fisher matrices of a sharded loss are those of the unsharded one, on any ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import functorch_shard as fs
+from functorch_shard.curvature import from_vector, gauss_newton, hessian, to_vector
+from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.curvature import KINDS, matrix, matrix_of_small, operator, predicted, small, vector
+from tests.support.lanczos import lanczos
+from tests.support.models import awkward
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.refusals import refused
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+ANY_RANKS = [*simulated(1, 2, 3, 8, HYBRID, {"replicate": 3}), *gloo(2, 3, HYBRID)]
+OPTIONS: list[dict[str, Any]] = [{"units": 1}, {"units": 1 << 20, "align_bytes": 0}, {"labels": lambda n, p: n[-1]}]
+any_ranks = pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
+
+
+def directions(num: int = 3) -> NDArray[np.float64]:
+    return np.random.default_rng(0).standard_normal((num, vector().numel()))
+
+
+def flat_products(mesh: fs.Mesh, kind: str, options: dict[str, Any]) -> NDArray[np.float64]:
+    flat = operator(mesh, kind, **options).flat()
+    return np.stack([flat.matvec(v) for v in directions()])
+
+
+@any_ranks
+@every_kind
+def test_a_product_with_a_flat_vector_is_that_of_the_unsharded_matrix(kind: str, ranks: Ranks) -> None:
+    expected = directions() @ matrix(kind, ranks.size).numpy()
+    for products in ranks.run(flat_products, kind, {}):
+        np.testing.assert_allclose(products, expected, rtol=1e-10, atol=1e-12)
+
+
+@every_kind
+@pytest.mark.parametrize("options", OPTIONS)
+def test_flat_vectors_do_not_depend_on_units_and_labels(kind: str, options: dict[str, Any]) -> None:
+    expected = directions() @ matrix(kind, 3).numpy()
+    np.testing.assert_allclose(flat_products(fs.simulated_mesh(3), kind, options), expected, rtol=1e-10, atol=1e-12)
+
+
+@every_kind
+def test_with_the_sum_reduction_it_is_the_matrix_of_the_sum(kind: str) -> None:
+    products = flat_products(fs.simulated_mesh(3), kind, {"reduction": "sum"})
+    np.testing.assert_allclose(products, 3 * directions() @ matrix(kind, 3).numpy(), rtol=1e-10, atol=1e-12)
+
+
+def sharded_products(mesh: fs.Mesh, kind: str) -> list[NDArray[np.float64]]:
+    """With a vector of all parameters, one of the trainable ones, and the first one as a flat vector."""
+    made = operator(mesh, kind)
+    v = fs.randn_like(made.params, 3)
+    whole, part = made @ v, made @ fs.partition(v)[0]
+    assert whole.layout == v.layout
+    assert fs.partition(whole)[0].keys() == part.keys()
+    assert all(not x.any() for x in fs.partition(whole)[1].values())
+    flat = made.flat().matvec(to_vector(v))
+    return [x.numpy(force=True) for x in (to_vector(whole), to_vector(part), flat)]
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
+@every_kind
+def test_a_product_of_trees_has_the_layout_of_its_vector_and_zeros_where_it_is_frozen(kind: str, ranks: Ranks) -> None:
+    for whole, part, flat in ranks.run(sharded_products, kind):
+        np.testing.assert_array_equal(whole, part)
+        np.testing.assert_array_equal(whole, flat)
+
+
+def inside(mesh: fs.Mesh, kind: str) -> Any:
+    """The operator made and used under spmd, and outside of it."""
+    made = operator(mesh, kind)
+    v = fs.randn_like(made.params, 3)
+    return mesh.spmd(lambda params, args, v: KINDS[kind](params, *args) @ v)(made.params, made.args, v), made @ v
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
+@every_kind
+def test_an_operator_that_spmd_returns_is_used_outside_of_it(kind: str, ranks: Ranks) -> None:
+    for of_rank, of_all in ranks.run(inside, kind):
+        assert_trees_close(of_rank, of_all, rtol=0, atol=0)
+
+
+@every_kind
+def test_outside_of_spmd_it_is_the_matrix_of_the_whole_batch(kind: str) -> None:
+    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 3}), awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    args = operator(fs.simulated_mesh(1), kind).args
+    flat = KINDS[kind](params, *(x[0] for x in args)).flat()
+    np.testing.assert_allclose(flat.matvec(directions()[0]), directions()[0] @ matrix(kind, 1).numpy(), rtol=1e-10)
+
+
+def eigenvalues(mesh: fs.Mesh) -> NDArray[np.float64]:
+    made = small(mesh)
+    return lanczos(made.matvec, fs.randn_like(made.params, 0), made.shape[0]).numpy()
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+def test_lanczos_on_shards_finds_the_eigenvalues_of_the_whole(ranks: Ranks) -> None:
+    expected = np.linalg.eigvalsh(matrix_of_small(ranks.size).numpy())
+    for found in ranks.run(eigenvalues):
+        np.testing.assert_allclose(found[[0, -1]], expected[[0, -1]], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(1, 5, HYBRID), *gloo(3)], ids=str)
+def test_a_flat_vector_has_the_trainable_parameters_in_the_order_of_the_model(ranks: Ranks) -> None:
+    for there, back in ranks.run(round_trip):
+        np.testing.assert_array_equal(there, vector().numpy())
+        np.testing.assert_array_equal(back, vector().numpy())
+
+
+def round_trip(mesh: fs.Mesh) -> list[NDArray[np.float64]]:
+    model = awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    there = to_vector(params)
+    tree = from_vector(there.numpy(), params.layout)
+    assert [key for key, x in tree.items() if x is None] == list(fs.partition(params)[1])
+    assert all(torch.equal(x, params[key]) for key, x in tree.items() if x is not None)
+    return [there.numpy(), to_vector(tree).numpy()]
+
+
+def test_shape_counts_trainable_elements_once_and_without_padding() -> None:
+    made = operator(fs.simulated_mesh(5), "hessian")
+    n = vector().numel()
+    assert (made.shape, made.flat().shape, made.flat().dtype) == ((n, n), (n, n), "float64")
+    assert repr(made) == f"Operator(hessian, {n} x {n})"
+    assert repr(made.flat()) == f"FlatOperator(hessian, {n} x {n}, float64)"
+
+
+def test_flat_products_have_the_kind_and_shape_of_their_vector() -> None:
+    flat = operator(fs.simulated_mesh(2), "hessian").flat()
+    array, tensor = directions()[0], torch.from_numpy(directions()[0])
+    assert isinstance(flat @ array, np.ndarray)
+    assert torch.equal(flat @ tensor, torch.from_numpy(flat @ array))
+    assert flat.rmatvec(array[:, None]).shape == (len(array), 1)
+    np.testing.assert_array_equal(flat.rmatvec(array[:, None])[:, 0], flat @ array)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_flat_vectors_of_low_precision_are_float32(dtype: torch.dtype) -> None:
+    layout = fs.plan({"fc.w": torch.ones(5, dtype=dtype)}, fs.simulated_mesh(2))
+    params = fs.shard({"fc.w": torch.arange(5).to(dtype)}, layout)
+    flat = hessian(lambda p: fs.gather(p)["fc.w"].float().pow(3).sum())(params).flat()
+    assert flat.dtype == "float32"
+    assert (flat @ torch.ones(5)).tolist() == [0, 6, 12, 18, 24]
+
+
+def test_predictions_may_be_a_tree() -> None:
+    params = operator(fs.simulated_mesh(3), "hessian").params
+    x, y = torch.randn(4, 5).double(), torch.randn(4, 3).double()
+
+    def both(p: Any, x: torch.Tensor) -> Any:
+        out = predicted(fs.gather(p), x)
+        return {"first": out[:, :1], "rest": (out[:, 1:],)}
+
+    def loss(tree: Any, y: torch.Tensor) -> torch.Tensor:
+        return (torch.cat([tree["first"], *tree["rest"]], 1) - y).pow(4).mean()
+
+    v = fs.randn_like(params, 0)
+    of_tree = gauss_newton(both, loss)(params, x, y) @ v
+    plain = gauss_newton(lambda p, x: predicted(fs.gather(p), x), lambda out, y: (out - y).pow(4).mean())(params, x, y)
+    assert_trees_close(of_tree, plain @ v, rtol=1e-12, atol=1e-14)
+
+
+def forward_over_reverse(mesh: fs.Mesh, activation: str) -> Any:
+    """Of an operator whose fused backward may lack forward mode: by ``fs.grad``, and by ``torch.func.grad``."""
+    params = fs.shard({"fc.w": vector()[:20].view(4, 5)}, fs.plan({"fc.w": vector()[:20].view(4, 5)}, mesh))
+    x = mesh.split(torch.randn(4 * mesh.size, 4, generator=torch.Generator().manual_seed(0)).double())
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return ACTIVATIONS[activation](x @ fs.gather(p)["fc.w"]).pow(3).mean()
+
+    def both(p: Any, x: torch.Tensor) -> Any:
+        return [torch.func.jvp(lambda p: grad(loss)(p, x), (p,), (p,))[1] for grad in (fs.grad, torch.func.grad)]  # noqa: B023
+
+    return mesh.spmd(both)(params, x)
+
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": torch.nn.functional.silu,
+    "group_norm": lambda x: torch.nn.functional.group_norm(x[:, :4], 2),
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_operators_whose_fused_backward_lacks_forward_mode_are_differentiated_too(
+    activation: str, ranks: Ranks
+) -> None:
+    for by_fs, by_torch in ranks.run(forward_over_reverse, activation):
+        assert_trees_close(by_fs, by_torch, rtol=1e-12, atol=1e-14)
+
+
+def recorded_around(mesh: fs.Mesh) -> Any:
+    """A product that plain autograd differentiates: by the vector, and by a tensor that the loss closes over."""
+    made = small(mesh)
+    params, v = made.params, fs.randn_like(made.params, 0)
+    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in v.items()}, v.layout)
+
+    def loss(p: Any) -> torch.Tensor:
+        return (factor * torch.cat([x.flatten() for x in fs.gather(p).values()])).pow(3).sum()
+
+    results = []
+    for gradient in (fs.grad, torch.func.grad):
+        product = torch.func.jvp(gradient(loss), (params,), (leaves,))[1]
+        value = torch.stack([x.sum() for x in product.values()]).sum()
+        results.append([value.detach(), *torch.autograd.grad(value, [factor, *leaves.values()])])
+    return results
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_plain_autograd_around_a_product_gets_its_graph(ranks: Ranks) -> None:
+    for by_fs, by_torch in ranks.run(recorded_around):
+        assert_trees_close(by_fs, by_torch, rtol=1e-12, atol=1e-12)
+        assert all(x.abs().sum() > 0 for x in by_fs)
+
+
+def traffic(mesh: fs.Mesh, kind: str) -> dict[str, int]:
+    made = operator(mesh, kind)
+    v = fs.randn_like(made.params, 0)
+    with count_collectives() as seen:
+        made.matvec(v)
+    return dict(seen.by_kind)
+
+
+@every_kind
+def test_a_product_of_trees_compares_nothing_and_reduces_trainable_buffers_alone(kind: str) -> None:
+    made = operator(fs.simulated_mesh(3), kind)
+    trainable = len(fs.partition(made.params)[0])
+    seen = traffic(fs.simulated_mesh(3), kind)
+    assert set(seen) == {"all_gather", "psum_scatter"}
+    assert seen["psum_scatter"] == (2 if kind == "hessian" else 1) * trainable
+
+
+def different_vectors(mesh: fs.Mesh) -> str:
+    flat = operator(mesh, "hessian").flat()
+    return refused(flat.matvec, np.full(flat.shape[0], float(mesh.rank)))
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_ranks_that_pass_different_vectors_raise_an_error(ranks: Ranks) -> None:
+    for text in ranks.run(different_vectors):
+        assert "from_vector: the ranks disagree" in text
+        assert "v0" in text
+
+
+def test_what_is_no_vector_of_the_matrix_is_refused() -> None:
+    made, other = (operator(fs.simulated_mesh(n), "hessian") for n in (2, 3))
+    assert "matvec: got Tensor, expected a Sharded" in refused(made.matvec, vector())
+    assert "another layout" in refused(made.matvec, other.params)
+    assert "got shape (3,), expected" in refused(made.flat().matvec, torch.ones(3))
+    assert "hessian: got dict, expected a Sharded" in refused(KINDS["hessian"], dict(made.params))
+    complex_one = {"w": torch.ones(2, dtype=torch.complex64)}
+    layout = fs.plan(complex_one, fs.simulated_mesh(2))
+    assert "'w': torch.complex64, expected a real tensor" in refused(KINDS["fisher"], fs.shard(complex_one, layout))
+    assert "expected a real tensor" in refused(to_vector, fs.shard(complex_one, layout))

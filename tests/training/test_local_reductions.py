@@ -1,0 +1,130 @@
+"""What is computed from several elements of a rank's shards alone, as other libraries do it, and what replaces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.curvature import gauss_newton, to_vector
+from tests.support import convention
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+
+every_kind = pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2, HYBRID)], ids=str)
+
+
+def gradient(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
+    params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
+    rows = mesh.split(tuple(x.flatten(0, 1) for x in convention.Samples.of(mesh.size).tensors()[:2]))
+    return mesh.spmd(fs.grad(lambda p, x, y: convention.plain_loss(fs.gather(p), x, y)))(params, *rows), (params, rows)
+
+
+def norms(mesh: fs.Mesh) -> Any:
+    grads, _ = gradient(mesh)
+
+    def both(grads: Any) -> Any:
+        return torch.nn.utils.get_total_norm(list(grads.values()), foreach=False), fs.global_norm(grads)
+
+    return mesh.spmd(both)(grads), to_vector(grads).norm().item()
+
+
+@every_kind
+def test_a_norm_of_leaves_is_another_one_on_each_rank(ranks: Ranks) -> None:
+    results = ranks.run(norms)
+    whole = results[0][1]
+    assert all(abs(of_shards - whole) < 1e-12 for (_, of_shards), whole in results)
+    assert all(of_leaves < 0.95 * whole for (of_leaves, _), _ in results)
+
+
+def of_leaves(a: Any, b: Any) -> Tensor:
+    return torch.stack([(a[key] * b[key]).sum() for key in a]).sum()
+
+
+def conjugate_gradients(matvec: Any, b: Any, dot: Any, steps: int = 60) -> Any:
+    tree_map: Any = optree.tree_map
+    x, r, p = tree_map(torch.zeros_like, b), b, b
+    for _ in range(steps):
+        q = matvec(p)
+        alpha = dot(r, r) / (dot(p, q) + 1e-300)
+        x = tree_map(lambda x, p: x + alpha * p, x, p)  # noqa: B023  (called at once)
+        old, r = r, tree_map(lambda r, q: r - alpha * q, r, q)  # noqa: B023
+        beta = dot(r, r) / (dot(old, old) + 1e-300)
+        p = tree_map(lambda r, p: r + beta * p, r, p)  # noqa: B023
+    return x
+
+
+def solutions(mesh: fs.Mesh) -> Any:
+    """How far the solution is off: with an inner product over all ranks, and with that of leaves."""
+    grads, (params, rows) = gradient(mesh)
+
+    def predict(p: Any, x: Tensor) -> Tensor:
+        return torch.func.functional_call(convention.model(), fs.gather(p), (x,))
+
+    def residual(dot: Any) -> Any:
+        def run(params: Any, grads: Any, x: Tensor, y: Tensor) -> Any:
+            made = gauss_newton(predict, lambda out, y: (out - y).square().mean())(params, x, y)
+
+            def damped(v: Any) -> Any:
+                return optree.tree_map(lambda a, b: a + 0.1 * b, made @ v, v)
+
+            off: Any = optree.tree_map(torch.sub, damped(conjugate_gradients(damped, grads, dot)), grads)
+            return (fs.vdot(off, off) / fs.vdot(grads, grads)).sqrt()
+
+        return mesh.spmd(run)(params, grads, *rows)
+
+    return residual(fs.vdot), residual(of_leaves)
+
+
+@every_kind
+def test_conjugate_gradients_with_an_inner_product_of_leaves_solve_nothing(ranks: Ranks) -> None:
+    for right, wrong in ranks.run(solutions):
+        assert right < 1e-9
+        assert not wrong < 5e-2
+
+
+def drawn(mesh: fs.Mesh) -> Any:
+    """Noise drawn leaf by leaf, each rank with the same seed, and by name and index."""
+    params = gradient(mesh)[1][0]
+    torch.manual_seed(0)
+    by_leaf: Any = optree.tree_map(torch.randn_like, params)
+    return dict(by_leaf), dict(fs.randn_like(params, 0))
+
+
+def test_noise_of_leaves_is_the_same_on_every_rank_and_fills_the_padding() -> None:
+    (first, own_of_first), (second, own_of_second) = gloo(2)[0].run(drawn)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not any(torch.equal(own_of_first[key], own_of_second[key]) for key in first)
+    by_leaf, by_name = drawn(fs.simulated_mesh(3))
+    zeros = [int((x == 0).sum()) for tree in (by_leaf, by_name) for x in tree.values()]
+    assert zeros[: len(by_leaf)] == [0] * len(by_leaf)
+    assert sum(zeros) > 0
+
+
+def test_a_flattened_tree_is_of_one_rank_and_has_padding() -> None:
+    params = gradient(fs.simulated_mesh(3))[1][0]
+    raveled = params.layout.mesh.spmd(lambda p: torch.cat([x.flatten() for x in p.values()]))(params)
+    assert raveled.numel() > to_vector(params).numel()
+    assert torch.equal(to_vector(params), torch.cat([x.flatten() for x in convention.whole_parameters().values()]))
+
+
+def finite(mesh: fs.Mesh) -> Any:
+    """With one infinity in the last element."""
+    whole = convention.whole_parameters()
+    whole["2.bias"] = torch.tensor([0.0, torch.inf]).double()
+    params = fs.shard(whole, fs.plan(whole, mesh))
+
+    def both(p: Any) -> Any:
+        return torch.stack([x.isfinite().all() for x in p.values()]).all(), fs.all_finite(p)
+
+    return mesh.spmd(both)(params)
+
+
+@every_kind
+def test_a_test_of_leaves_for_infinities_differs_between_ranks(ranks: Ranks) -> None:
+    of_each, of_all = zip(*ranks.run(finite), strict=True)
+    assert not any(of_all)
+    assert 0 < sum(map(bool, of_each)) < len(of_each)
