@@ -35,6 +35,7 @@ from .training.compilation.compile import Compiled, compile  # noqa: A004  (as t
 from .training.estimate import Estimate, estimate
 from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
+from .training.jacobian import hessian, jacfwd, jacrev
 from .training.loss_scale import LossScale
 from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
@@ -75,9 +76,12 @@ __all__ = [
     "global_norm",
     "grad",
     "grad_and_value",
+    "hessian",
     "init_buffers",
     "init_mesh",
     "init_params",
+    "jacfwd",
+    "jacrev",
     "materialize",
     "offload",
     "optimizer",

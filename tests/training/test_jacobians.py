@@ -1,19 +1,26 @@
-"""What Jacobians by sharded parameters are: tangents are set on all ranks at once, cotangents on each by itself."""
+"""Jacobians by sharded parameters: of the mean over ranks by ``fs``; what those of torch.func are beside them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import optree
+import pytest
 import torch
 from torch import Tensor
-from torch.func import hessian, jacfwd, jacrev
+from torch.func import functional_call, hessian, jacfwd, jacrev
 
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather
-from tests.support.ranks import gloo, on_each, rows_of, simulated
+from functorch_shard.testing import assert_trees_close
+from tests.support.gradients import Data
+from tests.support.models import awkward, loss_of
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, simulated
+from tests.support.refusals import refused
 
 KINDS = [*simulated(2, 3), *gloo(2)]
 NUMEL = 5
+MODEL = awkward()
 
 
 def setting(mesh: fs.Mesh) -> tuple[fs.Sharded, Tensor]:
@@ -84,3 +91,117 @@ def test_a_column_of_hessian_is_a_product_with_the_sum_of_basis_vectors(mesh: fs
         return only(only(hessian(cubic)(params, x))) - torch.stack(columns, -1)
 
     assert difference(params, rows).abs().max() < 1e-12
+
+
+# The library's own: of the awkward model, with frozen, tied, scalar and empty parameters.
+ANY_RANKS = [*simulated(1, 3, HYBRID), *gloo(2, HYBRID)]
+
+
+def outputs(p: Any, x: Tensor) -> dict[str, Tensor]:
+    out = functional_call(MODEL, p, (x,))
+    return {"out": out, "norm": out.square().sum()}
+
+
+def jacobians(mesh: fs.Mesh, by: str, chunk_size: int | None, options: dict[str, Any]) -> Any:
+    params = fs.shard(MODEL, fs.plan(MODEL, mesh, **options))
+    x, y = mesh.split(tuple(rows.flatten(0, 1) for rows in Data(mesh.size).samples()))
+
+    def derived(p: fs.Sharded, x: Tensor, y: Tensor) -> Any:
+        if by == "hessian":
+            return dict(fs.hessian(lambda x, p: loss_of(MODEL, fs.gather(p), x, y), 1, chunk_size=chunk_size)(x, p))
+        return getattr(fs, by)(lambda p, x: outputs(fs.gather(p), x), chunk_size=chunk_size)(p, x)
+
+    return mesh.spmd(derived)(params, x, y)
+
+
+def expected_jacobians(num_ranks: int, by: str, reduction: str) -> Any:
+    trainable, frozen = Data(num_ranks).parameters()
+    rows = zip(*Data(num_ranks).samples(), strict=True)
+    if by == "hessian":
+        each = [hessian(lambda p: loss_of(MODEL, {**p, **frozen}, x, y))(trainable) for x, y in rows]  # noqa: B023
+    else:
+        each = [jacrev(lambda p: outputs({**p, **frozen}, x))(trainable) for x, _ in rows]  # noqa: B023
+    scale = num_ranks if reduction == "mean" else 1
+    tree_map: Any = optree.tree_map
+    return tree_map(lambda *xs: sum(xs[1:], xs[0]) / scale, *each)
+
+
+def with_whole_columns(trees: list[fs.Sharded]) -> dict[str, Tensor]:
+    """Leaves (ranks, rows.., shard) of all ranks to rows and whole columns, by name; copies are equal."""
+    layout = trees[0].layout
+    names = [name for name, _ in layout.axes]
+    sizes = [size for _, size in layout.axes]
+    result = {}
+    for key, buffer in layout.buffers.items():
+        stack = torch.stack([tree[key] for tree in trees]).unflatten(0, sizes)  # (axes.., rows.., shard)
+        if "replicate" in names:
+            copies = stack.movedim(names.index("replicate"), 0)
+            assert (copies == copies[0]).all()
+            stack = copies[0]
+        flat = torch.cat(stack.unbind(0), -1) if buffer.num_shards > 1 else stack[0]
+        for slot in buffer.slots:
+            result[slot.name] = flat[..., slot.offset : slot.end].unflatten(-1, slot.shape or (1,))
+            result[slot.name] = result[slot.name] if slot.shape else result[slot.name].squeeze(-1)
+    return result
+
+
+@pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
+@pytest.mark.parametrize(("by", "chunk_size"), [("jacrev", None), ("jacrev", 2), ("jacfwd", None), ("hessian", 7)])
+def test_jacobians_are_those_of_the_mean_over_ranks(by: str, chunk_size: int | None, ranks: Ranks) -> None:
+    results = ranks.run(jacobians, by, chunk_size, {})
+    expected = expected_jacobians(ranks.size, by, "mean")
+    for name in expected:
+        whole = with_whole_columns([result[name] for result in results])
+        assert_trees_close(whole, dict(expected[name]), rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("by", ["jacrev", "jacfwd"])
+def test_with_the_sum_reduction_they_are_those_of_the_sum(by: str) -> None:
+    ranks = simulated(HYBRID)[0]
+    results = ranks.run(jacobians, by, None, {"reduction": "sum"})
+    expected = expected_jacobians(ranks.size, by, "sum")
+    whole = with_whole_columns([result["out"] for result in results])
+    assert_trees_close(whole, dict(expected["out"]), rtol=1e-10, atol=1e-11)
+
+
+def rows_of_every_rank(mesh: fs.Mesh) -> Any:
+    params, rows = setting(mesh)
+
+    def every(p: fs.Sharded, x: Tensor) -> Tensor:
+        return all_gather((fs.gather(p)["w"] * x).sum()[None], mesh)
+
+    return mesh.spmd(fs.jacrev(every))(params, rows), rows
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+def test_gathered_outputs_have_a_row_for_each_rank(ranks: Ranks) -> None:
+    results = ranks.run(rows_of_every_rank)
+    whole = with_whole_columns([tree for tree, _ in results])["w"]
+    assert_trees_close(whole, torch.stack([row for _, row in results]), rtol=1e-12, atol=1e-12)
+
+
+def through_a_jacobian(mesh: fs.Mesh) -> Any:
+    """The gradient of the squared norm of a Jacobian, whose rows are sums over the ranks' shards."""
+    params, rows = setting(mesh)
+
+    def penalty(p: fs.Sharded, x: Tensor) -> Tensor:
+        jacobian = fs.jacrev(lambda p: (fs.gather(p)["w"].pow(3) * x).sum())(p)
+        return fs.vdot(jacobian, jacobian)
+
+    return mesh.spmd(fs.grad(penalty))(params, rows), rows
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+def test_a_gradient_through_a_jacobian_is_that_of_the_whole(ranks: Ranks) -> None:
+    results = ranks.run(through_a_jacobian)
+    w, mean = torch.linspace(-1, 1, NUMEL, dtype=torch.float64), torch.stack([row for _, row in results]).mean(0)
+    whole = with_whole_columns([tree for tree, _ in results])["w"]
+    assert_trees_close(whole, 36 * w**3 * mean**2, rtol=1e-12, atol=1e-12)
+
+
+def test_what_has_no_jacobian_by_shards_is_refused() -> None:
+    mesh = fs.simulated_mesh(2)
+    params, rows = setting(mesh)
+    assert "Call the function under mesh.spmd" in refused(fs.jacrev(loss), params, rows)
+    assert "jacfwd: got Tensor, expected a Sharded" in refused(mesh.spmd(fs.jacfwd(lambda x: x)), rows)
+    assert "Return fs.gather(...) of it" in refused(mesh.spmd(fs.jacrev(fs.grad(loss))), params, rows)
