@@ -13,7 +13,7 @@ PACKAGE = Path(fs.__file__).parent
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
-PAGES = ("README.md", "docs/architecture.md", "docs/glossary.md", "docs/pytree_libraries.md")
+PAGES = ("README.md", "docs/architecture.md", "docs/glossary.md", "docs/pytree_libraries.md", "docs/transforms.md")
 
 # A pattern, and what to write instead.
 WORDS = {

@@ -1,0 +1,79 @@
+"""Every transform of a sharded loss under every other one, on every kind of ranks, beside FSDP2 run live.
+
+``python -m tests.benchmarks.transforms`` compares each row with the unsharded model in float64 and prints a table;
+``--columns`` chooses kinds of ranks by a part of their names, ``--markdown`` prints the table of docs/transforms.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Mapping
+
+from tests.support import transforms_fsdp2
+from tests.support.transforms import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, verdicts
+
+FSDP2 = "FSDP2, gloo, 1 axis"
+Verdicts = Mapping[str, Mapping[Row, str]]  # by column and row
+
+
+def sign(verdict: str) -> str:
+    return {"right": "✔", "wrong": "✘", UNSHARDED: "-"}.get(verdict, "!")
+
+
+def table(found: Verdicts) -> str:
+    """A line for each outer transform: in all columns of this library, and of FSDP2; the worst of each."""
+    lines = ["| | " + " | ".join(INNER) + " |", "|---" * (len(INNER) + 1) + "|"]
+    for outer in OUTER:
+        cells = [" ".join(_cell(found, (outer, inner))) for inner in INNER]
+        lines.append(f"| {outer} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(found: Verdicts, row: Row) -> list[str]:
+    ours = {sign(rows[row]) for name, rows in found.items() if name != FSDP2}
+    worst = next(mark for mark in "✘!-✔" if mark in ours)
+    mark = worst + "*" * (worst == "!" and "✔" in ours)
+    return [mark, sign(found[FSDP2][row])] if FSDP2 in found else [mark]
+
+
+def summary(found: Verdicts) -> str:
+    lines = []
+    for name, rows in found.items():
+        count = Counter(sign(verdict) for verdict in rows.values())
+        parts = [f"{count[mark]} {text}" for mark, text in MEANING.items() if count[mark]]
+        lines.append(f"{name}: {', '.join(parts)}")
+    return "\n".join(lines)
+
+
+MEANING = {"✔": "right", "✘": "wrong", "!": "raise", "-": "raise for the unsharded model too"}
+
+
+def errors(found: Verdicts) -> str:
+    """What was raised, each text once, and where."""
+    rows: dict[str, list[str]] = {}
+    for name, verdicts_of_rows in found.items():
+        for (outer, inner), verdict in verdicts_of_rows.items():
+            if sign(verdict) == "!":
+                rows.setdefault(verdict.splitlines()[0][:110], []).append(f"{name}: {outer} of {inner}")
+    return "\n".join(f"{text}\n  {len(where)} times, such as {where[0]}" for text, where in rows.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--columns", nargs="*", default=[""], help="parts of the names of kinds of ranks")
+    parser.add_argument("--markdown", action="store_true", help="the table alone")
+    given = parser.parse_args()
+    found: dict[str, dict[Row, str]] = {}
+    for name, column in COLUMNS.items():
+        if any(part in name for part in given.columns):
+            found[name] = dict(zip(ROWS, verdicts(column, ROWS), strict=True))
+    if any(part in FSDP2 for part in given.columns):
+        found[FSDP2] = dict(zip(ROWS, transforms_fsdp2.verdicts(ROWS), strict=True))
+    print(table(found))
+    if not given.markdown:
+        print(f"\n{summary(found)}\n\n{errors(found)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The transform matrix: a selection by default, all by ``-m slow`` and ``python -m tests.benchmarks.transforms``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.transforms import sign
+from tests.support import transforms_fsdp2
+from tests.support.pages import ROOT
+from tests.support.transforms import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, expected, verdicts
+
+# torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
+TRACED = "linearize"
+DEFAULT = {"simulated, 2 axes": 2, "gloo, 1 axis, lazy": 2, "gloo, 1 axis, plain, remat": 8}  # of how many rows one
+every_column = pytest.mark.parametrize(
+    "column", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS]
+)
+
+
+def selected(column: str) -> list[Row]:
+    """Some rows, with every outer and every inner transform; other ones in other columns."""
+    start, step = list(COLUMNS).index(column), DEFAULT[column]
+    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER) + start) % step == 0]
+
+
+def refused_by_vmap(column: str, row: Row) -> bool:
+    return column.startswith("simulated") and TRACED in row
+
+
+@every_column
+def test_every_nesting_of_two_transforms_is_that_of_the_unsharded_model(column: str) -> None:
+    rows = selected(column) if column in DEFAULT else ROWS
+    found = dict(zip(rows, verdicts(COLUMNS[column], rows), strict=True))
+    assert {row: text for row, text in found.items() if text not in ("right", UNSHARDED) and TRACED not in row} == {}
+    wrong = {row for row, text in found.items() if text not in ("right", UNSHARDED)}
+    assert all(refused_by_vmap(column, row) and found[row] != "wrong" for row in wrong)
+
+
+def test_the_page_has_every_row_and_nothing_wrong_of_this_library() -> None:
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page_table()]
+    header, _, *body = lines
+    assert header == ["", *INNER]
+    assert [outer for outer, *_ in body] == list(OUTER)
+    ours = {(outer, inner): cell.split()[0] for outer, *cells in body for inner, cell in zip(INNER, cells, strict=True)}
+    assert {row for row, sign in ours.items() if sign != "✔" and TRACED not in row} == set()
+
+
+@pytest.mark.slow
+def test_the_page_has_what_fsdp2_does() -> None:
+    found = dict(zip(ROWS, transforms_fsdp2.verdicts(ROWS), strict=True))
+    of_page = [cell.split()[-1] for line in page_table()[2:] for cell in line.split("|")[2:-1]]
+    assert of_page == [sign(found[row]) for row in ROWS]
+
+
+def page_table() -> list[str]:
+    return [line for line in (ROOT / "docs/transforms.md").read_text().splitlines() if line.startswith("|")]
+
+
+def test_torch_refuses_no_nesting_of_the_unsharded_model_without_linearize() -> None:
+    assert [row for row in ROWS if isinstance(expected(2, row), str) and TRACED not in row] == []
+    assert {outer for outer, _ in ROWS} == set(OUTER)
