@@ -38,6 +38,7 @@ class Part:
     dtype: torch.dtype | None
     codec: Codec | None = None
     joined: bool = False  # whether a node behind it waits for its reductions
+    tangent_of: Part | None = None
 
     @property
     def is_sharded(self) -> bool:
@@ -151,10 +152,13 @@ class Session:
             self._arrive(buffers)
         return buffers.whole(index)
 
-    def leave(self, part: Part) -> None:
-        """Free ``part``: its gradients are complete, and backward is done with it (not with frozen neighbours)."""
+    def leave(self, part: Part, tangents: bool = False) -> None:
+        """Free ``part``: its gradients are complete, and backward is done with it (not with frozen neighbours).
+
+        With ``tangents`` also those of it, where backward goes through them at the same time.
+        """
         for buffers in self._resident.get(part.unit, []):
-            if buffers.part is part:
+            if buffers.part is part or (tangents and buffers.part.tangent_of is part):
                 buffers.drop()
                 buffers.left_in = backward_pass()
 

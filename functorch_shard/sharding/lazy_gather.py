@@ -115,7 +115,7 @@ class _Gather(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
         averages = takes_mean(ctx)
-        session.leave(part)
+        session.leave(part, tangents=in_transform() or any(map(_has_tangent, grads)))
         by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
@@ -131,7 +131,7 @@ class _Gather(Function):
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[2:], strict=True) if x is not None}
         buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
-        part = replace(ctx.part, buffers=buffers, codec=None, joined=False)
+        part = replace(ctx.part, buffers=buffers, codec=None, joined=False, tangent_of=ctx.part)
         whole = _Gather.apply(ctx.session, part, *given.values())
         by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
         return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))

@@ -32,7 +32,7 @@ def hessian(loss: Callable[..., Tensor]) -> Callable[..., Operator]:
 
     ``hessian(loss)(params, *args) @ v`` is the derivative of ``fs.grad(loss)(params, *args)`` in the direction ``v``,
     forward over reverse: ``torch.func.jvp(lambda p: fs.grad(loss)(p, *args), (params,), (v,))[1]``. It takes the memory
-    of two gradients, and of one unit.
+    of two gradients.
 
     Args:
         loss: of ``(params, *args)``, as for :func:`fs.grad`. It returns the same for the same arguments: no dropout.

@@ -13,6 +13,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
+from ..layout.layout import Layout
 from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, take_tensors
 from ..opaque import DIFFERENTIATED, opaque
@@ -25,10 +26,9 @@ from ..torch_internals.transforms import (
     current_level,
     in_forward_mode_alone,
     in_transform,
-    lacks_forward_mode,
-    requires_grad_anywhere,
     without_batches,
 )
+from .forward_over_reverse import grad_and_value_freeing
 from .usage import is_zero, refuse_unused, unused_arguments
 
 Argnums = int | Sequence[int]
@@ -144,8 +144,10 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
         differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else _without_graph
         grads, value, aux, boundary = differentiate(scalar, picked, wide)
+        places = [place for i in chosen for place in _picked(_places(args[i]), wanted[i])]
+        _average_each(grads, places, boundary)
         rest = iter(grads)
-        trees = [_averaged(_fill(args[i], wanted[i], rest), boundary) for i in chosen]
+        trees = [_fill(args[i], wanted[i], rest) for i in chosen]
         refuse_unused(unused[i] for i, tree in zip(chosen, trees, strict=True) if i in unused and is_zero(tree))
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
@@ -213,7 +215,7 @@ trace_in_place_of(grad_and_value, _traced_grad_and_value)
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
-Derivative = tuple[Sequence[Tensor], Tensor, Any, Boundary]  # gradients, value, aux, and the boundary
+Derivative = tuple[list[Tensor], Tensor, Any, Boundary]  # gradients, value, aux, and the boundary
 
 
 def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
@@ -232,31 +234,11 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
 
     # in inference mode, torch.func of 2.11 gives silent zeros
     with checkpoints_explained("grad"), sparse_explained("grad"), torch.inference_mode(False):
-        differentiate = _freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
+        differentiate = (
+            grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
+        )
         grads, (value, aux) = differentiate(tensors_only, has_aux=True)(inputs)
-    return grads, value, put_back[-1](aux), boundaries[-1]
-
-
-def _freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
-    """``torch.func.grad_and_value`` that frees activations as it proceeds, unless plain autograd records the result.
-
-    Forward mode around it goes through backward as it goes through forward; nothing has to be kept for it. Without a
-    graph torch uses the fused backward of some operators (SiLU, group norm), of which a few have no forward mode: then
-    ``fn`` runs again, with a graph.
-    """
-
-    def gradient_and_value(inputs: Sequence[Tensor]) -> Any:
-        value, pull, *rest = torch.func.vjp(fn, inputs, has_aux=has_aux)
-        keep = torch.is_grad_enabled() and requires_grad_anywhere(value)
-        try:
-            (grads,) = pull(torch.ones_like(value), retain_graph=keep, create_graph=keep)
-        except NotImplementedError as error:
-            if keep or not lacks_forward_mode(error):
-                raise
-            return torch.func.grad_and_value(fn, has_aux=has_aux)(inputs)
-        return grads, (value, *rest) if has_aux else value
-
-    return gradient_and_value
+    return list(grads), value, put_back[-1](aux), boundaries[-1]
 
 
 def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
@@ -354,6 +336,20 @@ def _fill(tree: Any, wanted: Sequence[bool], grads: Any) -> Any:
 
 def _is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
+
+
+def _places(tree: Any) -> list[tuple[str, Layout] | None]:
+    """Of each leaf of a ``Sharded`` its buffer's key and its layout."""
+    nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
+    return [place for x in nodes for place in ([(key, x.layout) for key in x] if isinstance(x, Sharded) else [None])]
+
+
+def _average_each(grads: list[Tensor], places: Sequence[tuple[str, Layout] | None], boundary: Boundary) -> None:
+    """Replace each gradient of a shard by its mean over ranks, so that one of them is there twice at a time."""
+    for i, place in enumerate(places):
+        if place is not None:
+            key, layout = place
+            grads[i] = mean_at_end_of_grad({key: grads[i]}, layout, boundary)[key]
 
 
 def _averaged(tree: Any, boundary: Boundary) -> Any:

@@ -81,9 +81,9 @@ def test_a_product_takes_at_most_twice_the_memory_of_a_training_step(matrix: str
 
 @pytest.mark.parametrize("samples", [16, 1024])
 @pytest.mark.parametrize("matrix", ["hessian", "hessian by jvp"])
-def test_beside_its_arguments_a_hessian_product_takes_two_gradients_and_one_unit(matrix: str, samples: int) -> None:
+def test_beside_its_arguments_a_hessian_product_takes_at_most_two_gradients(matrix: str, samples: int) -> None:
     numbers = 1000  # bytes of scalars
-    assert memory(matrix, samples)[1] <= 2 * memory("gradient", samples)[1] + UNIT + numbers
+    assert memory(matrix, samples)[1] <= 2 * memory("gradient", samples)[1] + numbers
 
 
 @pytest.mark.parametrize("samples", [16, 1024])
