@@ -88,8 +88,13 @@ class Buffer:
         high = low + self.shard_numel
         first = bisect_right(self.slots, low, key=lambda slot: slot.end)
         behind = bisect_left(self.slots, high, lo=first, key=lambda slot: slot.offset)
-        spans = ((s, max(s.offset, low), min(s.end, high)) for s in self.slots[first:behind])
-        return [Slice(s.name, a - low, b - a, a - s.offset) for s, a, b in spans if a < b]
+        return [part for slot in self.slots[first:behind] if (part := self.part(slot, rank)).numel]
+
+    def part(self, slot: Slot, rank: int) -> Slice:
+        """What shard ``rank`` holds of one parameter: 0 elements, if it is elsewhere."""
+        low = (rank if self.num_shards > 1 else 0) * self.shard_numel
+        start, end = max(slot.offset, low), min(slot.end, low + self.shard_numel)
+        return Slice(slot.name, start - low, max(end - start, 0), start - slot.offset)
 
     def split_sizes(self) -> list[int]:
         """Sizes that cut the buffer into slot, gap, slot, gap, ...: the gaps are padding and may be 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,21 +16,36 @@ from ..layout.layout import Layout
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
 from ..layout.validation import check_model
+from ..mesh.fingerprints import value_lines
+from .module_init import Init, fill_modules
 from .module_reset import Resets
-from .slicing import cut_buffer
+from .slicing import blank_rows, cut_buffer, fill_rows, shard_of_rows
 
 T = TypeVar("T")
+Fill = Callable[[nn.Module, Layout, int, list[str]], T]  # the last: gets lines that have to be equal on all ranks
 _ADVICE = (
     "Give the module, or one around it, a reset_parameters() that fills its parameters and buffers. "
     "Or build the model with values, on one rank, and shard(model, layout, from_rank=0)."
 )
+_ADVICE_INIT = (
+    "init is called with each module, children first, as by model.apply(init), and fills parameters of that module or "
+    "of modules inside, each of them whole. If it leaves some as their constructor makes them, reset them before: "
+    "def init(module): module.reset_parameters() where there is one, then model._init_weights(module)."
+)
+_OR_BUFFERS = " Or give the model the values of these buffers, which it keeps."
+_SAME = "Every rank must initialise the same model with one seed, and init may not draw from generators of its own."
 
 
-def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
-    """Fresh parameters, by each module's own ``reset_parameters``, without ever holding the whole model.
+def init_params(model: nn.Module, layout: Layout, *, seed: int = 0, init: Init | None = None) -> Sharded:
+    """Fresh parameters, by each module's own ``reset_parameters`` or by ``init``, without ever holding the whole model.
 
     The values are bitwise the same for any number of ranks, any mesh, units and labels: every module draws from a
     stream of its own, derived from ``seed`` and its name. Neither the model nor torch's random numbers are touched.
+
+    With ``init`` they are those of ``torch.manual_seed(seed); model.apply(init)`` on a model with values: ``init`` is
+    called with every module of a copy, children first, and finds the module's own parameters and buffers on the mesh's
+    device and all others on the meta device. It may write to those of modules inside as well, one unit after the other.
+    Hugging Face models start by ``init=model._init_weights``.
 
     Args:
         model: what ``layout`` was planned from, on the meta device or elsewhere: parameters' values are not looked at.
@@ -39,20 +55,26 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
             stands for, so values are those of the same model without tensor parallelism.
         layout: from :func:`plan`.
         seed: any int, the same on every rank.
+        init: fills parameters, each of them whole, of the module that it is called with or of modules inside of it. A
+            method of ``model`` is called as that of the copy. What it returns is not used. A parameter that is filled
+            several times, for example a tied one, has the values of the last time.
 
     Returns:
         A ``Sharded`` as of :func:`shard`: on the mesh's device, and stacked outside ``spmd`` on simulated ranks.
 
     Raises:
-        TypeError: ``model`` is not a module, ``layout`` not a layout, or ``seed`` not an int.
-        ValueError: the model is not the layout's, or parameters are left unfilled, in part or whole, by their reset or
-            for want of one; all of them at once.
-        RuntimeError: a reset raised, or the ranks disagree about ``seed``. An error on one rank comes on all.
+        TypeError: ``model`` is not a module, ``layout`` not a layout, ``seed`` not an int, or ``init`` not a function.
+        ValueError: the model is not the layout's, or parameters are left unfilled, in part or whole, by their reset, by
+            ``init`` or for want of one; or ``init`` wrote to tensors outside of the module that it was called with; all
+            of them at once.
+        RuntimeError: a reset or ``init`` raised, or the ranks disagree about ``seed``, or about the values that
+            ``init`` made. An error on one rank comes on all.
 
     Cost:
         One all-gather of 32 bytes per axis. Memory: the shards, one unit, and what else one module's reset fills. Every
         rank computes every unit; a module whose parameters are in several units is reset once for each of them, and one
-        that leaves zeros in integers twice, to see that it did.
+        that leaves zeros in integers twice, to see that it did. With ``init``: the shards, and of whole tensors
+        those of one module and what was written to of one unit.
 
     Example:
         >>> with torch.device("meta"):
@@ -62,13 +84,21 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0) -> Sharded:
         tensor([[1., 1., 1., 0.],
                 [0., 0., 0., 0.]])
         >>> fs.testing.assert_trees_close(fs.gather(two), fs.gather(three), rtol=0, atol=0)
+        >>> ones = lambda module: [p.fill_(1) for p in module.parameters(recurse=False)]
+        >>> init_params(model, fs.plan(model, fs.simulated_mesh(2)), init=ones)["0"]
+        tensor([[1., 1., 1., 0.],
+                [1., 1., 1., 0.]])
 
     Stands for FSDP's ``param_init_fn`` and its initialisation from the meta device.
     """
-    return _on_all_ranks("init_params", model, layout, seed, lambda resets: _fill_shards(resets, layout))
+    return _on_all_ranks(
+        "init_params", model, layout, seed, _fill_shards if init is None else partial(_shards_by, init)
+    )
 
 
-def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model: bool = False) -> dict[str, Tensor]:
+def init_buffers(
+    model: nn.Module, layout: Layout, *, seed: int = 0, from_model: bool = False, init: Init | None = None
+) -> dict[str, Tensor]:
     """The buffers that go with :func:`init_params`: what the same resets leave in them, such as BatchNorm's statistics.
 
     A buffer that has values in ``model`` keeps them where no reset writes. So a table that only ``__init__`` computes
@@ -81,6 +111,7 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model:
         seed: as for :func:`init_params`.
         from_model: take the values that ``model`` has on this rank, and reset nothing: to go on from a pretrained
             model, next to ``shard(model, layout)``.
+        init: as for :func:`init_params`, instead of resets.
 
     Returns:
         A dict name -> new tensor on the mesh's device, as ``model.named_buffers()`` lists them, for :func:`apply`.
@@ -88,8 +119,8 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model:
 
     Raises:
         TypeError, RuntimeError: as :func:`init_params`.
-        ValueError: the model is not the layout's, or a buffer without values is left unfilled (with ``from_model``, is
-            on the meta device); all of them at once.
+        ValueError: both ``from_model`` and ``init``; the model is not the layout's, or a buffer without values is left
+            unfilled (with ``from_model``, is on the meta device); all of them at once.
 
     Cost:
         One all-gather of 32 bytes per axis. Memory: the buffers, and what one module's reset fills.
@@ -102,7 +133,11 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model:
                 [1., 1.],
                 [1., 1.]])
     """
-    fill = _copy_buffers if from_model else _fill_buffers
+    if from_model and init is not None:
+        raise ValueError(
+            "init_buffers: got from_model=True and init: the model's own buffers, or what init leaves there?"
+        )
+    fill = partial(_buffers_by, init) if init is not None else _copy_buffers if from_model else _fill_buffers
     buffers = _on_all_ranks("init_buffers", model, layout, seed, fill, f"from_model={from_model}")
     if layout.mesh.in_spmd:
         return buffers
@@ -110,21 +145,19 @@ def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, from_model:
     return {name: x.expand(*ranks, *x.shape).contiguous() for name, x in buffers.items()}
 
 
-def _on_all_ranks(
-    verb: str, model: nn.Module, layout: Layout, seed: int, fill: Callable[[Resets], T], *options: str
-) -> T:
+def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: Fill[T], *options: str) -> T:
     """``fill``, and no trace of it in torch's random numbers; an error on one rank comes on all."""
     if not isinstance(layout, Layout):
         raise TypeError(f"{verb}: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    device = layout.mesh.device
+    device, values = layout.mesh.device, []
 
     def build() -> T:
         _check(verb, model, layout, seed)
         forked = [device] if device.type != "cpu" else []  # the CPU's random numbers always are
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(forked, device_type=device.type):
-            return fill(Resets.of(model, device, seed))
+            return fill(model, layout, seed, values)
 
-    return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}", *options])
+    return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}", *options, *values], _SAME)
 
 
 def _check(verb: str, model: nn.Module, layout: Layout, seed: int) -> None:
@@ -138,8 +171,8 @@ def _check(verb: str, model: nn.Module, layout: Layout, seed: int) -> None:
     check_model(verb, tensors, aliases_of(tensors), layout)
 
 
-def _fill_shards(resets: Resets, layout: Layout) -> Sharded:
-    shards: dict[str, Tensor] = {}
+def _fill_shards(model: nn.Module, layout: Layout, seed: int, _: list[str]) -> Sharded:
+    resets, shards = Resets.of(model, layout.mesh.device, seed), dict[str, Tensor]()
     problems = [problem for unit in layout.units for problem in _fill_unit(resets, unit, layout, shards)]
     reject("init_params", problems, _ADVICE)
     return Sharded(shards, layout)
@@ -155,15 +188,44 @@ def _fill_unit(resets: Resets, unit: Unit, layout: Layout, shards: dict[str, Ten
     return problems
 
 
-def _fill_buffers(resets: Resets) -> dict[str, Tensor]:
-    names = [name for name, _ in resets.model.named_buffers()]
-    values, problems = resets.fill(names)
-    reject("init_buffers", problems, _ADVICE + " Or give the model the values of these buffers, which it keeps.")
+def _fill_buffers(model: nn.Module, layout: Layout, seed: int, _: list[str]) -> dict[str, Tensor]:
+    names = [name for name, _ in model.named_buffers()]
+    values, problems = Resets.of(model, layout.mesh.device, seed).fill(names)
+    reject("init_buffers", problems, _ADVICE + _OR_BUFFERS)
     return {name: values[name] for name in names}
 
 
-def _copy_buffers(resets: Resets) -> dict[str, Tensor]:
-    buffers = dict(resets.model.named_buffers())
+def _copy_buffers(model: nn.Module, layout: Layout, seed: int, _: list[str]) -> dict[str, Tensor]:
+    buffers = dict(model.named_buffers())
     problems = [f"{name!r}: on the meta device, without values" for name, x in buffers.items() if x.is_meta]
     reject("init_buffers", problems, "Load the model's buffers first, or leave from_model out and have them reset.")
-    return {name: x.detach().to(resets.device, copy=True) for name, x in buffers.items()}
+    return {name: x.detach().to(layout.mesh.device, copy=True) for name, x in buffers.items()}
+
+
+def _shards_by(init: Init, model: nn.Module, layout: Layout, seed: int, values: list[str]) -> Sharded:
+    rows = {key: blank_rows(buffer, layout) for key, buffer in layout.buffers.items()}
+
+    def take(name: str, x: Tensor) -> None:
+        slot, key = layout.slots[name], layout.key_of[name]
+        values.extend(value_lines({name: x}, [name]))
+        fill_rows(rows[key], slot, cut_out(x, slot.dtensor, layout), layout.buffers[key], layout)
+
+    unit_of = {slot.name: unit.name for unit in layout.units for buffer in unit.buffers for slot in buffer.slots}
+    problems = fill_modules(model, init, unit_of, layout.mesh.device, seed, take)
+    reject("init_params: init", problems, _ADVICE_INIT)
+    return Sharded({key: shard_of_rows(rows[key], buffer, layout) for key, buffer in layout.buffers.items()}, layout)
+
+
+def _buffers_by(init: Init, model: nn.Module, layout: Layout, seed: int, values: list[str]) -> dict[str, Tensor]:
+    buffers, taken = dict(model.named_buffers()), dict[str, Tensor]()
+
+    def take(name: str, x: Tensor) -> None:
+        values.extend(value_lines({name: x}, [name]))
+        taken[name] = x
+
+    unit_of = {name: name.rpartition(".")[0] for name in buffers}
+    problems = fill_modules(model, init, unit_of, layout.mesh.device, seed, take)
+    reject("init_buffers: init", problems, _ADVICE_INIT + _OR_BUFFERS)
+    kept = {name: x for name, x in buffers.items() if name not in taken}
+    taken |= {name: x.detach().to(layout.mesh.device, copy=True) for name, x in kept.items()}
+    return {name: taken[name] for name in buffers}

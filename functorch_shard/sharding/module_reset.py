@@ -10,10 +10,8 @@ values depend on the seed and on names, and on nothing else.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 
 from ..layout.units import below
 from ..torch_internals.transforms import outside_transforms
+from .blank_modules import count_nan, get_tensor, has_nan, in_place, owner_of, title_of, unfit, without_values
 
 _PUBLIC, _PRIVATE = "reset_parameters", "_reset_parameters"
 
@@ -47,7 +46,7 @@ class Resets:
 
     @staticmethod
     def of(model: nn.Module, device: torch.device, seed: int) -> Resets:
-        return Resets(model, _double(model), _belonging(model), device, seed)
+        return Resets(model, without_values(model), _belonging(model), device, seed)
 
     def fill(self, names: Sequence[str]) -> tuple[dict[str, Tensor], list[str]]:
         """Parameters and buffers as their resets leave them, and the names of those without values, and why."""
@@ -59,7 +58,7 @@ class Resets:
                 parts.setdefault(self.belonging[name].name, []).append(name)
             elif self._is_blank(name):
                 problems.append(
-                    f"{name!r}: neither {_title(self.model, _owner(name))} nor a module around it has a reset"
+                    f"{name!r}: neither {title_of(self.model, owner_of(name))} nor a module around it has a reset"
                 )
             else:
                 values[name] = self._start(name, False)
@@ -69,37 +68,39 @@ class Resets:
 
     def _fill_together(self, together: Together, names: Sequence[str], values: dict[str, Tensor]) -> list[str]:
         found = self._run(together)
-        wrong = {name: text for name in names if (text := _unfit(found[name], _get(self.model, name)))}
+        wrong = {name: text for name in names if (text := unfit(found[name], get_tensor(self.model, name)))}
         fit = {name: found[name].detach() for name in names if name not in wrong}
         blank = {name: x for name, x in fit.items() if self._is_blank(name)}
-        zeros = [name for name, x in blank.items() if not _has_nan(x.dtype) and bool((x == 0).any())]
+        zeros = [name for name, x in blank.items() if not has_nan(x.dtype) and bool((x == 0).any())]
         ones = self._run(together, ones=True) if zeros else {}
-        counts = {name: _count_nan(x) if _has_nan(x.dtype) else 0 for name, x in blank.items()}
+        counts = {name: count_nan(x) if has_nan(x.dtype) else 0 for name, x in blank.items()}
         counts |= {name: int(((fit[name] == 0) & (ones[name] == 1)).sum()) for name in zeros}
         wrong |= {name: f"left {n:,} of {fit[name].numel():,} elements unfilled" for name, n in counts.items() if n}
         values.update(fit)
         module = self.model.get_submodule(together.name)
-        return [f"{n!r}: {_method(module)} of {_title(self.model, together.name)} {text}" for n, text in wrong.items()]
+        return [
+            f"{n!r}: {_method(module)} of {title_of(self.model, together.name)} {text}" for n, text in wrong.items()
+        ]
 
     def _run(self, together: Together, ones: bool = False) -> dict[str, Any]:
         with outside_transforms(), self.device:
             tensors = {name: self._start(name, ones) for name in together.tensors}
-            with _in_place(self.double, together.name, tensors):
+            with in_place(self.double, together.name, tensors):
                 for name in together.modules:
                     _seed(self.device, f"{self.seed} {name}")
                     self._reset(name)
-                return {name: _get(self.double, name) for name in tensors}
+                return {name: get_tensor(self.double, name) for name in tensors}
 
     def _start(self, name: str, ones: bool) -> Tensor:
         """What a reset finds: NaN, or integers 0 (or 1), or the values that a buffer has."""
-        x = _get(self.model, name)
+        x = get_tensor(self.model, name)
         if not self._is_blank(name):
             return x.detach().to(self.device, copy=True)
-        blank = torch.full(x.shape, float("nan") if _has_nan(x.dtype) else int(ones), dtype=x.dtype, device=self.device)
+        blank = torch.full(x.shape, float("nan") if has_nan(x.dtype) else int(ones), dtype=x.dtype, device=self.device)
         return nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
 
     def _is_blank(self, name: str) -> bool:
-        x = _get(self.model, name)
+        x = get_tensor(self.model, name)
         return isinstance(x, nn.Parameter) or x.is_meta
 
     def _reset(self, name: str) -> None:
@@ -108,7 +109,7 @@ class Resets:
             getattr(module, str(_method(module)))()
         except Exception as error:
             raise RuntimeError(
-                f"{_method(module)} of {_title(self.model, name)} raised {type(error).__name__}: {error}. It is "
+                f"{_method(module)} of {title_of(self.model, name)} raised {type(error).__name__}: {error}. It is "
                 "called on a copy without values, in which tensors that another reset fills are on the meta device."
             ) from error
 
@@ -147,47 +148,6 @@ def _method(module: nn.Module) -> str | None:
     return next((name for name in (_PUBLIC, _PRIVATE) if callable(getattr(module, name, None))), None)
 
 
-def _double(model: nn.Module) -> nn.Module:
-    """A copy of the model with every tensor on the meta device; ties stay."""
-    memo: dict[int, Any] = {}
-    for x in model.parameters():  # of a DTensor the whole shape
-        memo[id(x)] = nn.Parameter(torch.empty(x.shape, dtype=x.dtype, device="meta"), x.requires_grad)
-    for x in model.buffers():
-        memo[id(x)] = torch.empty(x.shape, dtype=x.dtype, device="meta")
-    return copy.deepcopy(model, memo)
-
-
-@contextmanager
-def _in_place(double: nn.Module, head: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """``tensors`` inside ``double``; afterwards it is as before, whatever was assigned inside module ``head``."""
-    module, prefix = double.get_submodule(head), f"{head}." if head else ""
-    before = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    try:
-        for name, x in tensors.items():
-            _set(double, name, x)
-        yield
-    finally:
-        for name, x in before:
-            _set(double, prefix + name, x)
-
-
-def _get(module: nn.Module, name: str) -> Any:
-    return getattr(module.get_submodule(_owner(name)), name.rpartition(".")[2], None)
-
-
-def _set(module: nn.Module, name: str, x: Tensor) -> None:
-    setattr(module.get_submodule(_owner(name)), name.rpartition(".")[2], x)
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _title(model: nn.Module, name: str) -> str:
-    kind = type(model.get_submodule(name)).__name__
-    return f"{kind} {name!r}" if name else f"{kind}, the model itself,"
-
-
 def _seed(device: torch.device, stream: str) -> None:
     """Start the random numbers of ``stream``. torch's CPU generator takes 32 bits of the seed, CUDA's all of it."""
     number = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "big")
@@ -196,24 +156,3 @@ def _seed(device: torch.device, stream: str) -> None:
         kind: Any = torch.get_device_module(device)
         with kind.device(device):
             kind.manual_seed(number)
-
-
-def _unfit(got: Any, expected: Tensor) -> str:
-    if not isinstance(got, Tensor):
-        return f"put {type(got).__name__} there, expected a tensor"
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        form = f"shape {tuple(got.shape)}, {got.dtype}"
-        return f"put a tensor of {form} there, expected {tuple(expected.shape)}, {expected.dtype}"
-    return "put a tensor without values there, on the meta device" if got.is_meta else ""
-
-
-def _has_nan(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _count_nan(x: Tensor) -> int:
-    if x.is_complex():
-        return int(x.isnan().sum())
-    x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no maximum
-    # the largest value is NaN if any is, and takes no tensor of bools beside
-    return int(x.isnan().sum()) if x.numel() and x.amax().isnan() else 0

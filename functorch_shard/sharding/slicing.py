@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..collectives.from_rank import of_rank
 from ..communication.axis import Axis
-from ..layout.buffers import Buffer
+from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.packing import fill_shard, pack, pack_shard
 from ..mesh.mesh import Mesh
@@ -24,6 +24,33 @@ def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) ->
     if mesh.in_spmd:
         return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
     return stacked(_rows(tensors, buffer, layout), layout)
+
+
+def blank_rows(buffer: Buffer, layout: Layout) -> Tensor:
+    """Zeros for :func:`fill_rows`: a row for each shard that is made here."""
+    numbers = _numbers(buffer, layout)
+    return torch.zeros(len(numbers), buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
+
+
+def fill_rows(rows: Tensor, slot: Slot, value: Tensor, buffer: Buffer, layout: Layout) -> None:
+    """Write the parts of one parameter into the rows of :func:`blank_rows`."""
+    flat = value.detach().reshape(-1)
+    for row, number in zip(rows, _numbers(buffer, layout), strict=True):
+        _, offset, numel, start = buffer.part(slot, number)
+        row[offset : offset + numel] = flat[start : start + numel]
+
+
+def shard_of_rows(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """What :func:`cut_buffer` returns, from rows that were filled parameter by parameter."""
+    mesh = layout.mesh
+    if mesh.in_spmd:
+        return _own_row(rows.flatten(), buffer, layout) if mesh.is_simulated else rows[0]
+    return stacked(rows, layout)
+
+
+def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
+    """The shards that are made here; simulated ranks choose theirs among all of them."""
+    return range(buffer.num_shards) if layout.mesh.is_simulated else shards_here(buffer, layout)
 
 
 def shards_here(buffer: Buffer, layout: Layout) -> Sequence[int]:
