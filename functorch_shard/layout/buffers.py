@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .dtensor_spec import DTensorForm
+from .placing import padded
 from .precision import MixedPrecision
 
 OWNERS = "(owners)"  # the unit of optimizer state that owners of whole parameters have; no module has this name
@@ -30,7 +31,8 @@ class Slice(NamedTuple):
 class Slot:
     """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
 
-    For a DTensor the slot holds this rank's local part; ``dtensor`` describes the whole.
+    For a DTensor the slot holds this rank's local part; ``dtensor`` describes the whole. It is cut only at multiples of
+    ``granularity`` elements from its start.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Slot:
     numel: int
     index: int
     dtensor: DTensorForm | None = None
+    granularity: int = 1
 
     @property
     def end(self) -> int:
@@ -47,7 +50,8 @@ class Slot:
 
     def __repr__(self) -> str:
         part = f", local part of a {self.dtensor}" if self.dtensor else ""
-        return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{part})"
+        cuts = f", cut at multiples of {self.granularity:,}" if self.granularity > 1 else ""
+        return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{cuts}{part})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -121,14 +125,14 @@ class Unit:
         return f"Unit({self.name!r}, {buffers}, {numel:,} elements, {self.precision!r})"
 
 
-def padded(numel: int, step: int) -> int:
-    """``numel`` rounded up to a multiple of ``step``."""
-    return -(-numel // step) * step
-
-
 def aligned(taken: int, dtype: torch.dtype, align_bytes: int) -> int:
     """The offset of the next slot after ``taken`` elements; ``align_bytes`` 0 packs without gaps."""
-    return padded(taken, lcm(align_bytes, dtype.itemsize) // dtype.itemsize or 1)
+    return padded(taken, alignment(dtype, align_bytes))
+
+
+def alignment(dtype: torch.dtype, align_bytes: int) -> int:
+    """The number of elements that offsets are multiples of."""
+    return lcm(align_bytes, dtype.itemsize) // dtype.itemsize or 1
 
 
 def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:

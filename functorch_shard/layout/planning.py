@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ..errors import hints, listed, reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
-from .buffers import Buffer, Slot, Unit, aligned, in_source_order, padded
+from .buffers import Buffer, Slot, Unit, alignment, in_source_order
 from .dtensor import form_of, local_part, unfit_dtensor
 from .layout import Layout
+from .placing import Granularity, Size, granularity_of, place
 from .precision import MixedPrecision
 from .serialization import Reduction
 from .sources import source_problems, sparse_problems
@@ -61,6 +62,7 @@ def plan(
     precision: Precision = None,
     reshard_after_forward: bool = True,
     align_bytes: int = 16,
+    granularity: Granularity = 1,
     ignored: Sequence[str] | Set[str] = (),
 ) -> Layout:
     """Decide which rank holds which element of which parameter: a pure function of names, shapes and dtypes.
@@ -91,6 +93,10 @@ def plan(
         reshard_after_forward: whether real ranks free a gathered unit after its use and gather it again in backward.
             ``False`` keeps every unit from its first use to its gradient: half of the gathers, more memory.
         align_bytes: every parameter starts at a multiple of this; 0 packs them without gaps.
+        granularity: parameters are cut between ranks only at multiples of so many elements from their start, for
+            example at the blocks that are quantised together: a number, ``"rows"`` for the rows of each parameter, or a
+            callable ``(name, tensor) -> number``. Padding keeps shards equally long; ``print`` shows how much. With one
+            number for all, offsets and shards are multiples of it too: blocks of a flat shard are blocks of parameters.
         ignored: names of parameters or modules that stay whole on every rank; their gradients are still reduced.
 
     Returns:
@@ -122,7 +128,7 @@ def plan(
         known = "a Mesh, for example from init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
     options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward)
-    build = partial(_plan, source, mesh, units, labels, precision, ignored, options)
+    build = partial(_plan, source, mesh, units, labels, precision, granularity, ignored, options)
     return mesh.agree("plan", build, lambda layout: list(layout.lines()))
 
 
@@ -144,6 +150,7 @@ def _plan(
     units: Units,
     labels: Labels,
     precision: Precision,
+    granularity: Granularity,
     ignored: Sequence[str] | Set[str],
     options: _Options,
 ) -> Layout:
@@ -156,17 +163,17 @@ def _plan(
     if units == "auto" and not _names_units(precision):
         unit_of = merge_small(tensors, unit_of)
     label_of = _labels(tensors, labels)
+    cuts = _granularities(parts, granularity)
     whole = {aliases.get(name, name) for name in _below_any(every, ignored)}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
-        slots = groups.setdefault(kind, [])
-        offset = aligned(slots[-1].end if slots else 0, tensor.dtype, options.align_bytes)
         shape, numel = tuple(parts[name].shape), parts[name].numel()
-        slots.append(Slot(name, shape, tensor.dtype, offset, numel, index, form_of(tensor)))
+        slot = Slot(name, shape, tensor.dtype, 0, numel, index, form_of(tensor), cuts[name])
+        groups.setdefault(kind, []).append(slot)
     shards = mesh.axes.get(options.shard_axis, 1)
     return Layout(
-        units=_with_policies(_units(groups, shards), precision),
+        units=_with_policies(_units(groups, shards, options.align_bytes), precision),
         axes=tuple(mesh.axes.items()),
         aliases=tuple(sorted(aliases.items())),
         mesh=mesh,
@@ -184,7 +191,22 @@ def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
     return [name for name in names if not prefixes.isdisjoint(prefixes_of(name))] if prefixes else []
 
 
-def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, ...]:
+def _granularities(parts: Mapping[str, Tensor], granularity: Granularity) -> dict[str, int]:
+    number = isinstance(granularity, int) and not isinstance(granularity, bool)
+    if not (number or callable(granularity) or granularity == "rows"):
+        known = "a number of elements, 'rows', or a callable (name, tensor) -> number"
+        raise TypeError(f"plan: granularity: got {granularity!r}, expected {known}")
+    cuts = {name: granularity_of(name, part, granularity) for name, part in parts.items()}
+    problems = [
+        f"{name!r}: granularity {cut!r}"
+        for name, cut in cuts.items()
+        if not isinstance(cut, int) or isinstance(cut, bool) or cut < 1
+    ]
+    reject("plan: granularity", problems, "It is a positive number of elements; 1 cuts anywhere.")
+    return cuts
+
+
+def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int) -> tuple[Unit, ...]:
     """Units, and the buffers in each, in the order of their first parameters."""
     keys = _keys(groups)
     problems = [f"{key!r}: the key of {count} buffers" for key, count in Counter(keys).items() if count > 1]
@@ -192,9 +214,11 @@ def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int) -> tuple[Unit, .
     buffers: dict[str, list[Buffer]] = {}
     for key, (kind, slots) in zip(keys, groups.items(), strict=True):
         num_shards = 1 if kind.ignored else shards
-        numel = padded(slots[-1].end, num_shards)
+        sizes = [Size(slot.numel, slot.granularity) for slot in slots]
+        offsets, shard = place(sizes, num_shards, alignment(kind.dtype, align_bytes))
+        placed = tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True))
         buffers.setdefault(kind.unit, []).append(
-            Buffer(key, kind.label, kind.trainable, numel, num_shards, tuple(slots))
+            Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, placed)
         )
     return tuple(Unit(name, in_source_order(parts)) for name, parts in buffers.items())
 

@@ -11,8 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..errors import reject
-from .buffers import Buffer, Slot, Unit, aligned, padded
+from .buffers import Buffer, Slot, Unit, alignment
 from .dtensor_spec import DTensorForm
+from .placing import Size, place
 from .precision import MixedPrecision
 
 Reduction = Literal["mean", "sum"]
@@ -24,7 +25,7 @@ def to_json(parts: Mapping[str, Any], indent: int | None) -> str:
     """The fields of a layout, without its mesh, as JSON text."""
     options = {name: parts[name] for name in OPTIONS}
     maps = {name: dict(parts[name]) for name in ("axes", "aliases")}
-    units = [asdict(unit, dict_factory=_without_none) for unit in parts["units"]]
+    units = [asdict(unit, dict_factory=_without_defaults) for unit in parts["units"]]
     return json.dumps({"format": FORMAT, **options, **maps, "units": units}, indent=indent, default=dtype_name)
 
 
@@ -57,11 +58,15 @@ def _option_problems(parts: Mapping[str, Any]) -> Iterator[str]:
 def _buffer_problems(parts: Mapping[str, Any]) -> Iterator[str]:
     num_shards = dict(parts["axes"]).get(parts["shard_axis"], 1)
     for buffer in (buffer for unit in parts["units"] for buffer in unit.buffers):
-        taken = 0
-        for slot in buffer.slots:
-            yield from _slot_problems(slot, buffer.dtype, aligned(taken, buffer.dtype, parts["align_bytes"]))
-            taken = slot.end
-        if buffer.num_shards not in (1, num_shards) or buffer.numel != padded(taken, buffer.num_shards):
+        sizes = [Size(slot.numel, slot.granularity) for slot in buffer.slots]
+        if odd := [f"{slot.name!r}: granularity {slot.granularity}" for slot in buffer.slots if slot.granularity < 1]:
+            yield from odd
+            continue
+        offsets, shard = place(sizes, max(buffer.num_shards, 1), alignment(buffer.dtype, parts["align_bytes"]))
+        for slot, start in zip(buffer.slots, offsets, strict=True):
+            yield from _slot_problems(slot, buffer.dtype, start)
+        if buffer.num_shards not in (1, num_shards) or buffer.numel != shard * buffer.num_shards:
+            taken = buffer.slots[-1].end
             yield f"buffer {buffer.key!r}: {buffer.numel} elements in {buffer.num_shards} shards, {taken} used"
 
 
@@ -96,8 +101,8 @@ def _form_of(data: Any) -> DTensorForm:
     return DTensorForm(tuple(data["shape"]), tuple(data["placements"]), tuple((name, n) for name, n in data["axes"]))
 
 
-def _without_none(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in items if value is not None}
+def _without_defaults(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None and (name, value) != ("granularity", 1)}
 
 
 def _dtype(what: str, name: str) -> torch.dtype:

@@ -223,7 +223,7 @@ def _state_buffer(
     for slot, _, entry in every:
         rank = max(owners[slot.name], 0)
         offset, numel = aligned(taken[rank], dtype, layout.align_bytes), torch.Size(entry.shape).numel()
-        placed.append((rank, replace(slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel)))
+        placed.append((rank, replace(slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel, granularity=1)))
         taken[rank] = offset + numel
     shard = aligned(max(taken), dtype, layout.align_bytes)
     moved = [replace(slot, offset=rank * shard + slot.offset) for rank, slot in placed]

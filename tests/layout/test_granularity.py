@@ -1,0 +1,180 @@
+"""``plan(granularity=...)``: rows and blocks are never divided between ranks, and everything else is as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.layout.placing import Size, place
+from functorch_shard.testing import assert_trees_close
+from tests.support.models import awkward, loss_of
+from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.refusals import refused
+
+sizes = st.lists(st.tuples(st.integers(0, 120), st.sampled_from([1, 2, 3, 5, 7, 11, 16, 32])), min_size=1, max_size=7)
+
+
+@given(sizes, st.sampled_from([1, 2, 3, 5, 8]), st.sampled_from([1, 3, 4, 16]))
+@settings(max_examples=300, deadline=None)
+def test_no_parameter_is_cut_inside_of_a_granule(pairs: list[tuple[int, int]], shards: int, align: int) -> None:
+    every = [Size(*pair) for pair in pairs]
+    offsets, shard = place(every, shards, align)
+    end = 0
+    for offset, (numel, granularity) in zip(offsets, every, strict=True):
+        assert offset >= end
+        assert offset % align == 0
+        assert not [
+            cut
+            for cut in range(0, shards * shard, shard or 1)
+            if offset < cut < offset + numel and (cut - offset) % granularity
+        ]
+        end = offset + numel
+    assert end <= shards * shard
+
+
+@given(sizes, st.sampled_from([1, 2, 3, 5, 8]))
+@settings(max_examples=100, deadline=None)
+def test_one_granularity_for_all_aligns_offsets_and_shards(pairs: list[tuple[int, int]], shards: int) -> None:
+    offsets, shard = place([Size(numel, 12) for numel, _ in pairs], shards, 4)
+    assert all(offset % 12 == 0 for offset in offsets)
+    assert shard % 12 == 0
+    least = -(-sum(-(-numel // 12) for numel, _ in pairs) // shards) * 12
+    assert shard == least  # and no parameter is moved: there is no more padding than that
+
+
+def test_rows_of_several_lengths_cost_less_than_a_row_for_each_boundary() -> None:
+    wide, narrow = 11008, 4096  # a block of a language model of 7e9 parameters
+    block = [Size(narrow * narrow, narrow)] * 4 + [Size(wide * narrow, narrow)] * 2 + [Size(narrow * wide, wide)]
+    for ranks in (2, 8, 64):
+        _, shard = place(block, ranks, 4)
+        assert ranks * shard < 1.004 * sum(size.numel for size in block)
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"u.a": (5, 7), "u.b": (3, 11), "u.c": (7,), "u.d": (), "u.e": (2, 3, 5), "v.f": (13, 2), "v.g": (0, 4)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+CHOICES: list[Any] = [4, "rows", lambda name, x: 6 if x.ndim > 1 else 1]
+AXES: list[dict[str, int]] = [*({"shard": n} for n in (1, 2, 3, 5, 8)), {"replicate": 2, "shard": 3}]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_rows_are_whole_on_one_rank(axes: dict[str, int]) -> None:
+    layout = fs.plan(tensors(), fs.simulated_mesh(axes), granularity="rows")
+    for rank in range(layout.num_shards):
+        for name, _, numel, start in layout.slices(rank):
+            row = tensors()[name][:1].numel() if tensors()[name].ndim else 1
+            assert start % row == 0
+            assert numel % row == 0
+
+
+@pytest.mark.parametrize("choice", range(3))
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_values_come_back_and_padding_is_zero(axes: dict[str, int], choice: int) -> None:
+    layout = fs.plan(tensors(), fs.simulated_mesh(axes), granularity=CHOICES[choice])
+    params = fs.shard(tensors(), layout)
+    assert_trees_close(dict(fs.gather(params)), tensors(), rtol=0, atol=0)
+    ones = fs.shard({name: torch.ones_like(x) for name, x in tensors().items()}, layout)
+    held = sum(float(x.sum()) for x in ones.values()) / dict(layout.axes).get("replicate", 1)
+    assert held == sum(x.numel() for x in tensors().values())
+    assert fs.Layout.from_json(layout.to_json(), layout.mesh) == layout
+
+
+def trained(mesh: fs.Mesh, granularity: Any) -> fs.Full:
+    model = awkward()
+    layout = fs.plan(model, mesh, granularity=granularity)
+    opt, params = fs.optimizer(torch.optim.AdamW, lr=0.01), fs.shard(model, layout)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads = fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(params)
+        grads, _ = fs.clip_by_global_norm(grads, 0.1)
+        return opt.step(params, grads=grads, state=state)
+
+    state, generator = opt.init(params), torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(2 * mesh.size, 5, generator=generator, dtype=torch.float64)
+        params, state = step(params, state, *mesh.split((x, x[:, :3])))
+    return fs.gather(params, lazy=False)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(1, 3, {"replicate": 2, "shard": 2}), *gloo(2)], ids=str)
+def test_training_is_that_without_granularity(ranks: Ranks) -> None:
+    for plain, *others in zip(*(ranks.run(trained, choice) for choice in (1, 4, "rows")), strict=True):
+        for other in others:
+            assert_trees_close(other, plain, rtol=1e-12, atol=1e-12)  # norms are added up in another order
+
+
+def test_blocks_of_codes_do_not_depend_on_the_number_of_ranks() -> None:
+    decoded = []
+    for ranks in (2, 3, 5, 8):
+        params = fs.shard(tensors(), fs.plan(tensors(), fs.simulated_mesh(ranks), granularity=8))
+        decoded.append(dict(fs.gather(params, codec=fs.codecs.int8(block=8))))
+    for other in decoded[1:]:
+        assert_trees_close(other, decoded[0], rtol=0, atol=0)
+    assert not torch.equal(decoded[0]["u.a"], tensors()["u.a"])  # they are codes
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoints_and_reshard_move_between_granularities(tmp_path: Path) -> None:
+    rows = fs.plan(tensors(), fs.simulated_mesh(3), granularity="rows")
+    blocks = fs.plan(tensors(), fs.simulated_mesh({"replicate": 2, "shard": 2}), granularity=4)
+    params = fs.shard(tensors(), rows)
+    fs.checkpoint.save(tmp_path / "rows", {"model": params})
+    like = fs.shard({name: torch.zeros_like(x) for name, x in tensors().items()}, blocks)
+    loaded = fs.checkpoint.load(tmp_path / "rows", {"model": like})["model"]
+    assert_trees_close(loaded, fs.shard(tensors(), blocks), rtol=0, atol=0)
+    assert_trees_close(fs.reshard(params, blocks), loaded, rtol=0, atol=0)
+    assert_trees_close(fs.reshard(loaded, rows), params, rtol=0, atol=0)
+
+
+def test_print_states_the_padding() -> None:
+    lines = str(fs.plan(tensors(), fs.simulated_mesh(4), granularity="rows", align_bytes=0)).splitlines()
+    assert lines[2].split() == ["u", "float32", "5", "106", "34", "35", "140"]
+    assert lines[-1] == "parameters are cut at multiples of 1 to 15 elements"
+    layout = fs.plan(tensors(), fs.simulated_mesh(4), granularity=32)
+    assert str(layout).endswith("parameters are cut at multiples of 32 elements")
+    assert "cut at multiples of 32" in repr(layout.slots["u.a"])
+    assert "cut at" not in str(fs.plan(tensors(), fs.simulated_mesh(4)))
+
+
+WRONG: list[tuple[Any, str]] = [
+    (0, "ValueError: plan: granularity: 7 problems\n  'u.a': granularity 0"),
+    (lambda name, x: 2.5, "'u.a': granularity 2.5"),
+    (
+        lambda name, x: None if name == "u.d" else 1,
+        "ValueError: plan: granularity: 1 problem\n  'u.d': granularity None",
+    ),
+    ("row", "TypeError: plan: granularity: got 'row', expected a number of elements, 'rows', or a callable"),
+    (True, "TypeError: plan: granularity: got True"),
+]
+
+
+@pytest.mark.parametrize(("granularity", "text"), WRONG)
+def test_a_wrong_granularity_is_refused(granularity: Any, text: str) -> None:
+    assert text in refused(fs.plan, tensors(), fs.simulated_mesh(2), granularity=granularity)
+
+
+def test_trees_of_other_granularity_are_told_apart() -> None:
+    one, two = (fs.plan({"w": torch.zeros(8)}, fs.simulated_mesh(2), granularity=g) for g in (1, 4))
+    assert one != two
+    params, grads = (fs.shard({"w": torch.ones(8)}, layout) for layout in (one, two))
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1)
+    text = refused(opt.step, params, grads=grads, state=opt.init(params))
+    assert "cut at multiples of 4" in text
+
+
+@pytest.mark.parametrize("change", [{"granularity": 3}, {"granularity": 0}, {"granularity": "4"}])
+def test_altered_json_is_refused(change: dict[str, Any]) -> None:
+    layout = fs.plan({"w": torch.zeros(8), "x": torch.zeros(9)}, fs.simulated_mesh(3), units=10**9, granularity=4)
+    text = layout.to_json().replace('"granularity": 4', f'"granularity": {change["granularity"]!r}'.replace("'", '"'))
+    assert "Layout.from_json: " in refused(fs.Layout.from_json, text, layout.mesh)
