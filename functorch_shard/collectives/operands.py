@@ -18,7 +18,7 @@ def place_of(axis: Axis) -> tuple[Tensor | None, Tensor | None]:
 
     Real ranks need neither.
     """
-    index = axis.backend.index()
+    index = axis.backend.level()
     return (index, axis.backend.others()) if isinstance(index, Tensor) else (None, None)
 
 
@@ -45,4 +45,4 @@ def fold(axis: Any, info: Any, in_dims: Any) -> Any:
 
 def stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
     """The values of all ranks in dim 0; a value without a batch dim is the same on every rank."""
-    return x.expand(axis.size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(axis.backend.rows(axis.size), *x.shape) if dim is None else x.movedim(dim, 0)

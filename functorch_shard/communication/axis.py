@@ -68,7 +68,7 @@ class Axis(Static):
         stacked = self.backend.simulated
         if kind == "scatter":
             return x.shape[1 + stacked :].numel() // self.folded
-        return x.numel() // max(self.size * self.folded, 1) if stacked else x.numel()
+        return x.numel() // max(self.backend.rows(self.size) * self.folded, 1) if stacked else x.numel()
 
     def _mean_sent(self, x: Tensor, splits: Splits) -> int:
         """What ranks send to others on average, the same number on every rank."""

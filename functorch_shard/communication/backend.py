@@ -71,6 +71,14 @@ class Backend(ABC):
         """The name of these ranks in a recorded graph; numbered, so that it is the same in each run of a program."""
         return f"ranks{next(_NUMBERS)}"
 
+    def level(self) -> Tensor | int:
+        """Simulated ranks: a tensor that is batched at the level at which operands get their rows."""
+        return self.index()
+
+    def rows(self, size: int) -> int:
+        """The rows of an operand, on an axis of ``size`` simulated ranks; less than that where axes are joint."""
+        return size
+
     def others(self) -> Tensor | None:
         """Simulated ranks: a tensor that is batched at the levels of the mesh's other axes."""
         return None

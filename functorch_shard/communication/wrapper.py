@@ -67,6 +67,12 @@ class Wrapped(Backend):
     def index(self) -> Tensor | int:
         return self.inner.index()
 
+    def level(self) -> Tensor | int:
+        return self.inner.level()
+
+    def rows(self, size: int) -> int:
+        return self.inner.rows(size)
+
     def others(self) -> Tensor | None:
         return self.inner.others()
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,8 @@ class Layout(Static):
 
     Made by :func:`plan`. Frozen and hashable; two layouts are equal if every parameter has the same place in both, on
     any mesh. ``print(layout)`` shows a table. ``axes`` are the mesh's names and sizes; an axis that the mesh does not
-    have, for example ``replicate_axis``, has size 1. ``aliases`` maps further names of tied parameters to the first.
+    have, for example ``replicate_axis``, has size 1. Several shard axes are one name, ``"dp,cp"``. ``aliases`` maps
+    further names of tied parameters to the first.
     """
 
     units: tuple[Unit, ...]
@@ -81,7 +83,13 @@ class Layout(Static):
         return self._hash
 
     def axis_size(self, name: str) -> int:
-        return dict(self.axes).get(name, 1)
+        """The number of ranks of an axis, or of several that are joined, ``"dp,cp"``."""
+        return prod(dict(self.axes).get(each, 1) for each in name.split(","))
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that buffers are sharded over, the outermost first."""
+        return tuple(self.shard_axis.split(","))
 
     @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
@@ -123,7 +131,7 @@ class Layout(Static):
         dtypes = buffer_dtypes(buffer.dtype, self.precision_of[buffer.key], dtype)
         divisors = divide_factors(self.num_ranks, dtypes.reduced) if self.reduction == "mean" else (1, 1)
         sharded = buffer.num_shards > 1
-        others = [self.replicate_axis, *([] if sharded else [self.shard_axis])]
+        others = [self.replicate_axis, *([] if sharded else self.shard_axes)]
         copies = {axis: size for axis in others if (size := self.axis_size(axis)) > 1}
         return schedule(buffer.key, dtypes, self.shard_axis if sharded else None, copies, divisors)
 

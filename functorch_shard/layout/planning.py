@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def plan(
     *,
     units: Units = "auto",
     labels: Labels = None,
-    shard_axis: str = "shard",
+    shard_axis: str | Sequence[str] = "shard",
     replicate_axis: str = "replicate",
     reduction: Reduction = "mean",
     precision: Precision = None,
@@ -84,7 +85,8 @@ def plan(
             unit. Lists of names of parameters or modules. An int: the maximal number of bytes.
         labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
             and have their own optimizer options.
-        shard_axis: the axis that buffers are sharded over.
+        shard_axis: the axis that buffers are sharded over; or several that are one for this, the outermost first, for
+            example ``("dp", "cp")``, where ranks of one ``dp`` have parts of the same sequences.
         replicate_axis: the axis that shards are replicated over.
         reduction: the reduction of gradients over ranks, ``"mean"`` or ``"sum"``.
         precision: the dtypes that ``gather`` returns and that gradients are reduced in; by default those that are
@@ -127,9 +129,21 @@ def plan(
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
         known = "a Mesh, for example from init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
-    options = _Options(shard_axis, replicate_axis, reduction, align_bytes, reshard_after_forward)
+    options = _Options(_joined(shard_axis, mesh), replicate_axis, reduction, align_bytes, reshard_after_forward)
     build = partial(_plan, source, mesh, units, labels, precision, granularity, ignored, options)
-    return mesh.agree("plan", build, lambda layout: list(layout.lines()))
+    layout = mesh.agree("plan", build, lambda layout: list(layout.lines()))
+    if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
+        _ = mesh[layout.shard_axis]  # real ranks make its process group now, when all of them are here
+    return layout
+
+
+def _joined(shard_axis: str | Sequence[str], mesh: Mesh) -> str:
+    """The name of one axis, or of several joined ones, without those that the mesh lacks."""
+    if isinstance(shard_axis, str):
+        return shard_axis
+    if not isinstance(shard_axis, Sequence) or not shard_axis or not all(isinstance(name, str) for name in shard_axis):
+        raise TypeError(f"plan: shard_axis: got {shard_axis!r}, expected the name of an axis, or of several")
+    return ",".join([name for name in shard_axis if name in mesh.axes] or shard_axis)
 
 
 def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +185,7 @@ def _plan(
         shape, numel = tuple(parts[name].shape), parts[name].numel()
         slot = Slot(name, shape, tensor.dtype, 0, numel, index, form_of(tensor), cuts[name])
         groups.setdefault(kind, []).append(slot)
-    shards = mesh.axes.get(options.shard_axis, 1)
+    shards = prod(mesh.axes.get(name, 1) for name in options.shard_axis.split(","))
     return Layout(
         units=_with_policies(_units(groups, shards, options.align_bytes), precision),
         axes=tuple(mesh.axes.items()),
@@ -320,7 +334,8 @@ def _check(
     options: _Options,
     ignored: Sequence[str] | Set[str],
 ) -> None:
-    axes, align_bytes = (options.shard_axis, options.replicate_axis), options.align_bytes
+    shard_axes, align_bytes = options.shard_axis.split(","), options.align_bytes
+    axes = (*shard_axes, options.replicate_axis)
     problems, advice = source_problems(tensors)
     problems += [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := unfit_dtensor(x, mesh))]
     sparse, no_sparse = sparse_problems(source) if isinstance(source, nn.Module) else ([], "")
@@ -336,8 +351,9 @@ def _check(
         problems.append(f"reshard_after_forward: got {options.reshard_after_forward!r}, expected True or False")
     if not isinstance(align_bytes, int) or align_bytes < 0:
         problems.append(f"align_bytes: got {align_bytes!r}, expected a number of bytes, 0 to pack")
-    if axes[0] == axes[1]:
-        problems.append(f"shard_axis and replicate_axis: got {axes[0]!r} for both, expected two names")
+    if options.replicate_axis in shard_axes:
+        problems.append(f"shard_axis and replicate_axis: got {options.replicate_axis!r} for both, expected two names")
+    problems += [f"shard_axis: {name!r} is there {n} times" for name, n in Counter(shard_axes).items() if n > 1]
     for name, size in mesh.axes.items():
         if name not in axes and size > 1:
             problems.append(
@@ -345,5 +361,6 @@ def _check(
             )
             problems[-1] += f" would be reduced over it. Pass it, for example as replicate_axis={name!r}"
     if not set(axes) & set(mesh.axes):
-        problems.append(f"shard_axis and replicate_axis: the mesh has neither {axes[0]!r} nor {axes[1]!r}: {mesh}")
+        neither = f"{options.shard_axis!r} nor {options.replicate_axis!r}"
+        problems.append(f"shard_axis and replicate_axis: the mesh has neither {neither}: {mesh}")
     reject("plan", problems, " ".join(filter(None, [advice, no_sparse, "Nothing was planned."])))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +27,15 @@ def shards_of_ranks(layout: Layout) -> list[int]:
     """The position on the shard axis of every rank; ranks count in row-major order of the axes."""
     names = [name for name, _ in layout.axes]
     coordinates = product(*map(range, axis_sizes(layout)))
-    return [dict(zip(names, each, strict=True)).get(layout.shard_axis, 0) for each in coordinates]
+    return [shard_at(dict(zip(names, each, strict=True)), layout) for each in coordinates]
+
+
+def shard_at(coordinate: Mapping[str, Any], layout: Layout) -> Any:
+    """The position on the shard axis of a rank, from that on each axis of the mesh: a number, or a tensor of them."""
+    shard: Any = 0
+    for name in layout.shard_axes:
+        shard = shard * layout.axis_size(name) + coordinate.get(name, 0)
+    return shard
 
 
 def shard_axis(layout: Layout) -> Axis:

@@ -56,7 +56,7 @@ def _option_problems(parts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _buffer_problems(parts: Mapping[str, Any]) -> Iterator[str]:
-    num_shards = dict(parts["axes"]).get(parts["shard_axis"], 1)
+    num_shards = prod(dict(parts["axes"]).get(name, 1) for name in parts["shard_axis"].split(","))
     for buffer in (buffer for unit in parts["units"] for buffer in unit.buffers):
         sizes = [Size(slot.numel, slot.granularity) for slot in buffer.slots]
         if odd := [f"{slot.name!r}: granularity {slot.granularity}" for slot in buffer.slots if slot.granularity < 1]:

@@ -9,7 +9,7 @@ the user's own vmaps. JAX's ``vmap(axis_name=...)`` is the same idea.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeVar, overload
@@ -31,6 +31,7 @@ from ..opaque import opaque
 from ..torch_internals.process_groups import whole_mesh
 from .axes import KINDS, check_axes, with_index
 from .consensus import agree, gather_texts
+from .joint import joint_axis, joint_backend
 from .sequential import spmd_in_turns
 from .spmd import split_tensor, spmd
 
@@ -51,6 +52,8 @@ class Mesh(Static):
     device: torch.device
     processes: tuple[int, ...] = ()  # numbers in the default group, in rank order; none: simulated or unpickled
     device_mesh: DeviceMesh | None = None  # what it was made from
+    _wraps: tuple[Callable[[Axis], Backend], ...] = ()  # of with_backend, for axes that are joined later
+    _groups: dict[str, Backend] = field(default_factory=dict)  # of axes that were joined, shared with other handles
 
     @property
     def axes(self) -> dict[str, int]:
@@ -80,11 +83,27 @@ class Mesh(Static):
         """Whether all ranks are in this process."""
         return bool(self._stacked() or self._sequential())
 
-    def __getitem__(self, name: str) -> Axis:
+    def __getitem__(self, name: str | tuple[str, ...]) -> Axis:
+        """The axis of this name; of several, ``mesh["dp", "cp"]``, their ranks as one, in row-major order of the names.
+
+        On real ranks the first use of joint axes makes a process group, so all of its ranks have to come there.
+        """
+        name = ",".join(name) if isinstance(name, tuple) else name
         for axis in self._axes:
             if axis.name == name:
                 return axis
+        names = name.split(",")
+        if len(names) > 1 and set(names) <= set(self.axes) and len(set(names)) == len(names):
+            if name not in self._groups:
+                self._groups[name] = joint_backend(self._axes, names, self.processes, self.device)
+            if name not in self._joint:
+                self._joint[name] = joint_axis(self._axes, names, self._groups[name], self._wraps)
+            return self._joint[name]
         raise KeyError(f"{name!r}: the mesh has the axes {axes_text(self.axes)}")
+
+    @cached_property
+    def _joint(self) -> dict[str, Axis]:
+        return {}
 
     def __iter__(self) -> Any:
         return iter(self._axes)
@@ -250,7 +269,8 @@ class Mesh(Static):
             >>> [(axis, kind, seen.number, seen.nbytes) for (axis, kind), seen in counter.traffic.items()]
             [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
         """
-        return replace(self, _axes=tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes))
+        axes = tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes)
+        return replace(self, _axes=axes, _wraps=(*self._wraps, wrap))
 
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
         """``build()``, made sure to be the same on every rank; see ``consensus.agree``."""

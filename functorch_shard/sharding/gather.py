@@ -24,6 +24,7 @@ from ..opaque import opaque
 from ..storage.memory_kind import memory_kind_of, working_device
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
+from .slicing import in_shard_order
 
 
 def gather(
@@ -146,7 +147,7 @@ def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype
     x = x.to(working_device(x, layout.mesh.device), layout.schedule(buffer, dtype).dtypes.gathered)
     for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
         x = _FirstCopy.apply(x, dim, i == 0)
-    return x.flatten().clone()
+    return (in_shard_order(x, layout) if buffer.num_shards > 1 else x).flatten().clone()
 
 
 def _gather_now(*trees: Sharded, lazy: bool | None = None, **options: Any) -> Full:

@@ -119,7 +119,7 @@ def _returned(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
 def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
     """The rank dims of a stacked tree along which there are copies of a shard of ``buffer``."""
     names = enumerate(layout.mesh.axes)
-    return [i for i, name in names if buffer.num_shards == 1 or name != layout.shard_axis]
+    return [i for i, name in names if buffer.num_shards == 1 or name not in layout.shard_axes]
 
 
 def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:

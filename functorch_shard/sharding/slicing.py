@@ -12,7 +12,7 @@ from ..communication.axis import Axis
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.packing import fill_shard, pack, pack_shard
-from ..mesh.mesh import Mesh
+from ..layout.ranks import shard_at
 from ..storage.memory_kind import to_working_device
 
 
@@ -61,8 +61,18 @@ def shards_here(buffer: Buffer, layout: Layout) -> Sequence[int]:
 def stacked(rows: Tensor, layout: Layout) -> Tensor:
     """The shards of all simulated ranks, from a row for each shard; the one row of what is whole is everybody's."""
     rows = rows.expand(layout.num_shards, -1)
-    ones = [size if name == layout.shard_axis else 1 for name, size in layout.axes]
-    return rows.view(*ones, -1).expand(*layout.mesh.axes.values(), -1).contiguous()
+    names = [name for name in layout.shard_axes if name in layout.mesh.axes]
+    rows = rows.unflatten(0, [layout.axis_size(name) for name in names] or [1])  # in the order of the shard axes
+    order = [names.index(name) for name, _ in layout.axes if name in names]
+    rows = rows.permute(*order, -1) if names else rows
+    ones = [size if name in names else 1 for name, size in layout.axes]
+    return rows.reshape(*ones, -1).expand(*layout.mesh.axes.values(), -1).contiguous()
+
+
+def in_shard_order(x: Tensor, layout: Layout) -> Tensor:
+    """Shards with one dim per shard axis, in the mesh's order, with these dims in the order of the shard axes."""
+    inside = [name for name in layout.mesh.axes if name in layout.shard_axes]
+    return x.permute(*(inside.index(name) for name in layout.shard_axes if name in inside), -1)
 
 
 def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
@@ -75,7 +85,7 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
 
 def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
     """From the source to the other shards, and from each to its copies: no rank receives more than it keeps."""
-    mesh, axes, at = layout.mesh, _axes(layout), _coordinates(source, layout.mesh)
+    mesh, axes, at = layout.mesh, _axes(layout), _coordinates(source, layout)
     x = torch.empty(0, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)  # rows of what this rank has
     x = _rows(tensors, buffer, layout) if mesh.rank == source else x
     for i, axis in enumerate(axes):
@@ -90,7 +100,7 @@ def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source:
 
 def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
     """The same on simulated ranks, which find the values of all ranks in memory."""
-    at = _coordinates(source, layout.mesh)
+    at = _coordinates(source, layout)
     flat = to_working_device(pack(tensors, buffer).detach(), layout.mesh.device)
     for axis in _axes(layout):
         kind = _kind(axis, buffer, layout)
@@ -99,20 +109,21 @@ def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, sourc
 
 
 def _kind(axis: Axis, buffer: Buffer, layout: Layout) -> str:
-    return "scatter" if axis.name == layout.shard_axis and buffer.num_shards > 1 else "broadcast"
+    return "scatter" if axis.name in (layout.shard_axis, *layout.shard_axes) and buffer.num_shards > 1 else "broadcast"
 
 
 def _axes(layout: Layout) -> list[Axis]:
     """Those with more than one rank, the shards first."""
-    return sorted((a for a in layout.mesh if a.size > 1), key=lambda axis: axis.name != layout.shard_axis)
+    shards = [layout.mesh[layout.shard_axis]] if layout.num_shards > 1 else []
+    return [*shards, *(axis for axis in layout.mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
 
 
-def _coordinates(rank: int, mesh: Mesh) -> dict[str, int]:
+def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
     """Where ``rank`` is on each axis, of ranks in row-major order."""
     at = {}
-    for name, size in reversed(mesh.axes.items()):
+    for name, size in reversed(layout.axes):
         rank, at[name] = divmod(rank, size)
-    return at
+    return {**at, layout.shard_axis: shard_at(at, layout)}
 
 
 def _index(layout: Layout) -> Tensor | int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...layout.buffers import Buffer
 from ...layout.layout import Layout
-from ...layout.ranks import axis_sizes, rank_dims, shard_axis
+from ...layout.ranks import axis_sizes, rank_dims, shard_at, shard_axis
 from ...layout.trees import Sharded
 from ...storage.memory_kind import working_device
 from ..optimizer_probe import Class
@@ -97,5 +97,6 @@ def _place(layout: Layout) -> tuple[Tensor | int, Tensor | None]:
     sizes, names = axis_sizes(layout), [name for name, _ in layout.axes]
     grids = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
     along = dict(zip(names, grids, strict=True))
-    index = along.pop(layout.shard_axis)
+    index = shard_at(along, layout)
+    along = {name: grid for name, grid in along.items() if name not in layout.shard_axes}
     return index, sum(along.values(), torch.zeros_like(index)) if along else None

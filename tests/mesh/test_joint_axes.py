@@ -1,0 +1,202 @@
+"""Several axes as one: ``mesh["dp", "cp"]`` and ``plan(shard_axis=("dp", "cp"))`` are one axis with all their ranks."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard import collectives
+from functorch_shard.testing import assert_trees_close
+from tests.support.models import awkward, loss_of
+from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.refusals import refused
+
+FOUR = {"dp": 2, "cp": 2}
+AXES: list[dict[str, int]] = [
+    FOUR,
+    {"dp": 2, "cp": 3},
+    {"dp": 3, "cp": 1},
+    {"replicate": 2, "dp": 2, "cp": 2},
+    {"dp": 2, "replicate": 2, "cp": 2},
+    {"dp": 2, "cp": 2, "replicate": 2},
+]
+ORDERS = [("dp", "cp"), ("cp", "dp")]
+
+
+def all_collectives(mesh: fs.Mesh, names: Any) -> Any:
+    """Of numbers that tell every rank and element apart; the sums are exact."""
+    axis = mesh[names]
+
+    @mesh.spmd
+    def of_rank(x: Tensor) -> Any:
+        index = collectives.axis_index(axis)
+        rows = x + 1000 * index
+        batched = torch.vmap(lambda x: collectives.psum_scatter(x, axis, dim=1))(torch.stack([rows, 2 * rows]))
+        return {
+            "index": index,
+            "psum": collectives.psum(rows, axis),
+            "pmean": collectives.pmean(rows.double(), axis),
+            "pmax": collectives.pmax(-rows, axis),
+            "gather": collectives.all_gather(rows, axis, dim=1),
+            "scatter": collectives.psum_scatter(rows, axis, dim=1),
+            "batched": batched,
+        }
+
+    x = torch.arange(2 * 12).view(2, 12)
+    return of_rank(mesh.split(torch.cat([x + 50 * rank for rank in range(mesh.size)])))
+
+
+def places(axes: dict[str, int], names: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Of each rank of the mesh, its place on the axes ``names`` and on the others."""
+    found = []
+    for rank in range(torch.Size(axes.values()).numel()):
+        at = dict(zip(axes, torch.unravel_index(torch.tensor(rank), tuple(axes.values())), strict=True))
+        place = 0
+        for name in names:
+            place = place * axes[name] + int(at[name])
+        found.append((place, int(at.get("replicate", 0))))
+    return found
+
+
+@pytest.mark.parametrize("names", ORDERS, ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(*AXES), *gloo(FOUR)], ids=str)
+def test_a_joint_axis_is_one_axis_of_all_its_ranks(ranks: Ranks, names: tuple[str, ...]) -> None:
+    axes = dict(ranks.axes)
+    size = axes["dp"] * axes["cp"]
+    where = places(axes, names)
+    mine = [torch.arange(24).view(2, 12) + 50 * rank + 1000 * place for rank, (place, _) in enumerate(where)]
+    for (place, other), got in zip(where, ranks.run(all_collectives, names), strict=True):
+        group = sorted((p, rank) for rank, (p, o) in enumerate(where) if o == other)
+        rows = [mine[rank] for _, rank in group]  # in the order of the joint axis
+        total = torch.stack(rows).sum(0)
+        part = total.unflatten(1, (size, 12 // size))[:, place]
+        expected = {
+            "index": torch.tensor(place),
+            "psum": total,
+            "pmean": total.double() / size,
+            "pmax": torch.stack([-row for row in rows]).amax(0),
+            "gather": torch.cat(rows, 1),
+            "scatter": part,
+            "batched": torch.stack([part, 2 * part]),
+        }
+        assert_trees_close(got, expected, rtol=0, atol=0)
+
+
+def trained(mesh: fs.Mesh, shard_axis: Any, how: str) -> Any:
+    """Two steps in every way that communicates over the shard axis; from the values of the last rank."""
+    model, whole = awkward(), how == "whole"
+    labels = (lambda name, p: None if p.ndim == 2 else "rest") if whole else None
+    layout = fs.plan(model, mesh, shard_axis=shard_axis, labels=labels, ignored=["blocks.0"])
+    adam = fs.optimizer(torch.optim.AdamW, lr=0.01)
+    opt = fs.optimizer(torch.optim.Muon, lr=0.01, whole=True, labels={"rest": adam}) if whole else adam
+    params = fs.shard(model, layout, from_rank=mesh.size - 1)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        codec = fs.codecs.int8(block=4) if how == "codec" else None
+        grads = fs.grad(lambda p: loss_of(model, fs.gather(p, codec=codec), x, y))(params)
+        if how == "encoded":
+            full = fs.grad(lambda p: loss_of(model, p, x, y))(fs.gather(params, lazy=False))
+            grads, _ = fs.codecs.scatter_encoded_grads(full, fs.codecs.int8(block=4), None)
+        grads, norm = fs.clip_by_global_norm(grads, 0.1)
+        params, state = opt.step(params, grads=grads, state=state)
+        return params, state, norm, fs.vdot(params, grads)
+
+    state, norm, dot = opt.init(params), None, None
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        x = torch.randn(2 * mesh.size, 5, generator=generator, dtype=torch.float64)
+        params, state, norm, dot = step(params, state, *mesh.split((x, x[:, :3])))
+    noise = fs.gather(fs.randn_like(params, seed=3), lazy=False)
+    return fs.gather(params, lazy=False), noise, norm, dot
+
+
+WAYS = ["plain", "whole", "codec", "encoded"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_training_over_joint_axes_is_that_over_one(axes: dict[str, int], how: str) -> None:
+    flat = {"replicate": axes.get("replicate", 1), "shard": axes["dp"] * axes["cp"]}
+    expected = Ranks(flat).run(trained, "shard", how)[0]
+    # codes depend on which rank computed what, so the ranks must be in the same order; otherwise they need not
+    same = list(axes) == [name for name in ("replicate", "dp", "cp") if name in axes]
+    orders = ORDERS if how in ("plain", "whole") else ORDERS[:same]
+    for names in orders:
+        assert_trees_close(Ranks(axes).run(trained, names, how)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("names", ORDERS, ids=str)
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("ranks", gloo(FOUR), ids=str)
+def test_real_ranks_are_the_simulated_ones(ranks: Ranks, how: str, names: tuple[str, ...]) -> None:
+    got, expected = ranks.run(trained, names, how), ranks.simulated.run(trained, names, how)
+    assert_trees_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def counted(mesh: fs.Mesh, shard_axis: Any) -> Any:
+    counter = fs.communication.Counter()
+    model, mesh = awkward(), mesh.with_backend(counter)
+    layout = fs.plan(model, mesh, shard_axis=shard_axis)
+    params = fs.shard({name: x.detach() for name, x in model.named_parameters()}, layout)
+    counter.clear()
+    x = torch.ones(2 * mesh.size, 5, dtype=torch.float64)
+    mesh.spmd(fs.grad(lambda p, x, y: loss_of(model, fs.gather(p), x, y)))(params, *mesh.split((x, x[:, :3])))
+    return {key: (t.number, t.nbytes, t.sent) for key, t in counter.traffic.items()}, fs.estimate(layout).traffic
+
+
+@pytest.mark.parametrize(("joint", "flat"), [(*gloo(FOUR), *gloo(4))], ids=str)
+def test_as_much_is_counted_as_over_one_axis_and_as_estimated(joint: Ranks, flat: Ranks) -> None:
+    for some, one in ((joint, flat), (joint.simulated, flat.simulated)):
+        (seen, estimate), (expected, _) = some.run(counted, ("dp", "cp"))[0], one.run(counted, "shard")[0]
+        assert seen == {("dp,cp", kind): counts for (_, kind), counts in expected.items()}
+        scattered = estimate["dp,cp", "psum_scatter"]
+        assert seen["dp,cp", "psum_scatter"] == (scattered.number, scattered.nbytes, scattered.sent)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("names", ORDERS, ids=str)
+def test_checkpoints_reshard_json_and_pickles_keep_values(tmp_path: Path, names: tuple[str, ...]) -> None:
+    model = awkward()
+    joint = fs.plan(model, fs.simulated_mesh({"dp": 2, "replicate": 2, "cp": 3}), shard_axis=names)
+    flat = fs.plan(model, fs.simulated_mesh(5))
+    params = fs.shard(model, joint)
+    assert_trees_close(fs.gather(params), fs.gather(fs.shard(model, flat)), rtol=0, atol=0)
+    fs.checkpoint.save(tmp_path / "one", {"model": params})
+    for layout in (flat, joint):
+        like = {"model": fs.shard({name: torch.zeros_like(x) for name, x in fs.gather(params).items()}, layout)}
+        loaded = fs.checkpoint.load(tmp_path / "one", like)["model"]
+        assert_trees_close(loaded, fs.shard(model, layout), rtol=0, atol=0)
+        assert_trees_close(fs.reshard(loaded, joint), params, rtol=0, atol=0)
+    assert fs.Layout.from_json(joint.to_json(), joint.mesh) == joint
+    again = pickle.loads(pickle.dumps(params))
+    assert_trees_close(fs.gather(again), fs.gather(params), rtol=0, atol=0)
+
+
+def test_an_axis_that_the_mesh_lacks_has_size_one() -> None:
+    model = awkward()
+    assert fs.plan(model, fs.simulated_mesh({"dp": 2}), shard_axis=("dp", "cp")).shard_axis == "dp"
+    layout = fs.plan(model, fs.simulated_mesh({"replicate": 2}), shard_axis=("dp", "cp"))
+    assert layout.num_shards == 1
+    assert_trees_close(dict(fs.gather(fs.shard(model, layout))), dict(model.named_parameters()), rtol=0, atol=0)
+
+
+def test_what_is_no_joint_axis_is_refused() -> None:
+    mesh, model = fs.simulated_mesh(FOUR), awkward()
+    assert "KeyError" in refused(mesh.__getitem__, ("dp", "tensor"))
+    assert "KeyError" in refused(mesh.__getitem__, ("dp", "dp"))
+    assert mesh["dp", "cp"] is mesh["dp", "cp"]
+    assert "shard_axis: 'dp' is there 2 times" in refused(fs.plan, model, mesh, shard_axis=("dp", "dp"))
+    text = refused(fs.plan, model, mesh, shard_axis=("dp", "cp"), replicate_axis="cp")
+    assert "shard_axis and replicate_axis: got 'cp' for both" in text
+    assert "TypeError: plan: shard_axis: got 3" in refused(fs.plan, model, mesh, shard_axis=3)
+    turns = fs.simulated_mesh(FOUR, kind="sequential")
+    with pytest.raises(NotImplementedError, match="of kind 'sequential' have no joint axes"):
+        _ = turns["dp", "cp"]
+    assert "only exist inside mesh.spmd" in refused(collectives.psum, torch.ones(2), mesh["dp", "cp"])
