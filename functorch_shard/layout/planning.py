@@ -86,7 +86,8 @@ def plan(
         labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
             and have their own optimizer options.
         shard_axis: the axis that buffers are sharded over; or several that are one for this, the outermost first, for
-            example ``("dp", "cp")``, where ranks of one ``dp`` have parts of the same sequences.
+            example ``("dp", "cp")``, where ranks of one ``dp`` have parts of the same sequences. ``("shard",
+            "replicate")`` shards over all ranks, for state whose parameters have ``layout.with_copies("replicate")``.
         replicate_axis: the axis that shards are replicated over.
         reduction: the reduction of gradients over ranks, ``"mean"`` or ``"sum"``.
         precision: the dtypes that ``gather`` returns and that gradients are reduced in; by default those that are
@@ -129,7 +130,10 @@ def plan(
         advice = "; the model comes first: plan(model, mesh)" if isinstance(source, Mesh) else ""
         known = "a Mesh, for example from init_mesh() or simulated_mesh()"
         raise TypeError(f"plan: mesh: got {type(mesh).__name__}, expected {known}{advice}")
-    options = _Options(_joined(shard_axis, mesh), replicate_axis, reduction, align_bytes, reshard_after_forward)
+    joined = _joined(shard_axis, mesh)
+    if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
+        replicate_axis = ""  # sharded over too, and so nothing has copies
+    options = _Options(joined, replicate_axis, reduction, align_bytes, reshard_after_forward)
     build = partial(_plan, source, mesh, units, labels, precision, granularity, ignored, options)
     layout = mesh.agree("plan", build, lambda layout: list(layout.lines()))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):

@@ -62,12 +62,24 @@ def _buffer_problems(parts: Mapping[str, Any]) -> Iterator[str]:
         if odd := [f"{slot.name!r}: granularity {slot.granularity}" for slot in buffer.slots if slot.granularity < 1]:
             yield from odd
             continue
-        offsets, shard = place(sizes, max(buffer.num_shards, 1), alignment(buffer.dtype, parts["align_bytes"]))
+        offsets, numel = _places(buffer, sizes, parts)
         for slot, start in zip(buffer.slots, offsets, strict=True):
             yield from _slot_problems(slot, buffer.dtype, start)
-        if buffer.num_shards not in (1, num_shards) or buffer.numel != shard * buffer.num_shards:
+        if buffer.num_shards not in (1, num_shards) or buffer.numel != numel:
             taken = buffer.slots[-1].end
             yield f"buffer {buffer.key!r}: {buffer.numel} elements in {buffer.num_shards} shards, {taken} used"
+
+
+def _places(buffer: Buffer, sizes: Sequence[Size], parts: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Offsets and the size of ``buffer``; which may have been planned for more shards, see ``Layout.with_copies``."""
+    align, axes = alignment(buffer.dtype, parts["align_bytes"]), dict(parts["axes"])
+    shards = max(buffer.num_shards, 1)
+    found = []
+    for name in ["", *parts["replicate_axis"].split(",")]:
+        shards *= axes.get(name, 1)
+        offsets, shard = place(sizes, shards, align)
+        found.append((offsets, shard * shards))
+    return next((each for each in found if each[1] == buffer.numel), found[0])
 
 
 def _slot_problems(slot: Slot, dtype: torch.dtype, start: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend, DetachedBackend
+from ..communication.backend import AbstractBackend, Backend, DetachedBackend
 from ..communication.gloo import group_backend
 from ..communication.joint import JointStackedBackend, ReorderedBackend, joint_order
 from ..communication.lost_ranks import naming_lost_ranks
@@ -61,7 +61,8 @@ def joint_backend(
         index = 0
         for name in names:
             index = index * sizes[name] + int(backends[name].index())
-        return DetachedBackend(index)
+        absent = any(isinstance(backend, AbstractBackend) for backend in backends.values())
+        return AbstractBackend(index) if absent else DetachedBackend(index)
     return _of_group(backends, sizes, several, processes, device)
 
 

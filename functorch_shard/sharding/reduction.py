@@ -17,13 +17,15 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here
 from ..collectives.codecs import Codec
-from ..collectives.data_parallel import across, within
+from ..collectives.data_parallel import across, run, within
 from ..collectives.encoded import scatter_encoded
+from ..collectives.primitives import psum, psum_scatter
+from ..communication.axis import Axis
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack
 from ..layout.precision import divide_factors
-from ..layout.schedule import AllReduce, Divide, Schedule, schedule
+from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.transforms import in_transform
 
@@ -93,12 +95,33 @@ def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
 
 def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The mean (or the sum) over replicas of what each of them has reduced for itself, added up as gradients are."""
-    size, dtypes = layout.axis_size(layout.replicate_axis), _schedule_of_shard(shard, buffer, layout).dtypes
-    if size == 1:
+    plan = _schedule_of_replicas(shard, buffer, layout)
+    return _returned(across(shard, plan, layout.mesh) if plan else shard, buffer, layout)
+
+
+def part_over_replicas(shard: Tensor, buffer: Buffer, layout: Layout, axis: Axis) -> Tensor:
+    """This rank's part along ``axis`` of :func:`over_replicas`; ``axis`` is one of those that have copies."""
+    plan = _schedule_of_replicas(shard, buffer, layout)
+    if plan is None:
         return _returned(shard, buffer, layout)
-    divisors = divide_factors(size, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
-    plan = schedule(buffer.key, dtypes, None, {layout.replicate_axis: size}, divisors)
-    return _returned(across(shard, plan, layout.mesh), buffer, layout)
+    names = axis.name.split(",")
+    first, *rest = [op for op in plan.across if isinstance(op, AllReduce) and op.axis in names]
+    ops = tuple(ReduceScatter(axis.name) if op is first else op for op in plan.across if op not in rest)
+
+    def communicate(op: Any, x: Tensor) -> Tensor:
+        if isinstance(op, AllReduce):
+            return psum(x, layout.mesh[op.axis].of(buffer.key))
+        return psum_scatter(x, axis.of(buffer.key))
+
+    return _returned(run(ops, shard, communicate), buffer, layout)
+
+
+def _schedule_of_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Schedule | None:
+    """How shards that each replica has reduced for itself become their mean; ``None`` without replicas."""
+    sizes = {axis: size for axis in layout.replicate_axes if (size := layout.axis_size(axis)) > 1}
+    dtypes = _schedule_of_shard(shard, buffer, layout).dtypes
+    divisors = divide_factors(prod(sizes.values()), dtypes.reduced) if layout.reduction == "mean" else (1, 1)
+    return schedule(buffer.key, dtypes, None, sizes, divisors) if sizes else None
 
 
 def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:

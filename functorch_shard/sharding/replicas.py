@@ -49,7 +49,7 @@ def within_replicas(params: Sharded) -> Sharded:
         tensor([4., 4.])
     """
     check_sharded("within_replicas: params", params)
-    return Sharded(params, _within(params.layout))
+    return Sharded(params, without_replicas(params.layout))
 
 
 @opaque
@@ -107,12 +107,13 @@ def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
     return Sharded(shards, layout)
 
 
-def _within(layout: Layout) -> Layout:
+def without_replicas(layout: Layout) -> Layout:
+    """The same places, of gradients that each replica has reduced for itself."""
     return replace(layout, replicate_axis=_NO_AXIS)
 
 
 def _check_within(got: Layout, layout: Layout) -> None:
-    expected = _within(layout)
+    expected = without_replicas(layout)
     if got == expected:
         return
     mine, theirs = first_difference(expected.lines(), got.lines()) or ("", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -64,7 +65,8 @@ class Schedule:
         """What one rank sends over axes of these sizes, ``mesh.axes``, as ``communication.Counter`` counts it."""
         total: dict[tuple[str, str], Traffic] = {}
         for op in self.collectives:
-            one = Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, axes[op.axis]))
+            size = prod(axes[name] for name in op.axis.split(","))
+            one = Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, size))
             total[op.axis, op.kind] = total.get((op.axis, op.kind), Traffic()) + one
         return total
 
