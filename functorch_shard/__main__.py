@@ -1,4 +1,4 @@
-from .checkpoint.cli import run
+from .cli.main import run
 
 if __name__ == "__main__":
     run()

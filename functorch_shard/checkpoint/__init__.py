@@ -5,8 +5,8 @@ Parameters are saved under their own names and in their original shapes, each ra
 
 ``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
 ``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats, where files are untrusted:
-pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in ``safetensors/format``. ``cli``:
-``python -m functorch_shard``. Imports ``sharding`` and below; only the top imports it.
+pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in ``safetensors/format``.
+Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import PerRank, latest, load, save, saving, verify
-from functorch_shard.checkpoint.cli import main as command
 from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.checkpoint.dcp.metadata import entries_of
+from functorch_shard.cli.main import main as command
 from tests.support import faults
 from tests.support.checkpoints import tiny
 from tests.support.models import awkward, loss_of, two_layers

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from functorch_shard.checkpoint import latest, load, save, verify
-from functorch_shard.checkpoint.cli import main as command
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.checkpoint.regions import Region, first_overlap, regions
+from functorch_shard.cli.main import main as command
 from tests.support.faults import Evil
 from tests.support.refusals import refused
 

@@ -1,25 +1,20 @@
-"""Inspects and converts checkpoints from the command line, in one process.
-
-python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
-python -m functorch_shard consolidate CKPT OUT    # the model as safetensors files
-"""
+"""``inspect`` and ``consolidate``: a checkpoint as text, and its model as safetensors files, in one process."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from reprlib import Repr
 
-import torch
 from torch import Tensor
 
+from ..checkpoint.dcp.reader import Reader
+from ..checkpoint.dcp.unpickler import NotPlainError
+from ..checkpoint.safetensors.writer import MAX_SHARD_SIZE, write_files
+from ..checkpoint.safetensors.writer import Entry as FileEntry
 from ..errors import reject, shown, table
-from .dcp.reader import Reader
-from .dcp.unpickler import NotPlainError
-from .safetensors.writer import MAX_SHARD_SIZE, write_files
-from .safetensors.writer import Entry as FileEntry
+
+__all__ = ["MAX_SHARD_SIZE", "Reader", "consolidate", "inspect"]
 
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
@@ -61,34 +56,3 @@ def _pair(reader: Reader, name: str, short: str) -> tuple[FileEntry, Callable[[]
     entry = reader.entries[name]
     assert entry.dtype is not None
     return FileEntry(short, entry.dtype, entry.shape), lambda: reader.whole(name)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m functorch_shard", description="Inspect and convert checkpoints.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
-    make = commands.add_parser("consolidate", help="the model as safetensors files")
-    for command in (look, make):
-        command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
-    make.add_argument("out", type=Path, help="a new directory")
-    make.add_argument("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
-    make.add_argument("--max-shard-size", type=int, default=MAX_SHARD_SIZE, help="bytes of tensors in one file")
-    args = parser.parse_args(argv)
-    try:
-        reader = Reader.open(args.checkpoint.absolute())
-        if args.command == "inspect":
-            sys.stdout.write(f"{inspect(reader)}\n")
-        else:
-            names = consolidate(reader, args.out, args.prefix, args.max_shard_size)
-            sys.stdout.write(f"{args.out}: {len(names)} tensors\n")
-    except (OSError, RuntimeError, ValueError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    return 0
-
-
-def run() -> None:
-    """Run ``main`` on the arguments of the process, and exit."""
-    with torch.no_grad():
-        sys.exit(main())

@@ -1,0 +1,108 @@
+"""The commands: ``python -m functorch_shard plan | inspect | consolidate``.
+
+python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory and traffic of a model on each rank
+python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
+python -m functorch_shard consolidate CKPT OUT    # the model as safetensors files
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from . import options
+
+Value = TypeVar("Value")
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong option in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    args = parser().parse_args(argv)
+    try:
+        sys.stdout.write(f"{args.run(args)}\n")
+    except (OSError, RuntimeError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def parser() -> Parser:
+    """The commands and their options."""
+    made = Parser(prog="python -m functorch_shard", description="Plan a model; inspect and convert checkpoints.")
+    commands = made.add_subparsers(dest="command", required=True)
+    _add_plan(commands)
+    look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
+    make = commands.add_parser("consolidate", help="the model as safetensors files")
+    for command, run in ((look, _inspect), (make, _consolidate)):
+        command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
+        command.set_defaults(run=run)
+    make.add_argument("out", type=Path, help="a new directory")
+    make.add_argument("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
+    make.add_argument("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")
+    return made
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="memory and traffic of a rank, for any numbers of ranks")
+    plan.set_defaults(run=_plan)
+    add = plan.add_argument
+    add("model", help="package.module:name of a function or a class that makes the model, on the meta device")
+    add("--ranks", type=_valued(options.numbers), default=(8,), help="numbers of ranks, for example 8,64,512")
+    add("--axes", type=_valued(options.axes), default={"shard": -1}, help="replicate=2,shard=-1: -1 is what is left")
+    add("--optimizer", type=_valued(options.optimizer), help="a class of torch.optim, for example adamw")
+    add("--precision", type=_valued(options.precision), help="gathered dtype, and reduced one: bf16 or bf16,fp32")
+    add("--units", type=_valued(options.units), default="auto", help="auto, blocks, bytes, or module classes")
+    add("--no-reshard", action="store_true", help="keep gathered units from forward to backward")
+    add("--bandwidth", type=_valued(options.bandwidth), default={}, help="GB/s: 50, or shard=300,replicate=25")
+    add("--tflops", type=_valued(options.positive), help="TFLOP/s that a rank reaches; with --tokens")
+    add("--tokens", type=_valued(options.positive), help="tokens of a rank in a step; with --tflops")
+
+
+def _valued(convert: Callable[[str], Value]) -> Callable[[str], Value]:
+    """``convert`` for argparse, which names the option in front of the message."""
+
+    def converted(text: str) -> Value:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return converted
+
+
+def _plan(args: argparse.Namespace) -> str:
+    from .plans import report
+
+    return report(**{name: value for name, value in vars(args).items() if name not in ("command", "run")})
+
+
+def _inspect(args: argparse.Namespace) -> str:
+    from .checkpoints import Reader, inspect
+
+    return inspect(Reader.open(args.checkpoint.absolute()))
+
+
+def _consolidate(args: argparse.Namespace) -> str:
+    from .checkpoints import MAX_SHARD_SIZE, Reader, consolidate
+
+    limit = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
+    names = consolidate(Reader.open(args.checkpoint.absolute()), args.out, args.prefix, limit)
+    return f"{args.out}: {len(names)} tensors"
+
+
+def run() -> None:
+    """Run ``main`` on the arguments of the process, and exit."""
+    with torch.no_grad():
+        sys.exit(main())

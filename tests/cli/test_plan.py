@@ -1,0 +1,191 @@
+"""``python -m functorch_shard plan``: its numbers are those of ``fs.estimate``, and its errors name the option."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import functorch_shard as fs
+from functorch_shard.cli import options, plans
+from functorch_shard.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests.cli.test_plan:"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(256, 256)
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(1000, 256), *(Block() for _ in range(4)))
+
+
+def frozen() -> nn.Module:
+    model = build()
+    model[0].requires_grad_(False)
+    return model
+
+
+def devices() -> nn.Module:
+    model = build()
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    return model
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no weights\nhere")
+
+
+def number() -> int:
+    return 3
+
+
+whole = nn.Linear(3, 3)
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert main(["plan", *argv]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one line of an error."""
+    try:
+        status = main(["plan", *argv])
+    except SystemExit as end:
+        status = end.code
+    said = capsys.readouterr()
+    assert status in (1, 2)
+    assert said.out == ""
+    assert said.err.endswith("\n")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def test_a_row_for_each_number_of_ranks_has_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--ranks", "8,64,512", "--axes", "replicate=2,shard=-1", "--optimizer", "adamw", "--precision", "bf16"]
+    _, _, header, _, *rows = output(capsys, HERE + "build", *given)[:7]
+    assert header.split("  ")[0] == "mesh"
+    opt, bf16 = fs.optimizer(torch.optim.AdamW), fs.MixedPrecision(torch.bfloat16)
+    for row, ranks in zip(rows, (8, 64, 512), strict=True):
+        mesh = fs.simulated_mesh({"replicate": 2, "shard": ranks // 2})
+        expected = fs.estimate(fs.plan(build(), mesh, precision=bf16), opt)
+        memory = [expected.parameters, expected.gradients, expected.optimizer, expected.gathered, expected.reducing]
+        sent = {axis: sum(x.sent for (a, _), x in expected.traffic.items() if a == axis) for axis in mesh.axes}
+        texts = [f"{ranks}", *map(plans.size, [*memory, expected.peak, sent["replicate"], sent["shard"]])]
+        assert row.startswith(f"replicate=2 x shard={ranks // 2}")
+        assert " ".join(row.split()).endswith(" ".join(texts))
+
+
+def test_the_model_is_built_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, HERE + "devices")[0].endswith("9 parameters, 519,168 elements, 5 units")
+
+
+def test_a_module_that_is_there_already_is_planned_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(capsys, HERE + "whole")[0].endswith("2 parameters, 12 elements, 1 units")
+
+
+@pytest.mark.parametrize(("units", "number"), [("blocks", 5), ("Block", 5), ("Block,Embedding", 5), ("100000000", 1)])
+def test_units_are_those_of_plan(capsys: pytest.CaptureFixture[str], units: str, number: int) -> None:
+    assert output(capsys, HERE + "build", "--units", units)[0].endswith(f", {number} units")
+
+
+def test_units_that_are_kept_are_gathered_once(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = fs.plan(build(), fs.simulated_mesh(8), reshard_after_forward=False)
+    row = output(capsys, HERE + "build", "--no-reshard")[4]
+    assert row.endswith(plans.size(fs.estimate(layout).sent))
+
+
+def test_times_are_the_arithmetic_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    speeds = ["--bandwidth", "shard=2,replicate=0.5", "--tflops", "3", "--tokens", "4096"]
+    lines = output(capsys, HERE + "frozen", "--ranks", "8", "--axes", "replicate=2,shard=-1", *speeds)
+    layout = fs.plan(frozen(), fs.simulated_mesh({"replicate": 2, "shard": 4}))
+    sent = plans.sent(fs.estimate(layout))
+    operations = 4 * 1000 * 256 + 6 * 4 * (256 * 256 + 256)
+    slow, fast, compute = sent["replicate"] / 0.5e9, sent["shard"] / 2e9, operations * 4096 / 3e12
+    bounds = [slow, fast, compute, max(slow + fast, compute), slow + fast + compute]
+    row = lines[lines.index("", 2) + 3]
+    assert " ".join(row.split()) == " ".join(["replicate=2 x shard=4", *map(plans.seconds, bounds)])
+    assert f"compute = {operations:,} operations a token x 4,096 tokens / 3 TFLOP/s" in lines
+
+
+def test_a_bandwidth_alone_gives_the_time_of_sending_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output(capsys, HERE + "build", "--bandwidth", "50")
+    assert next(line.split() for line in lines if "send" in line) == ["mesh", "send,", "shard"]
+    assert not any("compute" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--ranks", "8,x"], "--ranks: got '8,x'"),
+        (["--ranks", "0"], "--ranks: got '0'"),
+        (["--axes", "shard"], "--axes: got 'shard'"),
+        (["--axes", "shard=-1,replicate=-1"], "expected -1 for one axis"),
+        (["--axes", "tp=2,shard=-1"], "--axes: got 'tp=2,shard=-1', expected the axes shard and replicate"),
+        (["--axes", "replicate=3,shard=-1"], "--axes: replicate=3,shard=-1 does not divide 8 ranks"),
+        (["--axes", "shard=4"], "--axes: shard=4 does not divide 8 ranks"),
+        (["--optimizer", "adamv"], "--optimizer: got 'adamv', expected a class of torch.optim"),
+        (["--optimizer", "muon"], "--optimizer: optimizer: Muon cannot update shards"),
+        (["--precision", "int8"], "--precision: got 'int8'"),
+        (["--units", "Blok"], "--units: the model has no module of class 'Blok' (did you mean 'Block'?)"),
+        (["--units", "0"], "--units: got '0', expected a number of bytes above 0"),
+        (["--bandwidth", "fast"], "--bandwidth: got 'fast'"),
+        (["--bandwidth", "replicate=3"], "--bandwidth: axes 'replicate' are not in --axes"),
+        (["--axes", "replicate=2,shard=-1", "--bandwidth", "shard=3"], "--bandwidth: no GB/s of axes 'replicate'"),
+        (["--tflops", "nan", "--tokens", "1"], "--tflops: got 'nan'"),
+        (["--tflops", "3"], "--tokens: missing"),
+        (["--tokens", "3"], "--tflops: missing"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_an_option_that_is_wrong_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], argv: list[str], named: str
+) -> None:
+    assert named in refused(capsys, HERE + "build", *argv)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("nothing", "got 'nothing', expected package.module:name"),
+        ("no_such_package:build", "no_such_package cannot be imported"),
+        (HERE + "biuld", "does not have a 'biuld' (did you mean 'build'?)"),
+        (HERE + "broken", "broken(), on the meta device: RuntimeError: no weights here"),
+        (HERE + "number", "gives a int, expected an nn.Module"),
+    ],
+)
+def test_a_model_that_cannot_be_made_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], model: str, named: str
+) -> None:
+    assert named in refused(capsys, model)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1 << 40, "1.00 TiB"), (3 << 62, "12288.00 PiB")],
+)
+def test_sizes_have_the_largest_unit_of_which_there_is_one(nbytes: int, text: str) -> None:
+    assert plans.size(nbytes) == text
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(8, {"replicate": 2, "shard": 4}), (2, {"replicate": 2, "shard": 1})])
+def test_an_axis_of_minus_one_has_the_ranks_that_are_left(ranks: int, sizes: dict[str, int]) -> None:
+    assert options.sized({"replicate": 2, "shard": -1}, ranks) == sizes
+
+
+def test_it_runs_as_a_program_that_loads_no_checkpoints() -> None:
+    code = "import sys; from functorch_shard.cli.main import main; "
+    code += "status = main(sys.argv[1:]); assert 'torch.distributed.checkpoint' not in sys.modules; sys.exit(status)"
+    argv = ["plan", "examples.train_gpt:GPT", "--ranks", "2,8"]
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("examples.train_gpt:GPT: 54 parameters, 899,840 elements")
