@@ -41,6 +41,7 @@ from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
 from .training.remat import remat
 from .training.vectors import rademacher_like, randn_like, vdot
+from .visualization import visualize
 
 if TYPE_CHECKING:
     from . import checkpoint
@@ -99,6 +100,7 @@ __all__ = [
     "stream",
     "testing",
     "vdot",
+    "visualize",
 ]
 
 

@@ -94,3 +94,9 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str], left: int = 1
 def axes_text(axes: Mapping[str, int]) -> str:
     """Names and sizes of axes: ``replicate=2 x shard=4``."""
     return " x ".join(f"{name}={size}" for name, size in axes.items())
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in the largest unit of which there is at least one: ``1.75 GiB``."""
+    power = min((max(nbytes, 1).bit_length() - 1) // 10, 5)
+    return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {'KMGTP'[power - 1]}iB"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import Estimate, Layout, MixedPrecision, Optimizer, abstract_mesh, estimate
 from .. import optimizer as optimizer_of
 from .. import plan as plan_of
-from ..errors import axes_text, hint, listed, table
+from ..errors import axes_text, hint, listed, size_text, table
 from .options import sized
 
 Source = nn.Module | Mapping[str, Tensor]
@@ -107,7 +107,7 @@ def formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimate
 
 
 def _row(one: Estimate) -> list[str]:
-    return [*(size(getattr(one, name)) for name in _MEMORY), *map(size, sent(one).values())]
+    return [*(size_text(getattr(one, name)) for name in _MEMORY), *map(size_text, sent(one).values())]
 
 
 def _times(layouts: Sequence[Layout], expected: Sequence[Estimate], speed: Speed) -> list[str]:
@@ -140,12 +140,6 @@ def _arithmetic(layout: Layout, speed: Speed) -> list[str]:
     if len(lines) == 3:
         lines.append("a step takes between overlapped = max(send, compute) and one by one = send + compute, axes added")
     return lines
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one: ``1.75 GiB``."""
-    power = min((max(nbytes, 1).bit_length() - 1) // 10, 5)
-    return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {'KMGTP'[power - 1]}iB"
 
 
 def seconds(x: float) -> str:

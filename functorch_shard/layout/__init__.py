@@ -6,7 +6,8 @@ and ``Full``. ``packing``: named tensors to flat buffers and back. ``element_bit
 same on any rank. ``precision``: the dtypes of a step. ``schedule``: the casts, divisions and collectives that gather a
 buffer and reduce its gradient; Note [Schedule] there lists its interpreters. ``ranks``: rank arithmetic.
 ``transfer_plan``: the elements that move between two layouts. ``rank_trees``: trees as their ranks hold them.
-``dtensor`` and ``dtensor_spec``: parameters that are DTensors over other axes.
+``dtensor`` and ``dtensor_spec``: parameters that are DTensors over other axes. ``picture`` and ``drawing``: a layout as
+text and as SVG.
 
 Imports ``mesh`` and below; imported by ``collectives``, ``storage`` and above.
 """

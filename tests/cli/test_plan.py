@@ -13,6 +13,7 @@ from torch import nn
 import functorch_shard as fs
 from functorch_shard.cli import options, plans
 from functorch_shard.cli.main import main
+from functorch_shard.errors import size_text
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.cli.test_plan:"
@@ -80,7 +81,7 @@ def test_a_row_for_each_number_of_ranks_has_what_estimate_says(capsys: pytest.Ca
         expected = fs.estimate(fs.plan(build(), mesh, precision=bf16), opt)
         memory = [expected.parameters, expected.gradients, expected.optimizer, expected.gathered, expected.reducing]
         sent = {axis: sum(x.sent for (a, _), x in expected.traffic.items() if a == axis) for axis in mesh.axes}
-        texts = [f"{ranks}", *map(plans.size, [*memory, expected.peak, sent["replicate"], sent["shard"]])]
+        texts = [f"{ranks}", *map(size_text, [*memory, expected.peak, sent["replicate"], sent["shard"]])]
         assert row.startswith(f"replicate=2 x shard={ranks // 2}")
         assert " ".join(row.split()).endswith(" ".join(texts))
 
@@ -101,7 +102,7 @@ def test_units_are_those_of_plan(capsys: pytest.CaptureFixture[str], units: str,
 def test_units_that_are_kept_are_gathered_once(capsys: pytest.CaptureFixture[str]) -> None:
     layout = fs.plan(build(), fs.simulated_mesh(8), reshard_after_forward=False)
     row = output(capsys, HERE + "build", "--no-reshard")[4]
-    assert row.endswith(plans.size(fs.estimate(layout).sent))
+    assert row.endswith(size_text(fs.estimate(layout).sent))
 
 
 def test_times_are_the_arithmetic_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +175,7 @@ def test_a_model_that_cannot_be_made_is_named_in_one_line(
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1 << 40, "1.00 TiB"), (3 << 62, "12288.00 PiB")],
 )
 def test_sizes_have_the_largest_unit_of_which_there_is_one(nbytes: int, text: str) -> None:
-    assert plans.size(nbytes) == text
+    assert size_text(nbytes) == text
 
 
 @pytest.mark.parametrize(("ranks", "sizes"), [(8, {"replicate": 2, "shard": 4}), (2, {"replicate": 2, "shard": 1})])

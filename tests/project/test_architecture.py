@@ -23,6 +23,7 @@ MODULES = sorted(
 # A floor imports from those below it (before it in this list), and from none of its own level or above it.
 FLOORS = [
     {"errors"},
+    {"svg"},
     {"torch_internals"},
     {"containers"},
     {"opaque"},
@@ -32,7 +33,7 @@ FLOORS = [
     {"collectives", "storage"},
     {"sharding"},
     {"training", "checkpoint"},
-    {"codecs", "curvature", "debug", "replicas"},  # names for users, and nothing else
+    {"codecs", "curvature", "debug", "replicas", "visualization"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
     {"cli"},  # a program that uses the public names

@@ -2,6 +2,6 @@
 
 ``signature`` tells which calls share a recording; ``recording`` traces the eager program, lazy gathers and all, into a
 graph of torch operators and recorded collectives (Note [Recorded] in communication/recorded.py); ``simplification``
-removes what has no effect; ``backends`` turn the graph into something that runs; ``schedule`` reads it as a table;
-``compile`` puts them together.
+removes what has no effect; ``backends`` turn the graph into something that runs; ``schedule`` reads it as a table,
+``timeline`` draws that; ``compile`` puts them together.
 """
