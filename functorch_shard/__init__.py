@@ -46,6 +46,8 @@ from .visualization import visualize
 if TYPE_CHECKING:
     from . import checkpoint
 
+__version__ = "0.1.0"
+
 __all__ = [
     "Axis",
     "Compiled",

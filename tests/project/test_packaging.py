@@ -1,0 +1,76 @@
+"""What the package says of itself is the same everywhere, and the tests and files that its documents name are there."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import functorch_shard as fs
+from functorch_shard.cli import main
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(fs.__file__).parent  # which may be an installed one
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+TESTS, RELEASE = ((ROOT / f".github/workflows/{name}.yml").read_text() for name in ("tests", "release"))
+
+
+def found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    assert match, pattern
+    return match.group(1)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert 'dynamic.version.attr = "functorch_shard.__version__"' in PYPROJECT
+    assert found(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text()) == fs.__version__
+    assert found(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text()) == fs.__version__
+
+
+def test_a_release_compares_its_tag_with_the_version() -> None:
+    line = found(r"sed -n 's/(.*)/\\1/p' functorch_shard/__init__.py", RELEASE)
+    pattern = line.replace(r"\(", "(").replace(r"\)", ")")
+    assert re.findall(pattern, (PACKAGE / "__init__.py").read_text(), re.MULTILINE) == [fs.__version__]
+
+
+def test_tests_run_on_every_python_that_the_package_names() -> None:
+    named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PYPROJECT)
+    assert re.findall(r"3\.\d+", found(r"^ +python: (\[.*\])$", TESTS)) == named
+    assert found(r'^requires-python = ">=(.*)"$', PYPROJECT) == named[0]
+    readme = (ROOT / "README.md").read_text()
+    assert f"Python {named[0]} to {named[-1]}" in readme
+
+
+def test_tests_run_with_the_oldest_torch_the_pinned_one_and_the_current_one() -> None:
+    oldest = found(r'^    "torch>=(.*)",$', PYPROJECT)
+    pinned = found(r"^torch==(\d+\.\d+)\.", (ROOT / ".ci/constraints.txt").read_text())
+    assert found(r"^ +torch: (\[.*?\])", TESTS) == f'["torch=={oldest}.*", "torch=={pinned}.*", "torch"]'
+
+
+def test_the_program_is_the_command_line() -> None:
+    assert found(r'^functorch-shard = "(.*)"$', PYPROJECT) == f"{main.__name__}:{main.run.__name__}"
+    installed = [x.value for x in entry_points(group="console_scripts") if x.name == "functorch-shard"]
+    assert set(installed) <= {f"{main.__name__}:{main.run.__name__}"}
+
+
+def test_security_names_tests_that_are_there() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) >= 8
+    for path, name in named:
+        assert f"\ndef {name}(" in (ROOT / path).read_text(), name
+
+
+def test_documents_name_files_that_are_there() -> None:
+    for page in ("CONTRIBUTING.md", "SECURITY.md"):
+        text = (ROOT / page).read_text()
+        paths = re.findall(r"[`(]((?:tests|docs|functorch_shard|\.github|\.ci)/[\w./]+)", text)
+        places = [*(ROOT / path for path in paths if not path.startswith("functorch_shard"))]
+        places += [PACKAGE.parent / path for path in paths if path.startswith("functorch_shard")]
+        assert [place for place in places if not place.exists()] == [], page
+
+
+def test_citation_and_package_have_one_license_and_the_same_keywords() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert found(r"^license: (\S+)$", citation) == found(r'^license = "(.*)"$', PYPROJECT)
+    keywords = re.findall(r'"([^"]+)"', found(r"^keywords = \[(.*)\]$", PYPROJECT))
+    assert re.findall(r"^  - ([\w-]+)$", citation, re.MULTILINE) == keywords
