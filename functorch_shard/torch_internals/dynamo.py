@@ -73,8 +73,9 @@ def _tell_dynamo(*numbers: int) -> None:
 
 def _forget(number: int) -> None:
     names, rules = _MARKED.pop(number, ()), sys.modules.get(_RULES)
-    for name in names if rules else ():
-        getattr(rules, name).remove(number)
+    for name in names:
+        if hasattr(rules, name):  # not while it is imported, which is when memory is collected too
+            getattr(rules, name).remove(number)
 
 
 class _OnImport(MetaPathFinder):
