@@ -17,6 +17,7 @@ from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.tensors import identity_of_storage, version_of
 from .rank_dims import LIST, broadcast, check_leaves, check_sizes, dims_of_call, first_dim, has_lists, mapped_leaves
+from .row_memory import at_start_of_memory
 
 _AS_LIST = (
     f"Tensors of one shape are stacked, everything else has to be the same on every rank. out_dims={LIST!r}, for all "
@@ -56,7 +57,8 @@ def call_of_rank(args: Any, kwargs: Any, in_dims: Any, rank: int, sizes: tuple[i
     check_leaves(treedef, leaves, dims)
     check_sizes(treedef, leaves, mapped, starts, sizes)
     place_of_rank = [*product(*map(range, sizes))][rank]
-    rows = {i: _row(leaves[i], start, place_of_rank) for i, start in zip(mapped, starts, strict=True)}
+    of_rank = {i: _row(leaves[i], start, place_of_rank) for i, start in zip(mapped, starts, strict=True)}
+    rows = at_start_of_memory(of_rank)
     own = {i: version_of(x) for i, x in rows.items() if not x.requires_grad and not x.is_inference()}
     return RankCall([rows.get(i, x) for i, x in enumerate(leaves)], treedef, {i: leaves[i] for i in mapped}, own)
 

@@ -241,6 +241,38 @@ def test_tensors_of_one_shape_are_stacked_at_any_dim() -> None:
         assert torch.equal(shared, x.sum((0, 1)) + 4)
 
 
+def test_a_row_is_at_the_start_of_memory_as_the_argument_of_a_process() -> None:
+    mesh, both = mesh_of(), torch.arange(24.0).view(2, 3, 4)
+
+    def places(x: Tensor, y: Tensor, z: Tensor) -> list[int]:
+        for one in (x, z):
+            one += 1
+        assert x.untyped_storage()._cdata == y.untyped_storage()._cdata
+        return [int(one.storage_offset()) for one in (x, y, z)] + [*z.stride()]
+
+    column = torch.zeros(2, 3)
+    expected = both + torch.tensor([1.0, 0.0]).view(2, 1, 1)
+    assert mesh.spmd(places, in_dims=(0, 0, 1))(both[0], both[1], column) == [0, 12, 0, 3]
+    assert torch.equal(both, expected)
+    assert torch.equal(column, torch.ones(2, 3))
+    with torch.inference_mode():
+        assert not mesh.spmd(lambda x: x.is_inference(), out_dims="list")(both[0])[1]
+    with torch.inference_mode():
+        assert mesh.spmd(lambda x: x.is_inference(), out_dims="list")(rows())[1]
+    empty, conjugate, half = torch.zeros(3, 0), torch.ones(3, 2, dtype=torch.complex64).conj(), rows().half()
+    assert all(torch.equal(mesh.spmd(torch.neg)(x), -x) for x in (empty, conjugate, half, rows().requires_grad_()))
+    assert mesh.spmd(lambda x: x.device.type)(torch.ones(3, 2, device="meta")) == "meta"
+
+
+def test_all_ranks_gather_tangents_of_the_same_shape_in_a_batch() -> None:
+    mesh, x = mesh_of(), rows()
+    models = torch.stack([x, 2 * x], 1)
+    f = lambda x: all_gather(x * x, mesh)  # noqa: E731
+    run = mesh.spmd(lambda models, v: vmap(lambda p: jvp(f, (p,), (v,))[1])(models))
+    expected = (2 * models * x[:, None]).movedim(1, 0).flatten(1)
+    assert torch.equal(run(models, x), expected.expand(3, 2, 6))
+
+
 def test_what_differs_between_ranks_is_refused_or_returned_as_a_list() -> None:
     mesh = mesh_of()
 
