@@ -7,28 +7,30 @@ changes for the duration of a call, and a turn may end inside of such a call, at
   as attributes is replaced by what they had before the call, and by what they had at the end of the turn when the
   next turn of this rank begins. So no rank sees the tensors of another one.
 - the random number generators: each rank has a state of its own
-- ``torch.func.jvp`` counts how deep it is nested in a global of its module, and forward mode has one level for all
-  threads, at whose end every tangent is lost. Each rank has a count of its own, and the level ends with its last user.
+- ``torch.func.jvp`` and tracers have globals of their modules, and tracers replace methods of ``nn.Module``:
+  Note [While it runs] in while_it_runs.py.
+- forward mode has one level for all threads, at whose end every tangent is lost: it ends with its last user.
 
-torch has no other place to see these, so ``functional_call`` and the ends of a level call functions of this file, which
-do nothing in threads that do not take turns.
+torch has no other place to see these, so ``functional_call``, tracers and the ends of a level call functions of this
+file, which do nothing in threads that do not take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 from torch.nn.utils import stateless
 
 from .called_module import CalledModule
+from .while_it_runs import Globals, Replaced
 
 _OWN: ContextVar[OwnState | None] = ContextVar("what the rank of this thread has for itself", default=None)
 
@@ -53,7 +55,8 @@ class OwnState:
     ) -> None:
         self.number, self.generators, self.states, self.alone = number, generators, states, alone
         self.called: list[CalledModule] = []  # outermost first
-        self._forward = (0, -1)
+        self.tracers = Replaced()
+        self._globals = Globals()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -70,15 +73,16 @@ class OwnState:
     def begin_turn(self) -> None:
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
-        eager_transforms.JVP_NESTING, forward_ad._current_level = self._forward
+        self._globals.exchange()
         for module in self.called:
             module.put_back()
+        self.tracers.put_back()
 
     def end_turn(self) -> None:
+        self.tracers.put_away()
         for module in reversed(self.called):
             module.put_away()
-        self._forward = eager_transforms.JVP_NESTING, forward_ad._current_level
-        eager_transforms.JVP_NESTING, forward_ad._current_level = 0, -1
+        self._globals.exchange()
         self.states = [generator.get_state() for generator in self.generators]
 
 
@@ -106,6 +110,7 @@ def called(verb: str, module: nn.Module, *, checked: bool = True) -> Iterator[No
 def _install() -> None:
     """Once for the process, where ranks take turns."""
     stateless._reparametrize_module = _noticed(stateless._reparametrize_module)
+    _symbolic_trace._new_patcher = _kept(_symbolic_trace._new_patcher)
     forward_ad.enter_dual_level = _shared_level(forward_ad.enter_dual_level)
     forward_ad.exit_dual_level = _ends_with_last(forward_ad.exit_dual_level)
 
@@ -117,6 +122,16 @@ def _noticed(reparametrize: Callable[..., Any]) -> Callable[..., Any]:
             yield value
 
     return reparametrize_and_notice
+
+
+def _kept(new_patcher: Callable[[], Any]) -> Callable[[], Any]:
+    @contextmanager
+    def new_patcher_of_rank() -> Iterator[Any]:
+        own = _OWN.get()
+        with new_patcher() as patcher, own.tracers.of(patcher) if own is not None else nullcontext():
+            yield patcher
+
+    return new_patcher_of_rank
 
 
 _INSIDE = set[int]()  # ranks, by the id of their state, that are inside of the one level of forward mode

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, grad, jvp, linearize, vmap
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import stateless
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -498,6 +500,49 @@ def test_a_jvp_that_ends_on_one_rank_leaves_the_tangents_of_the_others() -> None
     assert forward_ad._current_level == -1
     assert "Nested forward mode AD" in refused(mesh.spmd(lambda x: nested_levels()), x)
     assert_trees_close(mesh.spmd(dual)(x), expected)
+
+
+def cube_of_sum(mesh: fs.Mesh, model: nn.Module) -> Any:
+    return lambda x: psum(model(x) ** 3, mesh).sum() * x[0]
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+def test_each_rank_traces_a_program_of_its_own() -> None:
+    mesh, x, model = mesh_of(), rows() + 1, nn.Linear(2, 2).requires_grad_(False)
+    before = nn.Module.__call__, nn.Module.__getattr__
+    f = cube_of_sum(mesh, model)
+    for one in (f, lambda x: grad(f)(x).square().sum()):
+        expected = mesh.spmd(lambda x, one=one: jvp(one, (x,), (torch.ones(2),))[1])(x)
+        assert_trees_close(mesh.spmd(lambda x, one=one: linearize(one, x)[1](torch.ones(2)))(x), expected)
+
+    def twice(x: Tensor) -> Tensor:
+        traced = make_fx(lambda x: make_fx(grad(f))(x)(x) * psum(x, mesh))(x)
+        assert all(node.op != "call_module" for node in traced.graph.nodes)
+        return traced(x)
+
+    assert_trees_close(mesh.spmd(twice)(x), mesh.spmd(lambda x: grad(f)(x) * psum(x, mesh))(x))
+    assert (nn.Module.__call__, nn.Module.__getattr__) == before
+    assert _symbolic_trace.CURRENT_PATCHER is None
+
+
+def test_a_rank_that_does_not_trace_sees_nothing_of_those_that_do() -> None:
+    mesh, own, model = mesh_of(), (nn.Module.__call__, nn.Module.__getattr__), nn.Linear(2, 2).requires_grad_(False)
+
+    def program(x: Tensor) -> bool:
+        f = lambda x: psum(model(psum(x, mesh)), mesh)  # noqa: E731
+        if mesh.rank == 1:
+            first = psum(x, mesh)
+            hidden = (nn.Module.__call__, nn.Module.__getattr__) == own and not _symbolic_trace._is_fx_tracing_flag
+            psum(model(first), mesh)
+            return hidden
+        graph = make_fx(f)(x)
+        return len(graph.graph.nodes) > 2
+
+    assert mesh.spmd(program, out_dims="list")(rows()) == [True] * 3
+    failing = mesh.spmd(lambda x: make_fx(lambda x: psum(x, mesh).view(3 + mesh.rank))(x))
+    assert "invalid for input of size" in refused(failing, rows())
+    assert (nn.Module.__call__, nn.Module.__getattr__) == own
+    assert (_symbolic_trace.CURRENT_PATCHER, _symbolic_trace._is_fx_tracing_flag) == (None, False)
 
 
 def nested_levels() -> None:
