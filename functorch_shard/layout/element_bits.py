@@ -19,7 +19,7 @@ from torch import Tensor
 from ..torch_internals.operators import frexp
 from .buffers import Buffer, Slot
 from .layout import Layout
-from .packing import of_rank
+from .packing import of_rank, overlaid
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -63,14 +63,25 @@ def normal(bits: Tensor) -> Tensor:
 def _addresses(buffer: Buffer, layout: Layout, rank: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A hash of the name and the index of each element, one row per shard; only that of ``rank`` if it is an int."""
     ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
-    names = torch.zeros(len(ranks), buffer.shard_numel, dtype=torch.int64, device=device)
-    places = torch.zeros_like(names)
-    slots = {slot.name: slot for slot in buffer.slots}
-    for row, number in enumerate(ranks):
-        for name, offset, numel, start in buffer.slices(number):
-            names[row, offset : offset + numel] = _number_of(name)
-            local = torch.arange(start, start + numel, device=device)
-            places[row, offset : offset + numel] = _in_whole(local, slots[name], layout)
+    blank = torch.zeros(buffer.shard_numel, dtype=torch.int64, device=device)
+    names, places = zip(*(_addresses_of(buffer, layout, number, device) for number in ranks), strict=True)
+    return _stacked(blank, names), _stacked(blank, places)
+
+
+Parts = list[tuple[int, Tensor]]
+
+
+def _stacked(blank: Tensor, rows: Sequence[Parts]) -> Tensor:
+    return torch.stack([overlaid(blank, parts) for parts in rows])
+
+
+def _addresses_of(buffer: Buffer, layout: Layout, rank: int, device: torch.device) -> tuple[Parts, Parts]:
+    """Those of the elements that are not padding, by their offsets in the shard."""
+    slots, names, places = {slot.name: slot for slot in buffer.slots}, Parts(), Parts()
+    for name, offset, numel, start in buffer.slices(rank):
+        local = torch.arange(start, start + numel, device=device)
+        names.append((offset, torch.full_like(local, _number_of(name))))
+        places.append((offset, _in_whole(local, slots[name], layout)))
     return names, places
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -92,10 +92,9 @@ def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor
 
 def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
     """The index of the slot of each element, one row per shard; ``len(buffer.slots)`` for padding."""
-    ids = torch.full((buffer.numel,), len(buffer.slots), device=device)
-    for i, slot in enumerate(buffer.slots):
-        ids[slot.offset : slot.end] = i
-    return ids.view(buffer.num_shards, -1)
+    blank = torch.full((buffer.numel,), len(buffer.slots), device=device)
+    parts = [(slot.offset, torch.full((slot.numel,), i, device=device)) for i, slot in enumerate(buffer.slots)]
+    return overlaid(blank, parts).view(buffer.num_shards, -1)
 
 
 def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
@@ -106,8 +105,18 @@ def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
 def _owned(buffer: Buffer, rank: Tensor | int, device: torch.device) -> Tensor:
     """A mask of the elements that are not padding, one row per shard; only that of ``rank`` if it is an int."""
     ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
-    mask = torch.zeros(len(ranks), buffer.shard_numel, dtype=torch.bool, device=device)
-    for row, number in zip(mask, ranks, strict=True):
-        for _, offset, numel, _ in buffer.slices(number):
-            row[offset : offset + numel] = True
-    return mask
+    blank, full = (make(buffer.shard_numel, dtype=torch.bool, device=device) for make in (torch.zeros, torch.ones))
+    rows = ([(offset, full[:numel]) for _, offset, numel, _ in buffer.slices(number)] for number in ranks)
+    return torch.stack([overlaid(blank, parts) for parts in rows])
+
+
+def overlaid(blank: Tensor, parts: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """``blank``, of one dim, with ``parts`` from their offsets on, which are in order.
+
+    Not written in place: ``torch.func.linearize`` forgets what is written to a view of a constant.
+    """
+    pieces, end = list[Tensor](), 0
+    for offset, part in parts:
+        pieces += [blank[end:offset], part]
+        end = offset + part.numel()
+    return torch.cat([*pieces, blank[end:]])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, jvp, linearize, vmap
 
 import functorch_shard as fs
 from functorch_shard.layout.element_bits import normal
@@ -72,6 +72,22 @@ def test_the_gradient_of_vdot_is_that_of_the_whole(mesh: Any) -> None:
     a, b = sharded(mesh, start=1), sharded(mesh, start=2)
     run = a.layout.mesh.spmd(fs.grad(lambda a, b: fs.vdot(a, b) + 0.5 * fs.vdot(a, a)))
     assert_trees_close(flat(run(a, b)), flat(a) + flat(b), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
+def test_what_linearize_traces_knows_padding_norms_and_random_trees() -> None:
+    names, mesh = ["a.w", "a.b"], fs.simulated_mesh(3, kind="sequential")
+    whole, other = ({name: values(start=start)[name] for name in names} for start in (0, 1))
+    layout = fs.plan(whole, mesh)
+    assert any(buffer.numel > buffer.parameter_numel for buffer in layout.buffers.values())
+    a, v = fs.shard(whole, layout), fs.shard(other, layout)
+
+    def number(p: fs.Sharded) -> Tensor:
+        norms = torch.stack([*fs.debug.param_norms(p).values()]).square().sum()
+        return fs.vdot(p, p) + norms + fs.vdot(p, fs.randn_like(p, 3)) + fs.global_norm(p)
+
+    linear = mesh.spmd(lambda a, v: linearize(number, a)[1](v))(a, v)
+    assert_trees_close(linear, mesh.spmd(lambda a, v: jvp(number, (a,), (v,))[1])(a, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("draw", [fs.randn_like, fs.rademacher_like])
