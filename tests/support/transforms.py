@@ -22,7 +22,7 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support import convention
 from tests.support.convention import Samples, direction, plain_loss, whole_parameters
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 
 tree_map: Any = optree.tree_map
 Tree = Any
@@ -114,6 +114,9 @@ def _columns() -> Iterator[Column]:
             for remat in (False, True):
                 name = f"gloo, {text}, {gathered}{', remat' * remat}"
                 yield Column(name, gloo(axes)[0], lazy, remat)
+    for axes, text in ((3, "1 axis"), (HYBRID, "2 axes")):
+        for remat in (False, True):
+            yield Column(f"one after the other, {text}{', remat' * remat}", sequential(axes)[0], remat=remat)
 
 
 COLUMNS: dict[str, Column] = {column.name: column for column in _columns()}

@@ -11,7 +11,12 @@ from tests.support.transforms import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
 TRACED = "linearize"
-DEFAULT = {"simulated, 2 axes": 2, "gloo, 1 axis, lazy": 2, "gloo, 1 axis, plain, remat": 8}  # of how many rows one
+DEFAULT = {  # of how many rows one
+    "simulated, 2 axes": 2,
+    "gloo, 1 axis, lazy": 2,
+    "gloo, 1 axis, plain, remat": 8,
+    "one after the other, 1 axis": 16,
+}
 every_column = pytest.mark.parametrize(
     "column", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS]
 )
