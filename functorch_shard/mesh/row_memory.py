@@ -1,8 +1,8 @@
 """Rows of tensors with the values of all ranks, each at the start of memory of its rank as on real ranks.
 
-A row of a tensor lies at an offset in its memory that differs between ranks, and torch's programs can depend on it:
-``make_dual`` takes a tangent as it is where it lies as its primal does, and copies it otherwise. Inside of a vmap that
-copy has a batch, and ranks of one program would gather tangents of different shapes.
+The offset of a row in its memory differs between ranks, and torch's programs can depend on it: ``make_dual`` takes a
+tangent as it is if its offset and strides are those of its primal, and copies it otherwise. Inside of a vmap that copy
+has a batch, and ranks of one program would gather tangents of different shapes.
 """
 
 from __future__ import annotations
