@@ -15,7 +15,7 @@ from ..communication.turns import Turns
 from ..communication.writes import Gathered
 from ..containers import opened
 from ..torch_internals.lowering import in_forward_mode
-from ..torch_internals.taking_turns import OwnState
+from ..torch_internals.taking_turns import OwnState, taking_turns
 from ..torch_internals.thread_state import inherited
 from ..torch_internals.transforms import being_traced, in_transform
 from .by_rank import RankCall, call_of_rank, combined
@@ -74,7 +74,8 @@ def _run(
             here.gathered.check()
 
     try:
-        turns.run([lambda rank=rank: body(rank) for rank in range(len(calls))])
+        with taking_turns():
+            turns.run([lambda rank=rank: body(rank) for rank in range(len(calls))])
     except BaseException:
         streams.restore()
         raise

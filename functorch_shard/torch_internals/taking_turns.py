@@ -11,16 +11,16 @@ changes for the duration of a call, and a turn may end inside of such a call, at
   Note [While it runs] in while_it_runs.py.
 - forward mode has one level for all threads, at whose end every tangent is lost: it ends with its last user.
 
-torch has no other place to see these, so ``functional_call``, tracers and the ends of a level call functions of this
-file, which do nothing in threads that do not take turns.
+torch has no other place to see these, so while ranks run, ``functional_call``, tracers and the ends of a level call
+functions of this file, which do nothing in threads that do not take turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -61,7 +61,6 @@ class OwnState:
     @contextmanager
     def running(self) -> Iterator[None]:
         """A context for all turns of this rank; a turn begins and ends with it."""
-        _install()
         token = _OWN.set(self)
         self.begin_turn()
         try:
@@ -106,13 +105,36 @@ def called(verb: str, module: nn.Module, *, checked: bool = True) -> Iterator[No
         call.refuse_writes(verb, module)
 
 
-@cache
-def _install() -> None:
-    """Once for the process, where ranks take turns."""
-    stateless._reparametrize_module = _noticed(stateless._reparametrize_module)
-    _symbolic_trace._new_patcher = _kept(_symbolic_trace._new_patcher)
-    forward_ad.enter_dual_level = _shared_level(forward_ad.enter_dual_level)
-    forward_ad.exit_dual_level = _ends_with_last(forward_ad.exit_dual_level)
+class _Replacements:
+    """Torch's functions that ranks have others for, while any take turns: Dynamo, for one, cannot read these."""
+
+    def __init__(self) -> None:
+        self._lock, self._runs = Lock(), 0
+        self._own: list[tuple[Any, str, Any]] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        with self._lock:
+            self._runs += 1
+            if self._runs == 1:
+                self._replace()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs -= 1
+                while self._own and not self._runs:
+                    setattr(*self._own.pop())
+
+    def _replace(self) -> None:
+        for module, name, wrap in (
+            (stateless, "_reparametrize_module", _noticed),
+            (_symbolic_trace, "_new_patcher", _kept),
+            (forward_ad, "enter_dual_level", _shared_level),
+            (forward_ad, "exit_dual_level", _ends_with_last),
+        ):
+            self._own.append((module, name, getattr(module, name)))
+            setattr(module, name, wrap(getattr(module, name)))
 
 
 def _noticed(reparametrize: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,3 +184,11 @@ def _ends_with_last(leave: Callable[..., None]) -> Callable[..., None]:
             leave(level=level)
 
     return exit_dual_level
+
+
+_REPLACEMENTS = _Replacements()
+
+
+def taking_turns() -> AbstractContextManager[None]:
+    """A context around all threads of a run; functions of torch that ranks see are torch's own again after the last."""
+    return _REPLACEMENTS.in_place()

@@ -40,7 +40,16 @@ class Globals:
         now = [getattr(module, name) for module, name in NAMES]
         for (module, name), value in zip(NAMES, self._values, strict=True):
             setattr(module, name, value)
+        _have_dynamo_know()
         self._values = now
+
+
+def _have_dynamo_know() -> None:
+    """Dynamo has a copy of one of them since 2.13: where it is true, nothing is compiled."""
+    if hasattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals"):
+        _python_dispatch.set_is_in_mode_without_ignore_compile_internals(
+            _python_dispatch._is_in_any_mode_without_ignore_compile_internals
+        )
 
 
 class Replaced:

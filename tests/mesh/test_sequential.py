@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -409,6 +410,24 @@ def test_a_collective_inside_of_a_model_does_not_show_the_weights_of_another_ran
     total = (rows() * (rows() + 1)).sum(0)
     assert torch.equal(y, total * torch.tensor([[1.0], [10.0], [100.0]]))
     assert all(dict(model.named_parameters())[name] is p for name, p in own.items())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_functions_of_torch_are_torchs_own_after_a_run(fails: bool) -> None:
+    """A compiler that reads them would find others."""
+    places = (stateless, "_reparametrize_module"), (forward_ad, "enter_dual_level"), (forward_ad, "exit_dual_level")
+    before, during = [getattr(*place) for place in places], []
+
+    def look(x: Tensor) -> Tensor:
+        during.append([getattr(*place) for place in places])
+        if fails:
+            raise KeyError("x")
+        return x
+
+    with pytest.raises(KeyError) if fails else nullcontext():
+        mesh_of().spmd(look)(rows())
+    assert all(x is not y for x, y in zip(before, during[0], strict=True))
+    assert all(x is getattr(*place) for x, place in zip(before, places, strict=True))
 
 
 def test_a_model_has_its_own_weights_again_after_an_error_of_another_rank() -> None:
