@@ -191,4 +191,7 @@ _REPLACEMENTS = _Replacements()
 
 def taking_turns() -> AbstractContextManager[None]:
     """A context around all threads of a run; functions of torch that ranks see are torch's own again after the last."""
+    # Torch 2.11 without CUDA reads a guard of the first thread with fake tensors after that thread has ended, and
+    # crashes. So the thread that starts the others is the first.
+    torch._C._ensureCUDADeviceGuardSet()
     return _REPLACEMENTS.in_place()
