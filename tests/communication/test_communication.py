@@ -30,6 +30,7 @@ from functorch_shard.communication import (
 )
 from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.torch_internals.while_it_runs import Globals
 from tests.support.models import awkward, loss_of
 from tests.support.refusals import refused
 
@@ -249,8 +250,12 @@ def ranks_as_threads(size: int, fn: Callable[[fs.Mesh], Any]) -> list[Any]:
         here.rank = rank
         return fn(mesh)
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(as_rank, range(size)))
+    before = Globals()  # torch's flags of dispatch modes are those of the process: threads mix them up
+    try:
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(as_rank, range(size)))
+    finally:
+        before.exchange()
 
 
 @pytest.mark.parametrize("size", [2, 3])
