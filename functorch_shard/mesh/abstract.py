@@ -9,7 +9,7 @@ import torch
 
 from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend
-from .axes import check_axes
+from .axes import check_axes, coordinate_of
 from .mesh import Mesh
 
 
@@ -50,10 +50,5 @@ def abstract_mesh(axes: int | Mapping[str, int], *, rank: int = 0, device: torch
     total = prod(sizes.values())
     if not 0 <= rank < total:
         raise ValueError(f"abstract_mesh: rank: got {rank}, expected 0 <= rank < {total}, a rank of {sizes}")
-    places = zip(sizes.items(), _coordinate(rank, list(sizes.values())), strict=True)
+    places = zip(sizes.items(), coordinate_of(rank, list(sizes.values())), strict=True)
     return Mesh(tuple(Axis(name, size, AbstractBackend(at)) for (name, size), at in places), torch.device(device))
-
-
-def _coordinate(rank: int, sizes: list[int]) -> list[int]:
-    """The position of a rank on each axis."""
-    return [rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from math import prod
 
 import torch
 from torch import Tensor
@@ -27,6 +28,11 @@ def batched_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
     return tuple(
         Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
     )
+
+
+def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Where ``rank`` is on axes of these sizes, in row-major order."""
+    return tuple(rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
 
 
 KINDS = {"batched": batched_axes, "sequential": sequential_axes}  # of simulated ranks

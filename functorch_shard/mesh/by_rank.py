@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import isnan
+from math import isnan, prod
 from typing import Any
 
 import optree
@@ -13,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..containers import opened, place, refuse_opaque
+from ..containers import place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.tensors import identity_of_storage, version_of
-from .rank_dims import LIST, broadcast, check_leaves, check_sizes, dims_of_call, first_dim, has_lists, mapped_leaves
+from .axes import coordinate_of
+from .rank_dims import LIST, broadcast, has_lists, mapped_call
 from .row_memory import at_start_of_memory
 
 _AS_LIST = (
@@ -48,24 +48,17 @@ class RankCall:
 def call_of_rank(args: Any, kwargs: Any, in_dims: Any, rank: int, sizes: tuple[int, ...]) -> RankCall:
     if has_lists(in_dims):
         in_dims = (in_dims,) * len(args) if isinstance(in_dims, str) else in_dims
-        args, in_dims = _picked(in_dims, args, rank, len(list(product(*map(range, sizes))))), _without_lists(in_dims)
-    call: Any = opened((args, kwargs))
-    leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
-    dims = dims_of_call(in_dims, call)
-    mapped = mapped_leaves(leaves, dims)
-    starts = [first_dim(dims[i], leaves[i], len(sizes)) for i in mapped]
-    check_leaves(treedef, leaves, dims)
-    check_sizes(treedef, leaves, mapped, starts, sizes)
-    place_of_rank = [*product(*map(range, sizes))][rank]
-    of_rank = {i: _row(leaves[i], start, place_of_rank) for i, start in zip(mapped, starts, strict=True)}
-    rows = at_start_of_memory(of_rank)
+        args, in_dims = _picked(in_dims, args, rank, prod(sizes)), _without_lists(in_dims)
+    call = mapped_call(args, kwargs, in_dims, sizes)
+    leaves, coordinate = call.leaves, coordinate_of(rank, sizes)
+    rows = at_start_of_memory({i: _row(leaves[i], start, coordinate) for i, start in call.starts.items()})
     own = {i: version_of(x) for i, x in rows.items() if not x.requires_grad and not x.is_inference()}
-    return RankCall([rows.get(i, x) for i, x in enumerate(leaves)], treedef, {i: leaves[i] for i in mapped}, own)
+    return RankCall([rows.get(i, x) for i, x in enumerate(leaves)], call.treedef, {i: leaves[i] for i in rows}, own)
 
 
-def _row(x: Tensor, start: int, place_of_rank: tuple[int, ...]) -> Tensor:
+def _row(x: Tensor, start: int, coordinate: tuple[int, ...]) -> Tensor:
     """The values of one rank: the same memory, with a count of writes of its own where autograd has no part in it."""
-    for i in place_of_rank:
+    for i in coordinate:
         x = x.select(start, i)
     return x if x.requires_grad else x.data
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -16,13 +17,39 @@ Dim = Any  # an int, or None
 LIST = "list"  # in place of a dim: a list with the value of each rank
 
 
-def mapped_leaves(leaves: Sequence[Any], dims: Sequence[Dim]) -> list[int]:
+@dataclass(frozen=True)
+class MappedCall:
+    """The arguments of a call whose tensors have rank dims.
+
+    Args:
+        leaves: of the tree of arguments and keyword arguments.
+        treedef: the structure of that tree.
+        starts: by the index of a leaf that has rank dims, the first of them.
+    """
+
+    leaves: list[Any]
+    treedef: Any
+    starts: Mapping[int, int]
+
+
+def mapped_call(args: Any, kwargs: Any, in_dims: Any, sizes: tuple[int, ...]) -> MappedCall:
+    """Take the arguments apart; raise unless all that have rank dims have a dim for each of ``sizes``."""
+    call: Any = opened((args, kwargs))
+    leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
+    dims = _dims_of_call(in_dims, call)
+    starts = {i: _first_dim(dims[i], leaves[i], len(sizes)) for i in _mapped_leaves(leaves, dims)}
+    _check_leaves(treedef, leaves, dims)
+    _check_sizes(treedef, leaves, starts, sizes)
+    return MappedCall(leaves, treedef, starts)
+
+
+def _mapped_leaves(leaves: Sequence[Any], dims: Sequence[Dim]) -> list[int]:
     """The indices of the leaves that have rank dims."""
     pairs = enumerate(zip(leaves, dims, strict=True))
     return [i for i, (x, dim) in pairs if isinstance(x, Tensor) and dim is not None and not is_number(x)]
 
 
-def dims_of_call(in_dims: Any, call: tuple[Any, Any]) -> list[Dim]:
+def _dims_of_call(in_dims: Any, call: tuple[Any, Any]) -> list[Dim]:
     """One dim for each leaf of the arguments ``call``, which are opened; keyword arguments have theirs at 0."""
     keywords = optree.tree_structure(call[1], none_is_leaf=True).num_leaves
     return broadcast(in_dims, call[0], "in_dims") + [0] * keywords
@@ -33,7 +60,7 @@ def has_lists(dims: Any) -> bool:
     return any(isinstance(dim, str) and dim == LIST for dim in optree.tree_leaves(dims))
 
 
-def first_dim(dim: int, x: Tensor, num_axes: int) -> int:
+def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
     return dim if dim >= 0 else x.ndim - num_axes + dim + 1
 
 
@@ -50,7 +77,7 @@ def broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
         raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
 
 
-def check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
+def _check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
     """Refuse what holds tensors that cannot be mapped, unless all ranks are to share it."""
     paths = treedef.paths()
     found = [(paths[i], opaque_problem(x)) for i, x in enumerate(leaves) if dims[i] is not None]
@@ -58,8 +85,8 @@ def check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
     reject("spmd", problems, f"{KNOWN} What all ranks share, pass by position, with in_dims=None.", TypeError)
 
 
-def check_sizes(treedef: Any, leaves: list[Any], mapped: list[int], starts: list[int], sizes: tuple[int, ...]) -> None:
-    shapes = [(i, start, tuple(leaves[i].shape)) for i, start in zip(mapped, starts, strict=True)]
+def _check_sizes(treedef: Any, leaves: list[Any], starts: Mapping[int, int], sizes: tuple[int, ...]) -> None:
+    shapes = [(i, start, tuple(leaves[i].shape)) for i, start in starts.items()]
     wrong = [(i, start, shape) for i, start, shape in shapes if shape[start : start + len(sizes)] != sizes]
     paths, problems = treedef.paths() if wrong else [], []
     for i, start, shape in wrong:

@@ -18,7 +18,7 @@ from ..containers import KNOWN, opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.recomputation import checkpoints_explained
 from ..torch_internals.transforms import without_batches
-from .rank_dims import Dim, broadcast, check_leaves, check_sizes, dims_of_call, first_dim, mapped_leaves
+from .rank_dims import Dim, broadcast, mapped_call
 from .vmap_limits import explained
 
 
@@ -35,25 +35,21 @@ def spmd(
     @wraps(fn)
     def every_rank(*args: Any, **kwargs: Any) -> Any:
         _refuse_nesting(axes)
-        call: Any = opened((args, kwargs))
-        leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
-        dims = dims_of_call(in_dims, call)
-        mapped = mapped_leaves(leaves, dims)
-        starts = [first_dim(dims[i], leaves[i], len(axes)) for i in mapped]
-        check_leaves(treedef, leaves, dims)
-        check_sizes(treedef, leaves, mapped, starts, tuple(axis.size for axis in axes))
-        result: list[Any] = []
+        call = mapped_call(args, kwargs, in_dims, tuple(axis.size for axis in axes))
+        leaves, mapped, result = call.leaves, list(call.starts), list[Any]()
 
         def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
             for i, tensor in zip(mapped, tensors, strict=True):
                 leaves[i] = tensor
-            rank_args, rank_kwargs = optree.tree_unflatten(treedef, leaves)
+            rank_args, rank_kwargs = optree.tree_unflatten(call.treedef, leaves)
             result[:] = [opened(fn(*rank_args, **rank_kwargs))]
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
         with _writes_refused(axes[0]):
-            stacked = _over_ranks(one_rank, axes, starts, randomness, device)(*[leaves[i] for i in mapped])
+            stacked = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)(
+                *[leaves[i] for i in mapped]
+            )
         return _rebuild(result[0], stacked, out_dims, len(axes))
 
     return every_rank

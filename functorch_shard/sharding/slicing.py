@@ -13,6 +13,7 @@ from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.packing import fill_shard, pack, pack_shard
 from ..layout.ranks import shard_at
+from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
 
 
@@ -120,9 +121,8 @@ def _axes(layout: Layout) -> list[Axis]:
 
 def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
     """Where ``rank`` is on each axis, of ranks in row-major order."""
-    at = {}
-    for name, size in reversed(layout.axes):
-        rank, at[name] = divmod(rank, size)
+    names, sizes = zip(*layout.axes, strict=True)
+    at = dict(zip(names, coordinate_of(rank, sizes), strict=True))
     return {**at, layout.shard_axis: shard_at(at, layout)}
 
 

@@ -56,6 +56,17 @@ def gradients(mesh: fs.Mesh, params: fs.Sharded, step: int) -> fs.Sharded:
     return mesh.spmd(fs.grad(loss))(params, *batch(mesh, step))
 
 
+def step(mesh: fs.Mesh, place: Placement, stage: int, params: fs.Sharded, state: Any, i: int) -> Any:
+    """Parameters, reduced gradients and state after step ``i`` of ZeRO-1 or ZeRO-2."""
+    grads = gradients(mesh, within_replicas(params), i)
+    if stage == 2:
+        grads = reduce_to_parts(grads, place.states)
+    else:
+        grads = parts_of(across_replicas(grads, place.params), place.states)
+    mine, state = OPT.step(parts_of(params, place.states), grads=grads, state=state)
+    return copies_of(mine, place.params), grads, state
+
+
 def by_stage(mesh: fs.Mesh, place: Placement, stage: int) -> tuple[fs.Sharded, fs.Sharded]:
     """Parameters after three steps, and the last reduced gradients, in the layout of the state."""
     params = fs.shard(two_layers(), place.states if stage == 3 else place.params)
@@ -65,13 +76,7 @@ def by_stage(mesh: fs.Mesh, place: Placement, stage: int) -> tuple[fs.Sharded, f
             grads = gradients(mesh, params, i)
             params, state = OPT.step(params, grads=grads, state=state)
             continue
-        grads = gradients(mesh, within_replicas(params), i)
-        if stage == 2:
-            grads = reduce_to_parts(grads, place.states)
-        else:
-            grads = parts_of(across_replicas(grads, place.params), place.states)
-        mine, state = OPT.step(parts_of(params, place.states), grads=grads, state=state)
-        params = copies_of(mine, place.params)
+        params, grads, state = step(mesh, place, stage, params, state, i)
     assert grads is not None
     return params, grads
 
@@ -160,13 +165,7 @@ def counted(mesh: fs.Mesh, stage: int) -> Any:
     params = fs.shard({name: x.detach() for name, x in two_layers().named_parameters()}, place.params)
     state = OPT.init(parts_of(params, place.states))
     counter.clear()
-    grads = gradients(mesh, within_replicas(params), 0)
-    if stage == 2:
-        grads = reduce_to_parts(grads, place.states)
-    else:
-        grads = parts_of(across_replicas(grads, place.params), place.states)
-    mine, state = OPT.step(parts_of(params, place.states), grads=grads, state=state)
-    params = copies_of(mine, place.params)
+    params, grads, state = step(mesh, place, stage, params, state, 0)
     held = [sum(x.nbytes for x in tree.values()) for tree in (params, grads, state["exp_avg"], state["exp_avg_sq"])]
     each = 1 if not mesh.is_simulated else mesh.size
     seen = {key: (traffic.number, traffic.sent) for key, traffic in counter.traffic.items()}
