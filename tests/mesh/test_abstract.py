@@ -8,34 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.benchmarks.workloads import WORKLOADS
+from tests.support.gpt_steps import gpt_step
 from tests.support.models import awkward
 from tests.support.ranks import HYBRID, gloo, on_each
 
 
 def adamw_step(mesh: fs.Mesh, depth: int) -> tuple[Any, list[Any]]:
     """A clipped step of AdamW of the benchmark's GPT with fewer blocks, and its arguments on one rank."""
-    work = WORKLOADS["gpt"]
     with torch.device(mesh.device):
-        model: Any = work.model()
+        model: Any = WORKLOADS["gpt"].model()
         model.blocks = model.blocks[:depth]
-    params = fs.shard(model, fs.plan(model, mesh))
-    opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
-
-    def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return work.loss(functional_call(model, fs.gather(params), (x,)), y)
-
-    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads, value = fs.grad_and_value(loss)(params, x, y)
-        grads, _ = fs.clip_by_global_norm(grads, 1.0)
-        return *opt.step(params, grads=grads, state=state, donate=True), value
-
-    batch = [x.to(mesh.device) for x in work.batch(0, 1)]
-    return step, [params, opt.init(params), *batch]
+    return gpt_step(mesh, model, lambda grads: fs.clip_by_global_norm(grads, 1.0)[0], rank=0)
 
 
 def traced_step(mesh: fs.Mesh) -> Any:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 import functorch_shard as fs
 from functorch_shard.communication.collective import START, WAIT
 from tests.benchmarks.workloads import WORKLOADS
+from tests.support.gpt_steps import gpt_step
 from tests.support.ranks import HYBRID, gloo, on_each, simulated
 
 BLOCKS, UNITS = 8, 12  # of the GPT: embed, position, the blocks, norm, head
@@ -34,20 +35,8 @@ class Graphs:
 
 def step_of_gpt(mesh: fs.Mesh) -> tuple[Any, list[Any]]:
     """A step of the benchmark's GPT of 27 million parameters with AdamW, and its arguments."""
-    work = WORKLOADS["gpt"]
     torch.manual_seed(0)
-    model = work.model()
-    params = fs.shard(model, fs.plan(model, mesh))
-    opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
-
-    def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return work.loss(functional_call(model, fs.gather(params), (x,)), y)
-
-    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads, value = fs.grad_and_value(loss)(params, x, y)
-        return *opt.step(params, grads=grads, state=state, donate=True), value
-
-    return step, [params, opt.init(params), *work.batch(mesh.rank, 1)]
+    return gpt_step(mesh, WORKLOADS["gpt"].model(), lambda grads: grads, mesh.rank)
 
 
 def gpt_on_this_rank(mesh: fs.Mesh) -> dict[str, Any]:

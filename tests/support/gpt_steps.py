@@ -1,0 +1,31 @@
+"""A step of AdamW of the benchmark's GPT, and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from tests.benchmarks.workloads import WORKLOADS
+
+
+def gpt_step(
+    mesh: fs.Mesh, model: nn.Module, change: Callable[[fs.Sharded], fs.Sharded], rank: int
+) -> tuple[Any, list[Any]]:
+    """With the gradients that ``change`` returns, of a batch of one sample, that of data rank ``rank``."""
+    work = WORKLOADS["gpt"]
+    params = fs.shard(model, fs.plan(model, mesh))
+    opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
+
+    def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return work.loss(functional_call(model, fs.gather(params), (x,)), y)
+
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, value = fs.grad_and_value(loss)(params, x, y)
+        return *opt.step(params, grads=change(grads), state=state, donate=True), value
+
+    return step, [params, opt.init(params), *(x.to(mesh.device) for x in work.batch(rank, 1))]
