@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks, also_sequential
@@ -14,6 +15,12 @@ from tests.support.ranks import DEFAULT, Ranks, also_sequential
 def fork_server() -> None:
     """Start the server of this process, at once, so that it loads while the first tests run."""
     preload()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """As each gloo rank has: sums of more threads have other bits, and small tensors gain nothing from them."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=DEFAULT, ids=str)

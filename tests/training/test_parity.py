@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -48,15 +47,6 @@ SLOW: dict[Ranks, list[Training]] = {
     THREE: [("3x3", F64), ("3x3", MIXED), ("17x257", F32)],
     FOUR: [("frozen", F32), ("3x3", F32)],
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """A second one costs more than it gives where tensors have a few elements."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
