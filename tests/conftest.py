@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 
+from functorch_shard.torch_internals.while_it_runs import NAMES, Globals
 from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks, also_sequential
 
@@ -41,3 +44,22 @@ def pytest_generate_tests(metafunc: Any) -> None:
         parametrize(names, also_sequential(values) if names == "ranks" else values, *args, **kwargs)
 
     metafunc.parametrize = with_more_kinds
+
+
+def globals_of_torch() -> dict[str, Any]:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(getattr(dynamo, "_stance", None), "stance", "default")
+    return {"stance": stance, **{f"{module.__name__}.{name}": getattr(module, name) for module, name in NAMES}}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test that leaves one of torch's globals changed fails: under some of them torch.compile compiles nothing, and
+    tests that run later in the same process would fail instead."""
+    before, at_end = globals_of_torch(), Globals()
+    try:
+        return (yield)
+    finally:
+        after = globals_of_torch()
+        at_end.exchange()
+        assert after == before, f"left behind: {after}, before: {before}"

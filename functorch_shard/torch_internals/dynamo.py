@@ -7,9 +7,11 @@ As an opaque call it stands in Dynamo's graph as it is, and AOTAutograd runs it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from threading import RLock
 from typing import Any, TypeVar
 from weakref import finalize
 
@@ -31,12 +33,26 @@ __all__ = [
     "nonstrict",
     "tensor_of_number",
     "trace_in_place_of",
+    "without_compiling",
 ]
 T = TypeVar("T")
 _RULES = "torch._dynamo.trace_rules"
 _OPAQUE = ("_allowed_callable_ids", "_nonstrict_trace_callable_ids")
 _REPLACED = ("_polyfilled_function_ids",)
 _MARKED: dict[int, Sequence[str]] = {}  # ids of functions, and Dynamo's sets that they belong to
+
+_ONE_AT_A_TIME = RLock()
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """A context in which what ``torch.compile`` made runs as it was written, so that modes see each operator.
+
+    The stance belongs to the process: of two threads in here at once, the one that ends last would leave the other's,
+    and nothing would be compiled from then on.
+    """
+    with _ONE_AT_A_TIME, torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def nonstrict(fn: Callable[..., Any]) -> None:

@@ -23,10 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..torch_internals.dynamo import without_compiling
 from ..torch_internals.tensors import TorchDispatchMode
 from ..torch_internals.tracing import untraced
 from ..torch_internals.transforms import outside_transforms
-from .torch_optim import Group, initial_state, plain_options, update, without_compiling
+from .torch_optim import Group, initial_state, plain_options, update
 
 Class = type[torch.optim.Optimizer]
 T = TypeVar("T")

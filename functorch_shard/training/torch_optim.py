@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
+from ..torch_internals.dynamo import without_compiling
 from ..torch_internals.tensors import TorchDispatchMode, arguments_of, is_number, is_written, returns_anything
 from ..torch_internals.tracing import as_under_compiler, traced_as_it_runs
 from ..torch_internals.transforms import being_traced
@@ -118,12 +119,6 @@ def initial_state(
     except _AboutToWrite:
         pass
     return {**state, **state.first}, {name: entries.get(name) for name in carried}
-
-
-def without_compiling() -> AbstractContextManager[Any]:
-    """Disable ``torch.compile`` inside of a class, so that its operators can be observed."""
-    stance: Any = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ...torch_internals.dynamo import without_compiling
 from ...torch_internals.transforms import outside_transforms
 from ..optimizer_probe import (
     NUMBERS,
@@ -33,7 +34,7 @@ from ..optimizer_probe import (
     that_move,
 )
 from ..optimizer_step import CARRIED, NUMBER_DTYPES
-from ..torch_optim import Group, initial_state, update, without_compiling
+from ..torch_optim import Group, initial_state, update
 
 STARTED = "owner.started"
 _MATRICES = ((6, 4), (4, 7), (5, 5))
