@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..collectives.codecs import Codec
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import backward_pass, differentiate_at_once
+from ..torch_internals.autograd import backward_pass, differentiate_at_once, signed
+from ..torch_internals.tensors import without_torch_function
 from ..torch_internals.transforms import in_transform
 from .gathered_units import Part, Session
 from .lazy_tensor import Lazy
@@ -96,6 +98,7 @@ class _Gather(Function):
     """The shards of a part to its parameters. Its transpose is ``scatter_grads``."""
 
     @staticmethod
+    @signed
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
         buffers, dtypes = session.add(part, shards), [part.plan(buffer).dtypes.gathered for buffer in part.buffers]
         return tuple(
@@ -113,6 +116,11 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        with without_torch_function():
+            return _Gather._transpose(ctx, grads)
+
+    @staticmethod
+    def _transpose(ctx: Any, grads: Sequence[Tensor]) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
         averages = takes_mean(ctx)
         session.leave(part, tangents=in_transform() or any(map(_has_tangent, grads)))
@@ -155,9 +163,12 @@ def _has_tangent(x: Tensor) -> bool:
 
 def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Shape, strides and offset of a parameter in the whole buffer, of which there is one for each of a batch."""
+    if not batch:
+        return slot.shape, _strides(slot.shape), slot.offset
     return (*batch, *slot.shape), (*_strides((*batch, buffer.numel))[:-1], *_strides(slot.shape)), slot.offset
 
 
+@lru_cache(maxsize=4096)
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Those of a contiguous tensor."""
     behind = accumulate(reversed(shape[1:]), lambda product, size: product * max(size, 1), initial=1)
@@ -187,6 +198,7 @@ class _Join(Function):
     """
 
     @staticmethod
+    @signed
     def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
         return torch.empty(0, device=device), *(x.view_as(x) for x in shards)
 

@@ -6,13 +6,14 @@ Nothing wraps the model; the order of use drives everything. Views stay lazy, an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..torch_internals.checkpointing import may_be_in_checkpoint
 from ..torch_internals.pytree import tree_map_only
 from ..torch_internals.recomputation import refuse_swapped
 from ..torch_internals.tensors import (
@@ -22,6 +23,7 @@ from ..torch_internals.tensors import (
     no_torch_function,
     refuse_pointers,
     without_memory,
+    without_torch_function,
 )
 from .gathered_units import Session, UnitBuffers
 
@@ -75,25 +77,13 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if _is_view(func) and isinstance(args[0], Lazy):
-            # Reshape, contiguous and to are a view or a copy, which their decomposition decides. Autograd decomposes
-            # them; below it (in inference mode, inside of a DTensor) they arrive whole.
-            from_parts = func.decompose(*args, **kwargs)
-            return args[0]._view(func, args, kwargs) if from_parts is NotImplemented else from_parts
-        if func in _FORM_ONLY and isinstance(args[0], Lazy):
-            return func(args[0]._form(), *args[1:], **kwargs)
-        if func in _COMPARES_FORM:
-            return _COMPARES_FORM[func](*args)
-        if func is aten.as_strided.default and isinstance(args[0], Lazy):
-            return func(args[0]._data(own=True), *args[1:], **kwargs)  # no view: it counts from the start of memory
-        _refuse_writes(func, args, kwargs)
-        plain_args = [x._data() if isinstance(x, Lazy) else _plain(x) for x in args]
-        return func(*plain_args, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
+        with without_torch_function():
+            return _rule(func)(func, args, kwargs or {})
 
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that must not be written to, or in a copy of that."""
-        refuse_swapped(self._is_in)
+        if may_be_in_checkpoint():
+            refuse_swapped(self._is_in)
         flat = self._session.data(self._buffers, self._index)
         flat = flat.clone() if own else flat
         shape, strides, offset = self._place
@@ -104,15 +94,17 @@ class Lazy(Tensor):
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         shape, strides, offset = self._place
-        if func is aten.t.default and len(shape) == 2:  # every linear layer, twice
-            return self._at(shape[::-1], strides[::-1], offset)
         like = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
-        views = func(like, *args[1:], **kwargs)
+        views = func(like, *args, **kwargs)
         several = views if isinstance(views, (list, tuple)) else [views]
         if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
-            return func(self._data(own=True), *args[1:], **kwargs)  # a view of other numbers
+            return func(self._data(own=True), *args, **kwargs)  # a view of other numbers
         lazy = [self._at(view.shape, view.stride(), offset + int(view.storage_offset())) for view in several]
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
+
+    def _transposed(self) -> Lazy:
+        shape, strides, offset = self._place
+        return self._at(shape[::-1], strides[::-1], offset)
 
     def _at(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> Lazy:
         return Lazy(self._session, self._buffers, self._index, shape, strides, offset, self.dtype)
@@ -166,13 +158,46 @@ _COMPARES_FORM = {
 }
 
 
-def _plain(x: Any) -> Any:
-    return [_plain(y) if not isinstance(y, Lazy) else y._data() for y in x] if isinstance(x, (list, tuple)) else x
-
-
 @cache
-def _is_view(func: Any) -> bool:
-    return func.is_view and func is not aten.as_strided.default
+def _rule(func: Any) -> Callable[[Any, Any, Any], Any]:
+    """What an operator does with lazy tensors among its arguments, as a function of it, its args and its kwargs."""
+    if func in _COMPARES_FORM:
+        return lambda func, args, kwargs: _COMPARES_FORM[func](*args)
+    if func is aten.as_strided.default:  # no view: it counts from the start of memory
+        return _of_first(lambda x, args, kwargs: func(x._data(own=True), *args, **kwargs))
+    if func in _FORM_ONLY:
+        return _of_first(lambda x, args, kwargs: func(x._form(), *args, **kwargs))
+    if func is aten.t.default:  # every linear layer, twice
+        return _of_first(lambda x, args, kwargs: x._transposed())
+    return _of_first(lambda x, args, kwargs: _viewed(func, x, args, kwargs)) if func.is_view else _of_data
+
+
+def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """``rule`` if the first argument is lazy, otherwise the operator of data."""
+
+    def of_first(func: Any, args: Any, kwargs: Any) -> Any:
+        first, *rest = args
+        return rule(first, rest, kwargs) if isinstance(first, Lazy) else _of_data(func, args, kwargs)
+
+    return of_first
+
+
+def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
+    """Reshape, contiguous and to are a view or a copy, which their decomposition decides. Autograd decomposes them;
+    below it (in inference mode, inside of a DTensor) they arrive whole."""
+    from_parts = func.decompose(x, *args, **kwargs)
+    return x._view(func, args, kwargs) if from_parts is NotImplemented else from_parts
+
+
+def _of_data(func: Any, args: Any, kwargs: Any) -> Any:
+    _refuse_writes(func, args, kwargs)
+    return func(*map(_plain, args), **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, Lazy):
+        return x._data()
+    return [*map(_plain, x)] if isinstance(x, (list, tuple)) else x
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from .frames import callers
 
+T = TypeVar("T")
 _BEFORE_ALL_OTHERS = 2**62
 
 
@@ -24,6 +26,12 @@ def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
     for node in {tensor.grad_fn for tensor in tensors}:
         if node is not None:
             node._set_sequence_nr(_BEFORE_ALL_OTHERS)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def signed(forward: T) -> T:
+    """``forward`` of a ``Function``, with its signature, which ``apply`` otherwise computes again at each call."""
+    forward.__signature__ = signature(forward)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    return forward
 
 
 def backward_pass() -> int | None:

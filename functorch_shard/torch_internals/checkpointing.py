@@ -130,7 +130,9 @@ def _raised_at(error: BaseException) -> list[tuple[Any, str]]:
 
 def may_be_in_checkpoint() -> bool:
     """A fast test: false only if ``checkpointed_regions`` and ``reentrant_checkpoint`` find nothing."""
-    return not torch.is_grad_enabled() or _top_saved_tensors_default_hooks(False) is not None
+    if _top_saved_tensors_default_hooks(False) is not None:
+        return True
+    return not torch.is_grad_enabled() and backward_pass() is None
 
 
 def swaps_of_functional_call() -> nn.Module | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +146,7 @@ def only_what_forward_used(value: Tensor) -> AbstractContextManager[object]:
 class _OnlyWhatForwardUsed(TorchFunctionMode):
     def __init__(self, value: Tensor) -> None:
         super().__init__()
-        self._value = value
+        self._value = ref(value)  # asynchronous collectives keep the modes they were started under
         self._leaves: set[int] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -161,7 +162,9 @@ class _OnlyWhatForwardUsed(TorchFunctionMode):
         if region is None or wrapper_of(region) is not None:
             return
         if self._leaves is None:
-            self._leaves = {id(node.variable) for node in nodes(self._value.grad_fn) if hasattr(node, "variable")}
+            value = self._value()
+            assert value is not None, "whoever differentiates it holds it"
+            self._leaves = {id(node.variable) for node in nodes(value.grad_fn) if hasattr(node, "variable")}
         if id(parameter) not in self._leaves:
             raise RuntimeError(
                 f"grad: torch.utils.checkpoint recomputes with a module's own parameter of shape "

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction, _set_throw_on_mutable_data_ptr
 from torch._C import _disabled_torch_function_impl as no_torch_function
-from torch._C import _set_throw_on_mutable_data_ptr
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor  # DTensors infer shapes with them
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,10 +29,14 @@ __all__ = [
     "tensors_of",
     "version_of",
     "without_memory",
+    "without_torch_function",
     "writes_nothing",
 ]
 T = TypeVar("T", bound=Tensor)
 
+# A context in which neither modes nor subclasses see what Python calls, as in all that torch does in C++. A mode would
+# see each ``x.shape`` too, for about a microsecond.
+without_torch_function = DisableTorchFunction
 HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default  # forward mode calls it with a tangent
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import functorch_shard as fs
 from functorch_shard.sharding.lazy_tensor import Lazy
@@ -343,6 +345,24 @@ def test_trees_of_lazy_parameters_are_mapped_like_any_other() -> None:
     )
     params = fs.shard(full, full.layout)
     assert_trees_close(dict(fs.gather(params, lazy=True)), plain, rtol=0, atol=0)
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_what_the_program_calls_and_nothing_of_how_it_is_done() -> None:
+    weight: Any = gathered()["fc.weight"].requires_grad_()
+    x = torch.ones(2, 5, dtype=torch.float64)
+    with Seen() as seen:
+        F.linear(x, weight).sum().backward()
+    assert seen.names == ["linear", "sum", "backward"]
 
 
 def test_scalars_convert_to_numbers_of_python() -> None:
