@@ -1,0 +1,100 @@
+"""Estimates of a training step against gloo ranks that run it: bytes sent, and the most bytes alive.
+
+python -m tests.benchmarks.estimates --ranks 2 4 8    # the GPT of 27 million parameters: two minutes on two cores
+
+``plan`` is arithmetic on the layout: backward gathers all units but the last again, and there are no activations.
+``trace`` is the step as it is written, recorded for one rank that is not there, on the meta device. Memory is measured
+by what torch's allocator reports, to the byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import functorch_shard as fs
+from functorch_shard.communication import Counter, Traffic
+from functorch_shard.testing import run_ranks
+from tests.benchmarks.workloads import WORKLOADS
+from tests.support.gpt_steps import gpt_step
+from tests.support.live_bytes import LiveBytes
+
+STEPS = 2  # before the one that is measured: they make what others use again
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank sends for its units in a step, and the most bytes alive in it."""
+
+    traffic: Mapping[tuple[str, str], Traffic]
+    peak: int
+
+    @property
+    def sent(self) -> int:
+        return sum(one.sent for one in self.traffic.values())
+
+
+def unchanged(grads: fs.Sharded) -> fs.Sharded:
+    return grads
+
+
+def measured(axes: dict[str, int], depth: int) -> Step:
+    """On this rank."""
+    torch.set_num_threads(1)
+    mesh, model, counter = fs.init_mesh(axes), model_of(depth), Counter()
+    with LiveBytes() as live:
+        step, (params, state, *batch) = gpt_step(mesh, model, unchanged, mesh.rank)
+        for _ in range(STEPS):
+            params, state, _ = step(params, state, *batch)
+        counted = params.layout.on(mesh.with_backend(counter))
+        params, state = fs.Sharded(params, counted), {k: fs.Sharded(v, counted) for k, v in state.items()}
+        live.mark("step")
+        step(params, state, *batch)
+        live.mark("end")
+    traffic = {key: Traffic(one.number, one.nbytes, one.sent) for key, one in counter.traffic.items()}
+    return Step(traffic, live.peak("step", "end"))
+
+
+def traced(axes: dict[str, int], depth: int) -> tuple[Step, fs.Layout]:
+    """Without ranks, and without memory."""
+    mesh = fs.abstract_mesh(axes)
+    with torch.device("meta"):
+        model = model_of(depth)
+    step, arguments = gpt_step(mesh, model, unchanged, 0)
+    schedule = fs.compile(step).trace(*arguments)
+    return Step(schedule.traffic(mesh.axes), schedule.inputs + schedule.peak), arguments[0].layout
+
+
+def model_of(depth: int) -> Any:
+    torch.manual_seed(0)
+    model: Any = WORKLOADS["gpt"].model()
+    model.blocks = model.blocks[:depth]
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--depth", type=int, default=8, help="blocks")
+    chosen = parser.parse_args()
+    print("ranks   MiB sent: counted    trace     plan    peak MiB: measured    trace")
+    for ranks in chosen.ranks:
+        axes = {"shard": ranks}
+        expected, layout = traced(axes, chosen.depth)
+        found = run_ranks(measured, ranks, axes, chosen.depth, timeout=300)
+        assert all(one.traffic == expected.traffic for one in found)
+        sent = [n / 2**20 for n in (found[0].sent, expected.sent, fs.estimate(layout).sent)]
+        peaks = [n / 2**20 for n in (max(one.peak for one in found), expected.peak)]
+        ratios = f"plan {sent[2] / sent[0]:.2f}, peak {peaks[1] / peaks[0]:.2f}"
+        print(
+            f"{ranks:5d} {sent[0]:19.3f} {sent[1]:8.3f} {sent[2]:8.3f} {peaks[0]:21.1f} {peaks[1]:8.1f}   {ratios}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
