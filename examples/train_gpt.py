@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +112,11 @@ def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def digest(full: fs.Full) -> str:
-    """A hash of the bits of the parameters."""
-    rows = (x.cpu().flatten().view(torch.uint8) for x in full.values())
-    return hashlib.sha256(b"".join(bytes(row.tolist()) for row in rows)).hexdigest()  # without numpy
-
-
 def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
-    """Save a checkpoint; keep one that exists, of this run before it was resumed, unless it is invalid."""
+    """Save a checkpoint; one of that name, from before the run was resumed, stays if valid and is moved if damaged."""
     try:
         fs.checkpoint.save(path, tree, keep=keep)
-    except FileExistsError:
+    except FileExistsError:  # on every rank
         if fs.checkpoint.verify(path):
             if mesh.rank == 0:
                 path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
@@ -130,60 +125,24 @@ def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
             fs.checkpoint.save(path, tree, keep=keep)
 
 
-class Progress:
-    """Prints one line that is rewritten on a terminal, and ten lines elsewhere; on the first rank only."""
-
-    def __init__(self, first: int, num_steps: int, tokens_per_step: int, silent: bool) -> None:
-        self.first, self.num_steps, self.tokens_per_step, self.silent = first, num_steps, tokens_per_step, silent
-        self.start = time.perf_counter()
-
-    def tokens_per_second(self, step: int) -> float:
-        return (step - self.first) * self.tokens_per_step / (time.perf_counter() - self.start)
-
-    def show(self, step: int, loss: float) -> None:
-        live = sys.stderr.isatty()
-        if self.silent or (not live and step % max(self.num_steps // 10, 1) and step != self.num_steps):
-            return
-        speed = self.tokens_per_second(step)
-        left = (self.num_steps - step) * self.tokens_per_step / speed
-        line = f"step {step}/{self.num_steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left"
-        print(
-            f"\r{line}   " if live else line,
-            end="" if live and step < self.num_steps else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def ranks_of(simulated: int) -> fs.Mesh:
-    """The ranks that a launcher started; without one, simulated ranks in this process."""
-    job = fs.init_mesh()
-    return job if dist.is_initialized() else fs.simulated_mesh(simulated, device=job.device)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, fully sharded.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank")
-    parser.add_argument("--global-batch", type=int, metavar="SEQUENCES", help="on all ranks together, however many")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--codec", choices=["none", "int8", "float8"], default="none", help="encode gathered parameters"
-    )
-    parser.add_argument(
-        "--compile", nargs="?", const="replay", choices=["replay", "inductor"], help="run steps as one recorded graph"
-    )
-    parser.add_argument("--text", help="train on this file instead of the standard library")
-    parser.add_argument("--json", action="store_true", help="print the results as one JSON object, last")
-    parser.add_argument("--checkpoint", metavar="DIR", help="save to DIR/step-000100 and so on, and at the end")
-    parser.add_argument("--every", type=int, default=100, metavar="STEPS", help="between two checkpoints")
-    parser.add_argument("--keep", type=int, metavar="K", help="the newest K checkpoints; default: all")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add = parser.add_argument
+    add("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
+    add("--steps", type=int, default=900)
+    add("--batch-size", type=int, default=8, help="sequences per rank")
+    add("--global-batch", type=int, metavar="SEQUENCES", help="on all ranks together, however many")
+    add("--dropout", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--codec", choices=["none", "int8", "float8"], default="none", help="encode gathered parameters")
+    add("--compile", nargs="?", const="replay", choices=["replay", "inductor"], help="run steps as one recorded graph")
+    add("--text", help="train on this file instead of the standard library")
+    add("--json", action="store_true", help="print the results as one JSON object, last")
+    add("--checkpoint", metavar="DIR", help="save to DIR/step-000100 and so on, and at the end")
+    add("--every", type=int, default=100, metavar="STEPS", help="between two checkpoints")
+    add("--keep", type=int, metavar="K", help="the newest K checkpoints; default: all")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     args = parser.parse_args()
-    if args.every < 1:
-        parser.error(f"--every {args.every}: expected a number of steps, 1 or more")
     if args.resume and not args.checkpoint:
         parser.error("--resume goes on from a checkpoint: pass --checkpoint DIR")
     if args.checkpoint and not args.resume and fs.checkpoint.latest(args.checkpoint):
@@ -193,17 +152,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    mesh = ranks_of(args.ranks)
+    mesh = fs.init_mesh()  # the ranks that a launcher started; without one, simulated ranks in this process
+    mesh = mesh if dist.is_initialized() else fs.simulated_mesh(args.ranks, device=mesh.device)
+    say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda *_: None
     train_text, valid_text = (text.to(mesh.device) for text in read_text(args.text))
     torch.manual_seed(args.seed)  # the same on every rank: shard compares the values
     model = GPT(args.dropout)  # only the shards are kept, on the mesh's device
     layout = fs.plan(model, mesh, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
+    say(f"{mesh}: {len(train_text):,} bytes to train on, {len(valid_text):,} to validate\n{layout}")
+    no_decay = {"no_decay": {"weight_decay": 0.0}}
+    opt = fs.optimizer(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, labels=no_decay)
     params = fs.shard(model, layout)
-    opt = fs.optimizer(
-        torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, labels={"no_decay": {"weight_decay": 0.0}}
-    )
     state = opt.init(params)
-
     codec = {"none": None, "int8": fs.codecs.int8(), "float8": fs.codecs.float8()}[args.codec]
 
     def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
@@ -224,66 +184,53 @@ def main() -> None:
         with torch.no_grad():
             return fs.collectives.pmean(loss_fn(params, x, y), mesh)
 
-    if mesh.rank == 0:
-        print(
-            f"{mesh}: {len(train_text):,} bytes to train on, {len(valid_text):,} to validate\n{layout}", file=sys.stderr
-        )
     data = torch.Generator().manual_seed(args.seed)  # the global batch is the same on every rank, and split
     first, losses = 0, []
     if args.resume and (path := fs.checkpoint.latest(args.checkpoint, verify=True)):
         like = {"model": params, "optim": {"state": state}, "step": 0, "losses": [], "data": data.get_state()}
         loaded = fs.checkpoint.load(path, like, donate=True)  # of any number of ranks, onto these
-        params, state = loaded["model"], loaded["optim"]["state"]
-        first, losses = loaded["step"], loaded["losses"]
+        params, state, first, losses = loaded["model"], loaded["optim"]["state"], loaded["step"], loaded["losses"]
         data.set_state(loaded["data"])
-        if mesh.rank == 0:
-            print(f"resumed from {path}", file=sys.stderr)
+        say(f"resumed from {path}")
 
-    batch_size = args.global_batch or mesh.size * args.batch_size
-    progress = Progress(first, args.steps, batch_size * CONTEXT, silent=mesh.rank > 0)
+    batch_size, start = args.global_batch or mesh.size * args.batch_size, time.perf_counter()
+    tokens_per_s = 0.0
     for step in range(first, args.steps):
-        starts = torch.randint(len(train_text) - CONTEXT, (batch_size,), generator=data)
-        x, y = mesh.split(windows(train_text, starts))
+        x, y = mesh.split(windows(train_text, torch.randint(len(train_text) - CONTEXT, (batch_size,), generator=data)))
         # Like fold_in of JAX: every rank and step has its own dropout, and there is no state to save.
         torch.manual_seed(hash((args.seed, step, mesh.rank)))
-        params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
+        lr, done = schedule(step, args.steps), step + 1
+        params, state, loss = train_step(params, state, x, y, lr)
         losses.append(loss.flatten()[0].item())
-        done = step + 1
-        progress.show(done, losses[-1])
+        tokens_per_s = (done - first) * batch_size * CONTEXT / (time.perf_counter() - start)
+        if done % max(args.steps // 10, 1) == 0 or done == args.steps:
+            say(f"step {done}/{args.steps}  loss {losses[-1]:.3f}  {tokens_per_s:,.0f} tokens/s")
         if args.checkpoint and (done % args.every == 0 or done == args.steps):
-            optim = opt.state_dict(state, params, lr=schedule(step, args.steps))
-            tree = {"model": params, "optim": optim, "step": done, "losses": losses, "data": data.get_state()}
-            save(Path(args.checkpoint) / f"step-{done:06d}", tree, args.keep, mesh)
-    tokens_per_s = progress.tokens_per_second(args.steps)
-    model.eval()  # without dropout
+            tree = {"model": params, "optim": opt.state_dict(state, params, lr=lr), "step": done, "losses": losses}
+            save(Path(args.checkpoint) / f"step-{done:06d}", tree | {"data": data.get_state()}, args.keep, mesh)
 
-    num_windows = 512 // mesh.size * mesh.size
-    starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, num_windows).long()
+    model.eval()  # without dropout
+    starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, 512 // mesh.size * mesh.size).long()
     batches = [mesh.split(windows(valid_text, part)) for part in starts.split(32 * mesh.size)]
     valid = torch.stack([valid_step(params, x, y).flatten()[0] for x, y in batches])
-    bits_per_byte = valid.mean().item() / math.log(2)
     full = fs.gather(params, lazy=False)  # on every rank, and at once: 200 forward passes follow
     continuation = sample(model, full, b"def ", 200, args.seed)
-
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, device=mesh.device)
+    bits = b"".join(bytes(x.cpu().flatten().view(torch.uint8).tolist()) for x in full.values())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in kilobytes; on macOS in bytes
     results = {
         "steps": args.steps,
         "train_loss": losses[-1],
-        "val_bits_per_byte": bits_per_byte,
+        "val_bits_per_byte": valid.mean().item() / math.log(2),
         "tokens_per_s": tokens_per_s,
-        "peak_rss_mb": (peak if mesh.is_simulated else fs.collectives.pmax(peak, mesh)).item(),
+        "peak_rss_mb": peak / (2**20 if sys.platform == "darwin" else 2**10),
         "ranks": mesh.size,
         "simulated": mesh.is_simulated,
         "losses": losses,
-        "digest": digest(full),
+        "digest": hashlib.sha256(bits).hexdigest(),
     }
+    say("validation: {val_bits_per_byte:.3f} bits per byte; peak memory: {peak_rss_mb:.0f} MB".format(**results))
     if mesh.rank == 0:
-        memory = f"peak memory of a process: {results['peak_rss_mb']:.0f} MB"
-        print(f"validation: {bits_per_byte:.3f} bits per byte; {memory}", file=sys.stderr)
-        print(f"a sample:\n{continuation}")
-        if args.json:
-            print(json.dumps(results))
+        print(f"a sample:\n{continuation}", *([json.dumps(results)] if args.json else []), sep="\n")
     if dist.is_initialized():
         dist.barrier()  # exit together: gloo of torch 2.15 aborts if a rank exits while another still communicates
         dist.destroy_process_group()
