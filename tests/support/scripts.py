@@ -21,6 +21,7 @@ def printed_by(script: str, *arguments: str) -> tuple[str, str]:
     """Standard output and errors of a script, run as ``python script arguments`` would; by real ranks: on each."""
     with (
         patch.object(sys, "argv", [script, *arguments]),
+        patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
         redirect_stdout(io.StringIO()) as output,
         redirect_stderr(io.StringIO()) as errors,
     ):

@@ -1,0 +1,122 @@
+"""The spectrum of the Hessian of a sharded GPT, before and after some training.
+
+python examples/lanczos.py                               # 4 simulated ranks in this process
+torchrun --nproc-per-node 2 examples/lanczos.py          # the same program on 2 real gloo ranks
+
+Lanczos iteration with Hessian-vector products and with vectors that stay sharded: what it keeps is one vector for each
+step, here of all parameters of the GPT of train_gpt.py, and each rank keeps its part. Eigenvalues and weights of the
+tridiagonal matrix are a quadrature of the density of eigenvalues (Ghorbani et al., arxiv.org/abs/1901.10159).
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+import torch.nn.functional as F
+from side_by_side import Row, dot, finish, nbytes, passed, ranks
+from torch import Tensor
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_gpt import GPT, read_text, windows
+
+import functorch_shard as fs
+
+
+def lanczos(matvec: Callable[[Any], Any], v: Any, dot: Callable[[Any, Any], Tensor], steps: int) -> Any:
+    """Eigenvalues, weights and the basis, with full reorthogonalization; in terms of trees and their inner product."""
+
+    def plus(y: Any, a: Tensor, x: Any) -> Any:
+        return optree.tree_map(lambda y, x: y + a * x, y, x)
+
+    def normalized(v: Any) -> Any:
+        norm = dot(v, v).sqrt()
+        return optree.tree_map(lambda x: x / norm, v)
+
+    basis, alphas, betas = [normalized(v)], [], []
+    for _ in range(steps):
+        w = matvec(basis[-1])
+        alphas.append(dot(basis[-1], w))
+        for q in (*basis, *basis):
+            w = plus(w, -dot(q, w), q)
+        betas.append(dot(w, w).sqrt())
+        basis.append(normalized(w))
+    off = torch.stack(betas[:-1])
+    values, vectors = torch.linalg.eigh(torch.diag(torch.stack(alphas)) + torch.diag(off, 1) + torch.diag(off, -1))
+    return values, vectors[0].square(), basis
+
+
+def picture(values: Tensor, weights: Tensor, columns: int = 57) -> str:
+    """The weight of the eigenvalues in each column, on a logarithmic scale; dots are below 1e-8."""
+    low, high = values.min().item(), values.max().item()
+    place = ((values - low) / (high - low) * (columns - 1)).round().long()
+    density = torch.zeros(columns, dtype=values.dtype).index_add(0, place, weights)
+    levels = (density.clamp(min=1e-9).log10() + 9).clamp(0, 8).long()
+    return f"{low:8.3f} |{''.join(' .:-=+*#@'[i] for i in levels)}| {high:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The spectrum of the Hessian of a sharded GPT.")
+    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
+    parser.add_argument("--steps", type=int, default=20, help="of Lanczos, and twice as many of training")
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences on all ranks together")
+    parser.add_argument("--text", help="a file instead of the standard library")
+    args = parser.parse_args()
+    mesh, text = ranks(args.ranks), read_text(args.text)[0]
+    torch.manual_seed(0)
+    model = GPT().double()
+    params = fs.shard(model, fs.plan(model, mesh))
+    opt, data = fs.optimizer(torch.optim.AdamW, lr=2e-3), torch.Generator().manual_seed(0)
+    starts = [torch.randint(len(text) - 65, (args.batch_size,), generator=data) for _ in range(2 * args.steps + 1)]
+
+    def loss_of(full: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no forward mode
+            return F.cross_entropy(functional_call(model, full, (x,)).flatten(0, 1), y.flatten())
+
+    def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(fs.gather(params), x, y)
+
+    @mesh.spmd
+    def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        return opt.step(params, grads=fs.grad(loss_fn)(params, x, y), state=state)
+
+    @mesh.spmd
+    def spectrum(params: fs.Sharded, x: Tensor, y: Tensor) -> Any:
+        hessian, start = fs.curvature.hessian(loss_fn)(params, x, y), fs.randn_like(params, seed=1)
+        return lanczos(hessian.matvec, start, fs.vdot, args.steps)
+
+    def first(result: Any) -> Any:  # eigenvalues and weights are the same on all ranks
+        return [x[0] if mesh.is_simulated else x for x in result[:2]]
+
+    batch, state = mesh.split(windows(text, starts[-1])), opt.init(params)
+    before = first(spectrum(params, *batch))
+    for start in starts[:-1]:
+        params, state = train_step(params, state, *mesh.split(windows(text, start)))
+    with fs.testing.count_collectives() as seen:
+        result = spectrum(params, *batch)
+    after, basis = first(result), result[2]
+
+    whole = {name: x.detach() for name, x in fs.gather(params, lazy=False).items()}
+    start = dict(fs.gather(fs.randn_like(params, seed=1), lazy=False))
+
+    def product(v: dict[str, Tensor]) -> dict[str, Tensor]:
+        return jvp(lambda full: torch.func.grad(loss_of)(full, *windows(text, starts[-1])), (whole,), (v,))[1]
+
+    expected, _, _ = lanczos(product, start, dot, args.steps)
+    rows = [
+        Row("largest eigenvalue after training", after[0][-1].item(), expected[-1].item(), 1e-8),
+        Row("smallest eigenvalue after training", after[0][0].item(), expected[0].item(), 1e-8),
+    ]
+    whole_bytes = sum(x.nbytes for x in whole.values()) * len(basis)
+    costs = {
+        "before": picture(*before),
+        "after ": picture(*after),
+        "a rank passes in all": passed(seen),
+        "a rank holds of the basis": f"{nbytes(basis, mesh):,} bytes of {whole_bytes:,}",
+    }
+    finish(mesh, rows, costs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Muon on a sharded GPT: each matrix has one owner among the ranks, which steps it whole.
+
+python examples/muon_gpt.py                              # 4 simulated ranks in this process
+torchrun --nproc-per-node 2 examples/muon_gpt.py         # the same program on 2 real gloo ranks
+
+Muon orthogonalizes the momentum of a matrix, so a rank cannot step its part of it alone. The ranks send the owner their
+parts of the gradient and of the parameter, and get back their parts of the result; the momentum stays with the owner.
+torch.optim.Muon itself does the step. Embeddings and vectors are AdamW's, step by step on their shards.
+"""
+
+import argparse
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from side_by_side import Row, finish, flat, nbytes, passed, ranks
+from torch import Tensor
+from torch.func import functional_call
+from train_gpt import GPT, read_text, windows
+
+import functorch_shard as fs
+
+# On simulated ranks vmap runs the attention kernel rank by rank; it is as fast, and torch warns about it.
+warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+
+MUON_LR, ADAMW_LR = 0.02, 4e-3
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def label(name: str, p: Tensor) -> str | None:
+    """The matrices of the blocks are Muon's."""
+    return None if "blocks" in name and p.ndim == 2 else "rest"
+
+
+def new_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT().double()  # Muon rounds to bfloat16: in float32 another order of summation is another training
+
+
+def loss_of(model: GPT, full: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(functional_call(model, full, (x,)).flatten(0, 1), y.flatten())
+
+
+def train(mesh: fs.Mesh, opt: fs.Optimizer, batches: Batches) -> Any:
+    model = new_model()
+    params = fs.shard(model, fs.plan(model, mesh, labels=label))
+
+    @mesh.spmd
+    def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(lambda params: loss_of(model, fs.gather(params), x, y))(params)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
+
+    state, losses, seen = opt.init(params), [], fs.testing.count_collectives()
+    for i, batch in enumerate(batches):
+        with seen if i == 0 else fs.testing.count_collectives():
+            params, state, loss = train_step(params, state, *mesh.split(batch))
+        losses.append(loss.flatten()[0])
+    return params, state, torch.stack(losses), seen.counter
+
+
+def train_unsharded(batches: Batches) -> tuple[dict[str, Tensor], Tensor]:
+    """The same in plain torch."""
+    model, losses = new_model(), []
+    by_label: dict[str | None, list[Tensor]] = {}
+    for name, p in model.named_parameters():
+        by_label.setdefault(label(name, p), []).append(p)
+    opts = [torch.optim.Muon(by_label[None], lr=MUON_LR), torch.optim.AdamW(by_label["rest"], lr=ADAMW_LR)]
+    for x, y in batches:
+        loss = loss_of(model, dict(model.named_parameters()), x, y)
+        model.zero_grad()
+        loss.backward()
+        for opt in opts:
+            opt.step()
+        losses.append(loss.detach())
+    return {name: p.detach() for name, p in model.named_parameters()}, torch.stack(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Muon on a sharded GPT.")
+    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences on all ranks together")
+    parser.add_argument("--text", help="a file instead of the standard library")
+    args = parser.parse_args()
+    mesh, text, generator = ranks(args.ranks), read_text(args.text)[0], torch.Generator().manual_seed(0)
+    starts = [torch.randint(len(text) - 65, (args.batch_size,), generator=generator) for _ in range(args.steps)]
+    batches = [windows(text, each) for each in starts]
+
+    adamw = fs.optimizer(torch.optim.AdamW, lr=ADAMW_LR)
+    muon = fs.optimizer(torch.optim.Muon, lr=MUON_LR, whole=True, labels={"rest": adamw})
+    params, state, losses, seen = train(mesh, muon, batches)
+    (_, other_state, by_adamw, _), (whole, expected) = train(mesh, adamw, batches), train_unsharded(batches)
+    full = fs.gather(params, lazy=False)
+    rows = [
+        Row("last loss by Muon", losses[-1].item(), expected[-1].item(), 1e-8),
+        Row("losses of all steps", losses, expected, 1e-8),
+        Row("parameters", flat({name: full[name] for name in whole}), flat(whole), 1e-8),
+    ]
+    costs = {
+        "last loss by AdamW alone": f"{by_adamw[-1]:.3f}",
+        "a rank passes in a step": passed(seen),
+        "a rank holds of optimizer state": f"{nbytes(state, mesh):,} bytes, by AdamW {nbytes(other_state, mesh):,}",
+        "a rank holds of parameters": f"{nbytes(params, mesh):,} bytes of {flat(whole).nbytes:,}",
+    }
+    finish(mesh, rows, costs)
+
+
+if __name__ == "__main__":
+    main()

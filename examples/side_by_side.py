@@ -1,0 +1,89 @@
+"""What the examples share: the ranks, and a table of each result beside that of the same program on whole tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import functorch_shard as fs
+
+
+def ranks(simulated: int) -> fs.Mesh:
+    """The ranks that torchrun started; without it, simulated ranks in this process."""
+    mesh = fs.init_mesh()
+    return mesh if dist.is_initialized() else fs.simulated_mesh(simulated, device=mesh.device)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result, by shards and on whole tensors. Of tensors the table has the norms, and the largest difference."""
+
+    name: str
+    sharded: float | Tensor
+    whole: float | Tensor
+    tolerance: float
+
+    @property
+    def difference(self) -> float:
+        ours, whole = self.numbers
+        return (ours - whole).abs().max().item()
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        return torch.as_tensor(self.sharded, dtype=torch.float64), torch.as_tensor(self.whole, dtype=torch.float64)
+
+    def __str__(self) -> str:
+        ours, whole = (x.norm().item() if x.ndim else x.item() for x in self.numbers)
+        return f"{self.name:44.44s} {ours:12.6g} {whole:12.6g} {self.difference:12.1e}"
+
+
+def flat(tree: Mapping[str, Tensor]) -> Tensor:
+    """All parameters of a dict as one vector."""
+    return torch.cat([x.detach().flatten() for x in tree.values()])
+
+
+def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
+    """The inner product of two dicts of whole tensors, as ``fs.vdot`` is that of shards."""
+    return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+
+
+def nbytes(tree: Any, mesh: fs.Mesh) -> int:
+    """Bytes of the tensors of a tree that one rank has."""
+    total = sum(x.nbytes for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
+    return total // mesh.size if mesh.is_simulated else total
+
+
+def passed(seen: fs.testing.CollectiveCounter) -> str:
+    """What one rank passed to collectives."""
+    kinds = [f"{number} {kind} of {seen.nbytes(kind):,} bytes" for kind, number in seen.by_kind.items()]
+    return ", ".join(kinds) or "nothing"
+
+
+def finish(mesh: fs.Mesh, rows: Sequence[Row], costs: Mapping[str, str]) -> None:
+    """Print the table on the first rank; exit with 1 if a difference is above its tolerance, or not a number."""
+    wrong = [row for row in rows if not row.difference <= row.tolerance]
+    if mesh.rank == 0:
+        print(f"{mesh!s:44.44s} {'sharded':>12s} {'unsharded':>12s} {'difference':>12s}")
+        print(*rows, *(f"{name}: {cost}" for name, cost in costs.items()), sep="\n")
+    for row in wrong:
+        print(f"rank {mesh.rank}: {row.name}: expected at most {row.tolerance:.0e}", file=sys.stderr)
+    if dist.is_initialized():
+        dist.barrier()  # exit together
+        dist.destroy_process_group()
+    if wrong:
+        sys.exit(1)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """The handwritten digits that scikit-learn ships, in a fixed random order: (1797, 64) in [0, 1], and labels."""
+    data = import_module("sklearn.datasets").load_digits()
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(data.data)[order] / 16, torch.from_numpy(data.target)[order].long()

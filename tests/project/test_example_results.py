@@ -1,0 +1,69 @@
+"""Examples at toy size: each exits with an error unless its results are those of the same program on whole tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functorch_shard as fs
+from examples.unit_test_your_sharding import (  # noqa: F401  (collected here)
+    test_on_gloo_ranks,
+    test_on_simulated_ranks,
+    test_the_laws_notice_a_gradient_that_is_not_reduced,
+)
+from tests.support.pool import run_ranks
+from tests.support.scripts import printed_by
+
+FOLDER = Path(__file__).parents[2] / "examples"
+TEXT = ["--text", str(FOLDER / "train_gpt.py")]
+TOY = {
+    "evolution.py": ["--steps", "1"],
+    "lanczos.py": ["--steps", "2", "--batch-size", "2", *TEXT],
+    "maml.py": ["--steps", "2"],
+    "muon_gpt.py": ["--steps", "2", "--batch-size", "2", *TEXT],
+    "score_matching.py": ["--steps", "2", "--batch-size", "16"],
+}
+ELSEWHERE = {
+    "tests/project/test_examples.py": {"lora.py", "train_gpt.py"},
+    "here": {"side_by_side.py", "unit_test_your_sharding.py"},
+}
+
+
+def test_every_example_has_a_test() -> None:
+    assert {path.name for path in FOLDER.glob("*.py")} == set(TOY).union(*ELSEWHERE.values())
+
+
+@pytest.mark.parametrize("ranks", ["simulated", "gloo"])
+@pytest.mark.parametrize("name", TOY)
+def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> None:
+    script, options = str(FOLDER / name), TOY[name]
+    if ranks == "simulated":
+        outputs = [printed_by(script, *options, "--ranks", "2")]
+    else:
+        outputs = run_ranks(printed_by, 2, script, *options)
+    tables = [output for output, _ in outputs]
+    assert re.match(r"Mesh\(shard=2.*\) +sharded +unsharded +difference\n", tables[0])
+    assert "a rank passes" in tables[0]
+    assert "a rank holds" in tables[0]
+    assert tables[1:] == [""] * len(tables[1:]), "the first rank alone prints"
+
+
+@pytest.mark.parametrize("ours", [1.1, math.nan, math.inf])
+def test_an_example_fails_where_a_result_differs(ours: float, capsys: pytest.CaptureFixture[str]) -> None:
+    table: Any = import_module("examples.side_by_side")
+    rows = [table.Row("same", 1.0, 1.0, 0.0), table.Row("other", ours, 1.0, 0.05)]
+    with pytest.raises(SystemExit, match="1"):
+        table.finish(fs.simulated_mesh(2), rows, {})
+    assert "other: expected at most 5e-02" in capsys.readouterr().err
+
+
+def test_the_table_has_norms_of_tensors_and_their_largest_difference() -> None:
+    table: Any = import_module("examples.side_by_side")
+    row = table.Row("a result", torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0]), 1.0)
+    assert str(row).split() == ["a", "result", "5", "3", "4.0e+00"]
