@@ -12,12 +12,13 @@ Imports ``sharding`` and below; only the top and ``cli`` import it.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from ..layout.rank_trees import participants_of
 from ..storage.atomic_directory import in_order
-from .dcp.manifest import order_of
+from .dcp.manifest import MANIFEST, order_of
 from .dcp.reader import Reader
 from .loading import Loading
 from .names import PerRank
@@ -27,7 +28,14 @@ from .saving import Saving
 __all__ = ["PerRank", "Saving", "verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
 
 
-def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, async_save: bool = False) -> Saving:
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    keep: int | None = None,
+    async_save: bool = False,
+    replace_damaged: bool = False,
+) -> Saving:
     """Write a tree to a new directory, which becomes visible when it is complete and synced to the disk.
 
     ``load(path, tree)`` equals ``tree`` bitwise, and so does a load into any other layout of the same parameters, name
@@ -45,13 +53,15 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
             earlier are removed; checkpoints of other programs are not. ``None``: all.
         async_save: write in a thread, and return at once. The tensors must not be written to until ``done()``; a step
             without ``donate=True`` does not. No tensor is copied.
+        replace_damaged: rename what is at ``path`` to ``.NAME.damaged-TIME`` first, if it is a checkpoint that
+            :func:`verify` finds damaged: one that ``latest(runs, verify=True)`` has skipped when a run resumed.
 
     Returns:
         A :class:`Saving`: its ``result()`` waits for all ranks and returns the path. Without ``async_save`` the save is
         complete.
 
     Raises:
-        FileExistsError: ``path`` exists; it was not overwritten.
+        FileExistsError: ``path`` exists, or is valid with ``replace_damaged``; it was not overwritten.
         TypeError: a value that cannot be read back without executing code.
         ValueError: two leaves of one name, trees of other ranks, a hidden ``path``, or ``keep`` below 1.
         OSError: for example a full disk; this checkpoint is removed.
@@ -74,11 +84,20 @@ def save(path: str | os.PathLike[str], tree: Any, *, keep: int | None = None, as
                 [2.],
                 [3.]]))
     """
-    saving = Saving.begin(Path(path).absolute(), tree, keep, async_save)
+    target = Path(path).absolute()
+    if replace_damaged:
+        participants = participants_of(tree)
+        participants.agree("save", lambda: _rename_damaged(target, participants.rank), lambda _: [str(target)])
+    saving = Saving.begin(target, tree, keep, async_save)
     if async_save:
         return saving.start()
     saving.result()
     return saving
+
+
+def _rename_damaged(path: Path, rank: int) -> None:
+    if rank == 0 and (path / MANIFEST).exists() and _problems(path):
+        path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
 
 
 def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> Any:
