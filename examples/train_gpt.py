@@ -112,19 +112,6 @@ def sample(model: GPT, full: fs.Full, prompt: bytes, num_bytes: int, seed: int) 
     return bytes(tokens[0].tolist()).decode(errors="replace")
 
 
-def save(path: Path, tree: Any, keep: int | None, mesh: fs.Mesh) -> None:
-    """Save a checkpoint; one of that name, from before the run was resumed, stays if valid and is moved if damaged."""
-    try:
-        fs.checkpoint.save(path, tree, keep=keep)
-    except FileExistsError:  # on every rank
-        if fs.checkpoint.verify(path):
-            if mesh.rank == 0:
-                path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
-            if dist.is_initialized():
-                dist.barrier()
-            fs.checkpoint.save(path, tree, keep=keep)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, fully sharded.")
     add = parser.add_argument
@@ -207,7 +194,8 @@ def main() -> None:
             say(f"step {done}/{args.steps}  loss {losses[-1]:.3f}  {tokens_per_s:,.0f} tokens/s")
         if args.checkpoint and (done % args.every == 0 or done == args.steps):
             tree = {"model": params, "optim": opt.state_dict(state, params, lr=lr), "step": done, "losses": losses}
-            save(Path(args.checkpoint) / f"step-{done:06d}", tree | {"data": data.get_state()}, args.keep, mesh)
+            tree["data"] = data.get_state()
+            fs.checkpoint.save(f"{args.checkpoint}/step-{done:06d}", tree, keep=args.keep, replace_damaged=True)
 
     model.eval()  # without dropout
     starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, 512 // mesh.size * mesh.size).long()
