@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The spectrum of the Hessian of a sharded GPT.")
     parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
     parser.add_argument("--steps", type=int, default=20, help="of Lanczos, and twice as many of training")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences on all ranks together")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences on all ranks together")
     parser.add_argument("--text", help="a file instead of the standard library")
     args = parser.parse_args()
     mesh, text = ranks(args.ranks), read_text(args.text)[0]
@@ -81,21 +81,17 @@ def main() -> None:
     def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         return opt.step(params, grads=fs.grad(loss_fn)(params, x, y), state=state)
 
-    @mesh.spmd
+    @mesh.spmd(out_dims=(None, None, 0))
     def spectrum(params: fs.Sharded, x: Tensor, y: Tensor) -> Any:
         hessian, start = fs.curvature.hessian(loss_fn)(params, x, y), fs.randn_like(params, seed=1)
         return lanczos(hessian.matvec, start, fs.vdot, args.steps)
 
-    def first(result: Any) -> Any:  # eigenvalues and weights are the same on all ranks
-        return [x[0] if mesh.is_simulated else x for x in result[:2]]
-
     batch, state = mesh.split(windows(text, starts[-1])), opt.init(params)
-    before = first(spectrum(params, *batch))
+    *before, _ = spectrum(params, *batch)
     for start in starts[:-1]:
         params, state = train_step(params, state, *mesh.split(windows(text, start)))
     with fs.testing.count_collectives() as seen:
-        result = spectrum(params, *batch)
-    after, basis = first(result), result[2]
+        *after, basis = spectrum(params, *batch)
 
     whole = {name: x.detach() for name, x in fs.gather(params, lazy=False).items()}
     start = dict(fs.gather(fs.randn_like(params, seed=1), lazy=False))
