@@ -80,8 +80,8 @@ def train_unsharded(batches: Batches) -> tuple[dict[str, Tensor], Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Muon on a sharded GPT.")
     parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences on all ranks together")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--batch-size", type=int, default=16, help="sequences on all ranks together")
     parser.add_argument("--text", help="a file instead of the standard library")
     args = parser.parse_args()
     mesh, text, generator = ranks(args.ranks), read_text(args.text)[0], torch.Generator().manual_seed(0)

@@ -55,6 +55,15 @@ def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> No
     assert tables[1:] == [""] * len(tables[1:]), "the first rank alone prints"
 
 
+@pytest.mark.parametrize("name", ["maml.py", "muon_gpt.py", "score_matching.py"])
+def test_an_example_fails_where_gradients_are_not_reduced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    broken = fs.simulated_mesh(2).with_backend(fs.communication.without_reduction)
+    monkeypatch.setattr(import_module("side_by_side"), "ranks", lambda _: broken)
+    with pytest.raises(SystemExit, match="1"):
+        printed_by(str(FOLDER / name), *TOY[name])
+
+
 @pytest.mark.parametrize("ours", [1.1, math.nan, math.inf])
 def test_an_example_fails_where_a_result_differs(ours: float, capsys: pytest.CaptureFixture[str]) -> None:
     table: Any = import_module("examples.side_by_side")
