@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="generations")
     args = parser.parse_args()
     mesh, generator = ranks(args.ranks), torch.Generator().manual_seed(0)
-    starts = [torch.rand(2 * mesh.size, 4, generator=generator).double() / 5 - 0.1 for _ in range(args.steps)]
+    starts = [torch.rand(12, 4, generator=generator).double() / 5 - 0.1 for _ in range(args.steps)]
     unseen = torch.rand(64, 4, generator=generator).double() / 5 - 0.1
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh()).double()

@@ -48,7 +48,7 @@ def lanczos(matvec: Callable[[Any], Any], v: Any, dot: Callable[[Any, Any], Tens
 
 
 def picture(values: Tensor, weights: Tensor, columns: int = 57) -> str:
-    """The weight of the eigenvalues in each column, on a logarithmic scale; dots are below 1e-8."""
+    """The weight of the eigenvalues in each column, by its logarithm: from 1e-8, a dot, to 0.1 and more, ``@``."""
     low, high = values.min().item(), values.max().item()
     place = ((values - low) / (high - low) * (columns - 1)).round().long()
     density = torch.zeros(columns, dtype=values.dtype).index_add(0, place, weights)
