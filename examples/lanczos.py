@@ -4,7 +4,7 @@ python examples/lanczos.py                               # 4 simulated ranks in 
 torchrun --nproc-per-node 2 examples/lanczos.py          # the same program on 2 real gloo ranks
 
 Lanczos iteration with Hessian-vector products and with vectors that stay sharded: what it keeps is one vector for each
-step, here of all parameters of the GPT of train_gpt.py, and each rank keeps its part. Eigenvalues and weights of the
+step, here of all parameters of the GPT of gpt.py, and each rank keeps its part. Eigenvalues and weights of the
 tridiagonal matrix are a quadrature of the density of eigenvalues (Ghorbani et al., arxiv.org/abs/1901.10159).
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
+from gpt import GPT, read_text, windows
 from side_by_side import Row, dot, finish, nbytes, passed, ranks
 from torch import Tensor
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from train_gpt import GPT, read_text, windows
 
 import functorch_shard as fs
 

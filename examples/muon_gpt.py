@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpt import GPT, read_text, windows
 from side_by_side import Row, finish, flat, nbytes, passed, ranks
 from torch import Tensor
 from torch.func import functional_call
-from train_gpt import GPT, read_text, windows
 
 import functorch_shard as fs
 

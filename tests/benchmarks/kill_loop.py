@@ -52,6 +52,7 @@ def one_rank(rank: int, life: Path, arguments: Sequence[str]) -> None:
     store = dist.FileStore(str(life / "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=PATIENCE))
     sys.argv = [str(EXAMPLE), *arguments]
+    sys.path.insert(0, str(EXAMPLE.parent))
     runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 

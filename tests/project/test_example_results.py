@@ -30,7 +30,7 @@ TOY = {
     "score_matching.py": ["--steps", "2", "--batch-size", "16"],
 }
 ELSEWHERE = {
-    "tests/project/test_examples.py": {"lora.py", "train_gpt.py"},
+    "tests/project/test_examples.py": {"gpt.py", "lora.py", "train_gpt.py"},
     "tests/referees/test_examples.py": {"dp_sgd.py", "hf_llama.py", "influence.py"},
     "here": {"side_by_side.py", "unit_test_your_sharding.py"},
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,9 +27,10 @@ STEPS, RANKS, BATCH_SIZE = 5, 2, 2
 TORCHRUN = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {RANKS}".split()
 # A program as it is started, where nothing but the package's two dependencies is installed.
 BARE = """
-import runpy, sys
+import os, runpy, sys
 sys.modules.update(dict.fromkeys(["numpy", "safetensors", "hypothesis", "pytest"]))
 sys.argv[:] = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 TOY = {
@@ -127,11 +127,7 @@ def test_both_match_a_plain_unsharded_torch_loop(simulated: dict[str, Any], real
 
 def train_unsharded(text: str) -> list[float]:
     """The same model, data and optimizer as the example, in ten lines of ordinary torch."""
-    spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = import_module("examples.gpt")
     train_text, _ = example.read_text(text)
     torch.manual_seed(3)
     model, generator, losses = example.GPT(), torch.Generator().manual_seed(3), []
@@ -189,7 +185,7 @@ def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_taken_for_tho
     fs.checkpoint.save(tmp_path / "step-000001", {"step": 1})
     argv = [TRAIN_GPT, "--text", text, "--checkpoint", str(tmp_path)]
     with patch.object(sys, "argv", argv), pytest.raises(SystemExit, match="2"):
-        runpy.run_path(TRAIN_GPT, run_name="__main__")
+        import_module("examples.train_gpt").main()
     refusal = f"{tmp_path} has checkpoints of an earlier run: pass --resume, or another directory"
     assert refusal in capsys.readouterr().err
     assert fs.checkpoint.load(tmp_path / "step-000001", {"step": 0}) == {"step": 1}
