@@ -10,13 +10,12 @@ depends on seed, names and indices alone: nothing is sent, and any number of ran
 cryptographic generator: for a release draw from one.)
 """
 
-import argparse
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from side_by_side import Row, digits, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, digits, finish, flat, nbytes, passed, ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -82,11 +81,7 @@ def train_unsharded(model: nn.Module, data: tuple[Tensor, Tensor], noise: float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Private training of a sharded model.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--noise", type=float, default=5.0, help="standard deviation, in units of the clipping norm")
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=60, noise=5.0)  # noise: its standard deviation, in units of the clipping norm
     mesh, (x, y) = ranks(args.ranks), digits()
     data, held_out = (x[:1440], y[:1440]), (x[1440:], y[1440:])
     torch.manual_seed(0)

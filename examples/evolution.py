@@ -9,13 +9,12 @@ seed: each rank draws its shard of it, when it perturbs and again when it steps.
 gather perturbed parameters, and average one number for each perturbation. Vectors do not depend on the number of ranks.
 """
 
-import argparse
 import math
 from typing import Any
 
 import optree
 import torch
-from side_by_side import Row, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -95,10 +94,7 @@ def evolve_unsharded(model: nn.Module, starts: list[Tensor]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Evolution strategies on sharded parameters.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=20, help="generations")
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=20)  # generations
     mesh, generator = ranks(args.ranks), torch.Generator().manual_seed(0)
     starts = [torch.rand(12, 4, generator=generator).double() / 5 - 0.1 for _ in range(args.steps)]
     unseen = torch.rand(64, 4, generator=generator).double() / 5 - 0.1

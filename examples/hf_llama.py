@@ -1,6 +1,6 @@
 """Fine-tune a Llama of transformers from the meta device, with its own checkpointing, and save it for from_pretrained.
 
-python examples/hf_llama.py                              # 2 simulated ranks in this process, one after the other
+python examples/hf_llama.py                              # 4 simulated ranks in this process, one after the other
 torchrun --nproc-per-node 2 examples/hf_llama.py         # the same program on 2 real gloo ranks
 
 ``fine_tune`` is all that a user writes. A rank never has the whole model: values start unit by unit, by the model's own
@@ -8,7 +8,6 @@ initialization, each unit is gathered when it is used, and export writes one uni
 ``fs.checkpoint.import_safetensors(folder, layout)`` takes the place of ``init_params``.
 """
 
-import argparse
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Row, finish, flat, nbytes, passed
+from side_by_side import Row, arguments, finish, flat, nbytes, passed
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, logging  # pyright: ignore[reportMissingImports]
 
@@ -69,11 +68,7 @@ def fine_tune_unsharded(config: LlamaConfig, batches: list[Tensor]) -> tuple[Lla
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fine-tune a Llama of transformers, sharded.")
-    parser.add_argument("--ranks", type=int, default=2, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--layers", type=int, default=4)
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=30, layers=4)
     mesh = fs.init_mesh()
     if not dist.is_initialized():  # torch.utils.checkpoint needs ranks with a call stack of their own, not a vmap
         mesh = fs.simulated_mesh(args.ranks, kind="sequential", device=mesh.device)
@@ -82,7 +77,7 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": args.layers}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, use_cache=False, dtype="float64")
-    text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(Path(tempfile.__file__).read_bytes()), dtype=torch.uint8).long()
     starts = torch.randint(len(text) - 64, (args.steps, 8), generator=torch.Generator().manual_seed(0))
     batches = [text[each[:, None] + torch.arange(64)] for each in starts]
 
@@ -103,9 +98,9 @@ def main() -> None:
         logits, wanted = (each(batches[0]).logits for each in (read, model))
     whole = {name: p.detach() for name, p in model.named_parameters()}
     rows = [
-        Row("losses of all steps", losses, expected, 1e-6),  # transformers computes them in float32
-        Row("parameters", fs.curvature.to_vector(params), flat(whole), 1e-8),
-        Row("logits of what from_pretrained has read", logits, wanted, 1e-7),
+        Row("losses of all steps", losses, expected, 1e-6),  # transformers computes them, and its norms, in float32
+        Row("parameters", fs.curvature.to_vector(params), flat(whole), 1e-7),
+        Row("logits of what from_pretrained has read", logits, wanted, 1e-5),
     ]
     costs = {
         "loss": f"{losses[0]:.3f} at first, {losses[-1]:.3f} at last",

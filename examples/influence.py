@@ -11,7 +11,6 @@ reverse derivatives by the shards. No gradient of a single sample and no matrix 
 Of 142 nines, 100 have the label 4. The model learns that nines are fours, and the right labels have a large loss.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
-from side_by_side import Row, digits, dot, finish, nbytes, passed, ranks
+from side_by_side import Row, arguments, digits, dot, finish, nbytes, passed, ranks
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vjp
 
@@ -98,10 +97,7 @@ def trained(mesh: fs.Mesh, model: nn.Module, data: Any, steps: int) -> fs.Sharde
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Mislabelled digits by influence functions, sharded.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=60, help="of training, and of conjugate gradients")
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=60)  # of training, and of conjugate gradients
     mesh, (x, y) = ranks(args.ranks), digits()
     nines = (y[:NUM_TRAIN] == 9).nonzero().flatten()
     wrong = torch.zeros(NUM_TRAIN, dtype=torch.bool).index_fill(0, nines[:NUM_WRONG], True)

@@ -8,7 +8,6 @@ step, here of all parameters of the GPT of gpt.py, and each rank keeps its part.
 tridiagonal matrix are a quadrature of the density of eigenvalues (Ghorbani et al., arxiv.org/abs/1901.10159).
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import optree
 import torch
 import torch.nn.functional as F
 from gpt import GPT, read_text, windows
-from side_by_side import Row, dot, finish, nbytes, passed, ranks
+from side_by_side import Row, arguments, dot, finish, nbytes, passed, ranks
 from torch import Tensor
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -57,12 +56,7 @@ def picture(values: Tensor, weights: Tensor, columns: int = 57) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The spectrum of the Hessian of a sharded GPT.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=20, help="of Lanczos, and twice as many of training")
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences on all ranks together")
-    parser.add_argument("--text", help="a file instead of the standard library")
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=20, batch_size=8, text="")  # steps of Lanczos, and twice as many of training
     mesh, text = ranks(args.ranks), read_text(args.text)[0]
     torch.manual_seed(0)
     model = GPT().double()

@@ -8,13 +8,12 @@ on a task, so it has second derivatives. Each rank has tasks of its own: it gath
 differentiates its own steps by the whole tensors; the outermost derivative is fs.grad, by the shards.
 """
 
-import argparse
 import math
 from functools import partial
 from typing import Any
 
 import torch
-from side_by_side import Row, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -77,10 +76,7 @@ def train_unsharded(model: nn.Module, batches: list[Tasks]) -> dict[str, Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="MAML on sine waves, with a sharded network.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=600)
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=600)
     mesh, generator = ranks(args.ranks), torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)).double()

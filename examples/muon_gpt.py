@@ -8,14 +8,13 @@ parts of the gradient and of the parameter, and get back their parts of the resu
 torch.optim.Muon itself does the step. Embeddings and vectors are AdamW's, step by step on their shards.
 """
 
-import argparse
 import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from gpt import GPT, read_text, windows
-from side_by_side import Row, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
 from torch import Tensor
 from torch.func import functional_call
 
@@ -78,12 +77,7 @@ def train_unsharded(batches: Batches) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Muon on a sharded GPT.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences on all ranks together")
-    parser.add_argument("--text", help="a file instead of the standard library")
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=60, batch_size=16, text="")  # sequences on all ranks together
     mesh, text, generator = ranks(args.ranks), read_text(args.text)[0], torch.Generator().manual_seed(0)
     starts = [torch.randint(len(text) - 65, (args.batch_size,), generator=generator) for _ in range(args.steps)]
     batches = [windows(text, each) for each in starts]

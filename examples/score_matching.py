@@ -9,12 +9,11 @@ torch.func.jvp over torch.func.grad; fs.grad differentiates it by the shards. Th
 whose true score is known.
 """
 
-import argparse
 import math
 from typing import Any
 
 import torch
-from side_by_side import Row, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
@@ -91,11 +90,7 @@ def picture(model: nn.Module, full: Full) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Score matching of a sharded energy.")
-    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=256, help="samples on all ranks together")
-    args = parser.parse_args()
+    args = arguments(__doc__, steps=500, batch_size=256)
     mesh, generator = ranks(args.ranks), torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1)).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import functorch_shard as fs
+
+
+def arguments(doc: str | None, **defaults: float | str) -> Any:
+    """The program's options: ``--ranks``, and one for each default."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}")
+    return parser.parse_args()
 
 
 def ranks(simulated: int) -> fs.Mesh:
