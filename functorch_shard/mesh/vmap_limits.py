@@ -38,7 +38,13 @@ _REASONS = (
         "of a module, or a reentrant checkpoint. One of your own takes setup_context and generate_vmap_rule = True.",
     ),
     (
-        r"backward\(\) called inside a functorch transform|attempting to call Tensor\.(requires|retain)_grad",
+        r"attempting to call Tensor\.requires_grad_",
+        "autograd was asked by hand: requires_grad_() was called, as models of transformers that checkpoint themselves "
+        "do. Differentiate with fs.grad or torch.func.grad. Recompute with fs.remat, or turn checkpointing off "
+        "(model.gradient_checkpointing_disable()).",
+    ),
+    (
+        r"backward\(\) called inside a functorch transform|attempting to call Tensor\.retain_grad",
         "autograd was asked by hand. Differentiate with fs.grad or torch.func.grad.",
     ),
     (

@@ -59,6 +59,7 @@ def by_hand(x: Tensor) -> Tensor | None:
 VALUE, SHAPE = "a tensor was asked for its value", "the shape of a result depends on values"
 WRITTEN, MEMORY = "what differs between ranks was written into a tensor that they share", "was asked for its memory"
 FUNCTION, DRAWN = "an autograd.Function without setup_context or vmap", "random numbers were drawn into a tensor that"
+BY_A_MODEL = "requires_grad_() was called, as models of transformers that checkpoint themselves do. Differentiate with"
 HAND, RULE = "autograd was asked by hand. Differentiate with fs.grad", "an operation has no rule for a batch of ranks"
 CASES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "item": (lambda x: x.sum().item(), VALUE),
@@ -82,7 +83,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "vmap": (lambda x: WithoutVmap.apply(x), FUNCTION),
     "normal_": (lambda x: torch.zeros(3).normal_(), DRAWN),
     "backward": (by_hand, HAND),
-    "requires_grad_": (lambda x: x.clone().requires_grad_(), HAND),
+    "requires_grad_": (lambda x: x.clone().requires_grad_(), BY_A_MODEL),
     "data": (lambda x: x.data, "the .data of a tensor that differs between ranks was asked for. Use x.detach()"),
     "equal": (lambda x: torch.equal(x, x), RULE),
     "allclose": (lambda x: torch.allclose(x, x), RULE),
