@@ -21,7 +21,7 @@ def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str
 
 def _bit_sum(x: Tensor) -> int:
     """Modulo 2 ** 64, of words of 8 bytes, the last one filled up with zeros; exact, in any dtype."""
-    data = x.detach().resolve_conj().resolve_neg().flatten().view(torch.uint8)  # (bytes,)
+    data = x.detach().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8)  # (bytes,)
     rest = data.numel() % 8
     words = data[: data.numel() - rest]
     words = words if words.storage_offset() % 8 == 0 else words.clone()  # int64 is aligned to 8 bytes

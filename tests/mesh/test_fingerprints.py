@@ -65,3 +65,10 @@ def test_seeds_zeros_and_signs_tell_apart() -> None:
     tensors = [first, torch.randn(100, 3), -first, torch.zeros(100, 3), torch.full((100, 3), -0.0), first * 2]
     assert len({line(x) for x in tensors}) == len(tensors)
     assert line(first).startswith("'w': values of bit sum ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_column_has_the_line_of_a_vector(dtype: torch.dtype) -> None:
+    x = values((5, 3), dtype)
+    assert line(x[:, 1]) == line(x[:, 1].clone(memory_format=torch.contiguous_format))
+    assert line(x[:, 1:2]) == line(x[:, 1:2].contiguous())
