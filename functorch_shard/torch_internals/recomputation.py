@@ -13,6 +13,7 @@ from functools import cache, wraps
 from typing import Any
 from weakref import ref
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -32,6 +33,7 @@ from .checkpointing import (
     swapped_around_checkpoint,
 )
 from .parameter_swap import NEEDS_REAL_RANKS, NOT_REENTRANT, compiled_call, wrapper_of
+from .pytree import GLOBAL_NAMESPACE, register_torch_node
 from .transforms import in_transform
 
 _USE_CALL = (
@@ -111,6 +113,20 @@ class _Watched(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict.copy(self),)  # a module may be copied while it runs
+
+
+def _flatten(watched: _Watched) -> tuple[list[Any], list[str]]:
+    return list(watched.values()), list(watched)
+
+
+def _unflatten(names: Iterable[str], tensors: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip(names, tensors, strict=True))
+
+
+# A dict is a node in both registries, a subclass of it is not; a module may flatten its own parameters while it runs.
+register_torch_node(_Watched, _flatten, lambda tensors, names: _unflatten(names, tensors))
+_register_optree: Any = optree.register_pytree_node  # typed for collections only
+_register_optree(_Watched, lambda x: (*_flatten(x), tuple(x)), _unflatten, namespace=GLOBAL_NAMESPACE)
 
 
 def _refusing(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
