@@ -167,33 +167,60 @@ class _OnlyWhatForwardUsed(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for x in (*args, *kwargs.values()) if may_be_recomputing() else ():
-            for parameter in _flat(x):
-                if isinstance(parameter, Parameter):
-                    self._check(parameter)
-        return func(*args, **kwargs)
+        recomputing = may_be_recomputing()
+        parameters = _parameters_of((*args, *kwargs.values())) if recomputing or torch.is_grad_enabled() else []
+        for parameter in parameters if recomputing else ():
+            self._check(parameter)
+        result = func(*args, **kwargs)
+        if parameters and any(isinstance(x, Tensor) and x.requires_grad for x in _flat(result)):
+            self._refuse_own(parameters)
+        return result
+
+    def _refuse_own(self, parameters: Iterable[Parameter]) -> None:
+        for parameter in parameters if recomputed_region() is None else ():
+            if parameter.requires_grad and not self._used(parameter):
+                raise RuntimeError(_own_in_backward(parameter))
 
     def _check(self, parameter: Parameter) -> None:
         region = recomputed_region()
-        if region is None or wrapper_of(region) is not None:
-            return
+        if region is not None and wrapper_of(region) is None and not self._used(parameter):
+            raise RuntimeError(
+                f"grad: torch.utils.checkpoint recomputes with {_described(parameter)}, which forward did not use, or "
+                f"which is frozen and may have other values. {_USE_CALL} For a module that is to use its own "
+                "parameters: functorch_shard.call(module, dict(module.named_parameters()), ...)."
+            )
+
+    def _used(self, parameter: Parameter) -> bool:
         if self._leaves is None:
             value = self._value()
             assert value is not None, "whoever differentiates it holds it"
             self._leaves = {id(node.variable) for node in nodes(value.grad_fn) if hasattr(node, "variable")}
-        if id(parameter) not in self._leaves:
-            raise RuntimeError(
-                f"grad: torch.utils.checkpoint recomputes with a module's own parameter of shape "
-                f"{tuple(parameter.shape)}, {parameter.dtype}, which forward did not use, or which is frozen and may "
-                f"have other values. {_USE_CALL} For a module that is to use its own parameters: "
-                "functorch_shard.call(module, dict(module.named_parameters()), ...)."
-            )
+        return id(parameter) in self._leaves
+
+
+def _described(parameter: Parameter) -> str:
+    return f"a module's own parameter of shape {tuple(parameter.shape)}, {parameter.dtype}"
+
+
+def _own_in_backward(parameter: Parameter) -> str:
+    return (
+        f"grad: an autograd.Function differentiates {_described(parameter)}, in its backward, and forward did not use "
+        "this parameter. Functions that call modules again in backward (torchdiffeq's odeint_adjoint, reversible "
+        "layers) find the module's own parameters, which functional_call and functorch_shard.call have put back, and "
+        "gradients would be zeros. Use one that does not (odeint; functorch_shard.remat saves memory). Or write whole "
+        "parameters (gather(params, lazy=False)) into the module, call backward(), and pass the gradients of its "
+        "parameters to functorch_shard.scatter_grads."
+    )
 
 
 @cache
 def _uncompiled() -> type[_OnlyWhatForwardUsed]:
     see: Any = torch.compiler.disable(_OnlyWhatForwardUsed.__torch_function__)
     return type("_Uncompiled", (_OnlyWhatForwardUsed,), {"__torch_function__": see})
+
+
+def _parameters_of(x: Any) -> list[Parameter]:
+    return [y for y in _flat(x) if isinstance(y, Parameter)]
 
 
 def _flat(x: Any) -> list[Any]:
