@@ -164,6 +164,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_passes_over_a_damage
         assert not fs.checkpoint.verify(resumed / step)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(options: list[str], tmp_path: Path) -> None:
     command = [TRAIN_GPT, *options, "--global-batch", "6", "--every", "2"]
     two = results(printed_by(*command, "--ranks", "2", "--checkpoint", str(tmp_path / "two"))[0])

@@ -21,7 +21,7 @@ from functorch_shard.testing import assert_trees_close
 from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.support.looped import looped
 from tests.support.models import awkward, loss_of, two_layers
-from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated, slow
 from tests.support.refusals import text_of
 
 REPLICAS = [{"replicate": 2, "shard": 3}, {"shard": 3, "replicate": 2}, {"replicate": 3}]
@@ -53,7 +53,9 @@ def whole_of(rows: Any) -> dict[str, Tensor]:
     return whole(fs.Sharded(stacked, rows.layout), axes.get("replicate", 1))
 
 
-@pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, 5, 8), *sequential(3), *gloo(2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "ranks", [*simulated(1, 3, 8), *sequential(3), *gloo(2), *slow([*simulated(2, 5), *gloo(3)])], ids=str
+)
 @every_task
 def test_every_derivative_is_that_of_the_unsharded_model(task: str, ranks: Ranks) -> None:
     assert_unsharded(every_derivative(ranks, "mean"), task, "mean")

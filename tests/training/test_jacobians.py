@@ -15,7 +15,7 @@ from functorch_shard.collectives import all_gather
 from functorch_shard.testing import assert_trees_close
 from tests.support.gradients import Data
 from tests.support.models import awkward, loss_of
-from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, simulated, slow
 from tests.support.refusals import refused
 
 KINDS = [*simulated(2, 3), *gloo(2)]
@@ -94,7 +94,7 @@ def test_a_column_of_hessian_is_a_product_with_the_sum_of_basis_vectors(mesh: fs
 
 
 # The library's own: of the awkward model, with frozen, tied, scalar and empty parameters.
-ANY_RANKS = [*simulated(1, 3, HYBRID), *gloo(2, HYBRID)]
+ANY_RANKS = [*simulated(3), *gloo(2), *slow([*simulated(1, HYBRID), *gloo(HYBRID)])]
 
 
 def outputs(p: Any, x: Tensor) -> dict[str, Tensor]:

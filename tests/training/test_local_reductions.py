@@ -12,9 +12,11 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.curvature import gauss_newton, to_vector
 from tests.support import convention
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated, slow
 
-every_kind = pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2, HYBRID)], ids=str)
+every_kind = pytest.mark.parametrize(
+    "ranks", [*simulated(3), *gloo(HYBRID), *slow([*simulated(HYBRID), *gloo(2)])], ids=str
+)
 
 
 def gradient(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
