@@ -33,8 +33,10 @@ def ours(
     codec: Any = None,
     through: Sequence[Callable[[fs.Axis], Backend]] = (),
     compiled: str | None = None,
+    replicas: int = 1,
 ) -> Step:
-    mesh, model = fs.init_mesh(device=device.type), work.model().to(device)
+    axes = {"shard": -1} if replicas == 1 else {"replicate": replicas, "shard": -1}
+    mesh, model = fs.init_mesh(axes, device=device.type), work.model().to(device)
     for wrap in through:
         mesh = mesh.with_backend(wrap)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
@@ -60,8 +62,12 @@ def ours(
     return step
 
 
-def fsdp2(work: Workload, bf16: bool, device: torch.device, *, reshard: bool, compiled: bool = False) -> Step:
-    mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+def fsdp2(
+    work: Workload, bf16: bool, device: torch.device, *, reshard: bool, compiled: bool = False, replicas: int = 1
+) -> Step:
+    ranks = torch.distributed.get_world_size()
+    sizes, names = ((ranks,), ("shard",)) if replicas == 1 else ((replicas, ranks // replicas), ("replicate", "shard"))
+    mesh = torch.distributed.init_device_mesh(device.type, sizes, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     model: Any = work.model().to(device)
     for block in model.blocks:
@@ -127,3 +133,8 @@ CONTENDERS: dict[str, Callable[[Workload, bool, torch.device], Step]] = {
     "DDP": ddp,
     "compute alone": alone,
 }
+
+
+def takes_replicas(name: str) -> bool:
+    """Whether this contender shards in groups of ranks, with copies in others."""
+    return getattr(CONTENDERS[name], "func", None) in (ours, fsdp2)

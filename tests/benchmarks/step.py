@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.contenders import CONTENDERS
+from tests.benchmarks.contenders import CONTENDERS, takes_replicas
 from tests.benchmarks.resident import status
 from tests.benchmarks.workloads import WORKLOADS
 
@@ -38,14 +38,17 @@ class Case:
     batch: int
     bf16: bool = False
     device: str = "cpu"
+    replicas: int = 1
 
     @property
     def name(self) -> str:
         dtype = "bf16" if self.bf16 else "fp32"
-        return f"{self.workload}, {dtype}, {self.num_ranks} ranks, batch {self.batch}, {self.device}"
+        ranks = f"{self.replicas} x {self.num_ranks // self.replicas}" if self.replicas > 1 else self.num_ranks
+        return f"{self.workload}, {dtype}, {ranks} ranks, batch {self.batch}, {self.device}"
 
     def contenders(self) -> list[str]:
-        return [name for name in CONTENDERS if not (self.bf16 and name == "DDP")]  # it has no such policy
+        names = [name for name in CONTENDERS if not (self.bf16 and name == "DDP")]  # it has no such policy
+        return [name for name in names if self.replicas == 1 or takes_replicas(name)]
 
 
 CASES = {
@@ -53,6 +56,7 @@ CASES = {
     "gpt-1": Case("gpt", 2, 1),
     "gpt-4-4ranks": Case("gpt", 4, 4),
     "gpt-1-4ranks": Case("gpt", 4, 1),
+    "gpt-1-hybrid": Case("gpt", 4, 1, replicas=2),
     "gpt-4-bf16": Case("gpt", 2, 4, bf16=True),
     "gpt-1-bf16": Case("gpt", 2, 1, bf16=True),
     "small": Case("small", 2, 4),
@@ -81,7 +85,8 @@ def times_on_this_rank(case: Case, names: Sequence[str], rounds: int) -> Series:
 
 def build(name: str, case: Case) -> Callable[..., torch.Tensor]:
     torch.manual_seed(0)
-    return CONTENDERS[name](WORKLOADS[case.workload], case.bf16, torch.device(case.device))
+    options = {"replicas": case.replicas} if case.replicas > 1 else {}
+    return CONTENDERS[name](WORKLOADS[case.workload], case.bf16, torch.device(case.device), **options)
 
 
 def _batch(case: Case) -> list[torch.Tensor]:
