@@ -39,7 +39,7 @@ Running = ContextVar["Here | None"]
 
 @dataclass(frozen=True)
 class SequentialBackend(Backend):
-    """One axis of simulated ranks that run one after the other."""
+    """An axis of simulated ranks that run one after the other; a joint one has the names of its axes: ``"dp,cp"``."""
 
     axis: str
     size: int
@@ -60,7 +60,8 @@ class SequentialBackend(Backend):
         return here is None or here.rank == 0
 
     def index(self) -> int:
-        return self._here().coordinates[self.axis]
+        here = self._here()
+        return here.ranks.members_of(here, self.axis).index(here.rank)
 
     def ready(self) -> None:
         self._here()
@@ -122,8 +123,8 @@ class _Meeting:
     def post(self, rank: int, posted: _Posted) -> None:
         self.posted[rank] = posted
         if self.is_ready:
-            every = [self.posted[member] for member in self._members]
-            results = _results(every[0].op, [each.x for each in every])
+            xs = {member: self.posted[member].x for member in self._members}
+            results = _results(self.posted[rank].op, [*xs.values()], [xs[member] for member in sorted(xs)])
             self._results = dict(zip(self._members, results, strict=True))
 
     def result_of(self, rank: int) -> Tensor:
@@ -166,7 +167,7 @@ class SequentialRanks:
         """Of the k-th collective of each rank over an axis, make one."""
         if self._turns.failure:
             raise RuntimeError(f"{self._turns.failure}\nRank {here.rank} cannot issue {op} any more.")
-        members, number = self._members_of(here, axis), self._issued.get((axis, here.rank), 0)
+        members, number = self.members_of(here, axis), self._issued.get((axis, here.rank), 0)
         self._issued[axis, here.rank] = number + 1
         meeting = self._open.setdefault((axis, members, number), _Meeting(members, axis))
         posted = _Posted(op, in_memory(x, x.dtype) if op.kind != "broadcast" else x, _caller())
@@ -181,11 +182,17 @@ class SequentialRanks:
 
         return Work(finish)
 
-    def _members_of(self, here: Here, axis: str) -> Sequence[int]:
+    def members_of(self, here: Here, axis: str) -> Sequence[int]:
         """The ranks that differ from this one in their place on the axis alone, in the order of those places."""
         if (axis, here.rank) not in self._members:
-            own = {**here.coordinates, axis: 0}
-            members = tuple(rank for rank, each in enumerate(self._coordinates) if {**each, axis: 0} == own)
+            names = axis.split(",")
+            own = {**here.coordinates, **dict.fromkeys(names, 0)}
+            found = {
+                tuple(each[name] for name in names): rank
+                for rank, each in enumerate(self._coordinates)
+                if {**each, **dict.fromkeys(names, 0)} == own
+            }
+            members = tuple(found[place] for place in sorted(found))
             self._members.update(((axis, rank), members) for rank in members)
         return self._members[axis, here.rank]
 
@@ -207,18 +214,21 @@ def _caller() -> str:
     return "unknown line"
 
 
-def _results(op: Collective, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What each rank gets, in new memory; ``op.kind`` is that of Note [Issue]."""
+def _results(op: Collective, xs: Sequence[Tensor], summed: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What each rank gets, in new memory; ``op.kind`` is that of Note [Issue].
+
+    ``xs`` are in the order of the axis, and ``summed`` are the same in that of the mesh: they differ on a joint axis.
+    """
     size, device = len(xs), op.device or xs[0].device
     match op.kind:
         case "all_gather" | "exchange":
             whole = torch.cat([x.to(device, op.dtype) for x in xs], op.dim)
             return _copies(whole, size)
         case "psum_scatter":
-            total = sum_in_rank_order(xs)
+            total = sum_in_rank_order(summed)
             return [part.clone().to(device) for part in total.chunk(size, op.dim)]
         case "psum":
-            return _copies(sum_in_rank_order(xs).to(device), size)
+            return _copies(sum_in_rank_order(summed).to(device), size)
         case "pmax":
             return _copies(torch.stack([*xs]).amax(0).to(device), size)
         case "all_to_all":

@@ -49,11 +49,9 @@ def joint_backend(
     several = [name for name in names if sizes[name] > 1]
     if len(several) == 1:
         return backends[several[0]]
-    if any(isinstance(backend, SequentialBackend) for backend in backends.values()):
-        raise NotImplementedError(
-            f"mesh[{', '.join(map(repr, names))}]: simulated ranks of kind 'sequential' have no joint axes. Use "
-            "simulated_mesh(..., kind='batched'), or a mesh that has one axis instead of these."
-        )
+    one = backends[names[0]]
+    if isinstance(one, SequentialBackend):
+        return replace(one, axis=",".join(names), size=prod(sizes[name] for name in names))
     stacked = {name: backend for name, backend in backends.items() if isinstance(backend, StackedBackend)}
     if stacked:
         return _of_simulated(stacked, several or names)
