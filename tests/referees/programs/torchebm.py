@@ -1,0 +1,84 @@
+"""Losses of torchebm that differentiate the energy by its input, and then by the parameters."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.referees.fsdp2 import trained_by_fsdp2
+from tests.referees.referee import Referee
+from tests.referees.training import Batch, Task, trained
+
+
+def network(outputs: int) -> Any:
+    """Of a point, and a time that it may ignore: a number, or a vector."""
+
+    class Network(import_module("torchebm.core").BaseModel):
+        def __init__(self) -> None:
+            super().__init__(dtype=torch.float64)
+            self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, outputs))
+
+        def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+            return self.layers(x).squeeze(-1)
+
+    return Network()
+
+
+class Seeded(nn.Module):
+    """A loss that draws the same numbers in every call."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        return self.loss(x, generator=torch.Generator().manual_seed(7), **inputs)
+
+
+def loss(kind: str, outputs: int = 1, **options: Any) -> nn.Module:
+    library = import_module("torchebm.losses")
+    return Seeded(getattr(library, kind)(network(outputs), dtype=torch.float64, **options))
+
+
+def points() -> Batch:
+    return {"x": torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)}
+
+
+def pairs() -> Batch:
+    """With points of the source: torch's vmap draws ``randn_like(x, generator=...)`` apart for each rank."""
+    return {**points(), "x0": torch.randn(8, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
+
+
+def itself(value: Tensor) -> Tensor:
+    return value
+
+
+BY_HAND = "autograd was asked by hand"
+
+
+def referee(name: str, kind: str, batched: str = BY_HAND, tolerance: float = 1e-10, **options: Any) -> Referee:
+    task = Task(
+        partial(loss, kind, **options), pairs if "energy_type" in options else points, itself, randomness="same"
+    )
+    program, fsdp2 = partial(trained, task), partial(trained_by_fsdp2, task)
+    return Referee("torchebm", name, program, batched=batched, tolerance=tolerance, fsdp2=fsdp2)
+
+
+DIFFERENCES = 1e-8  # it divides differences by 1e-10
+EXPLICIT = {"outputs": 3, "ct": "linear"}
+REFEREES = [
+    referee("EnergyMatchingLoss", "EnergyMatchingLoss", batched="a tensor was asked for its value", n_langevin_steps=3),
+    *(
+        referee(f"EquilibriumMatchingLoss, energy {energy}", "EquilibriumMatchingLoss", energy_type=energy, **EXPLICIT)
+        for energy in ("dot", "l2")
+    ),
+    referee("EquilibriumMatchingLoss, implicit", "EquilibriumMatchingLoss", batched="", energy_type="none", **EXPLICIT),
+    referee("ScoreMatching, exact", "ScoreMatching", hessian_method="exact"),
+    referee("ScoreMatching, approximate", "ScoreMatching", hessian_method="approx", tolerance=DIFFERENCES),
+    referee("DenoisingScoreMatching", "DenoisingScoreMatching"),
+    referee("SlicedScoreMatching", "SlicedScoreMatching"),
+]
