@@ -11,7 +11,7 @@ import torch
 
 from tests.referees.referee import Outcome, Referee, beside, outcomes
 
-PACKAGES = ("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors")
+PACKAGES = ("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt")
 DISTRIBUTIONS = {
     "curvlinops": "curvlinops-for-pytorch",
     "hessian_eigenthings": "hessian-eigenthings",
