@@ -11,7 +11,17 @@ import torch
 
 from tests.referees.referee import Outcome, Referee, beside, outcomes
 
-PACKAGES = ("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt")
+PACKAGES = (
+    "transformers",
+    "peft",
+    "torchebm",
+    "opacus",
+    "curvlinops",
+    "hessian_eigenthings",
+    "posteriors",
+    "torchopt",
+    "torchdiffeq",
+)
 DISTRIBUTIONS = {
     "curvlinops": "curvlinops-for-pytorch",
     "hessian_eigenthings": "hessian-eigenthings",

@@ -1,0 +1,109 @@
+"""Solvers of torchdiffeq, whose functions have gathered parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from tests.referees.referee import KINDS, Referee, Where
+from tests.referees.training import Batch, Task, parts, trained
+
+
+class Velocity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, t: Tensor, y: Tensor) -> Tensor:
+        return self.layers(y) * (1 + t) + torch.sin(y * y)
+
+
+class Flow(nn.Module):
+    """Where points are after some time."""
+
+    def __init__(self, solver: str, method: str) -> None:
+        super().__init__()
+        self.velocity, self.solver, self.method = Velocity(), solver, method
+
+    def forward(self, x: Tensor) -> Tensor:
+        times = torch.linspace(0, 1, 4, dtype=x.dtype)
+        options: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-6} if self.method == "dopri5" else {}
+        return getattr(import_module("torchdiffeq"), self.solver)(
+            self.velocity, x, times, method=self.method, **options
+        )[-1]
+
+
+def flow(solver: str, method: str) -> nn.Module:
+    return Flow(solver, method)
+
+
+def points() -> Batch:
+    """Of different size on each rank, so that adaptive solvers take other steps there."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return {"x": x * torch.tensor([0.1, 0.3, 1.0, 2.5])[:, None]}
+
+
+def squares(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+@dataclass(frozen=True)
+class Gathered(Task):
+    """A task that gathers all parameters before the model runs."""
+
+    def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
+        return self.loss(functional_call(model, fs.gather(params, lazy=False), (), dict(batch)))
+
+
+@dataclass(frozen=True)
+class Called(Task):
+    """A task that uses ``fs.call``."""
+
+    def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
+        return self.loss(fs.call(model, params, **batch))
+
+
+def adjoint(where: Where) -> dict[str, Any]:
+    """The gradient by the adjoint equation, which needs whole parameters in the module until backward is done."""
+    task = Task(partial(flow, "odeint_adjoint", "rk4"), points, squares)
+    model = task.made()
+    if isinstance(where, int):
+        torch.stack([squares(model(**part)) for part in parts(points(), where)]).mean().backward()
+        return {"gradients": {name: p.grad for name, p in model.named_parameters()}}
+    params = fs.shard(model, fs.plan(model, where))
+    full = fs.gather(params, lazy=False)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(full[name])
+    squares(model(where.split(points()["x"]))).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"gradients": fs.gather(fs.scatter_grads(grads, params.layout), lazy=False)}
+
+
+def of(name: str, solver: str, method: str, kind: Any = Task, **options: Any) -> Referee:
+    task = kind(partial(flow, solver, method), points, squares)
+    return Referee("torchdiffeq", name, partial(trained, task), **options)
+
+
+UNITS = "All ranks must use the same units in the same order"
+WRITTEN = {"batched": "what differs between ranks was written into a tensor that they share"}
+OWN = {
+    "batched": "an autograd.Function without setup_context or vmap",
+    "refused": "grad: an autograd.Function differentiates a module's own parameter",
+}
+REFEREES = [
+    of("rk4", "odeint", "rk4", **WRITTEN),
+    of("dopri5, other numbers of steps on each rank", "odeint", "dopri5", **WRITTEN, gloo=UNITS),
+    of("dopri5, gather(lazy=False)", "odeint", "dopri5", Gathered, **WRITTEN),
+    of("odeint_adjoint by functional_call", "odeint_adjoint", "rk4", **OWN),
+    of("odeint_adjoint by functional_call, lazy=False", "odeint_adjoint", "rk4", Gathered, **OWN),
+    of("odeint_adjoint by fs.call", "odeint_adjoint", "rk4", Called, **OWN),
+    Referee("torchdiffeq", "odeint_adjoint, whole parameters in the module", adjoint, kinds=KINDS[2:]),
+]
