@@ -21,6 +21,7 @@ PACKAGES = (
     "posteriors",
     "torchopt",
     "torchdiffeq",
+    "timm",
 )
 DISTRIBUTIONS = {
     "curvlinops": "curvlinops-for-pytorch",
