@@ -22,6 +22,7 @@ PACKAGES = (
     "torchopt",
     "torchdiffeq",
     "timm",
+    "diffusers",
 )
 DISTRIBUTIONS = {
     "curvlinops": "curvlinops-for-pytorch",
