@@ -23,6 +23,8 @@ PACKAGES = (
     "torchdiffeq",
     "timm",
     "diffusers",
+    "pytorch_optimizer",
+    "schedulefree",
 )
 DISTRIBUTIONS = {
     "curvlinops": "curvlinops-for-pytorch",
