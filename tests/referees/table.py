@@ -12,19 +12,8 @@ import torch
 from tests.referees.referee import Outcome, Referee, beside, outcomes
 
 PACKAGES = (
-    "transformers",
-    "peft",
-    "torchebm",
-    "opacus",
-    "curvlinops",
-    "hessian_eigenthings",
-    "posteriors",
-    "torchopt",
-    "torchdiffeq",
-    "timm",
-    "diffusers",
-    "pytorch_optimizer",
-    "schedulefree",
+    *("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt"),
+    *("torchdiffeq", "timm", "diffusers", "pytorch_optimizer", "schedulefree", "launchers"),
 )
 DISTRIBUTIONS = {
     "curvlinops": "curvlinops-for-pytorch",
