@@ -29,6 +29,7 @@ class Work:
         self._handles, self._abandon = handles, abandon
 
     def wait(self) -> Tensor:
+        """Wait for the collective and return its result; once."""
         handles, finish = self._handles, self._finish
         assert finish is not None, "a Work is waited for once"
         self._handles, self._finish = (), None  # what was sent is let go with the closure

@@ -152,7 +152,7 @@ class Optimizer(Static):
 
         Raises:
             ValueError: ``params`` do not fit their layout, or no buffer has a label that options are given for.
-            TypeError: whole parameters whose state is not of tensors and numbers, or that are ``DTensor``s.
+            TypeError: whole parameters whose state is not of tensors and numbers, or that are DTensors.
 
         Cost:
             No collectives; memory for the state. For whole parameters the class takes three steps for each of their
