@@ -60,7 +60,7 @@ def documented_name(app: Sphinx, env: BuildEnvironment, node: pending_xref, cont
 
 
 def property_as_prose(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what precedes a colon in the first line of a property for its type; an empty one changes nothing."""
+    """Napoleon takes what precedes a colon in a property's first line for its type; an empty one changes nothing."""
     if what in ("attribute", "property") and lines:
         lines[0] = f": {lines[0]}"
 

@@ -1,4 +1,4 @@
-"""Pages of the documentation do what they say: their Python runs, and the tests that they name exist."""
+"""README.md and every page of docs do what they say: their Python runs, and what they name exists."""
 
 from __future__ import annotations
 
@@ -6,29 +6,58 @@ import re
 
 import pytest
 
-from tests.support.pages import ROOT, blocks, run
+from tests.support.pages import PAGES, ROOT, anchors, blocks, links, run
 
-PAGES = ["docs/pytree_libraries.md", "docs/transforms.md"]
 OTHERS = re.compile(r"^(?:import|from) (?:torchopt|scipy)\b", re.MULTILINE)  # in tests/referees
+WITH_PYTHON = [page for page in PAGES if blocks(page)]
+TABLE = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
 
 
-@pytest.mark.parametrize("page", PAGES)
+def named(text: str) -> list[tuple[str, str]]:
+    """Tests that a page names, as (file, function)."""
+    return [*re.findall(r"(tests/[\w/]+\.py)::(\w+)", text), *((path, name) for name, path in TABLE.findall(text))]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(page, capsys, lambda block: not OTHERS.search(block))
 
 
 def test_pages_of_examples_have_them() -> None:
-    assert len(blocks("docs/pytree_libraries.md")) >= 5
+    assert len(WITH_PYTHON) >= 15
+    assert sum(len(blocks(page)) for page in WITH_PYTHON) >= 60
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_test_that_a_page_names_exists(page: str) -> None:
-    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / page).read_text())
-    assert named
-    for path, name in named:
+def test_tests_files_and_modules_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for path, name in named(text):
         assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+    for path in re.findall(r"(?:examples|tests|\.ci)/[\w/.]+\w", text):
+        assert (ROOT / path).exists(), path
+    for module in re.findall(r"python -m (tests\.[\w.]+)", text):
+        place = ROOT / module.replace(".", "/")
+        assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), module
 
 
-def test_the_readme_links_to_every_page() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert all(f"]({page})" in readme for page in PAGES)
+@pytest.mark.parametrize("page", PAGES)
+def test_links_inside_the_repository_lead_to_a_file_and_a_heading(page: str) -> None:
+    for target, anchor in links(page):
+        assert target.exists(), target
+        assert not anchor or anchor in anchors(target), f"{target}#{anchor}"
+
+
+def test_every_tick_of_the_table_of_peers_links_to_a_test() -> None:
+    table = (ROOT / "docs/reference/peers.md").read_text()
+    assert len(TABLE.findall(table)) > 60
+    cells = [line.split("|")[-2].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert all("tests/" in cell for cell in cells if cell.startswith("✔"))
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        found = {target for page in new for target, _ in links(str(page.relative_to(ROOT)))}
+        new = {target for target in found if target.suffix == ".md"} - reached
+    assert [page for page in PAGES if ROOT / page not in reached] == []

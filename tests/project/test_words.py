@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 import functorch_shard as fs
+from tests.support.pages import PAGES
 
 PACKAGE = Path(fs.__file__).parent
 ROOT = Path(__file__).parents[2]
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
-
-PAGES = ("README.md", "docs/architecture.md", "docs/glossary.md", "docs/pytree_libraries.md", "docs/transforms.md")
 
 # A pattern, and what to write instead.
 WORDS = {

@@ -1,4 +1,4 @@
-"""The Python of a page of the documentation: its blocks, and what they print."""
+"""Pages of the documentation: their blocks of Python, what these print, and where their links lead."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def _pages() -> list[str]:
+    """README.md and all that was written below docs, and not generated there."""
+    found = sorted(path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md"))
+    return ["README.md", *(str(page) for page in found if not {"_build", "generated"} & {*page.parts})]
+
+
+PAGES = _pages()
 
 
 def blocks(page: str) -> list[str]:
@@ -24,3 +33,21 @@ def run(page: str, capsys: pytest.CaptureFixture[str], wanted: Callable[[str], b
             exec(compile(block, f"{page}, block {i}", "exec"), namespace)
             printed, said = capsys.readouterr().out, re.findall(r"# > (.*)", block)
             assert not said or [line.rstrip() for line in printed.splitlines()] == said, f"block {i}: {printed!r}"
+
+
+def links(page: str) -> list[tuple[Path, str]]:
+    """The files that a page links to, each with the heading, or an empty text; entries of a toctree too."""
+    text, place = (ROOT / page).read_text(), ROOT / page
+    prose = re.sub(r"```(?!\{).*?```", "", text, flags=re.DOTALL)
+    marked = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", re.sub(r"`[^`]*`", "", prose))
+    found = [((place.parent / target).resolve() if target else place, anchor) for target, anchor in marked]
+    for tree in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL):
+        entries = [line.strip() for line in tree.splitlines() if line.strip() and not line.startswith(":")]
+        found += [(path, "") for entry in entries for path in sorted(place.parent.glob(f"{entry}.md"))]
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """What headings of a page are called in links, by GitHub and by MyST."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
