@@ -35,6 +35,7 @@ napoleon_custom_sections = ["Cost"]
 html_theme = "furo"
 html_title = f"functorch_shard {release}"
 html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 # Every other reference resolves: names of other packages have no page here, and type variables none anywhere.
 nitpicky = True
