@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functorch_shard as fs
+from functorch_shard.torch_internals.tensors import no_torch_function
 
 WIDTH, HEADS, SAMPLES, LENGTH = 32, 4, 2, 8
 Step = Callable[[], Any]
@@ -89,7 +90,42 @@ def ours(blocks: int, x: Tensor) -> Step:
     return step
 
 
-CONTENDERS = {"plain": plain, "ours": ours, "FSDP2": by_fully_shard}
+class Shell(Tensor):
+    """A tensor subclass that only holds a tensor: what torch takes to call one at each use of a parameter."""
+
+    inner: Tensor
+    __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Shell:
+        self = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.t.default:
+            return cls(args[0].inner.t())
+        return func(*(x.inner if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+def shells(blocks: int, x: Tensor) -> Step:
+    """The plain step, but each parameter is a :class:`Shell`, given to ``functional_call``."""
+    model = model_of(blocks)
+    opt = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        given = {name: Shell(p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        functional_call(model, given, (x,)).square().mean().backward()
+        for name, p in model.named_parameters():
+            p.grad = given[name].grad
+        opt.step()
+        opt.zero_grad()
+
+    return step
+
+
+CONTENDERS = {"plain": plain, "shells": shells, "ours": ours, "FSDP2": by_fully_shard}
 
 
 def milliseconds(step: Step) -> float:
