@@ -31,7 +31,6 @@ from .sharding.stream import stream
 from .storage.offloading import offload, reopen
 from .training.apply import apply
 from .training.call import call
-from .training.compilation.compile import Compiled, compile  # noqa: A004  (as torch.compile)
 from .training.estimate import Estimate, estimate
 from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
@@ -41,10 +40,11 @@ from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
 from .training.remat import remat
 from .training.vectors import rademacher_like, randn_like, vdot
-from .visualization import visualize
 
 if TYPE_CHECKING:
     from . import checkpoint
+    from .training.compilation.compile import Compiled, compile  # noqa: A004  (as torch.compile)
+    from .visualization import visualize
 
 __version__ = "0.1.0"
 
@@ -106,7 +106,17 @@ __all__ = [
 ]
 
 
+# Imported on first use: torch.distributed.checkpoint takes longer than all the rest, and not every program has these.
+_ON_FIRST_USE = {
+    "checkpoint": ".checkpoint",
+    "Compiled": ".training.compilation.compile",
+    "compile": ".training.compilation.compile",
+    "visualize": ".visualization",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "checkpoint":  # on first use: torch.distributed.checkpoint takes longer to import than the rest
-        return import_module(".checkpoint", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_ON_FIRST_USE[name], __name__)
+    return module if name == "checkpoint" else getattr(module, name)
