@@ -29,10 +29,10 @@ def printed_by(script: str, *arguments: str) -> tuple[str, str]:
     return output.getvalue(), errors.getvalue()
 
 
-def printed_by_a_process(script: str, *arguments: str) -> tuple[str, str]:
-    """The same in a process that has run nothing else."""
+def printed_by_a_process(script: str, *arguments: str, run: Any = printed_by) -> tuple[str, str]:
+    """The same in a process that has run nothing else but the import of the module of ``run``."""
     with ProcessPoolExecutor(1, mp_context=processes._context()) as process:
-        return process.submit(printed_by, script, *arguments).result()
+        return process.submit(run, script, *arguments).result()
 
 
 def start(source: str, *arguments: str, environ: Mapping[str, str] | None = None, output: Path | None = None) -> Any:
