@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Row, arguments, finish, flat, nbytes, passed
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, logging  # pyright: ignore[reportMissingImports]
 
@@ -69,9 +69,7 @@ def fine_tune_unsharded(config: LlamaConfig, batches: list[Tensor]) -> tuple[Lla
 
 def main() -> None:
     args = arguments(__doc__, steps=30, layers=4)
-    mesh = fs.init_mesh()
-    if not dist.is_initialized():  # torch.utils.checkpoint needs ranks with a call stack of their own, not a vmap
-        mesh = fs.simulated_mesh(args.ranks, kind="sequential", device=mesh.device)
+    mesh = ranks(args.ranks, kind="sequential")  # torch.utils.checkpoint needs ranks with a call stack of their own
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="`gradient_checkpointing_enable` is deprecated")  # its new name is of 5.x
     torch.set_default_dtype(torch.float64)

@@ -26,10 +26,10 @@ def arguments(doc: str | None, **defaults: float | str) -> Any:
     return parser.parse_args()
 
 
-def ranks(simulated: int) -> fs.Mesh:
-    """The ranks that torchrun started; without it, simulated ranks in this process."""
+def ranks(simulated: int, kind: str = "batched") -> fs.Mesh:
+    """The ranks that torchrun started; without it, simulated ranks in this process, of this kind."""
     mesh = fs.init_mesh()
-    return mesh if dist.is_initialized() else fs.simulated_mesh(simulated, device=mesh.device)
+    return mesh if dist.is_initialized() else fs.simulated_mesh(simulated, kind=kind, device=mesh.device)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 import functorch_shard as fs
 from functorch_shard.communication import Counter, Traffic
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.workloads import WORKLOADS
-from tests.support.gpt_steps import gpt_step
+from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.live_bytes import LiveBytes
 
 STEPS = 2  # before the one that is measured: they make what others use again
@@ -38,16 +36,12 @@ class Step:
         return sum(one.sent for one in self.traffic.values())
 
 
-def unchanged(grads: fs.Sharded) -> fs.Sharded:
-    return grads
-
-
 def measured(axes: dict[str, int], depth: int) -> Step:
     """On this rank."""
     torch.set_num_threads(1)
-    mesh, model, counter = fs.init_mesh(axes), model_of(depth), Counter()
+    mesh, model, counter = fs.init_mesh(axes), gpt_of(depth), Counter()
     with LiveBytes() as live:
-        step, (params, state, *batch) = gpt_step(mesh, model, unchanged, mesh.rank)
+        step, (params, state, *batch) = gpt_step(mesh, model, mesh.rank)
         for _ in range(STEPS):
             params, state, _ = step(params, state, *batch)
         counted = params.layout.on(mesh.with_backend(counter))
@@ -63,17 +57,10 @@ def traced(axes: dict[str, int], depth: int) -> tuple[Step, fs.Layout]:
     """Without ranks, and without memory."""
     mesh = fs.abstract_mesh(axes)
     with torch.device("meta"):
-        model = model_of(depth)
-    step, arguments = gpt_step(mesh, model, unchanged, 0)
+        model = gpt_of(depth)
+    step, arguments = gpt_step(mesh, model)
     schedule = fs.compile(step).trace(*arguments)
     return Step(schedule.traffic(mesh.axes), schedule.inputs + schedule.peak), arguments[0].layout
-
-
-def model_of(depth: int) -> Any:
-    torch.manual_seed(0)
-    model: Any = WORKLOADS["gpt"].model()
-    model.blocks = model.blocks[:depth]
-    return model
 
 
 def main() -> None:

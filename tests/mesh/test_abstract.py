@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from tests.benchmarks.workloads import WORKLOADS
-from tests.support.gpt_steps import gpt_step
+from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.models import awkward
 from tests.support.ranks import HYBRID, gloo, on_each
 
@@ -19,9 +18,8 @@ from tests.support.ranks import HYBRID, gloo, on_each
 def adamw_step(mesh: fs.Mesh, depth: int) -> tuple[Any, list[Any]]:
     """A clipped step of AdamW of the benchmark's GPT with fewer blocks, and its arguments on one rank."""
     with torch.device(mesh.device):
-        model: Any = WORKLOADS["gpt"].model()
-        model.blocks = model.blocks[:depth]
-    return gpt_step(mesh, model, lambda grads: fs.clip_by_global_norm(grads, 1.0)[0], rank=0)
+        model = gpt_of(depth)
+    return gpt_step(mesh, model, change=lambda grads: fs.clip_by_global_norm(grads, 1.0)[0])
 
 
 def traced_step(mesh: fs.Mesh) -> Any:

@@ -13,10 +13,18 @@ import functorch_shard as fs
 from tests.benchmarks.workloads import WORKLOADS
 
 
+def gpt_of(depth: int) -> Any:
+    """The GPT with fewer blocks."""
+    torch.manual_seed(0)
+    model: Any = WORKLOADS["gpt"].model()
+    model.blocks = model.blocks[:depth]
+    return model
+
+
 def gpt_step(
-    mesh: fs.Mesh, model: nn.Module, change: Callable[[fs.Sharded], fs.Sharded], rank: int
+    mesh: fs.Mesh, model: nn.Module, rank: int = 0, change: Callable[[fs.Sharded], fs.Sharded] = lambda grads: grads
 ) -> tuple[Any, list[Any]]:
-    """With the gradients that ``change`` returns, of a batch of one sample, that of data rank ``rank``."""
+    """Of a batch of one sample, that of data rank ``rank``; ``change`` is what becomes of the gradients."""
     work = WORKLOADS["gpt"]
     params = fs.shard(model, fs.plan(model, mesh))
     opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)

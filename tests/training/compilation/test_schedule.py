@@ -15,8 +15,7 @@ from torch.fx import GraphModule
 
 import functorch_shard as fs
 from functorch_shard.communication.collective import START, WAIT
-from tests.benchmarks.workloads import WORKLOADS
-from tests.support.gpt_steps import gpt_step
+from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.ranks import HYBRID, gloo, on_each, simulated
 
 BLOCKS, UNITS = 8, 12  # of the GPT: embed, position, the blocks, norm, head
@@ -35,8 +34,7 @@ class Graphs:
 
 def step_of_gpt(mesh: fs.Mesh) -> tuple[Any, list[Any]]:
     """A step of the benchmark's GPT of 27 million parameters with AdamW, and its arguments."""
-    torch.manual_seed(0)
-    return gpt_step(mesh, WORKLOADS["gpt"].model(), lambda grads: grads, mesh.rank)
+    return gpt_step(mesh, gpt_of(BLOCKS), mesh.rank)
 
 
 def gpt_on_this_rank(mesh: fs.Mesh) -> dict[str, Any]:
