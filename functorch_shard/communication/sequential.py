@@ -186,13 +186,9 @@ class SequentialRanks:
         """The ranks that differ from this one in their place on the axis alone, in the order of those places."""
         if (axis, here.rank) not in self._members:
             names = axis.split(",")
-            own = {**here.coordinates, **dict.fromkeys(names, 0)}
-            found = {
-                tuple(each[name] for name in names): rank
-                for rank, each in enumerate(self._coordinates)
-                if {**each, **dict.fromkeys(names, 0)} == own
-            }
-            members = tuple(found[place] for place in sorted(found))
+            others = {name: at for name, at in here.coordinates.items() if name not in names}
+            alike = [rank for rank, each in enumerate(self._coordinates) if others.items() <= each.items()]
+            members = tuple(sorted(alike, key=lambda rank: [self._coordinates[rank][name] for name in names]))
             self._members.update(((axis, rank), members) for rank in members)
         return self._members[axis, here.rank]
 

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..torch_internals.checkpointing import may_be_in_checkpoint
 from ..torch_internals.pytree import tree_map_only
 from ..torch_internals.recomputation import refuse_swapped
 from ..torch_internals.tensors import (
@@ -82,8 +81,7 @@ class Lazy(Tensor):
 
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that must not be written to, or in a copy of that."""
-        if may_be_in_checkpoint():
-            refuse_swapped(self._is_in)
+        refuse_swapped(self._is_in)
         flat = self._session.data(self._buffers, self._index)
         flat = flat.clone() if own else flat
         shape, strides, offset = self._place
