@@ -34,6 +34,7 @@ class Boundary:
     def __init__(self) -> None:
         self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
         self.anchors: list[Tensor] = []  # outputs to differentiate along with the result, see Note [Unused units]
+        self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
         self._made: dict[int, Tensor] = {}
 
     def made(self, x: Tensor) -> Tensor:

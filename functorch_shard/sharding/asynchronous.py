@@ -22,6 +22,7 @@ from ..layout.packing import pack, sparse_refused
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import MemoryKind
+from .overlapped_means import no_means
 from .reduction import complete
 
 
@@ -63,9 +64,11 @@ class Reductions:
     in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
     A result is put in the memory kind of its shard as soon as it is complete. Autograd may call from
     several threads: a call that comes while another one waits for a message waits for it too.
+    ``means`` are those that a pass of ``fs.grad`` takes in addition, Note [Overlapped means].
     """
 
     def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None) -> None:
+        self.means = no_means()
         self._memory_kinds = memory_kinds or {}
         self._one_at_a_time = RLock()
         self._started: list[tuple[int, str, Work]] = []
@@ -91,13 +94,21 @@ class Reductions:
         """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
         with self._one_at_a_time:
             self._finish()
+            if key in self.means.inputs:
+                return self._put(key, self.means.wait(key))
             return self._results.pop((backward_pass, key), None)
 
     def _finish(self) -> None:
         while self._started:
             backward_pass, key, work = self._started.pop(0)
             total = work.wait()
-            self._results[backward_pass, key] = self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
+            if key in self.means.inputs:
+                self.means.add(key, total)
+            else:
+                self._results[backward_pass, key] = self._put(key, total)
+
+    def _put(self, key: str, total: Tensor) -> Tensor:
+        return self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
 
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
         like = grads[buffer.slots[0].name]

@@ -133,7 +133,7 @@ class Session:
     def __init__(
         self, layout: Layout, memory_kinds: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None
     ) -> None:
-        self.memory_kinds = memory_kinds or {}
+        self.layout, self.memory_kinds = layout, memory_kinds or {}
         self._streams = streams
         self.reductions = Reductions(self.memory_kinds)
         self.owed = Owed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import optree
@@ -13,10 +13,10 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
-from ..layout.layout import Layout
 from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, take_tensors
 from ..opaque import DIFFERENTIATED, opaque
+from ..sharding.overlapped_means import Place, overlap_means
 from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
 from ..torch_internals.dynamo import trace_in_place_of
@@ -142,9 +142,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             return value, aux
 
         wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
-        differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else _without_graph
-        grads, value, aux, boundary = differentiate(scalar, picked, wide)
         places = [place for i in chosen for place in _picked(_places(args[i]), wanted[i])]
+        differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else partial(_without_graph, places)
+        grads, value, aux, boundary = differentiate(scalar, picked, wide)
         _average_each(grads, places, boundary)
         rest = iter(grads)
         trees = [_fill(args[i], wanted[i], rest) for i in chosen]
@@ -241,14 +241,18 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
     return list(grads), value, put_back[-1](aux), boundaries[-1]
 
 
-def _without_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
+def _without_graph(
+    places: Sequence[Place | None], scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]
+) -> Derivative:
     """Differentiate with one backward that frees activations as it proceeds."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         _allow_wider_gradients(inputs, wide)
         with new_boundary() as boundary:
             value, aux = scalar(inputs)
-        outputs = [x for x in (value, *boundary.take_anchors()) if x.requires_grad]
+        anchors = boundary.take_anchors()
+        overlap_means(value, anchors, inputs, places)
+        outputs = [x for x in (value, *anchors) if x.requires_grad]
         if inputs and outputs:
             with checkpoints_explained("grad"), sparse_explained("grad"), only_what_forward_used(value):
                 grads = gradients(outputs, [torch.ones_like(x) for x in outputs], inputs)
@@ -338,16 +342,16 @@ def _is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-def _places(tree: Any) -> list[tuple[str, Layout] | None]:
+def _places(tree: Any) -> list[Place | None]:
     """Of each leaf of a ``Sharded`` its buffer's key and its layout."""
     nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
     return [place for x in nodes for place in ([(key, x.layout) for key in x] if isinstance(x, Sharded) else [None])]
 
 
-def _average_each(grads: list[Tensor], places: Sequence[tuple[str, Layout] | None], boundary: Boundary) -> None:
+def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary: Boundary) -> None:
     """Replace each gradient of a shard by its mean over ranks, so that one of them is there twice at a time."""
     for i, place in enumerate(places):
-        if place is not None:
+        if place is not None and i not in boundary.averaged:
             key, layout = place
             grads[i] = mean_at_end_of_grad({key: grads[i]}, layout, boundary)[key]
 

@@ -1,0 +1,172 @@
+"""The mean over replicas while backward goes on: the same bits as at its end, and beside reductions."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.storage.memory_kind import memory_kind_of
+from functorch_shard.testing import count_collectives
+from tests.support.different_units import SMALL, Units, assert_trained, inputs_of, train
+from tests.support.pool import run_ranks
+
+AXES = {"replicate": 2, "shard": 2}
+UNITS = 4
+BF16 = fs.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+PLANS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "computed in bfloat16": {"precision": BF16},
+    "summed in float16": {"precision": fs.MixedPrecision(torch.float16, torch.float16)},
+    "returned in bfloat16": {
+        "precision": fs.MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    },
+    "axes of other names": {"shard_axis": "replicate", "replicate_axis": "shard"},
+    "a parameter on every rank": {"ignored": ["units.1.bias"]},
+}
+Loss = Callable[[Any, fs.Mesh], Tensor]
+
+
+def at_end() -> Any:
+    """A context in which ``fs.grad`` takes every mean at its end."""
+    return patch("functorch_shard.training.grad.overlap_means", lambda *args: None)
+
+
+def loss_of(full: Any, mesh: fs.Mesh) -> Tensor:
+    x = inputs_of(SMALL, mesh.rank, 0).to(next(iter(full.values())).dtype)
+    return functional_call(Units(UNITS, SMALL), full, (x, range(UNITS)))
+
+
+def once(params: Any, mesh: fs.Mesh) -> Tensor:
+    return loss_of(fs.gather(params), mesh)
+
+
+def twice(params: Any, mesh: fs.Mesh) -> Tensor:
+    return loss_of(fs.gather(params), mesh) + loss_of(fs.gather(params), mesh).square()
+
+
+def with_a_norm_of_shards(params: Any, mesh: fs.Mesh) -> Tensor:
+    return once(params, mesh) + sum(x.square().sum() for x in params.values())
+
+
+def of_a_computed_one(params: Any, mesh: fs.Mesh) -> Tensor:
+    return once(fs.Sharded({key: 2 * x for key, x in params.items()}, params.layout), mesh)
+
+
+def in_bfloat16(params: Any, mesh: fs.Mesh) -> Tensor:
+    return loss_of(fs.gather(params, dtype=torch.bfloat16), mesh)
+
+
+def of_each_replica(params: Any, mesh: fs.Mesh) -> Tensor:
+    return once(fs.replicas.within_replicas(params), mesh)
+
+
+LOSSES: dict[str, Loss] = {
+    each.__name__: each
+    for each in (once, twice, with_a_norm_of_shards, of_a_computed_one, in_bfloat16, of_each_replica)
+}
+
+
+def planned(model: nn.Module, mesh: fs.Mesh, **options: Any) -> fs.Layout:
+    return fs.plan(model, mesh, units=[[f"units.{i}"] for i in range(UNITS)], **options)
+
+
+def gradients_on_this_rank(kind: str, name: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor], int, int]:
+    """While backward goes on and at its end, and how many all-reduces each has taken."""
+    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL).to(dtype)
+    params = fs.shard(model, planned(model, mesh, **PLANS[kind]))
+    with count_collectives() as seen:
+        overlapped = fs.grad(LOSSES[name])(params, mesh)
+    with count_collectives() as of_end, at_end():
+        expected = fs.grad(LOSSES[name])(params, mesh)
+    return [*overlapped.values()], [*expected.values()], seen["psum"], of_end["psum"]
+
+
+def assert_same(results: Any) -> None:
+    for overlapped, expected, number, number_at_end in results:
+        assert number == number_at_end
+        for x, y in zip(overlapped, expected, strict=True):
+            assert x.dtype == y.dtype
+            assert x.any()
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", PLANS)
+def test_the_means_are_bitwise_those_at_the_end(kind: str, dtype: torch.dtype) -> None:
+    assert_same(run_ranks(gradients_on_this_rank, 4, kind, "once", dtype))
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "once"])
+def test_where_a_gradient_is_more_than_one_reduction_its_mean_is_that_of_the_sum(name: str) -> None:
+    assert_same(run_ranks(gradients_on_this_rank, 4, "mean", name, torch.float64))
+
+
+def started_and_waited_on_this_rank() -> list[str]:
+    events: list[str] = []
+
+    @fs.communication.wrap
+    def watched(op: Any, x: Tensor, send: Any) -> Any:
+        events.append(f"start {op.kind} {op.key}")
+
+        def finished(result: Tensor) -> Tensor:
+            events.append(f"wait {op.kind} {op.key}")
+            return result
+
+        return send(op, x).then(finished)
+
+    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL)
+    params = fs.shard(model, planned(model, mesh))
+    params = fs.Sharded(params, params.layout.on(mesh.with_backend(watched)))
+    fs.grad(once)(params, mesh)
+    return [event for event in events if "all_gather" not in event]
+
+
+def test_each_all_reduce_is_under_way_while_the_unit_in_front_is_reduced() -> None:
+    for events in run_ranks(started_and_waited_on_this_rank, 4):
+        for i in range(1, UNITS):
+            start, wait = (events.index(f"{what} psum units.{i}") for what in ("start", "wait"))
+            assert events.index(f"wait psum_scatter units.{i}") < start
+            assert start < events.index(f"start psum_scatter units.{i - 1}") < wait
+
+
+def two_of_a_replica(rank: int, step: int) -> list[int]:
+    return [0, 1] if (rank // 2 + step) % 2 else [2, 0]
+
+
+def nothing_in_a_replica(rank: int, step: int) -> list[int]:
+    return [] if rank // 2 == step % 2 else [3, 1]
+
+
+def trained_on_this_rank() -> list[dict[str, Tensor]]:
+    mesh = fs.init_mesh(AXES)
+    return [train(mesh, UNITS, SMALL, uses, 4, lazy=True) for uses in (two_of_a_replica, nothing_in_a_replica)]
+
+
+def test_replicas_that_use_different_units_in_other_orders_train_as_in_one_process() -> None:
+    results = run_ranks(trained_on_this_rank, 4)
+    for i, uses in enumerate((two_of_a_replica, nothing_in_a_replica)):
+        assert_trained([each[i] for each in results], UNITS, SMALL, uses, 4)
+
+
+def offloaded_on_this_rank() -> tuple[list[Tensor], list[Tensor], bool]:
+    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL)
+    params = fs.shard(model, planned(model, mesh))
+    with tempfile.TemporaryDirectory() as directory:
+        grads = fs.grad(once)(fs.offload(params, directory), mesh)
+        mapped = all(memory_kind_of(x) != memory_kind_of(params[key]) for key, x in grads.items())
+        return [x.clone() for x in grads.values()], [*fs.grad(once)(params, mesh).values()], mapped
+
+
+def test_of_offloaded_shards_the_means_are_where_those_are() -> None:
+    for offloaded, expected, mapped in run_ranks(offloaded_on_this_rank, 4):
+        assert mapped
+        assert all(map(torch.equal, offloaded, expected))
