@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -12,6 +13,16 @@ import torch
 from functorch_shard.torch_internals.while_it_runs import NAMES, Globals
 from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks, also_sequential
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Collecting makes half a million objects that stay; to look for garbage among them takes seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

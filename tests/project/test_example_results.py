@@ -40,8 +40,15 @@ def test_every_example_has_a_test() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == set(TOY).union(*ELSEWHERE.values())
 
 
-@pytest.mark.parametrize("ranks", ["simulated", "gloo"])
-@pytest.mark.parametrize("name", TOY)
+LONG = {"lanczos.py", "evolution.py"}  # on gloo ranks, which -m slow has
+
+
+def run_on(ranks: str) -> list[Any]:
+    long = [pytest.mark.slow] if ranks == "gloo" else []
+    return [pytest.param(name, ranks, id=f"{name}-{ranks}", marks=long if name in LONG else []) for name in TOY]
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*run_on("simulated"), *run_on("gloo")])
 def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> None:
     script, options = str(FOLDER / name), TOY[name]
     if ranks == "simulated":

@@ -81,7 +81,7 @@ def solutions(mesh: fs.Mesh) -> Any:
     return residual(fs.vdot), residual(of_leaves)
 
 
-@every_kind
+@pytest.mark.parametrize("ranks", [*simulated(3), *slow(gloo(HYBRID))], ids=str)
 def test_conjugate_gradients_with_an_inner_product_of_leaves_solve_nothing(ranks: Ranks) -> None:
     for right, wrong in ranks.run(solutions):
         assert right < 1e-9

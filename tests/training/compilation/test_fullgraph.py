@@ -43,9 +43,13 @@ def compiled(step: Step, name: str = "aot_eager") -> tuple[Step, Counted]:
 
 
 def check(step: Step, mesh: fs.Mesh, params: fs.Sharded) -> None:
-    """One graph for two calls with different values, another one for another shape; each as eager."""
+    """One graph for two calls with different values, another one for another shape; each as eager.
+
+    That is for another shape does not depend on the axes, and each of four ranks compiles it: on them, one shape.
+    """
     graph, backend = compiled(step)
-    for graphs, seed, rows in ((1, 1, 3), (1, 2, 3), (2, 3, 2), (2, 4, 2)):
+    calls = ((1, 1, 3), (1, 2, 3), (2, 3, 2), (2, 4, 2))
+    for graphs, seed, rows in calls[:2] if len(mesh.axes) > 1 else calls:
         x = data(mesh, seed, rows)
         result = graph(params, x)
         assert_trees_close(result, step(params, x), **EXACT)
