@@ -207,8 +207,7 @@ class Optimizer(Static):
         _check_params("step", params)
         _check_gradients(grads, params)
         self._check_step_options(overrides, labels or {})
-        if not isinstance(state, Mapping):
-            raise TypeError(f"step: state: got {type(state).__name__}, expected what opt.init(params) returns.")
+        _check_state(state)
         parts = self._parts(params.layout, overrides, labels or {})
         problems = [problem for part, buffers in parts for problem in part.problems(state, params, buffers)]
         reject("step: state", problems, _START_AGAIN)
@@ -311,6 +310,16 @@ _START_AGAIN = (
 def _check_params(verb: str, params: Sharded) -> None:
     check_sharded(f"{verb}: params", params, ", for example from fs.shard")
     check_shards(f"{verb}: params", params, params.layout)
+
+
+def _check_state(state: Any) -> None:
+    """Whether it has the form of what ``opt.init`` returns: a ``Sharded`` for each name."""
+    kind = type(state).__name__
+    if not isinstance(state, Mapping) or isinstance(state, Sharded):
+        raise TypeError(f"step: state: got {kind}, expected what opt.init(params) returns.")
+    wrong = [f"{name!r}: got {type(x).__name__}" for name, x in state.items() if not isinstance(x, Mapping)]
+    if wrong:
+        raise TypeError(f"step: state: {'; '.join(wrong)}, expected what opt.init(params) returns: trees of tensors.")
 
 
 def _check_gradients(grads: Sharded, params: Sharded) -> None:

@@ -286,6 +286,13 @@ MISFITS = [
         r"step: grads: 3 problems\n  'a': got shape \(2, 7\), torch.float64, expected \(3, 7\).*\n.*'b/float64'",
     ),
     ("state_none", lambda p, g, s: (p, g, None), TypeError, "state: got NoneType, expected what opt.init"),
+    ("state_params", lambda p, g, s: (p, g, p), TypeError, "state: got Sharded, expected what opt.init"),
+    (
+        "state_numbers",
+        lambda p, g, s: (p, g, s | {"exp_avg": 3}),
+        TypeError,
+        "state: 'exp_avg': got int, expected what opt.init",
+    ),
     (
         "state_missing",
         lambda p, g, s: (p, g, {"step": s["step"], "exp_avg": {"a": s["exp_avg"]["a"]}}),
