@@ -349,9 +349,12 @@ def _places(tree: Any) -> list[Place | None]:
 
 
 def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary: Boundary) -> None:
-    """Replace each gradient of a shard by its mean over ranks, so that one of them is there twice at a time."""
-    for i, place in enumerate(places):
-        if place is not None and i not in boundary.averaged:
+    """Replace each gradient of a shard by its mean over ranks, so that one of them is there twice at a time.
+
+    From the last to the first, as they are reduced and as Note [Overlapped means] has them.
+    """
+    for i in reversed(range(len(places))):
+        if (place := places[i]) is not None and i not in boundary.averaged:
             key, layout = place
             grads[i] = mean_at_end_of_grad({key: grads[i]}, layout, boundary)[key]
 

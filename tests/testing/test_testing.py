@@ -20,7 +20,7 @@ def layout_on(mesh: fs.Mesh) -> fs.Layout:
 
 
 def count_step(axes: dict[str, int], simulated: bool) -> Any:
-    """What one step issues, forward and backward: kind, axis, elements and bytes, in order."""
+    """What one step issues, forward and backward, on each axis: kind, elements and bytes, in order."""
     mesh = fs.simulated_mesh(axes) if simulated else fs.init_mesh(axes)
     layout = layout_on(mesh)
     params = fs.shard({"a.w": torch.ones(NUMEL), "b.w": torch.ones(2, dtype=torch.float64)}, layout)
@@ -32,7 +32,10 @@ def count_step(axes: dict[str, int], simulated: bool) -> Any:
         mesh.spmd(loss)(params)
     with count_collectives() as both:
         mesh.spmd(fs.grad(loss))(params)
-    issued = [[(c.kind, c.axis, c.numel, c.nbytes) for c in counter.issued] for counter in (forward, both)]
+    issued = [
+        [(c.kind, axis, c.numel, c.nbytes) for axis in axes for c in counter.issued if c.axis == axis]
+        for counter in (forward, both)
+    ]
     return issued, dict(both.by_kind), both.total, both.nbytes("psum_scatter"), both["pmax"]
 
 
