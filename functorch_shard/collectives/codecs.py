@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..torch_internals.tracing import traced_for_compiler
+from ..torch_internals.transforms import with_outer_tangents
 
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
 _ALIGNMENT = 16
@@ -165,7 +166,8 @@ class _Recode(Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
-        return tangent.view_as(tangent)
+        with with_outer_tangents():
+            return tangent.view_as(tangent)
 
 
 class _Bits(Function):

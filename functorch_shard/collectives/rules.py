@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..communication.axis import Axis
+from ..torch_internals.transforms import with_outer_tangents
 from .operands import aside, fold, save_static, saved, stack
 
 
@@ -66,7 +67,8 @@ class Pmax(Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         x, largest, *place = ctx.saved_tensors
-        return Psum.apply(tangent * _winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
+        with with_outer_tangents():
+            return Psum.apply(tangent * _winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:

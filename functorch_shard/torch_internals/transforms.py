@@ -17,6 +17,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -50,6 +51,14 @@ def in_forward_mode_alone() -> bool:
     keys = [level.key() for level in get_interpreter_stack() or ()]
     forward = bool(keys) and all(key == TransformType.Jvp for key in keys)
     return forward and not torch.compiler.is_dynamo_compiling() and not being_traced()
+
+
+def with_outer_tangents() -> AbstractContextManager[object]:
+    """A context for the ``jvp`` of a Function that computes: torch runs it without forward mode, at every level.
+
+    Without it the tangents of a jvp around this one are lost in silence.
+    """
+    return forward_ad._set_fwd_grad_enabled(True)
 
 
 def lacks_forward_mode(error: NotImplementedError) -> bool:

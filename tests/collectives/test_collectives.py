@@ -214,6 +214,28 @@ def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:
     assert torch.equal(mesh.spmd(torch.func.grad(lambda x: pmax(x, mesh)))(rows), torch.tensor([0.0, 2.0, 2.0, 0.0]))
 
 
+def pushed_twice(mesh: fs.Mesh) -> Any:
+    """The second derivatives of functions of x**3 at 1, 2, ... along themselves, all of which depend on x twice."""
+    x = rows_of(mesh, torch.arange(1.0, mesh.size + 1).unsqueeze(1))
+    verbs: dict[str, Any] = {"pmax": pmax, "psum": psum, "pmean": pmean, "all_gather": all_gather}
+
+    def of(x: Tensor) -> Any:
+        def along(f: Any) -> Any:
+            return lambda x: torch.func.jvp(f, (x,), (x,))[1]
+
+        return {name: along(along(lambda x: verb(x**3, mesh)))(x) for name, verb in verbs.items()}  # noqa: B023
+
+    return mesh.spmd(of)(x)
+
+
+def test_forward_mode_over_forward_mode_is_that_of_one_process(ranks: Ranks) -> None:
+    cubes = 9 * torch.arange(1.0, ranks.size + 1) ** 3  # x (x (x**3)')' is 9 x**3
+    for result in ranks.run(pushed_twice):
+        expected = {"pmax": cubes.max(), "psum": cubes.sum(), "pmean": cubes.mean()}
+        assert_trees_close({name: result[name][0] for name in expected}, expected)
+        assert_trees_close(result["all_gather"], cubes)
+
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 # By column: a NaN on one rank, of either sign; infinities; signs; zeros; what a narrow dtype rounds to zero.
 EXTREMES = [

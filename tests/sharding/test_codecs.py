@@ -91,6 +91,17 @@ def test_derivatives_are_those_of_the_plain_gather_at_the_decoded_values(axes: d
     assert_trees_close(grad(coded)(params, rows), grad(plain)(at, rows))
 
 
+def test_outside_spmd_forward_mode_over_forward_mode_is_that_of_the_decoded_values() -> None:
+    given = {"w": torch.tensor([127.0, 1.0, -5.0, 127.0], dtype=torch.float64)}  # int8 is exact
+    params = fs.shard(given, fs.plan(given, fs.simulated_mesh(2)))
+
+    def cubes(p: fs.Sharded) -> Tensor:
+        return (fs.gather(p, codec=CODECS["int8"])["w"] ** 3).sum()
+
+    along = jvp(lambda p: jvp(cubes, (p,), (p,))[1], (params,), (params,))[1]
+    assert_trees_close(along, 9 * (given["w"] ** 3).sum())
+
+
 def counted(mesh: fs.Mesh) -> list[tuple[str, int]]:
     given = {"w": torch.randn(1000, 101)}
     params = fs.shard(given, fs.plan(given, mesh))
