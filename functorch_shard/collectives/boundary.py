@@ -29,9 +29,14 @@ from ..torch_internals.transforms import current_level
 
 
 class Boundary:
-    """One call of ``fs.grad``, at its level. While its function runs, derivatives there are somebody else's."""
+    """One call of ``fs.grad``, at its level. While its function runs, derivatives there are somebody else's.
 
-    def __init__(self) -> None:
+    Args:
+        tangents_alone: whether the caller uses only the tangent of the gradient, in the jvp around the call.
+    """
+
+    def __init__(self, tangents_alone: bool = False) -> None:
+        self.tangents_alone = tangents_alone
         self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
         self.anchors: list[Tensor] = []  # outputs to differentiate along with the result, see Note [Unused units]
         self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
@@ -62,9 +67,9 @@ _TRACED.reached = True
 
 
 @contextmanager
-def new_boundary() -> Iterator[Boundary]:
+def new_boundary(tangents_alone: bool = False) -> Iterator[Boundary]:
     """A boundary at the current level, around the function that is differentiated."""
-    boundary = Boundary()
+    boundary = Boundary(tangents_alone)
     token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
     try:
         yield boundary
@@ -157,6 +162,22 @@ def takes_mean(ctx: Any) -> bool:
     if any(map(_is_averaged, nodes(*nodes_behind(ctx)))):
         raise RuntimeError(_TWICE)
     return True
+
+
+def reduces_tangents_alone(ctx: Any) -> bool:
+    """Whether only the tangent of what the node ``ctx`` returns is used: its boundary's, and nothing computes with it.
+
+    Further backward would compute with the gradient itself, as where a gather's shards were computed.
+    """
+    boundary = ctx.boundary
+    if boundary is None or not (boundary.reached and boundary.tangents_alone):
+        return False
+    return all(_hands_on(node) for node in nodes(*nodes_behind(ctx)))
+
+
+def _hands_on(node: Any) -> bool:
+    """Whether ``node`` is an input of what is differentiated, or returns the gradient that it gets."""
+    return hasattr(node, "variable") or getattr(node, "hands_on", False)
 
 
 def has_mean_behind(edge: Any) -> bool:

@@ -23,17 +23,19 @@ from ..layout.schedule import (
     Communication,
     Divide,
     Ops,
+    ReduceScatter,
     Schedule,
     gathered_encoded,
     one_communication_each,
     up_to_communication,
 )
 from ..mesh.mesh import Mesh
-from .boundary import prepare, takes_mean
+from .boundary import here, prepare, reduces_tangents_alone, takes_mean
 from .codecs import Codec, decode_rows, encode_rows
 from .operands import aside, fold, place_of, save_static, saved, stack
 from .primitives import psum
 from .rules import psum_at
+from .tangents_alone import of_tangents, psum_of_tangent
 
 
 def run(
@@ -64,9 +66,10 @@ def within(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
     return _linear(x, plan.within, (plan.within, plan.gather), plan, mesh)
 
 
-def across(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
-    """The mean over all ranks (or the sum) of what ``within`` returned."""
-    return run(plan.across, x, lambda op, x: psum(x, mesh[op.axis].of(plan.key)))
+def across(x: Tensor, plan: Schedule, mesh: Mesh, tangents_alone: bool = False) -> Tensor:
+    """The mean over all ranks (or the sum) of what ``within`` returned; or of its tangent, with a primal of zeros."""
+    over = psum_of_tangent if tangents_alone else psum
+    return run(plan.across, x, lambda op, x: over(x, mesh[op.axis].of(plan.key)))
 
 
 def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], plan: Schedule, mesh: Mesh) -> Tensor:
@@ -92,10 +95,13 @@ class _Linear(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
+        ctx.boundary = here()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         *place, axis, _, (ops, transposed) = saved(ctx)
+        if any(isinstance(op, ReduceScatter) for op in transposed) and reduces_tangents_alone(ctx):
+            return _of_tangent(grad, tuple(place), axis, transposed, ops), None, None, None, None, None
         return _Linear.apply(grad, *place, axis, transposed, (transposed, ops)), None, None, None, None, None
 
     @staticmethod
@@ -120,6 +126,15 @@ class _Linear(Function):
         whole = any(isinstance(op, AllGather) for op in ops)  # one value for all ranks
         x = stack(x, in_dims[0], axis)
         return run(ops, x, lambda op, x: _communicate(op, x, axis, x.ndim - 2)), None if whole else 0
+
+
+def _of_tangent(grad: Tensor, place: Any, axis: Axis, ops: Ops, transposed: Ops) -> Tensor:
+    """What ``ops``, which reduce and scatter, make of the tangent of ``grad``."""
+    *_, dtype = (op.dtype for op in ops if isinstance(op, Cast))
+    shape = *grad.shape[:-1], grad.shape[-1] // axis.size
+    return of_tangents(
+        lambda place, xs: _Linear.apply(xs[0], *place, axis, ops, (ops, transposed)), shape, dtype, [grad], place
+    )
 
 
 def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -163,6 +178,7 @@ class _Averaged(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
         *_, transposes, ctx.averages = inputs[4]
+        ctx.hands_on = True
         prepare(ctx, transposes)
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 
-from ..collectives.boundary import anchors_here, here, prepare, takes_mean
+from ..collectives.boundary import anchors_here, here, prepare, reduces_tangents_alone, takes_mean
 from ..collectives.codecs import Codec
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
@@ -27,7 +27,7 @@ from ..torch_internals.tensors import without_torch_function
 from ..torch_internals.transforms import in_transform
 from .gathered_units import Part, Session
 from .lazy_tensor import Lazy
-from .reduction import reduced, scattered
+from .reduction import reduced, scattered, scattered_tangents
 
 
 def lazily(
@@ -131,7 +131,8 @@ class _Gather(Function):
             session.reductions.start(by_name, wanted, part.layout, now, averages)
             shards = {buffer.key: _placeholder(buffer, session.memory_kinds[buffer.key].device) for buffer in wanted}
         else:
-            total = reduced if averages else scattered
+            alone = reduces_tangents_alone(ctx)
+            total = reduced if averages else scattered_tangents if alone else scattered
             shards = {b.key: total(by_name, b, part.layout).to(session.memory_kinds[b.key].device) for b in wanted}
         return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
 

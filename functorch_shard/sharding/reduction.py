@@ -6,7 +6,7 @@ results are equal bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..collectives.codecs import Codec
 from ..collectives.data_parallel import across, run, within
 from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum, psum_scatter
+from ..collectives.tangents_alone import of_tangents
 from ..communication.axis import Axis
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
@@ -50,6 +51,17 @@ def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout
     return within(packed, plan, layout.mesh)
 
 
+def scattered_tangents(grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
+    """:func:`scattered` of the tangents of ``grads``, with a primal of zeros for which nothing is sent."""
+    names, tensors = [slot.name for slot in buffer.slots], [grads[slot.name] for slot in buffer.slots]
+
+    def scatter(_: Any, tangents: Sequence[Tensor | None]) -> Tensor:
+        return scattered(dict(zip(names, tangents, strict=True)), buffer, layout)
+
+    dtype = layout.schedule(buffer, tensors[0].dtype).dtypes.carried
+    return of_tangents(scatter, (buffer.shard_numel,), dtype, tensors)
+
+
 def reduced_encoded(
     grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: Codec, error: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -71,19 +83,17 @@ def mean_at_end_of_grad(grads: Mapping[str, Any], layout: Layout, boundary: Boun
     if not layout.mesh.in_spmd:
         return {key: None if x is None else _sum_of_stack(x, layout.buffers[key], layout) for key, x in grads.items()}
     return {
-        key: None if x is None else _mean_of_rank(x, layout.buffers[key], layout, boundary.has_made(x))
-        for key, x in grads.items()
+        key: None if x is None else _mean_of_rank(x, layout.buffers[key], layout, boundary) for key, x in grads.items()
     }
 
 
-def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool) -> Tensor:
-    plan = _schedule_of_shard(x, buffer, layout)
+def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, boundary: Boundary) -> Tensor:
+    plan, in_place = _schedule_of_shard(x, buffer, layout), boundary.has_made(x)
     has_copies = any(isinstance(op, AllReduce) for op in plan.across)
     if in_place and not has_copies and x.dtype == plan.dtypes.returned:
         return x.div_(prod(op.by for op in plan.across if isinstance(op, Divide))) if plan.has_mean else x
-    average = _returned(
-        across(to_working_device(x, layout.mesh.device) if has_copies else x, plan, layout.mesh), buffer, layout
-    )
+    there = to_working_device(x, layout.mesh.device) if has_copies else x
+    average = _returned(across(there, plan, layout.mesh, boundary.tangents_alone), buffer, layout)
     return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
 
 

@@ -119,7 +119,17 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         (tensor([[3.],
                 [4.]]), tensor([ 3., 11.]))
     """
+    return _grad_and_value(fn, argnums, has_aux)
 
+
+def grad_for_tangents(fn: Callable[..., Tensor]) -> Callable[..., Any]:
+    """:func:`grad` inside of a ``torch.func.jvp`` whose primal result is dropped: it alone is not right."""
+    return lambda *args: _grad_and_value(fn, tangents_alone=True)(*args)[0]
+
+
+def _grad_and_value(
+    fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, tangents_alone: bool = False
+) -> Callable[..., Any]:
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         chosen = _positions(argnums, len(args))
@@ -143,7 +153,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
         wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
         places = [place for i in chosen for place in _picked(_places(args[i]), wanted[i])]
-        differentiate = _with_graph if inside() or _needs_graph((args, kwargs)) else partial(_without_graph, places)
+        nested = inside() or _needs_graph((args, kwargs))
+        differentiate = partial(_with_graph, tangents_alone) if nested else partial(_without_graph, places)
         grads, value, aux, boundary = differentiate(scalar, picked, wide)
         _average_each(grads, places, boundary)
         rest = iter(grads)
@@ -211,6 +222,7 @@ def _averaged_all(trees: Sequence[Any]) -> list[Any]:
 
 
 trace_in_place_of(grad, _traced_grad)
+trace_in_place_of(grad_for_tangents, _traced_grad)
 trace_in_place_of(grad_and_value, _traced_grad_and_value)
 
 
@@ -218,14 +230,14 @@ Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
 Derivative = tuple[list[Tensor], Tensor, Any, Boundary]  # gradients, value, aux, and the boundary
 
 
-def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
+def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
     """Differentiate with torch.func, whose aux may hold tensors only."""
     put_back: list[Callable[..., Any]] = []
     boundaries: list[Boundary] = []
 
     def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         _allow_wider_gradients(inputs, wide)
-        with new_boundary() as boundary:
+        with new_boundary(tangents_alone) as boundary:
             value, aux = scalar(inputs)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)

@@ -238,7 +238,7 @@ def test_a_product_of_trees_compares_nothing_and_reduces_trainable_buffers_alone
     trainable = len(fs.partition(made.params)[0])
     seen = traffic(fs.simulated_mesh(3), kind)
     assert set(seen) == {"all_gather", "psum_scatter"}
-    assert seen["psum_scatter"] == (2 if kind == "hessian" else 1) * trainable
+    assert seen["psum_scatter"] == trainable
 
 
 def different_vectors(mesh: fs.Mesh) -> str:
