@@ -41,7 +41,7 @@ class Referee:
         gloo: words of the refusal on gloo ranks alone.
         tolerance: of the difference, relative to the largest element of the tree.
         kinds: the kinds of ranks.
-        launcher: the name of another program that starts the ranks.
+        launcher: the name of another program that starts the real ranks.
         fsdp2: the same program under FSDP2, of a mesh of gloo ranks; nothing is expected of it.
     """
 
@@ -109,7 +109,7 @@ def beside(referee: Referee) -> Outcome | None:
 def outcome(referee: Referee, ranks: Ranks, program: Callable[[Any], dict[str, Any]] | None = None) -> Outcome:
     """What the program gives on ``ranks``: the largest difference of any rank."""
     whole = unsharded(referee.program, ranks.size)
-    if referee.launcher:
+    if referee.launcher and ranks.real:
         results = import_module("tests.referees.launching").results(referee.launcher)
     else:
         results = _results(ranks, program or referee.program)
