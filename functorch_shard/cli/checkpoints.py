@@ -12,7 +12,8 @@ from ..checkpoint.dcp.reader import Reader
 from ..checkpoint.dcp.unpickler import NotPlainError
 from ..checkpoint.safetensors.writer import MAX_SHARD_SIZE, write_files
 from ..checkpoint.safetensors.writer import Entry as FileEntry
-from ..errors import reject, shown, table
+from ..errors import reject, shown, size_text, table
+from .progress import Advance, progress
 
 __all__ = ["MAX_SHARD_SIZE", "Reader", "consolidate", "inspect"]
 
@@ -48,11 +49,18 @@ def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int) ->
     beginnings = sorted({name.split(".")[0] for name in reader.entries})
     nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
     reject("consolidate", [] if names else nothing, "Pass --prefix, for example --prefix ema. for averages.")
-    write_files([_pair(reader, name, name[len(prefix) :]) for name in names], path, max_shard_size)
+    with progress("consolidate", sum(reader.entries[name].nbytes for name in names), size_text) as advance:
+        write_files([_pair(reader, name, name[len(prefix) :], advance) for name in names], path, max_shard_size)
     return names
 
 
-def _pair(reader: Reader, name: str, short: str) -> tuple[FileEntry, Callable[[], Tensor]]:
+def _pair(reader: Reader, name: str, short: str, advance: Advance) -> tuple[FileEntry, Callable[[], Tensor]]:
     entry = reader.entries[name]
     assert entry.dtype is not None
-    return FileEntry(short, entry.dtype, entry.shape), lambda: reader.whole(name)
+
+    def read() -> Tensor:
+        x = reader.whole(name)
+        advance(x.nbytes)
+        return x
+
+    return FileEntry(short, entry.dtype, entry.shape), read

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from . import options
+from .progress import progress
 
 Value = TypeVar("Value")
 
@@ -85,20 +86,25 @@ def _valued(convert: Callable[[str], Value]) -> Callable[[str], Value]:
 def _plan(args: argparse.Namespace) -> str:
     from .plans import report
 
-    return report(**{name: value for name, value in vars(args).items() if name not in ("command", "run")})
+    options = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
+    with progress("plan", len(args.ranks), unit="meshes") as advance:
+        return report(**options, advance=advance)
 
 
 def _inspect(args: argparse.Namespace) -> str:
     from .checkpoints import Reader, inspect
 
-    return inspect(Reader.open(args.checkpoint.absolute()))
+    with progress("inspect"):
+        return inspect(Reader.open(args.checkpoint.absolute()))
 
 
 def _consolidate(args: argparse.Namespace) -> str:
     from .checkpoints import MAX_SHARD_SIZE, Reader, consolidate
 
     limit = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
-    names = consolidate(Reader.open(args.checkpoint.absolute()), args.out, args.prefix, limit)
+    with progress("consolidate"):
+        reader = Reader.open(args.checkpoint.absolute())
+    names = consolidate(reader, args.out, args.prefix, limit)
     return f"{args.out}: {len(names)} tensors"
 
 

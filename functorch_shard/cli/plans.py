@@ -22,6 +22,7 @@ from .. import optimizer as optimizer_of
 from .. import plan as plan_of
 from ..errors import axes_text, hint, listed, size_text, table
 from .options import sized
+from .progress import Advance, nothing
 
 Source = nn.Module | Mapping[str, Tensor]
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "peak")
@@ -39,6 +40,7 @@ def report(
     bandwidth: Mapping[str, float] | None = None,
     tflops: float | None = None,
     tokens: float | None = None,
+    advance: Advance = nothing,
 ) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has and sends."""
     if (tflops is None) != (tokens is None):
@@ -47,10 +49,14 @@ def report(
     chosen = _classes(source, units) if isinstance(units, tuple) else units
     opt = _optimizer(optimizer) if optimizer else None
     options = {"units": chosen, "precision": precision, "reshard_after_forward": not no_reshard}
-    layouts = [_planned(source, sized(axes, n), options) for n in ranks]
     speed = Speed(dict(bandwidth or {}), (tflops or 0) * 1e12, tokens or 0)
     speed.check(axes)
-    return formatted(model, layouts, [estimate(layout, opt) for layout in layouts], speed)
+    layouts, expected = [], []
+    for n in ranks:
+        layouts.append(_planned(source, sized(axes, n), options))
+        expected.append(estimate(layouts[-1], opt))
+        advance(1)
+    return formatted(model, layouts, expected, speed)
 
 
 @dataclass(frozen=True)
