@@ -4,8 +4,9 @@ Parameters are saved under their own names and in their original shapes, each ra
 ``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
 ``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
-``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats, where files are untrusted:
-pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in ``safetensors/format``.
+``regions``: shards as regions of tensors. ``log``: what takes long. ``dcp`` and ``safetensors``: the two formats, where
+files are untrusted: pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in
+``safetensors/format``.
 Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
 
@@ -21,6 +22,7 @@ from ..storage.atomic_directory import in_order
 from .dcp.manifest import MANIFEST, order_of
 from .dcp.reader import Reader
 from .loading import Loading
+from .log import logged
 from .names import PerRank
 from .safetensors.files import export_safetensors, import_safetensors
 from .saving import Saving
@@ -133,7 +135,8 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
     """
     participants = participants_of(like)
     loading = participants.agree("load", lambda: Loading.of(_existing(path), like, participants, donate), Loading.lines)
-    return loading.tree(participants.agree("load", loading.read, lambda _: []))
+    with logged("load", path, participants.rank):
+        return loading.tree(participants.agree("load", loading.read, lambda _: []))
 
 
 def _existing(path: str | os.PathLike[str] | None) -> Path:
@@ -192,6 +195,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 def _problems(path: Path) -> list[str]:
     try:
-        return Reader.open(path).verify()
+        with logged("verify", path):
+            return Reader.open(path).verify()
     except (OSError, RuntimeError) as error:
         return [str(error)]

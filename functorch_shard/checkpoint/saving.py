@@ -23,6 +23,7 @@ from ..torch_internals.transforms import in_transform
 from .chunks import LocalChunk, aliases_of, chunks_of
 from .dcp.manifest import order_of
 from .dcp.writer import Writer, complete, has_index
+from .log import logged
 from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensors_of, twice
 
 _POLL = 0.05  # seconds between looks for the index of the last rank
@@ -235,6 +236,10 @@ class Saving:
             warnings.warn(f"save: {self.path}: {self._error!r}; result() was not called", stacklevel=1)
 
     def _write(self) -> None:
+        with logged("save: write", self.path, self._contents.participants.rank):
+            self._write_files()
+
+    def _write_files(self) -> None:
         writers = {rank: Writer(self._staging.folder, rank) for rank in ranks_here(self._contents.participants)}
         try:
             for chunk in self._contents.chunks():
@@ -257,8 +262,9 @@ class Saving:
             return
         parent = self.path.parent
         order = self._staging.order
-        complete(self._staging.folder, range(self._contents.participants.size), order)
-        self._staging.publish()
+        with logged("save: publish", self.path):
+            complete(self._staging.folder, range(self._contents.participants.size), order)
+            self._staging.publish()
         self._published = True
         if self._keep is not None:
             remove(older(parent, order_of, order, self._keep))
