@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
 from ..layout.packing import sparse_explained
-from ..layout.trees import Full, Sharded, take_tensors
+from ..layout.trees import Sharded, take_tensors
 from ..opaque import DIFFERENTIATED, opaque
 from ..sharding.overlapped_means import Place, overlap_means
 from ..sharding.reduction import mean_at_end_of_grad
@@ -28,6 +28,7 @@ from ..torch_internals.transforms import (
     in_transform,
     without_batches,
 )
+from .differentiated_leaves import carried_wider, filled, is_sharded, picked, places_of, replaced, wanted_leaves
 from .forward_over_reverse import grad_and_value_freeing
 from .usage import is_zero, refuse_unused, unused_arguments
 
@@ -134,16 +135,16 @@ def _grad_and_value(
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         chosen = _positions(argnums, len(args))
         args = _opened(args, chosen)
-        wanted = {i: _wanted(args[i]) for i in chosen}
+        wanted = {i: wanted_leaves(args[i]) for i in chosen}
         leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
-        picked = [x for i, xs in zip(chosen, leaves, strict=True) for x in _picked(xs, wanted[i])]
+        inputs = [x for i, xs in zip(chosen, leaves, strict=True) for x in picked(xs, wanted[i])]
 
         unused: dict[int, str] = {}
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             call, rest = list(args), iter(tensors)
             for i in chosen:
-                call[i] = _replace(args[i], wanted[i], rest)
+                call[i] = replaced(args[i], wanted[i], rest)
             value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             unused.update(unused_arguments(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors))
@@ -151,14 +152,14 @@ def _grad_and_value(
                 refuse_unused(unused.values())
             return value, aux
 
-        wide = [flag for i in chosen for flag in _picked(_is_carried_wider(args[i]), wanted[i])]
-        places = [place for i in chosen for place in _picked(_places(args[i]), wanted[i])]
+        wide = [flag for i in chosen for flag in picked(carried_wider(args[i]), wanted[i])]
+        places = [place for i in chosen for place in picked(places_of(args[i]), wanted[i])]
         nested = inside() or _needs_graph((args, kwargs))
         differentiate = partial(_with_graph, tangents_alone) if nested else partial(_without_graph, places)
-        grads, value, aux, boundary = differentiate(scalar, picked, wide)
+        grads, value, aux, boundary = differentiate(scalar, inputs, wide)
         _average_each(grads, places, boundary)
         rest = iter(grads)
-        trees = [_fill(args[i], wanted[i], rest) for i in chosen]
+        trees = [filled(args[i], wanted[i], rest) for i in chosen]
         refuse_unused(unused[i] for i, tree in zip(chosen, trees, strict=True) if i in unused and is_zero(tree))
         return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
 
@@ -211,9 +212,9 @@ def _level_here() -> int:
 
 @opaque
 def _wanted_of_all(trees: Sequence[Any]) -> list[bool]:
-    if any(flag for tree in trees for flag in _is_carried_wider(tree)):
+    if any(flag for tree in trees for flag in carried_wider(tree)):
         raise NotImplementedError("fs.grad with MixedPrecision: decorate the step with @mesh.spmd, or use fs.compile.")
-    return [flag for tree in trees for flag in _wanted(tree)]
+    return [flag for tree in trees for flag in wanted_leaves(tree)]
 
 
 @opaque
@@ -306,60 +307,6 @@ def _has_graph(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)
 
 
-def _wanted(tree: Any) -> list[bool]:
-    """Which leaves have a gradient: floating-point tensors that are not frozen in a layout."""
-    nodes = optree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, (Sharded, Full)), none_is_leaf=True)
-    return [flag for node in nodes for flag in _wanted_of(node)]
-
-
-def _wanted_of(node: Any) -> list[bool]:
-    if isinstance(node, Sharded):
-        return [node.layout.buffers[key].trainable and _differentiable(x) for key, x in node.items()]
-    if isinstance(node, Full):
-        buffer_of = {name: node.layout.buffers[key] for name, key in node.layout.key_of.items()}
-        return [buffer_of[name].trainable and _differentiable(x) for name, x in node.items()]
-    return [_differentiable(node)]
-
-
-def _is_carried_wider(tree: Any) -> list[bool]:
-    """Which leaves have a gradient of a wider dtype than their own until the mean over ranks is taken."""
-    nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
-    return [flag for node in nodes for flag in (_wider_than_stored(node) if isinstance(node, Sharded) else [False])]
-
-
-def _wider_than_stored(node: Sharded) -> list[bool]:
-    dtypes = [node.layout.schedule(node.layout.buffers[key]).dtypes for key in node]
-    return [each.carried != each.stored for each in dtypes]
-
-
-def _picked(xs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    return [x for x, use in zip(xs, wanted, strict=True) if use]
-
-
-def _differentiable(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _replace(tree: Any, wanted: Sequence[bool], tensors: Any) -> Any:
-    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
-    return optree.tree_unflatten(treedef, [next(tensors) if use else x for x, use in zip(leaves, wanted, strict=True)])
-
-
-def _fill(tree: Any, wanted: Sequence[bool], grads: Any) -> Any:
-    treedef = optree.tree_structure(tree, none_is_leaf=True)
-    return optree.tree_unflatten(treedef, [next(grads) if use else None for use in wanted])
-
-
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, Sharded)
-
-
-def _places(tree: Any) -> list[Place | None]:
-    """Of each leaf of a ``Sharded`` its buffer's key and its layout."""
-    nodes = optree.tree_leaves(tree, is_leaf=_is_sharded, none_is_leaf=True)
-    return [place for x in nodes for place in ([(key, x.layout) for key in x] if isinstance(x, Sharded) else [None])]
-
-
 def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary: Boundary) -> None:
     """Replace each gradient of a shard by its mean over ranks, so that one of them is there twice at a time.
 
@@ -377,7 +324,7 @@ def _averaged(tree: Any, boundary: Boundary) -> Any:
     def at_end(x: Any) -> Any:
         return Sharded(mean_at_end_of_grad(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x
 
-    return optree.tree_map(at_end, tree, is_leaf=_is_sharded, none_is_leaf=True)
+    return optree.tree_map(at_end, tree, is_leaf=is_sharded, none_is_leaf=True)
 
 
 def _positions(argnums: Argnums, num_args: int) -> list[int]:
