@@ -17,6 +17,7 @@ from .progress import Advance, progress
 
 __all__ = ["MAX_SHARD_SIZE", "Reader", "consolidate", "inspect"]
 
+NOT_PLAIN = "not plain, and not loaded"
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
 
@@ -29,18 +30,18 @@ def inspect(reader: Reader) -> str:
     total = ("total", "", "", sum(row[3] for row in rows), sum(row[4] for row in rows))
     texts = [table([*rows, total], ("tensor", "shape", "dtype", "chunks", "bytes"), left=3)]
     if plain:
-        texts.append(table([(shown(name), _plain(reader, name)) for name in plain], ("value", ""), left=2))
+        texts.append(table([(shown(name), plain_text(reader, name)) for name in plain], ("value", ""), left=2))
     return "\n\n".join([shown(str(reader.folder)), *texts])
 
 
-def _plain(reader: Reader, name: str) -> str:
+def plain_text(reader: Reader, name: str) -> str:
     """The beginning of a value, of which the whole text may be very long."""
     try:
         return shown(" ".join(_SHORT.repr(reader.plain(name)).split()))[:80]
     except RuntimeError as error:
         if not isinstance(error.__cause__, NotPlainError):
             raise
-        return f"not plain, and not loaded: {error.__cause__}"
+        return f"{NOT_PLAIN}: {error.__cause__}"
 
 
 def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int) -> list[str]:

@@ -1,7 +1,9 @@
-"""The commands: ``python -m functorch_shard plan | inspect | consolidate``.
+"""The commands: ``python -m functorch_shard plan | inspect | verify | diff | consolidate``.
 
 python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory and traffic of a model on each rank
 python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
+python -m functorch_shard verify CKPT             # read every byte; with a problem the exit status is 1
+python -m functorch_shard diff CKPT OTHER         # what differs; if anything does, the exit status is 1
 python -m functorch_shard consolidate CKPT OUT    # the model as safetensors files
 """
 
@@ -32,23 +34,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     args = parser().parse_args(argv)
     try:
-        sys.stdout.write(f"{args.run(args)}\n")
+        text, status = args.run(args)
     except (OSError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    return 0
+    sys.stdout.write(f"{text}\n")
+    return status
 
 
 def parser() -> Parser:
     """The commands and their options."""
-    made = Parser(prog="python -m functorch_shard", description="Plan a model; inspect and convert checkpoints.")
+    made = Parser(
+        prog="python -m functorch_shard", description="Plan a model; see, check, compare and convert checkpoints."
+    )
     commands = made.add_subparsers(dest="command", required=True)
     _add_plan(commands)
     look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
+    check = commands.add_parser("verify", help="read every byte; with a problem the exit status is 1")
+    compare = commands.add_parser("diff", help="what differs between two; if anything does, the exit status is 1")
     make = commands.add_parser("consolidate", help="the model as safetensors files")
-    for command, run in ((look, _inspect), (make, _consolidate)):
+    for command, run in ((look, _inspect), (check, _verify), (compare, _diff), (make, _consolidate)):
         command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
         command.set_defaults(run=run)
+    compare.add_argument("other", type=Path, help="another one")
     make.add_argument("out", type=Path, help="a new directory")
     make.add_argument("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
     make.add_argument("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")
@@ -83,29 +91,48 @@ def _valued(convert: Callable[[str], Value]) -> Callable[[str], Value]:
     return converted
 
 
-def _plan(args: argparse.Namespace) -> str:
+Result = tuple[str, int]  # what is printed, and the exit status
+
+
+def _plan(args: argparse.Namespace) -> Result:
     from .plans import report
 
     options = {name: value for name, value in vars(args).items() if name not in ("command", "run")}
     with progress("plan", len(args.ranks), unit="meshes") as advance:
-        return report(**options, advance=advance)
+        return report(**options, advance=advance), 0
 
 
-def _inspect(args: argparse.Namespace) -> str:
+def _inspect(args: argparse.Namespace) -> Result:
     from .checkpoints import Reader, inspect
 
     with progress("inspect"):
-        return inspect(Reader.open(args.checkpoint.absolute()))
+        return inspect(Reader.open(args.checkpoint.absolute())), 0
 
 
-def _consolidate(args: argparse.Namespace) -> str:
+def _verify(args: argparse.Namespace) -> Result:
+    from .differences import Reader, verify
+
+    with progress("verify"):
+        return verify(Reader.open(args.checkpoint.absolute())), 0
+
+
+def _diff(args: argparse.Namespace) -> Result:
+    from .differences import Reader, differences
+
+    with progress("diff"):
+        readers = [Reader.open(path.absolute()) for path in (args.checkpoint, args.other)]
+    found = differences(*readers)
+    return found or "no difference", int(bool(found))
+
+
+def _consolidate(args: argparse.Namespace) -> Result:
     from .checkpoints import MAX_SHARD_SIZE, Reader, consolidate
 
     limit = MAX_SHARD_SIZE if args.max_shard_size is None else args.max_shard_size
     with progress("consolidate"):
         reader = Reader.open(args.checkpoint.absolute())
     names = consolidate(reader, args.out, args.prefix, limit)
-    return f"{args.out}: {len(names)} tensors"
+    return f"{args.out}: {len(names)} tensors", 0
 
 
 def run() -> None:
