@@ -82,6 +82,10 @@ class UnitBuffers:
         """Elements of a whole buffer, batch and all."""
         return self._shards[index].numel() * self.part.buffers[index].num_shards
 
+    def shard(self, index: int) -> Tensor:
+        """The shard of buffer ``index``."""
+        return self._shards[index]
+
     def start(self) -> None:
         """Start the all-gathers."""
         if self.flats is None and self._works is None:

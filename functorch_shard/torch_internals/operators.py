@@ -1,4 +1,4 @@
-"""Operators that compilers keep as they are, where inductor cannot compile the plain ones."""
+"""Operators as a dispatch mode sees them; and those of ours that compilers keep, where inductor has no plain one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn import Parameter
 
+from .pytree import torch_pytree
+from .tensors import arguments_of, is_written, tensors_of
 from .transforms import being_traced
 
+__all__ = [
+    "OpOverload",
+    "draws",
+    "frexp",
+    "has_tensors",
+    "is_plain",
+    "makes_like",
+    "name_of",
+    "plain_tensors",
+    "returns_fresh",
+    "written_by",
+]
 _LIBRARY = torch.library.Library("functorch_shard", "FRAGMENT")
 _LIBRARY.define("frexp(Tensor x) -> (Tensor, Tensor)")
 _OPS: Any = torch.ops.functorch_shard
@@ -31,3 +47,46 @@ def _frexp_of_batch(info: Any, in_dims: tuple[int], x: Tensor) -> tuple[Any, Any
 _LIBRARY.impl("frexp", lambda x: tuple(torch.frexp(x)), "CompositeExplicitAutograd")
 torch.library.register_fake("functorch_shard::frexp", _shape_of_frexp, lib=_LIBRARY)
 torch.library.register_vmap("functorch_shard::frexp", _frexp_of_batch, lib=_LIBRARY)
+
+
+def name_of(op: Any) -> str:
+    """Without namespace and overload."""
+    return op._opname if isinstance(op, OpOverload) else str(op)
+
+
+def draws(op: Any) -> bool:
+    """Whether ``op`` may draw random numbers: attention does, if it has dropout."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def makes_like(op: Any) -> bool:
+    """Whether ``op`` makes a tensor of the form of its first operand, whatever that holds."""
+    name = name_of(op)
+    return name.startswith("new_") or name.endswith("_like") or op is torch.ops.aten.bernoulli.p
+
+
+def is_plain(x: Any) -> bool:
+    """Whether ``x`` is a tensor, and not of a subclass."""
+    return type(x) is Tensor or type(x) is Parameter
+
+
+def plain_tensors(tree: Any) -> list[Tensor]:
+    """Those among the arguments of a call."""
+    return [x for x in torch_pytree.tree_leaves(tree) if is_plain(x)]
+
+
+def has_tensors(args: Any, kwargs: Any) -> bool:
+    """Whether a call has tensors among its arguments."""
+    return any(isinstance(x, Tensor) for x in torch_pytree.tree_leaves([args, kwargs]))
+
+
+def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The operands that a call writes to."""
+    declared = enumerate(arguments_of(op)) if isinstance(op, OpOverload) else ()
+    return plain_tensors([args[i] if i < len(args) else kwargs.get(one.name) for i, one in declared if is_written(one)])
+
+
+def returns_fresh(result: Any, known: set[int]) -> bool:
+    """Whether a call returned plain tensors, in memory other than that at the ``known`` addresses."""
+    tensors = tensors_of(result)
+    return bool(tensors) and all(type(x) is Tensor and x.untyped_storage()._cdata not in known for x in tensors)

@@ -19,6 +19,7 @@ __all__ = [
     "TorchDispatchMode",
     "arguments_of",
     "as_number",
+    "detached",
     "hooks_of",
     "identity_of_storage",
     "is_number",
@@ -50,6 +51,12 @@ def without_memory(
 def version_of(x: Tensor) -> int:
     """The version counter of ``x``; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else x._version
+
+
+def detached(x: Tensor) -> Tensor:
+    """``x.detach()`` for a dispatch mode: with the version counter of ``x``, which it would not have below autograd."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return x.detach()
 
 
 def identity_of_storage(x: Tensor) -> int:

@@ -30,13 +30,15 @@ class FirstRun:
     has_anchors: bool  # Note [Unused units]
     device: torch.device
 
-    def attached(self, program: Program, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def attached(self, program: Program, tensors: Sequence[Tensor], saved: Sequence[Tensor] = ()) -> list[Tensor]:
         """The results in the graph, where an input that none of them depends on does not occur.
+
+        The program gets ``saved``, which are constants, behind the inputs.
 
         Where the function has anchors it gets one itself, so that it is run again on every rank.
         """
         pairs = zip(tensors, constants(tensors), self.used, strict=True)
-        inputs = [x if used else constant for x, constant, used in pairs]
+        inputs = [*(x if used else constant for x, constant, used in pairs), *saved]
         *graph, anchor = attached(replace(program, run=lambda x: self._masked(program.run(x))), self._masked(), inputs)
         if anchor is not None and (outer := anchors_here()) is not None:
             outer.append(anchor)

@@ -25,12 +25,14 @@ from ..torch_internals.transforms import current_level, without_batches
 from .captured import Captured, captured
 from .first_run import first_run
 from .recomputed import Program
+from .save_policy import Policy, Saves, context_fn_of, saves_by
+from .saved_results import Saved, saving
 from .surroundings import surroundings
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
+def remat(fn: Fn, *, preserve_rng_state: bool = True, policy: Policy | None = None) -> Fn:
     """Return ``fn`` with derivatives that keep its inputs alone and run it again: activation checkpointing.
 
     The values and the derivatives are those of ``fn``, of every order, in both modes, in any nesting of ``fs.grad``,
@@ -46,6 +48,12 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
             ``functional_call``, ``fs.call`` or ``fs.apply`` that it runs in.
         preserve_rng_state: whether it draws random numbers, on the CPU or on the devices of its inputs. ``False`` saves
             the state of the generators, 5 KB, for functions that draw none.
+        policy: which results of operators inside are saved too, and not computed again, as
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: a list of operators to save,
+            ``[torch.ops.aten.mm.default]``, or a function of ``(context, op, *args, **kwargs)`` that returns a
+            ``CheckpointPolicy`` or a bool, called in the first run alone. Operators are those below all transforms;
+            under a vmap, and so on batched simulated ranks, a list with ``mm`` or ``addmm`` has ``bmm`` too. Never
+            saved are views, random numbers, constants, and what is computed from gathered parameters alone.
 
     Returns:
         A function with the arguments of ``fn``. Results that are not floating-point tensors are those of the first run.
@@ -57,14 +65,16 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
             attribute, a module's own parameter in a closure; the message names it. Or ``fn`` writes to an input in
             place (:func:`apply` returns new buffers instead); only the statistics of a BatchNorm in the module that
             ``fn`` is, or is a method of, may be written to: they are at first, and not again.
-        TypeError: an argument with tensors to differentiate, or a result with tensors, is not a supported container.
-        RuntimeError: run again, ``fn`` returned other shapes or dtypes; or an input was written to since.
+        TypeError: an argument with tensors to differentiate, or a result with tensors, is not a supported container. Or
+            ``policy`` has something else than operators with their overload.
+        RuntimeError: run again, ``fn`` returned other shapes or dtypes; or an input, or what ``policy`` saved, was
+            written to since.
 
     Cost:
         A gradient runs ``fn`` twice: two all-gathers for each one inside, and one reduction. Every further derivative,
         forward mode too, runs what it differentiates once more. Memory: the inputs, and while it is run again the
-        activations of this one call. ``torch.func.grad`` also keeps the gradients of its results until it ends, as
-        ``fs.grad`` does inside another transform.
+        activations of this one call; what ``policy`` saves. ``torch.func.grad`` also keeps the gradients of its results
+        until it ends, as ``fs.grad`` does inside another transform.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -76,17 +86,19 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
         (tensor([[10.],
                 [20.]]), 2)
 
-    The recomputation of ``jax.checkpoint``, under torch's transforms.
+    The recomputation of ``jax.checkpoint``, under torch's transforms; ``policy`` is its ``policy``.
     """
+
+    saves = None if policy is None else saves_by(policy)
 
     @wraps(fn, updated=())
     def rematted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+            options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **context_fn_of(policy)}
             return fn(*args, **kwargs) if current_level() else checkpoint(fn, *args, **options, **kwargs)
         call = _call(fn, args, kwargs)
         if is_differentiated(call.tensors):
-            return _rematted(call, preserve_rng_state)
+            return _rematted(call, preserve_rng_state, saves() if saves else None)
         result = fn(*args, **kwargs)
         if is_differentiated(take_tensors(result)[0]):
             reject("remat", _others(fn), _PASS_IT)
@@ -124,13 +136,16 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return _Call(fn, args, kwargs, inside, [*ranks], [*given, *inside.tensors, *ranks.values()], put_back)
 
 
-def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
+def _rematted(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> Any:
     surrounded = surroundings(call.tensors, preserve_rng_state)
     versions = [version_of(without_batches(x)) for x in call.tensors]
     rebuild: list[Callable[..., Any]] = []
+    kept: list[Saved] = []
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        result = opened(call.run(tensors, again=False))
+        with saving(saves, tensors, preserve_rng_state) as saved:
+            result = opened(call.run(tensors, again=False))
+        kept.append(saved())
         refuse_opaque("remat", result, "the result", matters=lambda x: isinstance(x, Tensor) and x.is_floating_point())
         results, put_back = take_tensors(result)
         rebuild.append(put_back)
@@ -144,13 +159,16 @@ def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
         reject("remat", _others(call.fn), _PASS_IT)
     forms = [(tuple(x.shape), x.dtype) for x in first.results]
 
+    saved, num_inputs, known = kept[-1].tensors, len(call.tensors), kept.pop().known()
+
     def run_again(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        with surrounded():
-            results, _ = take_tensors(call.run(tensors, again=True))
+        inputs = tensors[:num_inputs]
+        with surrounded(), known.reused(inputs, tensors[num_inputs:]):
+            results, _ = take_tensors(call.run(inputs, again=True))
         _refuse_other_forms(forms, [(tuple(x.shape), x.dtype) for x in results])
         return [*results]
 
-    return rebuild[0](first.attached(Program(run_again, averages=bool(means)), call.tensors))
+    return rebuild[0](first.attached(Program(run_again, averages=bool(means)), call.tensors, saved))
 
 
 def _refuse_writes(call: _Call, versions: Sequence[int]) -> None:

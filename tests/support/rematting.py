@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
 from tests.support.convention import model, plain_loss, sharded_loss
@@ -25,6 +27,30 @@ def plainly(fn: Any) -> Any:
 def twice(fn: Any) -> Any:
     """A part of a part."""
     return fs.remat(fs.remat(fn))
+
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+POLICIES: dict[str, Wrap] = {
+    "products saved": partial(fs.remat, policy=PRODUCTS),
+    "everything saved": partial(fs.remat, policy=lambda context, op, *args, **kwargs: True),
+}
+
+
+class Operators(TorchDispatchMode):
+    """How often each operator ran below all transforms, by name without overload."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        """Of matrices, batched or not."""
+        return sum(self.ran[name] for name in ("mm", "addmm", "bmm", "baddbmm"))
 
 
 def _layer(i: int, p: Any, x: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.refusals import refused
-from tests.support.rematting import plainly, twice
+from tests.support.rematting import POLICIES, plainly, twice
 
 Tree = Any
-WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice}
+WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, **POLICIES}
 
 
 def drawn(num: int, *shape: int) -> tuple[Tensor, ...]:
@@ -125,13 +125,14 @@ BATCHED: dict[str, Callable[..., Tensor]] = {
 @pytest.mark.parametrize("task", BATCHED)
 def test_every_batch_has_the_same_values_and_random_numbers(task: str, randomness: str) -> None:
     results = []
-    for wrap in (plainly, fs.remat):
+    for wrap in (plainly, fs.remat, POLICIES["everything saved"]):
         torch.manual_seed(1)
         value = BATCHED[task](partial(loss, wrap), partial(vmap, randomness=randomness))
         results.append((value, torch.get_rng_state()))
-    (expected, state), (actual, state_after) = results
-    assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(state, state_after)
+    (expected, state), *others = results
+    for actual, state_after in others:
+        assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(state, state_after)
 
 
 def test_forward_mode_goes_through_no_grad_and_backward_does_not() -> None:
@@ -189,7 +190,8 @@ def _gradient_with_hooks(f: Any) -> Tensor:
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch.func.linearize
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_ways_to_differentiate_have_the_same_values(task: str) -> None:
-    assert_trees_close(OTHERS[task](fs.remat(wave)), OTHERS[task](wave), rtol=1e-12, atol=1e-12)
+    for wrap in (fs.remat, POLICIES["products saved"]):
+        assert_trees_close(OTHERS[task](wrap(wave)), OTHERS[task](wave), rtol=1e-12, atol=1e-12)
 
 
 def test_a_compiled_transform_runs_it_without_recomputation() -> None:
