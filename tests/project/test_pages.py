@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from tests.support.pages import PAGES, ROOT, anchors, blocks, links, run
+from tests.support.pages import PAGES, ROOT, anchors, blocks, links, program, run
 
 OTHERS = re.compile(r"^(?:import|from) (?:torchopt|scipy)\b", re.MULTILINE)  # in tests/referees
-WITH_PYTHON = [page for page in PAGES if blocks(page)]
+TUTORIALS = [str(page.relative_to(ROOT)) for page in program("notebooks").PAGES]  # tests/project/test_notebooks.py
+WITH_PYTHON = [page for page in PAGES if blocks(page) and page not in TUTORIALS]
 TABLE = re.compile(r"\[`(test_\w+)`\]\((?:\.\./)*(tests/[\w/]+\.py)\)")
 
 

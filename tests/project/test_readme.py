@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
+from tests.support.pages import program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -70,11 +70,7 @@ def test_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
 
 
 def test_pictures_are_those_that_their_command_writes() -> None:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs/pictures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = program("pictures")
     for name, picture in pictures.PICTURES.items():
         assert (pictures.PLACE / name).read_text(encoding="utf-8") == picture(), "run python docs/pictures.py"
         assert f"_static/{name})" in README

@@ -1,10 +1,14 @@
-"""Pages of the documentation: their blocks of Python, what these print, and where their links lead."""
+"""Pages of the documentation: their blocks of Python, what these print, where their links lead; and docs' programs."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +22,17 @@ def _pages() -> list[str]:
 
 
 PAGES = _pages()
+
+
+@cache
+def program(name: str) -> Any:
+    """The module of ``docs/NAME.py``, which is not in a package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def blocks(page: str) -> list[str]:
