@@ -87,6 +87,7 @@ def why_not_two_hosts(folder: Path) -> str:
     return done.stderr if done.returncode else ""
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_by_two_network_namespaces(tmp_path: Path) -> None:
     (tmp_path / "trial").mkdir()
     if reason := why_not_two_hosts(tmp_path / "trial"):
@@ -112,6 +113,7 @@ def test_the_script_of_slurm_asks_for_a_task_for_each_gpu() -> None:
     assert int(options["nodes"]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_of_skypilot_on_two_nodes() -> None:
     run = text_of("skypilot.yaml").partition("\nrun: |\n")[2]
     port = str(free_port())
@@ -121,6 +123,7 @@ def test_the_command_of_skypilot_on_two_nodes() -> None:
     assert_trained(printed(*[["bash", "-c", run.replace("29500", port)]] * 2, envs=envs), 10)
 
 
+@pytest.mark.slow
 def test_the_command_of_a_trainjob_on_two_nodes() -> None:
     (line,) = re.findall(r"^    command: \[(.*)\]$", text_of("kubernetes_trainjob.yaml"), re.MULTILINE)
     command = [shlex.split(word)[0] for word in line.split(", ")]
