@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pygments.lexers.special import TextLexer
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -67,6 +66,5 @@ def property_as_prose(app: Sphinx, what: str, name: str, value: Any, options: An
 
 
 def setup(app: Sphinx) -> None:
-    app.add_lexer("mermaid", TextLexer)
     app.connect("autodoc-process-docstring", property_as_prose, priority=400)
     app.connect("missing-reference", documented_name)

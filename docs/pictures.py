@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -9,8 +13,23 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
+from functorch_shard import svg
 
 PLACE = Path(__file__).parent / "_static"
+PACKAGE = Path(fs.__file__).parent
+ABOUT = {
+    "cli": "the command line",
+    "testing": "run_ranks, count_collectives",
+    "checkpoint": "save, load, two formats",
+    "training": "grad, optimizer, norms",
+    "sharding": "shard, gather, scatter_grads",
+    "collectives": "psum ... psum_scatter and their derivatives",
+    "storage": "where memory is",
+    "layout": "which element is on which rank",
+    "mesh": "the ranks",
+    "communication": "how bytes move on one axis",
+    "torch_internals": "private names of torch",
+}
 
 
 class Model(nn.Module):
@@ -38,7 +57,7 @@ def layout() -> str:
     return fs.visualize(fs.plan(model(), fs.abstract_mesh(4), units="blocks")).svg(900)
 
 
-def step() -> str:
+def timeline() -> fs.visualization.Timeline:
     """What one of four ranks starts, waits for and computes in a gradient."""
     whole, mesh = model(), fs.abstract_mesh(4)
     params = fs.shard(whole, fs.plan(whole, mesh, units="blocks"))
@@ -47,10 +66,124 @@ def step() -> str:
         return functional_call(whole, dict(fs.gather(params)), (tokens,)).square().mean()
 
     tokens = torch.zeros(8, dtype=torch.int64, device="meta")
-    return fs.visualize(fs.compile(fs.grad(loss)).trace(params, tokens)).svg(900)
+    return fs.visualize(fs.compile(fs.grad(loss)).trace(params, tokens))
 
 
-PICTURES = {"layout.svg": layout, "step.svg": step}
+def step() -> str:
+    return timeline().svg(900)
+
+
+def trace() -> str:
+    """The same for chrome://tracing and Perfetto."""
+    return json.dumps(timeline().chrome_trace(), indent=1) + "\n"
+
+
+def memory() -> str:
+    """Live bytes over a step, as ``python -m tests.benchmarks.memory_curve`` has measured them, here and by FSDP2."""
+    curves = json.loads((PLACE / "memory.json").read_text(encoding="utf-8"))["MiB"]
+    ours, peer = ([x for phase in curves[name].values() for x in phase] for name in ("functorch_shard", "FSDP2"))
+    left, right, top, bottom, most = 56, 884, 64, 304, 350
+
+    def points(values: list[float]) -> list[tuple[float, float]]:
+        width = (right - left) / len(values)
+        return [(left + width * i, bottom - (bottom - top) * x / most) for i, x in enumerate([*values, values[-1]])]
+
+    area = [corner for (x, y), (end, _) in pairwise(points(ours)) for corner in ((x, y), (end, y))]
+    corners = _corners([(left, bottom), *area, (right, bottom)])
+    body = [svg.text(16, 22, "MiB of tensors of one of two ranks, over one training step of a 27M GPT")]
+    body += [svg.rectangle(16, 34, 12, 12, "fs-hue0"), svg.text(34, 44, f"functorch_shard, peak {max(ours):.0f}")]
+    body += [svg.rectangle(240, 39, 12, 2, "fs-mark"), svg.text(258, 44, f"FSDP2, peak {max(peer):.0f}")]
+    for level in range(0, most, 100):
+        y = bottom - (bottom - top) * level / most
+        body += [svg.line(left, y, right, y, "fs-rest-line"), svg.text(left - 8, y + 4, str(level), "fs-faint", "end")]
+    body += [f'<polygon class="fs-hue0" points="{corners}"/>', svg.steps(points(ours), "fs-edge-line")]
+    body += [svg.steps(points(peer), "fs-mark-line")]
+    for number, phase in enumerate(curves["FSDP2"]):
+        x = left + (right - left) * number / 3
+        body += [svg.line(x, top, x, bottom + 8, "fs-faint-line"), svg.text(x + 6, bottom + 18, phase, "fs-faint")]
+    note = "allocations and frees in order, not time; each phase has the same width"
+    return svg.document(900, 350, "Memory over a step", [*body, svg.text(left, bottom + 36, note, "fs-faint")])
+
+
+def imports() -> dict[str, set[str]]:
+    """The packages that each package imports."""
+    names = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for path in (path for name in names for path in (PACKAGE / name).rglob("*.py")):
+        here = ["functorch_shard", *path.relative_to(PACKAGE).parent.parts]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for target in _targets(node, here):
+                found[here[1]] |= {target[1]} & names - {here[1]} if target[0] == here[0] and target[1:] else set()
+    return found
+
+
+def _targets(node: ast.AST, here: list[str]) -> Iterator[list[str]]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name.split(".") for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        start = here[: len(here) + 1 - node.level] if node.level else []
+        origin = [*start, *(node.module or "").split(".")] if node.module else start
+        yield from ([*origin, alias.name] for alias in node.names)
+
+
+def packages() -> str:
+    """Packages on levels, each above all that it imports; an arrow for each import that no other one implies."""
+    below, (width, height, gap) = imports(), (470, 52, 28)
+    level = {name: _level(name, below) for name in below}
+    rows = [sorted(name for name in below if level[name] == i) for i in range(max(level.values()), -1, -1)]
+    at = {
+        name: (500 + (i - (len(row) - 1) / 2) * (width + 20), 16 + (height + gap) * number)
+        for number, row in enumerate(rows)
+        for i, name in enumerate(row)
+    }
+    body = []
+    for name, imported in sorted(below.items()):
+        implied = {other for target in imported for other in _all_below(target, below)}
+        for target in sorted(imported - implied):
+            (x, y), (end, bottom) = at[name], at[target]
+            body += [svg.line(x, y + height, end, bottom - 5), _tip(end, bottom)]
+        also = ", ".join(sorted(imported & implied))
+        x, y = at[name][0] - width / 2, at[name][1]
+        tip = f"{name} imports {', '.join(sorted(imported)) or 'no other package'}"
+        body += [svg.rectangle(x, y, width, height, "fs-hue0" if name in STEP else "fs-rest", tip)]
+        body += [svg.text(x + 12, y + 20, f"{name}: {ABOUT[name]}")]
+        body += [svg.text(x + 12, y + 40, f"also {also}")] if also else []
+    bottom = 16 + (height + gap) * len(rows)
+    body += [
+        svg.rectangle(20, bottom - 10, 12, 12, "fs-hue0"),
+        svg.text(38, bottom, LEGEND),
+    ]
+    return svg.document(1000, bottom + 16, "Packages and their imports", body)
+
+
+LEGEND = "what a training step goes through; also: imports without an arrow, of what is further below"
+STEP = {"training", "sharding", "collectives", "layout", "mesh", "communication"}
+
+
+def _tip(x: float, y: float) -> str:
+    corners = ((x - 4, y - 7), (x + 4, y - 7), (x, y))
+    return f'<polygon class="fs-edge" points="{_corners(corners)}"/>'
+
+
+def _corners(points: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{svg.number(x)},{svg.number(y)}" for x, y in points)
+
+
+def _level(name: str, below: dict[str, set[str]]) -> int:
+    return 1 + max((_level(other, below) for other in below[name]), default=-1)
+
+
+def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
+    return below[name].union(*(_all_below(other, below) for other in below[name]))
+
+
+PICTURES = {
+    "layout.svg": layout,
+    "step.svg": step,
+    "step.json": trace,
+    "memory.svg": memory,
+    "packages.svg": packages,
+}
 
 if __name__ == "__main__":
     for name, picture in PICTURES.items():

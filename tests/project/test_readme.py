@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.support.pages import program
+from tests.support.pages import PAGES, program
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -69,8 +69,15 @@ def test_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
     assert [number for number in numbers if number.removesuffix(" MB") not in measured] == []
 
 
-def test_pictures_are_those_that_their_command_writes() -> None:
-    pictures = program("pictures")
-    for name, picture in pictures.PICTURES.items():
-        assert (pictures.PLACE / name).read_text(encoding="utf-8") == picture(), "run python docs/pictures.py"
-        assert f"_static/{name})" in README
+PICTURES = program("pictures").PICTURES
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_that_their_command_writes(name: str) -> None:
+    written = (ROOT / "docs/_static" / name).read_text(encoding="utf-8")
+    assert written == PICTURES[name](), "run python docs/pictures.py"
+    assert any(f"_static/{name})" in (ROOT / page).read_text() for page in PAGES)
+
+
+def test_the_readme_shows_the_layout_a_step_and_its_memory() -> None:
+    assert re.findall(r"!\[[^\]]+\]\(docs/_static/(\w+)\.svg\)", README) == ["layout", "step", "memory"]

@@ -50,11 +50,11 @@ class LiveBytes:
 
     def at(self, mark: str) -> int:
         """Bytes that are live there and were not when counting began."""
-        return self._between(mark, mark)[0]
+        return self.curve(mark, mark)[0]
 
     def peak(self, first: str, last: str) -> int:
         """The most bytes that are live at any moment from ``first`` to ``last``."""
-        return max(self._between(first, last))
+        return max(self.curve(first, last))
 
     def growth(self, first: str, last: str) -> int:
         """The most bytes that are live at any moment from ``first`` to ``last`` and were not at ``first``."""
@@ -62,9 +62,10 @@ class LiveBytes:
 
     def allocations(self, first: str, last: str) -> list[int]:
         """What was allocated from ``first`` to ``last``, in bytes each, whether it was freed again or not."""
-        return [after - before for before, after in pairwise(self._between(first, last)) if after > before]
+        return [after - before for before, after in pairwise(self.curve(first, last)) if after > before]
 
-    def _between(self, first: str, last: str) -> list[int]:
+    def curve(self, first: str, last: str) -> list[int]:
+        """Live bytes at ``first`` and after each allocation, free and mark up to ``last``."""
         names = [name for name, _ in self._history]
         assert names.count(first) == names.count(last) == 1
         return [live for _, live in self._history[names.index(first) : names.index(last) + 1]]
