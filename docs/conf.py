@@ -20,6 +20,7 @@ exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
+highlight_language = "text"  # of blocks that do not name theirs
 
 autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"

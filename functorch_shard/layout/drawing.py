@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .. import svg
 from .buffers import Buffer, Slot
@@ -50,7 +51,15 @@ class _Strip:
         yield svg.rectangle(x, self.y, width, _STRIP, f"fs-hue{index % svg.HUES}", tip)
         name = self.label(slot)
         if name:
-            yield svg.text(x + width / 2, self.y + 17, name, anchor="middle")
+            yield svg.text(self._middle(slot, name), self.y + 17, name, anchor="middle")
+
+    def _middle(self, slot: Slot, name: str) -> float:
+        """Of the widest part between two edges if the name fits there, and otherwise of the whole."""
+        each = self.buffer.shard_numel
+        edges = [slot.offset, *range((slot.offset // each + 1) * each, slot.end, each), slot.end]
+        start, end = max(pairwise(map(self.at, edges)), key=lambda part: round(part[1] - part[0], 6))
+        fits = end - start >= svg.CHARACTER * len(name)
+        return (start + end) / 2 if fits else (self.at(slot.offset) + self.at(slot.end)) / 2
 
     def label(self, slot: Slot) -> str:
         """As much of the parameter's name as its rectangle has place for."""
