@@ -26,7 +26,6 @@ from .captured import Captured, captured
 from .first_run import first_run
 from .recomputed import Program
 from .save_policy import Policy, Saves, context_fn_of, saves_by
-from .saved_results import Saved, saving
 from .surroundings import surroundings
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -137,6 +136,8 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _rematted(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> Any:
+    from .saved_results import Saved, saving  # when it is used: importing the package stays fast
+
     surrounded = surroundings(call.tensors, preserve_rng_state)
     versions = [version_of(without_batches(x)) for x in call.tensors]
     rebuild: list[Callable[..., Any]] = []
