@@ -14,28 +14,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 
 import functorch_shard as fs
+from tests.benchmarks.simulated_step import adamw_step
 
 
 def step_of(mesh: fs.Mesh) -> tuple[Any, list[Any]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-    params = fs.shard(model, fs.plan(model, mesh))
-    opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
-
-    def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(functional_call(model, fs.gather(params), (x,)), y)
-
-    @mesh.spmd
-    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads, value = fs.grad_and_value(loss)(params, x, y)
-        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(value, mesh)
-
+    step, trees = adamw_step(mesh, model, F.cross_entropy)
     batch = mesh.split((torch.randn(8 * mesh.size, 64), torch.randint(10, (8 * mesh.size,))))
-    return step, [params, opt.init(params), *batch]
+    return step, [*trees, *batch]
 
 
 def milliseconds(fn: Any, args: list[Any]) -> float:

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import functorch_shard as fs
+from tests.benchmarks.simulated_step import adamw_step
 from tests.benchmarks.workloads import WORKLOADS, Block
 
 Step = Callable[[], Tensor]
@@ -82,18 +82,9 @@ WORKS = {
 def sharded(work: Work, mesh: fs.Mesh, backend: str = "") -> Step:
     torch.manual_seed(0)
     model = work.model()
-    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=1e-3)
+    step, trees = adamw_step(mesh, model, work.loss)
     batch = mesh.split(tuple(torch.cat(each) for each in zip(*map(work.batch, range(mesh.size)), strict=True)))
-
-    def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return work.loss(functional_call(model, fs.gather(params), (x,)), y)
-
-    @mesh.spmd
-    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads, value = fs.grad_and_value(loss)(params, x, y)
-        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(value, mesh)
-
-    run, trees = fs.compile(step, backend=backend) if backend else step, [params, opt.init(params)]
+    run = fs.compile(step, backend=backend) if backend else step
 
     def again() -> Tensor:
         *trees[:], value = run(*trees, *batch)
