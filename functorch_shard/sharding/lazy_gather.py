@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import anchors_here, here, prepare, reduces_tangents_alone, takes_mean
 from ..collectives.codecs import Codec
@@ -23,6 +22,7 @@ from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import backward_pass, differentiate_at_once, signed
+from ..torch_internals.lowering import has_tangents
 from ..torch_internals.tensors import without_torch_function
 from ..torch_internals.transforms import in_transform
 from .gathered_units import Part, Session
@@ -38,7 +38,7 @@ def lazily(
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         layout.mesh[layout.shard_axis].backend.ready()
     anchors = anchors_here()
-    together = anchors is not None and not any(_has_tangent(x) for x in shards.values())
+    together = anchors is not None and not has_tangents([*shards.values()])
     joined = _joined(session, shards, layout, anchors) if together else {}
     for part in _parts(shards, layout, dtype, codec):
         whole = _gather(session, part, shards, joined)
@@ -123,7 +123,7 @@ class _Gather(Function):
     def _transpose(ctx: Any, grads: Sequence[Tensor]) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
         averages = takes_mean(ctx)
-        session.leave(part, tangents=in_transform() or any(map(_has_tangent, grads)))
+        session.leave(part, tangents=in_transform() or has_tangents(grads))
         by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
@@ -155,11 +155,7 @@ class _Gather(Function):
 
 def _is_differentiated(grads: Sequence[Tensor]) -> bool:
     """Whether what is done with ``grads`` is differentiated or batched in turn."""
-    return any(map(_has_tangent, grads)) or in_transform() or torch.is_grad_enabled()
-
-
-def _has_tangent(x: Tensor) -> bool:
-    return unpack_dual(x).tangent is not None
+    return has_tangents(grads) or in_transform() or torch.is_grad_enabled()
 
 
 def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -23,6 +23,7 @@ from ..torch_internals.tensors import (
     refuse_pointers,
     without_memory,
     without_torch_function,
+    writes_nothing,
 )
 from .gathered_units import Session, UnitBuffers
 
@@ -174,7 +175,9 @@ def _rule(func: Any) -> Callable[[Any, Any, Any], Any]:
         return _of_first(lambda x, args, kwargs: func(x._form(), *args, **kwargs))
     if func is aten.t.default:  # every linear layer, twice
         return _of_first(lambda x, args, kwargs: x._transposed())
-    return _of_first(lambda x, args, kwargs: _viewed(func, x, args, kwargs)) if func.is_view else _of_data
+    if func.is_view:
+        return _of_first(lambda x, args, kwargs: _viewed(func, x, args, kwargs))
+    return _of_data if writes_nothing(func) else _of_data_unless_written
 
 
 def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -195,7 +198,6 @@ def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
 
 
 def _of_data(func: Any, args: Any, kwargs: Any) -> Any:
-    _refuse_writes(func, args, kwargs)
     return func(*map(_plain, args), **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
 
 
@@ -205,14 +207,14 @@ def _plain(x: Any) -> Any:
     return [*map(_plain, x)] if isinstance(x, (list, tuple)) else x
 
 
-@cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    return tuple((i, arg.name) for i, arg in enumerate(arguments_of(func)) if is_written(arg))
+def _of_data_unless_written(func: Any, args: Any, kwargs: Any) -> Any:
+    _refuse_writes(func, args, kwargs)
+    return _of_data(func, args, kwargs)
 
 
 def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for i, name in _written(func):
-        x = args[i] if i < len(args) else kwargs.get(name)
+    for i, arg in [(i, arg) for i, arg in enumerate(arguments_of(func)) if is_written(arg)]:
+        x = args[i] if i < len(args) else kwargs.get(arg.name)
         if any(isinstance(y, Lazy) for y in (x if isinstance(x, (list, tuple)) else [x])):
             raise RuntimeError(
                 f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "

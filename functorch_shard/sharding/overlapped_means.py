@@ -108,8 +108,9 @@ def overlap_means(
         places: of each input that is a shard its buffer's key and its layout.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
-    averaged = {id(x): i for i, (x, place) in enumerate(zip(inputs, places, strict=True)) if _is_averaged(x, place)}
-    uses = _uses(value, gathers) if gathers and averaged else Counter[int]()
+    pairs = enumerate(zip(inputs, places, strict=True)) if gathers else ()
+    averaged = {id(x): i for i, (x, place) in pairs if _is_averaged(x, place)}
+    uses = _uses(value, gathers) if averaged else Counter[int]()
     alone = {leaf: i for leaf, i in averaged.items() if uses[leaf] == 1}
     for node in gathers if alone else ():
         layout = node.session.layout

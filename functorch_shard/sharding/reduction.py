@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here
 from ..collectives.codecs import Codec
@@ -28,6 +27,7 @@ from ..layout.packing import pack
 from ..layout.precision import divide_factors
 from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
+from ..torch_internals.lowering import has_tangents
 from ..torch_internals.transforms import in_transform
 
 
@@ -164,7 +164,7 @@ def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tens
     keys = [key for key, x in flats.items() if x.requires_grad]
     if anchors is None or not keys or in_transform() or layout.mesh.size == 1:
         return flats
-    if any(unpack_dual(x).tangent is not None for x in flats.values()):
+    if has_tangents([*flats.values()]):
         return flats
     anchor, *joined = _Together.apply(*(flats[key] for key in keys))
     anchors.append(anchor)

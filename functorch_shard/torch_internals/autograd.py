@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from inspect import signature
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import Signature, signature
 from typing import Any, TypeVar
 
 import torch
@@ -29,9 +29,29 @@ def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
 
 
 def signed(forward: T) -> T:
-    """``forward`` of a ``Function``, with its signature, which ``apply`` otherwise computes again at each call."""
-    forward.__signature__ = signature(forward)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    """``forward`` of a ``Function``, with a signature that ``apply`` need not compute, nor bind arguments to.
+
+    Its parameters have no defaults, which are what ``apply`` binds arguments for, at every call.
+    """
+    forward.__signature__ = _Positional([*signature(forward).parameters.values()])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     return forward
+
+
+class _Positional(Signature):
+    """Of a function that is called with all of its arguments, by position."""
+
+    def bind(self, /, *args: Any, **kwargs: Any) -> Any:
+        return super().bind(*args, **kwargs) if kwargs else _Bound(args)
+
+
+class _Bound:
+    kwargs: Mapping[str, Any] = {}
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args
+
+    def apply_defaults(self) -> None:
+        """There are none."""
 
 
 def backward_pass() -> int | None:

@@ -9,7 +9,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
@@ -20,6 +19,7 @@ from ..sharding.overlapped_means import Place, overlap_means
 from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
 from ..torch_internals.dynamo import trace_in_place_of
+from ..torch_internals.lowering import has_tangents
 from ..torch_internals.pytree import torch_pytree
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
 from ..torch_internals.transforms import (
@@ -291,7 +291,7 @@ def _needs_graph(call: Any) -> bool:
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return True
     outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return outer or any(unpack_dual(x).tangent is not None for x in tensors)
+    return outer or has_tangents(tensors)
 
 
 def _opened(args: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
