@@ -22,11 +22,15 @@ def gpt_of(depth: int) -> Any:
 
 
 def gpt_step(
-    mesh: fs.Mesh, model: nn.Module, rank: int = 0, change: Callable[[fs.Sharded], fs.Sharded] = lambda grads: grads
+    mesh: fs.Mesh,
+    model: nn.Module,
+    rank: int = 0,
+    change: Callable[[fs.Sharded], fs.Sharded] = lambda grads: grads,
+    units: Any = "auto",
 ) -> tuple[Any, list[Any]]:
     """Of a batch of one sample, that of data rank ``rank``; ``change`` is what becomes of the gradients."""
     work = WORKLOADS["gpt"]
-    params = fs.shard(model, fs.plan(model, mesh))
+    params = fs.shard(model, fs.plan(model, mesh, units=units))
     opt = fs.optimizer(torch.optim.AdamW, lr=1e-3)
 
     def loss(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 import functorch_shard as fs
 from functorch_shard.communication.collective import START, WAIT
+from tests.benchmarks.workloads import Block
 from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.ranks import HYBRID, gloo, on_each, simulated
 
@@ -70,6 +71,19 @@ def test_a_step_is_one_graph_that_gathers_twice_and_reduces_each_unit_once() -> 
     assert gpt()["graphs"] == 1
     assert gpt()["gathers"] == UNITS + BLOCKS - 1
     assert gpt()["reductions"] == UNITS
+
+
+def numbers_with_a_root_unit(mesh: fs.Mesh) -> tuple[int, int]:
+    """Gathers and reductions, with the units of fully_shard: each block, and the rest in one."""
+    step, args = gpt_step(mesh, gpt_of(BLOCKS), mesh.rank, units=Block)
+    traced = fs.compile(step, backend="replay").trace(*args)
+    return traced.number("all_gather"), traced.number("psum_scatter")
+
+
+def test_a_root_unit_that_is_used_first_and_last_is_gathered_twice_and_reduced_once() -> None:
+    """In forward twice, and the blocks but the last again in backward."""
+    for result in gloo(2)[0].run(numbers_with_a_root_unit):
+        assert result == (BLOCKS + 2 + BLOCKS - 1, BLOCKS + 1)
 
 
 def test_every_start_is_waited_for_once() -> None:
