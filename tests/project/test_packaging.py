@@ -8,6 +8,7 @@ from pathlib import Path
 
 import functorch_shard as fs
 from functorch_shard.cli import main
+from tests.support.pages import program
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(fs.__file__).parent  # which may be an installed one
@@ -31,6 +32,21 @@ def test_a_release_compares_its_tag_with_the_version() -> None:
     line = found(r"sed -n 's/(.*)/\\1/p' functorch_shard/__init__.py", RELEASE)
     pattern = line.replace(r"\(", "(").replace(r"\)", ")")
     assert re.findall(pattern, (PACKAGE / "__init__.py").read_text(), re.MULTILINE) == [fs.__version__]
+
+
+def test_links_of_a_release_are_addresses_of_files_that_are_there() -> None:
+    addresses, home = program("addresses", ROOT / ".github"), "https://example.org/owner/name"
+    readme = addresses.with_absolute_links((ROOT / "README.md").read_text(), home, "v1")
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", readme, flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    paths = [path for target in targets for path in re.findall(rf"^{home}/(?:raw|blob)/v1/([^#]+)", target)]
+    assert len(paths) >= 50
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    urls = re.findall(r'^\w+ = "(https://.*)"$', addresses.with_urls(PYPROJECT, home, "v1"), re.MULTILINE)
+    assert len(urls) == 4
+    assert all((ROOT / path).exists() for url in urls for path in re.findall(rf"^{home}/blob/v1/(.*)", url))
+    assert "addresses.py" in RELEASE
 
 
 def test_tests_run_on_every_python_that_the_package_names() -> None:

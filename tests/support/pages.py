@@ -25,9 +25,9 @@ PAGES = _pages()
 
 
 @cache
-def program(name: str) -> Any:
-    """The module of ``docs/NAME.py``, which is not in a package."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
+def program(name: str, folder: Path = ROOT / "docs") -> Any:
+    """The module of ``docs/NAME.py``, or in another folder, which is not in a package."""
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_{name}", folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
