@@ -24,6 +24,11 @@ _REASONS = (
         "fs.apply(model, params, buffers, x) returns new buffers instead; model.eval() only reads them.",
     ),
     (
+        r"not implemented for aten::_make_dual",
+        "a derivative was traced (torch.func.linearize), or forward mode asked by hand. torch.func.jvp has the same "
+        "values.",
+    ),
+    (
         r"vmap: .* is not possible because there exists a Tensor|doesn't work on out= or view ops",
         "what differs between ranks was written into a tensor that they share. Make that tensor from one that differs, "
         "x.new_zeros(shape) and not torch.zeros(shape); a model's buffers are returned by fs.apply.",

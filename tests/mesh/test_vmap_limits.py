@@ -104,6 +104,12 @@ def test_every_limit_of_a_vmap_is_named(fn: Any, reason: str, axes: dict[str, in
     assert str(caught.value.__cause__) in str(caught.value)
 
 
+def test_linearize_is_refused_and_jvp_named() -> None:
+    x, linearized = torch.randn(4, 3), MESH.spmd(lambda x: torch.func.linearize(torch.sin, x)[1](x))
+    assert "torch.func.jvp has the same values" in refused(linearized, x)
+    torch.testing.assert_close(MESH.spmd(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1])(x), x * x.cos())
+
+
 @pytest.mark.parametrize("fn", [fn for fn, _ in CASES.values()], ids=CASES)
 def test_what_a_vmap_refuses_runs_on_ranks_that_run_one_after_the_other(fn: Any) -> None:
     x = torch.randn(4, 3, 6)
