@@ -18,9 +18,7 @@ from ..errors import reject
 
 _VERB = "init_mesh: the environment"
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN = (
-    "torchrun --nnodes <hosts> --nproc-per-node <ranks of a host> --rdzv-backend c10d --rdzv-endpoint <a host>:29500"
-)
+_TORCHRUN = "torchrun --nnodes <hosts> --node-rank <number> --nproc-per-node <ranks of a host> --master-addr <host 0>"
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def test_a_launched_process_that_knows_no_rank_0_is_refused_with_the_torchrun_li
     text = refused(fs.init_mesh)
     assert text.startswith("ValueError: init_mesh: the environment: 1 problem\n  this is process 3 of 4 that ")
     assert "MASTER_ADDR and MASTER_PORT are not set: 4 jobs of one rank each" in text
-    assert "\n  torchrun --nnodes <hosts> --nproc-per-node <ranks of a host>" in text
+    assert "\n  torchrun --nnodes <hosts> --node-rank <number> --nproc-per-node <ranks of a host> " in text
     assert "\n  export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500\n" in text
     put(environment, {"MASTER_ADDR": "127.0.0.1"})
     assert "but MASTER_PORT is not set" in refused(fs.init_mesh)
