@@ -2,6 +2,6 @@
 
 ``main``: the commands and their errors, of one line each. ``plans``: ``plan``, a model on numbers of ranks that need
 not be there; ``options``: texts of its options as values. ``checkpoints``: ``inspect`` and ``consolidate``.
-``progress``: how far a command is, on a terminal. A command imports what it uses when it runs. Uses the public names of
-the library and the files of ``checkpoint``.
+``differences``: ``verify`` and ``diff``. ``progress``: how far a command is, on a terminal. A command imports what it
+uses when it runs. Uses the public names of the library and the files of ``checkpoint``.
 """
