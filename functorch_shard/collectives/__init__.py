@@ -2,9 +2,9 @@
 
 ``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules`` and
 ``encoded``: their derivatives. ``data_parallel``: those of ``gather`` and of the reduction of gradients, by their
-schedule; ``boundary``: who takes the mean over ranks, the backward of each gather or ``fs.grad`` at its end.
-``codecs``: encoded messages. ``from_rank``: the value of one rank. ``operands``: what the autograd Functions here
-share.
+schedule; ``boundary``: who takes the mean over ranks, the backward of each gather or ``fs.grad`` at its end;
+``tangents_alone``: reductions of tangents whose primal nobody uses. ``codecs``: encoded messages. ``from_rank``: the
+value of one rank. ``operands``: what the autograd Functions here share.
 
 Imports ``layout``, ``mesh``, ``communication`` and below; imported by ``sharding`` and ``training``.
 """

@@ -77,7 +77,7 @@ class GlooBackend(GroupBackend):
         return self._swap(op, in_memory(x.cpu(), x.dtype), torch.stack, x.device)
 
     def ragged_all_to_all(self, op: Collective, x: Tensor) -> Work:
-        """By the largest part of all, which every rank knows, they choose one transport."""
+        """All ranks choose the same transport, from the size of the largest part, which each of them knows."""
         parts = [in_memory(part, x.dtype) for part in self.parts_of(op, x.cpu())]
         got = [torch.empty(shape, dtype=x.dtype) for shape in self.shapes_of(op, x)]
         got[self.rank] = parts[self.rank]
@@ -148,7 +148,7 @@ class GlooBackend(GroupBackend):
 
     @property
     def _peers(self) -> list[int]:
-        """The other ranks, nearest first: no rank is the first of all others."""
+        """The other ranks, nearest first, so that they do not all send to the same one first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def _call(self, op: Collective, numel: int) -> Call:
@@ -189,7 +189,7 @@ class GlooBackend(GroupBackend):
         return lambda: rows
 
     def _by_memory(self, call: Call, memory: SharedMemory, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
-        writes = None if x.is_inference() or type(x) is not Tensor else version_of(x)  # what it has now, was sent
+        writes = None if x.is_inference() or type(x) is not Tensor else version_of(x)  # the version that was sent
         call.memory = memory
         call.post(slot=memory.write([in_memory(x, dtype)]))
 

@@ -14,10 +14,10 @@ for each rank, then comes the message. A message goes through four steps, in thi
 3. Each rank that received it reads what it needs, or nothing, and then sets its own byte to 1; the writer too.
 4. When all bytes are 1, no rank will read the message again, and the slot may be taken again.
 
-A step is a system call behind the one before it, on one host or across a message of the group, and so sees what that
-one wrote. No rank waits here: if a slot is not free, there is another one. The writer alone chooses the slot, so ranks
-may differ in it, and timing moves no message. There are as many slots as there were messages unread at once, and each
-takes the memory of the largest message it had.
+Each step is a system call after the step before it, in the same process or after a message from it, and therefore sees
+what that one wrote. No rank waits here: if a slot is not free, there is another one. The writer alone chooses the slot,
+so ranks may differ in it. There are as many slots as there were messages unread at once, and each takes the memory of
+the largest message it had.
 """
 
 from __future__ import annotations
@@ -73,12 +73,17 @@ class SharedMemory:
         scratch = own.new_empty(min(step, own.numel()))
         for piece, mine in zip(total.view(-1).split(step), own.view(-1).split(step), strict=True):
             for rank, slot in enumerate(slots):
-                addend = mine if rank == self._rank else scratch[: len(piece)] if rank else piece
-                if addend is not mine:
-                    self.read(rank, slot, (self._rank - (self._rank > rank)) * own.nbytes + start, addend)
+                addend = mine
+                if rank != self._rank:
+                    addend = scratch[: len(piece)] if rank else piece  # the first is read into its place
+                    self.read(rank, slot, self._offset_in(rank) * own.nbytes + start, addend)
                 piece.add_(addend) if rank else piece.copy_(addend)
             start += piece.nbytes
         return total
+
+    def _offset_in(self, rank: int) -> int:
+        """Which of the parts in a message of ``rank``, which has none for itself, is for this rank."""
+        return self._rank - (self._rank > rank)
 
     def done(self, slots: Sequence[int]) -> None:
         """This rank reads no more of these messages, one of each rank; a slot below 0 was not received."""

@@ -361,9 +361,9 @@ def _check(
     for name, size in mesh.axes.items():
         if name not in axes and size > 1:
             problems.append(
-                f"mesh: axis {name!r} of {size} ranks is neither shard_axis nor replicate_axis: no gradient"
+                f"mesh: axis {name!r} of {size} ranks is neither shard_axis nor replicate_axis: no gradient would be "
+                f"reduced over it. Pass it, for example as replicate_axis={name!r}"
             )
-            problems[-1] += f" would be reduced over it. Pass it, for example as replicate_axis={name!r}"
     if not set(axes) & set(mesh.axes):
         neither = f"{options.shard_axis!r} nor {options.replicate_axis!r}"
         problems.append(f"shard_axis and replicate_axis: the mesh has neither {neither}: {mesh}")

@@ -121,11 +121,11 @@ class Mesh(Static):
         """Run ``fn`` as a single program on every rank.
 
         On real ranks every process is already one of them: ``spmd(fn)`` is ``fn`` itself. On simulated ranks it is
-        ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions.
-        On those of kind ``"sequential"`` it is ``fn`` once for each rank, in threads of which one runs at a time: until
-        it waits for a collective, then the first rank that can go on. What a rank returns that is not a tensor has to
-        be the same on all of them. Python objects are shared, but parameters in a module while it runs, and torch's
-        random numbers, are each rank's own.
+        ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions. On
+        those of kind ``"sequential"`` it is ``fn`` once for each rank, in threads of which one runs at a time: a rank
+        runs until it waits for a collective, then the first one that can continue. What a rank returns that is not a
+        tensor has to be the same on all of them. Python objects are shared, except for the parameters in a module while
+        it runs and torch's random numbers, of which each rank has its own.
 
         Args:
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.

@@ -6,6 +6,7 @@ The verbs: ``gather``, ``scatter``, ``shard``, ``partition``, ``initialize`` (``
 done: ``lazy_gather`` (autograd) makes ``lazy_tensor`` objects; ``prefetch_policy`` decides which unit is gathered next
 and which is freed, ``gathered_units`` holds them, ``asynchronous`` starts gathers and reductions that are waited for
 later, on ``streams``; ``reduction`` reduces at once, and ``unused`` knows what a rank did not use.
+``overlapped_means``: the mean over replicas, taken while backward goes on.
 
 Imports ``collectives``, ``storage`` and below; imported by ``training`` and ``checkpoint``.
 """

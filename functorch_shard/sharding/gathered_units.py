@@ -157,9 +157,9 @@ class Session:
         return buffers.whole(index)
 
     def leave(self, part: Part, tangents: bool = False) -> None:
-        """Free ``part``: its gradients are complete, and backward is done with it (not with frozen neighbours).
+        """Free ``part``: its gradients are complete, and backward is done with it. Frozen parts of its unit stay.
 
-        With ``tangents`` also those of it, where backward goes through them at the same time.
+        With ``tangents`` also the parts with its tangents, which backward goes through at the same time.
         """
         for buffers in self._resident.get(part.unit, []):
             if buffers.part is part or (tangents and buffers.part.tangent_of is part):

@@ -190,8 +190,9 @@ class _Join(Function):
     """An anchor (Note [Unused units]) and the shards themselves. Its backward waits for the reductions.
 
     Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
-    of the device that one of its outputs is on, and on the stream that this was made on. Of offloaded shards all are on
-    the CPU; with the empty one this is the thread of ``_Gather.backward``, and one follows the other.
+    of the device that one of its outputs is on, and on the stream that the node was made on. Offloaded shards are all
+    on the CPU; because of the empty output on the device, autograd runs this node in the thread of
+    ``_Gather.backward``, and so after it.
     """
 
     @staticmethod

@@ -1,11 +1,12 @@
 """The prefetch policy: which unit to gather next and which to free, from the order of use alone, without tensors.
 
 Note [Residency]: at most two large units of a ``gather`` are whole: the one in use and the one that is gathered ahead
-of it (or, where none follows, the one before it). What is next is guessed: in forward what followed the last time that
-this unit came after that one, or what the order of the parameters suggests; in backward what came before in forward. A
-wrong guess costs two gathers, its own and that of the unit it evicted, so a unit that comes back where nothing
-predicted it (a head that shares the embedding's unit) has no guess. Decisions do not depend on a clock, on what has
-arrived or on what the garbage collector has done: all ranks gather in the same order, whatever their timing.
+of it (or, where none follows, the one before it). What is next is guessed: in forward the unit that last followed these
+two, the one before and this one, or what the order of the parameters suggests; in backward what came before in forward.
+``gathered_units.Session`` asks at each use. A wrong guess costs two gathers, its own and that of the unit it evicted,
+so a unit that comes back where nothing predicted it (a head that shares the embedding's unit) has no guess. Decisions
+do not depend on a clock, on what has arrived or on what the garbage collector has done: all ranks gather in the same
+order, whatever their timing.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
             What is in no ``Sharded`` is passed through. On simulated ranks a stacked tree, outside ``spmd``. A *list*
             holds the trees of all ranks, in rank order, as they come out of files: several trees of one rank go into a
             tuple or a dict.
-        layout: the new layout, with the names, shapes, dtypes, placements and ties that they have
-            now. From real ranks
+        layout: the new layout, with the names, shapes, dtypes, placements and ties that they have now. From real ranks
             to real ranks: on a mesh of the same processes, in any order and in any axes. From a stacked tree, a list or
             a single rank: on any mesh.
         fresh: for an optimizer's state, ``opt.init(params)`` of the new parameters. The result has its form: what was
@@ -86,7 +85,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
 
 def _moved(tree: Any, layout: Layout, fresh: Any) -> Any:
     """All nodes of ``tree``, which have one layout."""
-    mesh = _meeting(tree, layout)
+    mesh = _mesh_to_agree_on(tree, layout)
     build = lambda: _prepare(tree, layout, fresh)  # noqa: E731
     move = mesh.agree("reshard", build, lambda move: list(move.lines())) if mesh else build()
     with torch.inference_mode(False), torch.no_grad():
@@ -184,7 +183,7 @@ class _Move:
         for copy, away in zip(copies, moves, strict=True):
             if not away and copy.rank in made:
                 _target(copy, made).copy_(_source(copy, held))
-        if any(moves):  # so on every rank, that all of them count it
+        if any(moves):  # the same on every rank, so all of them enter the exchange
             self._exchange(made, held, [copy for copy, away in zip(copies, moves, strict=True) if away])
 
     def _exchange(self, made: Mapping[int, Tensor], held: Mapping[int, Any], copies: Sequence[Copy]) -> None:
@@ -213,8 +212,8 @@ def _target(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
     return made[copy.rank][copy.offset : copy.offset + copy.numel]
 
 
-def _meeting(tree: Any, layout: Layout) -> Mesh | None:
-    """The mesh whose ranks have to agree where they exchange something; those with wrong arguments take part."""
+def _mesh_to_agree_on(tree: Any, layout: Layout) -> Mesh | None:
+    """The mesh whose ranks exchange something and have to agree; ranks with wrong arguments take part: none waits."""
     nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_node) if isinstance(node, Sharded)]
     layouts = [node.layout for node in nodes] or [x for x in [layout] if isinstance(x, Layout)]
     mesh = layouts[0].mesh if layouts and not isinstance(tree, list) else None
@@ -294,7 +293,7 @@ def _check_fresh(fresh: Holding, held: Holding, layout: Layout) -> None:
 
 
 def _leaves(held: Holding, fresh: Holding | None, layout: Layout) -> list[dict[str, _Leaf]]:
-    """What each new buffer gets, in each node; Note [Leaves of a buffer] in holdings.py."""
+    """What each new buffer gets, in each node; Note [Leaves of a buffer] in rank_trees.py."""
     problems: list[str] = []
     result: list[dict[str, _Leaf]] = [{} for _ in held.paths]
     for node, path in enumerate(held.paths):

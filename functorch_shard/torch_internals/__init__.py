@@ -1,12 +1,13 @@
 """Private APIs of torch, each in one place, with the reason.
 
-``transforms``: which ``torch.func`` transforms are active. ``autograd``: the graph and the running backward pass.
-``checkpointing``: regions of ``torch.utils.checkpoint``. ``parameter_swap`` and ``recomputation``: other tensors in
-place of a module's own, in forward and in recomputation. ``taking_turns``, ``called_module`` and ``thread_state``: what
-ranks in threads have of their own, and what of their caller. ``tracing``, ``compilers`` and ``operators``: programs as
-graphs; ``dynamo``: what ``torch.compile`` calls as a whole. ``rnn``, ``frames``, ``tensors``, ``pytree``,
-``process_groups``, ``dcp``: private attributes of those. ``tests/torch_internals`` fails when torch changes one of
-them.
+``transforms``: which ``torch.func`` transforms are active; ``lowering``: what is differentiated at any of them.
+``autograd``: the graph and the running backward pass. ``checkpointing``: regions of ``torch.utils.checkpoint``.
+``parameter_swap`` and ``recomputation``: other tensors in place of a module's own, in forward and in recomputation.
+``taking_turns``, ``called_module`` and ``thread_state``: what ranks in threads have of their own, and what of their
+caller. ``tracing``, ``compilers`` and ``operators``: programs as graphs; ``dynamo``: what ``torch.compile`` calls as a
+whole. ``rnn``, ``frames``, ``tensors``, ``pytree``, ``process_groups``, ``dcp``: private attributes of those.
+``while_it_runs``: what transforms change for the whole process. ``tests/torch_internals`` fails when torch changes one
+of them.
 
 Every package may import this one; it imports ``errors`` only.
 """

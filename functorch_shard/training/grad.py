@@ -124,7 +124,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
 
 def grad_for_tangents(fn: Callable[..., Tensor]) -> Callable[..., Any]:
-    """:func:`grad` inside of a ``torch.func.jvp`` whose primal result is dropped: it alone is not right."""
+    """:func:`grad` for a ``torch.func.jvp`` that drops the primal result: only the tangent is right."""
     return lambda *args: _grad_and_value(fn, tangents_alone=True)(*args)[0]
 
 
@@ -308,7 +308,7 @@ def _has_graph(x: Any) -> bool:
 
 
 def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary: Boundary) -> None:
-    """Replace each gradient of a shard by its mean over ranks, so that one of them is there twice at a time.
+    """Replace each gradient of a shard by its mean over ranks, one by one: at most one of them is held twice.
 
     From the last to the first, as they are reduced and as Note [Overlapped means] has them.
     """

@@ -66,7 +66,7 @@ def once(probe: Probe[T]) -> Probe[T]:
 
     @wraps(probe)
     def probed(cls: Class, options: Mapping[str, Any]) -> T:
-        options = that_move(plain_options(options))
+        options = with_nonzero_lr(plain_options(options))
         key = tuple((name, type(value), value) for name, value in sorted(options.items()))
         try:
             return remembered(cls, key) if _is_hashable(key) else probe(cls, options)
@@ -104,7 +104,7 @@ def _switches(before: Any, after: Any) -> bool:
     return bool(after) and not before if numbers else type(before) is not type(after) or before != after
 
 
-def that_move(options: dict[str, Any]) -> dict[str, Any]:
+def with_nonzero_lr(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a learning rate other than 0, which a schedule may begin with."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
@@ -267,7 +267,7 @@ def _check_equal(cls: Class, options: Mapping[str, Any], whole: _Whole, parts: S
                 f"it keeps {name!r} in its parameter groups, and shards compute another value than whole tensors",
             )
     if not _close(whole.end, torch.cat([part.end for part in parts])):
-        held = torch.cat([_held(cls, options, *cuts) for cuts in _CUTS])
+        held = torch.cat([_with_one_optimizer(cls, options, *cuts) for cuts in _CUTS])
         if _close(whole.end, held):
             raise _refusal(cls, _IMPURE)
         raise _refusal(cls, "its update of one element depends on others, or on the shape or size of the tensor")
@@ -279,7 +279,7 @@ _IMPURE = (
 )
 
 
-def _held(cls: Class, options: Mapping[str, Any], *cuts: int) -> Tensor:
+def _with_one_optimizer(cls: Class, options: Mapping[str, Any], *cuts: int) -> Tensor:
     """The parts again, updated by one optimizer object for all steps."""
     params = _cut(_start(), cuts)
     optimizer = cls(params, **options)

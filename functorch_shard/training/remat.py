@@ -45,8 +45,8 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True, policy: Policy | None = No
             closure and defaults are inputs too, with the values of the call, and get their gradients. So are the
             parameters and buffers of a module: ``fs.remat(block)(x)`` is run again with those of the
             ``functional_call``, ``fs.call`` or ``fs.apply`` that it runs in.
-        preserve_rng_state: whether it draws random numbers, on the CPU or on the devices of its inputs. ``False`` saves
-            the state of the generators, 5 KB, for functions that draw none.
+        preserve_rng_state: whether ``fn`` may draw random numbers, on the CPU or on the devices of its inputs. Where
+            it draws none, ``False`` does without the states of the generators, 5 KB a call.
         policy: which results of operators inside are saved too, and not computed again, as
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: a list of operators to save,
             ``[torch.ops.aten.mm.default]``, or a function of ``(context, op, *args, **kwargs)`` that returns a
@@ -56,8 +56,8 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True, policy: Policy | None = No
 
     Returns:
         A function with the arguments of ``fn``. Results that are not floating-point tensors are those of the first run.
-        Where nothing is differentiated it is ``fn``. Compiled, it is
-        ``torch.utils.checkpoint``, and inside a transform ``fn``.
+        Where nothing is differentiated it calls ``fn``. Compiled, it is ``torch.utils.checkpoint``, and inside a
+        transform ``fn``.
 
     Raises:
         ValueError: results depend on a tensor that needs a gradient and is none of these inputs: a global, an

@@ -24,7 +24,7 @@ _BATCHED = {aten.mm.default: aten.bmm.default, aten.addmm.default: aten.bmm.defa
 def saves_by(policy: Policy) -> Callable[[], Saves]:
     """Whether ``policy``, as ``create_selective_checkpoint_contexts`` takes it, saves a result of what is called here.
 
-    A vmap around it ends before operators are seen: who is inside of one has to ask there.
+    To be called inside of a vmap that ``fn`` runs in: where operators are seen, that level has ended.
     """
     if callable(policy):
         return lambda: lambda result, op, args, kwargs: _is_saved(policy(_context(result), op, *args, **kwargs))

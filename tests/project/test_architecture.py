@@ -124,6 +124,22 @@ def test_a_package_documents_its_purpose() -> None:
         assert len(doc) > 150, path
 
 
+def test_a_package_says_what_each_of_its_modules_is() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        modules = {other.stem for other in path.parent.glob("*.py")} - {"__init__", "__main__"}
+        assert path.parent == PACKAGE or [name for name in sorted(modules) if f"``{name}``" not in doc] == [], path
+
+
+def test_a_note_is_where_it_is_said_to_be() -> None:
+    texts = {path: " ".join(path.read_text().split()) for path in PACKAGE.rglob("*.py")}
+    named = [found for text in texts.values() for found in re.findall(r"Note \[([^\]]+)\](?: in ([\w/.]+\.py))?", text)]
+    written = {(name, path.name) for path, text in texts.items() for name in re.findall(r"Note \[([^\]]+)\]:", text)}
+    assert len(written) >= 20
+    assert [name for name, _ in named if name not in {known for known, _ in written}] == []
+    assert [(name, place) for name, place in named if place and (name, Path(place).name) not in written] == []
+
+
 def test_integers_of_the_layout_do_not_use_process_groups() -> None:
     integers = [module for module in MODULES if floor_of(module) == "layout" and module != "layout.dtensor"]
     for module in [*integers, "checkpoint.regions"]:

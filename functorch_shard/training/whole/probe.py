@@ -31,7 +31,7 @@ from ..optimizer_probe import (
     once,
     refusal,
     same,
-    that_move,
+    with_nonzero_lr,
 )
 from ..optimizer_step import CARRIED, NUMBER_DTYPES
 from ..torch_optim import Group, initial_state, update
@@ -170,7 +170,7 @@ def find_spec(
     Raises:
         TypeError: it keeps something that is neither a tensor nor a number, or something else from step to step.
     """
-    options = that_move(dict(options))
+    options = with_nonzero_lr(dict(options))
     try:
         with outside_transforms(), torch.inference_mode(False), torch.no_grad():
             return _found(_Trial(cls, options, carried, tuple(shape), dtype, device))
