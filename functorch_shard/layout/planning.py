@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -338,33 +338,44 @@ def _check(
     options: _Options,
     ignored: Sequence[str] | Set[str],
 ) -> None:
-    shard_axes, align_bytes = options.shard_axis.split(","), options.align_bytes
-    axes = (*shard_axes, options.replicate_axis)
     problems, advice = source_problems(tensors)
     problems += [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := unfit_dtensor(x, mesh))]
     sparse, no_sparse = sparse_problems(source) if isinstance(source, nn.Module) else ([], "")
     problems += sparse
+    problems += _ignored_problems(tensors, ignored)
+    problems += _option_problems(options)
+    problems += _axis_problems(mesh, options)
+    reject("plan", problems, " ".join(filter(None, [advice, no_sparse, "Nothing was planned."])))
+
+
+def _ignored_problems(tensors: Mapping[str, Tensor], ignored: Sequence[str] | Set[str]) -> list[str]:
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator could be read only once
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
     known = {prefix for name in _below_any(tensors, ignored) for prefix in prefixes_of(name)}
-    problems += [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
+    return [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
+
+
+def _option_problems(options: _Options) -> Iterator[str]:
     if options.reduction not in ("mean", "sum"):
-        problems.append(f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'")
+        yield f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'"
     if not isinstance(options.reshard_after_forward, bool):
-        problems.append(f"reshard_after_forward: got {options.reshard_after_forward!r}, expected True or False")
-    if not isinstance(align_bytes, int) or align_bytes < 0:
-        problems.append(f"align_bytes: got {align_bytes!r}, expected a number of bytes, 0 to pack")
-    if options.replicate_axis in shard_axes:
-        problems.append(f"shard_axis and replicate_axis: got {options.replicate_axis!r} for both, expected two names")
-    problems += [f"shard_axis: {name!r} is there {n} times" for name, n in Counter(shard_axes).items() if n > 1]
+        yield f"reshard_after_forward: got {options.reshard_after_forward!r}, expected True or False"
+    if not isinstance(options.align_bytes, int) or options.align_bytes < 0:
+        yield f"align_bytes: got {options.align_bytes!r}, expected a number of bytes, 0 to pack"
+
+
+def _axis_problems(mesh: Mesh, options: _Options) -> Iterator[str]:
+    shard_axes, replicate_axis = options.shard_axis.split(","), options.replicate_axis
+    if replicate_axis in shard_axes:
+        yield f"shard_axis and replicate_axis: got {replicate_axis!r} for both, expected two names"
+    yield from (f"shard_axis: {name!r} is there {n} times" for name, n in Counter(shard_axes).items() if n > 1)
     for name, size in mesh.axes.items():
-        if name not in axes and size > 1:
-            problems.append(
+        if name not in (*shard_axes, replicate_axis) and size > 1:
+            yield (
                 f"mesh: axis {name!r} of {size} ranks is neither shard_axis nor replicate_axis: no gradient would be "
                 f"reduced over it. Pass it, for example as replicate_axis={name!r}"
             )
-    if not set(axes) & set(mesh.axes):
-        neither = f"{options.shard_axis!r} nor {options.replicate_axis!r}"
-        problems.append(f"shard_axis and replicate_axis: the mesh has neither {neither}: {mesh}")
-    reject("plan", problems, " ".join(filter(None, [advice, no_sparse, "Nothing was planned."])))
+    if not {*shard_axes, replicate_axis} & set(mesh.axes):
+        neither = f"{options.shard_axis!r} nor {replicate_axis!r}"
+        yield f"shard_axis and replicate_axis: the mesh has neither {neither}: {mesh}"
