@@ -28,7 +28,7 @@ from ..torch_internals.transforms import (
     in_transform,
     without_batches,
 )
-from .differentiated_leaves import carried_wider, filled, is_sharded, picked, places_of, replaced, wanted_leaves
+from .differentiated_leaves import Differentiated, carried_wider, is_sharded, places_of, wanted_leaves
 from .forward_over_reverse import grad_and_value_freeing
 from .usage import is_zero, refuse_unused, unused_arguments
 
@@ -134,36 +134,30 @@ def _grad_and_value(
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         chosen = _positions(argnums, len(args))
-        args = _opened(args, chosen)
-        wanted = {i: wanted_leaves(args[i]) for i in chosen}
-        leaves = [optree.tree_leaves(args[i], none_is_leaf=True) for i in chosen]
-        inputs = [x for i, xs in zip(chosen, leaves, strict=True) for x in picked(xs, wanted[i])]
-
+        given = Differentiated.of(_opened(args, chosen), chosen)
         unused: dict[int, str] = {}
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
-            call, rest = list(args), iter(tensors)
-            for i in chosen:
-                call[i] = replaced(args[i], wanted[i], rest)
-            value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
+            value, aux = _check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            unused.update(unused_arguments(fn, value, {i: (args[i], wanted[i]) for i in chosen}, tensors))
+            unused.update(unused_arguments(fn, value, given, tensors))
             if not anchors_here():  # if ranks gathered, others may use it: wait for the gradients
                 refuse_unused(unused.values())
             return value, aux
 
-        wide = [flag for i in chosen for flag in picked(carried_wider(args[i]), wanted[i])]
-        places = [place for i in chosen for place in picked(places_of(args[i]), wanted[i])]
-        nested = inside() or _needs_graph((args, kwargs))
+        places, nested = given.of_each(places_of), inside() or _needs_graph((args, kwargs))
         differentiate = partial(_with_graph, tangents_alone) if nested else partial(_without_graph, places)
-        grads, value, aux, boundary = differentiate(scalar, inputs, wide)
+        grads, value, aux, boundary = differentiate(scalar, given.inputs, given.of_each(carried_wider))
         _average_each(grads, places, boundary)
-        rest = iter(grads)
-        trees = [filled(args[i], wanted[i], rest) for i in chosen]
-        refuse_unused(unused[i] for i, tree in zip(chosen, trees, strict=True) if i in unused and is_zero(tree))
-        return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
+        trees = given.gradients(grads)
+        refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_zero(tree))
+        return _as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
 
     return gradient_and_value
+
+
+def _as_asked(trees: Sequence[Any], argnums: Argnums) -> Any:
+    return trees[0] if isinstance(argnums, int) else tuple(trees)
 
 
 def _traced_grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -190,7 +184,7 @@ def _traced_grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux
         rest = iter(grads)
         filled = [next(rest) if use else None for use in wanted]
         trees = _averaged_all(torch_pytree.tree_unflatten(filled, treedef))
-        return (trees[0] if isinstance(argnums, int) else tuple(trees)), (value, aux) if has_aux else value
+        return _as_asked(trees, argnums), (value, aux) if has_aux else value
 
     return gradient_and_value
 

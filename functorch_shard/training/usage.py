@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import reject
 from ..layout.rank_trees import is_node
 from ..torch_internals.autograd import nodes
+from .differentiated_leaves import Differentiated
 
 _ADVICE = (
     "model(x) uses the module's own parameters, which are not trained. Gather the parameters and pass them: "
@@ -22,23 +23,23 @@ _ADVICE = (
 
 
 def unused_arguments(
-    fn: Callable[..., Any], value: Tensor, chosen: Mapping[int, tuple[Any, Sequence[bool]]], inputs: Sequence[Tensor]
+    fn: Callable[..., Any], value: Tensor, given: Differentiated, inputs: Sequence[Tensor]
 ) -> dict[int, str]:
     """Find the ``Sharded`` and ``Full`` arguments without a leaf that ``value`` depends on: position to message.
 
     Args:
         fn: the differentiated function, for the message.
         value: its result, inside of the transform that differentiates it.
-        chosen: the arguments to differentiate with respect to, by position, and which of their leaves have a gradient.
-        inputs: these leaves, as the function was called with them, argument by argument.
+        given: the arguments to differentiate with respect to.
+        inputs: their leaves, as the function was called with them.
     """
     if torch.compiler.is_compiling():
         return {}
     rest = iter(inputs)
     problems = {}
-    for i, (arg, wanted) in chosen.items():
+    for i, wanted in given.wanted.items():
         tensors = list(islice(rest, sum(wanted)))
-        if tensors and (kind := _parameters_in(arg)) and not depends_on(value, tensors):
+        if tensors and (kind := _parameters_in(given.args[i])) and not depends_on(value, tensors):
             name = getattr(fn, "__name__", type(fn).__name__)
             problems[i] = f"args[{i}]: the result of {name} does not depend on this {kind}"
     return problems
