@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import getclosurevars, unwrap
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import optree
 import torch
@@ -23,10 +24,13 @@ from ..torch_internals.lowering import is_differentiated
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import current_level, without_batches
 from .captured import Captured, captured
-from .first_run import first_run
+from .first_run import FirstRun, first_run
 from .recomputed import Program
 from .save_policy import Policy, Saves, context_fn_of, saves_by
 from .surroundings import surroundings
+
+if TYPE_CHECKING:
+    from .saved_results import Saved
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -119,8 +123,9 @@ class _Call:
     put_back: Callable[[Sequence[Tensor]], Any]
 
     def run(self, tensors: Sequence[Tensor], again: bool) -> Any:
-        ends = len(tensors) - len(self.axes), len(tensors) - len(self.axes) - len(self.captured.tensors)
-        given, others, indices = tensors[: ends[1]], tensors[ends[1] : ends[0]], tensors[ends[0] :]
+        num_inputs = len(tensors) - len(self.axes)
+        num_given = num_inputs - len(self.captured.tensors)
+        given, others, indices = tensors[:num_given], tensors[num_given:num_inputs], tensors[num_inputs:]
         args, kwargs = self.put_back(given)
         ranks = dict(zip(self.axes, indices, strict=True)) if again else {}
         with as_ranks(ranks), self.captured.bound(others, again) as fn:
@@ -136,10 +141,31 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _rematted(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> Any:
-    from .saved_results import Saved, saving  # when it is used: importing the package stays fast
-
     surrounded = surroundings(call.tensors, preserve_rng_state)
     versions = [version_of(without_batches(x)) for x in call.tensors]
+    first = _first(call, preserve_rng_state, saves)
+    call.captured.finish()
+    _refuse_writes(call, versions)
+    if first.run.on_others:
+        reject("remat", _others(call.fn), _PASS_IT)
+    again = _again(call, surrounded, first.saved.known(), _forms(first.run.results))
+    program = Program(again, averages=first.averages)
+    return first.rebuild(first.run.attached(program, call.tensors, first.saved.tensors))
+
+
+@dataclass(frozen=True, eq=False)
+class _First:
+    """The first run of a call: its results and what rebuilds the tree of them, what it saved, whether it took means."""
+
+    run: FirstRun
+    rebuild: Callable[..., Any]
+    saved: Saved
+    averages: bool
+
+
+def _first(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> _First:
+    from .saved_results import saving  # when it is used: importing the package stays fast
+
     rebuild: list[Callable[..., Any]] = []
     kept: list[Saved] = []
 
@@ -154,22 +180,27 @@ def _rematted(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> Any
 
     with means_noted() as means:
         first = first_run(run, call.tensors)
-    call.captured.finish()
-    _refuse_writes(call, versions)
-    if first.on_others:
-        reject("remat", _others(call.fn), _PASS_IT)
-    forms = [(tuple(x.shape), x.dtype) for x in first.results]
+    return _First(first, rebuild[0], kept[-1], bool(means))
 
-    saved, num_inputs, known = kept[-1].tensors, len(call.tensors), kept.pop().known()
 
-    def run_again(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def _again(
+    call: _Call, surrounded: Callable[[], AbstractContextManager[None]], known: Saved, forms: Sequence[Any]
+) -> Callable[[Sequence[Tensor]], list[Tensor | None]]:
+    """The call again, as a function of its tensors and of those that were saved."""
+    num_inputs = len(call.tensors)
+
+    def run(tensors: Sequence[Tensor]) -> list[Tensor | None]:
         inputs = tensors[:num_inputs]
         with surrounded(), known.reused(inputs, tensors[num_inputs:]):
             results, _ = take_tensors(call.run(inputs, again=True))
-        _refuse_other_forms(forms, [(tuple(x.shape), x.dtype) for x in results])
+        _refuse_other_forms(forms, _forms(results))
         return [*results]
 
-    return rebuild[0](first.attached(Program(run_again, averages=bool(means)), call.tensors, saved))
+    return run
+
+
+def _forms(results: Sequence[Tensor]) -> list[Any]:
+    return [(tuple(x.shape), x.dtype) for x in results]
 
 
 def _refuse_writes(call: _Call, versions: Sequence[int]) -> None:
