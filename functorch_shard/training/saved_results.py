@@ -195,6 +195,7 @@ class _Saving(_Run):
     def __init__(self, saves: Saves, inputs: Sequence[Tensor], random: bool) -> None:
         super().__init__(inputs, random)
         self._saves, self._random, self._results = saves, random, dict[int, _Call]()
+        self._made = dict[int, _Call]()  # by the address of a result of it: the same call made again has others
 
     def saved(self) -> Saved:
         """What is there after the run."""
@@ -208,17 +209,21 @@ class _Saving(_Run):
         drew = any(not torch.equal(a, b) for a, b in zip(before, _generators(func, args), strict=True))
         never = written or drew or whole or makes_like(func) or not has_tensors(args, kwargs)
         if not never and returns_fresh(result, known) and self._saves(result, func, args, kwargs):
-            leaves, form = torch_pytree.tree_flatten(result)
-            kept = [detached(x) if isinstance(x, Tensor) else x for x in leaves]
-            self._results[self._identities.of(key)] = _Call(kept, form)
+            call = self._results.setdefault(self._identities.of(key), _kept(result))
+            self._made.update((identity_of_storage(x), call) for x in plain_tensors(result))
         return result
 
     def _copy_before_writes(self, written: set[int]) -> None:
         """What was saved stays as it is: the function writes to memory that is its own."""
-        for call in self._results.values() if written else ():
+        for call in [self._made[address] for address in written if address in self._made]:
+            call.written = True
             if any(isinstance(x, Tensor) and identity_of_storage(x) in written for x in call.leaves):
                 call.leaves = [x.clone() if isinstance(x, Tensor) else x for x in call.leaves]
-                call.written = True
+
+
+def _kept(result: Any) -> _Call:
+    leaves, form = torch_pytree.tree_flatten(result)
+    return _Call([detached(x) if isinstance(x, Tensor) else x for x in leaves], form)
 
 
 def _generators(func: Any, args: Any) -> list[Tensor]:

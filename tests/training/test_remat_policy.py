@@ -226,6 +226,8 @@ WRITING: dict[str, Callable[[Tensor], Tensor]] = {
     "to a saved result": lambda w: (w @ V).relu_() @ w,
     "to a view of one": lambda w: _with_row(w @ V, w.sum()) @ w,
     "twice": lambda w: (w @ V).add_(1).mul_(w) @ w,
+    "to the first of two that are equal": lambda w: (w @ V).relu_() @ (w @ V),
+    "to the second of two that are equal": lambda w: (w @ V) @ (w @ V).relu_() @ (w @ V),
 }
 
 
