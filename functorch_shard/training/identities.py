@@ -78,8 +78,11 @@ class Identities:
         return self._own.setdefault(key, len(self._earlier) + len(self._own)) if found is None else found
 
     def register(self, x: Tensor, key: Hashable, whole: bool = False, version: int | None = None) -> Storage:
-        """Note that the memory of ``x`` has the value with ``key`` from now on."""
-        storage = Storage(StorageWeakRef(x.untyped_storage()), self.of(key), version, whole)
+        """Note that the memory of ``x`` has the value with ``key`` from now on.
+
+        Laid out as ``x`` is: hooks of saved tensors may keep it without its offset and strides.
+        """
+        storage = Storage(StorageWeakRef(x.untyped_storage()), self.of((key, _layout(x))), version, whole)
         self._storages[identity_of_storage(x)] = storage
         return storage
 
@@ -109,8 +112,7 @@ class Identities:
             shard, *rest = provenance_of(x)
             return "lazy", self.described(shard), *rest
         if is_plain(x):
-            value = self._storage(x).identity, x.storage_offset(), *x.shape, None, *x.stride()
-            return *value, x.dtype, x.is_conj(), x.is_neg()
+            return self._storage(x).identity, *_layout(x)
         if isinstance(x, (list, tuple)):
             return tuple(map(self.described, x))
         if isinstance(x, dict):
@@ -142,8 +144,13 @@ def addresses(args: Any, kwargs: Any) -> set[int]:
     return {identity_of_storage(x) for x in plain_tensors([args, kwargs])}
 
 
+def _layout(x: Tensor) -> tuple[Hashable, ...]:
+    """Which elements of its memory ``x`` has, and what they stand for."""
+    return x.storage_offset(), *x.shape, None, *x.stride(), x.dtype, x.is_conj(), x.is_neg()
+
+
 def _form(x: Tensor) -> Hashable:
-    return tuple(x.shape), x.stride(), x.dtype, x.device
+    return *_layout(x), x.device
 
 
 def _is_all_memory(x: Any) -> bool:

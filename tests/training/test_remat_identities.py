@@ -1,0 +1,51 @@
+"""What a saved result is known by: nothing that is another value has the identity of what remat's policy saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.rematting import POLICIES, plainly
+
+saved = POLICIES["everything saved"]
+W, V = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+DERIVATIVES: list[Callable[[Any], Any]] = [fs.grad, grad, lambda f: lambda w: jvp(grad(f), (w,), (V,))[1]]
+
+
+def summed(wrap: Callable[[Any], Any], part: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda w: wrap(part)(w).sum()
+
+
+def assert_same_derivatives(part: Callable[[Tensor], Tensor]) -> None:
+    for derive in DERIVATIVES:
+        results = []
+        for wrap in (plainly, saved):
+            torch.manual_seed(0)
+            results.append(derive(summed(wrap, part))(W))
+        assert_trees_close(results[1], results[0], rtol=1e-12, atol=1e-12)
+
+
+def test_hooks_of_saved_tensors_may_copy_an_input_that_is_part_of_a_tensor() -> None:
+    def part(x: Tensor) -> Tensor:
+        return x[:3].sin() * x[3:].sin().exp()  # in a copy of x the second half is where in x the first one was
+
+    values = torch.arange(9.0, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda x: x):
+        value = saved(part)(values[3:]).sum()
+    assert_trees_close(torch.autograd.grad(value, values)[0], grad(lambda x: part(x[3:]).sum())(values.detach()))
+
+
+def test_memory_is_not_known_by_what_was_written_to_its_conjugate() -> None:
+    def part(w: Tensor) -> Tensor:
+        z = torch.complex(w, w.sin())
+        first, second = torch.empty_like(z).copy_(z), torch.empty_like(z)
+        second.conj().copy_(z)
+        return ((first @ z).exp() * (second @ z)).real
+
+    assert_same_derivatives(part)
