@@ -55,7 +55,7 @@ def name_of(op: Any) -> str:
 
 
 def draws(op: Any) -> bool:
-    """Whether ``op`` may draw random numbers: attention does, if it has dropout."""
+    """Whether ``op`` says that it may draw random numbers: attention does, if it has dropout."""
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
@@ -66,8 +66,8 @@ def makes_like(op: Any) -> bool:
 
 
 def is_plain(x: Any) -> bool:
-    """Whether ``x`` is a tensor, and not of a subclass."""
-    return type(x) is Tensor or type(x) is Parameter
+    """Whether ``x`` is a tensor in one memory: not of a subclass, sparse or nested."""
+    return (type(x) is Tensor or type(x) is Parameter) and x.layout is torch.strided and not x.is_nested
 
 
 def plain_tensors(tree: Any) -> list[Tensor]:
@@ -89,4 +89,4 @@ def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def returns_fresh(result: Any, known: set[int]) -> bool:
     """Whether a call returned plain tensors, in memory other than that at the ``known`` addresses."""
     tensors = tensors_of(result)
-    return bool(tensors) and all(type(x) is Tensor and x.untyped_storage()._cdata not in known for x in tensors)
+    return bool(tensors) and all(is_plain(x) and x.untyped_storage()._cdata not in known for x in tensors)

@@ -22,7 +22,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..sharding.lazy_tensor import Lazy, provenance_of
-from ..torch_internals.operators import draws, has_tensors, is_plain, makes_like, name_of, plain_tensors
+from ..torch_internals.operators import (
+    draws,
+    has_tensors,
+    is_plain,
+    makes_like,
+    name_of,
+    plain_tensors,
+)
 from ..torch_internals.pytree import torch_pytree
 from ..torch_internals.tensors import identity_of_storage, version_of
 from ..torch_internals.transforms import without_batches
@@ -150,8 +157,8 @@ def _layout(x: Tensor) -> tuple[Hashable, ...]:
 
 
 def _form(x: Tensor) -> Hashable:
-    return *_layout(x), x.device
+    return (*_layout(x), x.device) if is_plain(x) else object()
 
 
 def _is_all_memory(x: Any) -> bool:
-    return type(x) is Tensor and x.numel() * x.element_size() == x.untyped_storage().nbytes()
+    return is_plain(x) and x.numel() * x.element_size() == x.untyped_storage().nbytes()

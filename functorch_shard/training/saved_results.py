@@ -153,7 +153,7 @@ class _Run(TorchDispatchMode):
         for i, x in enumerate(written):
             self._identities.register(x, (key, "written", i), whole)
         for i, x in enumerate(tensors_of(result)):
-            if type(x) is Tensor and identity_of_storage(x) not in known:
+            if is_plain(x) and identity_of_storage(x) not in known:
                 self._identities.register(x, (key, i), whole)
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp
@@ -49,3 +50,16 @@ def test_memory_is_not_known_by_what_was_written_to_its_conjugate() -> None:
         return ((first @ z).exp() * (second @ z)).real
 
     assert_same_derivatives(part)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of those that are not subclasses
+def test_sparse_and_nested_tensors_inside_of_a_part_are_computed_again() -> None:
+    def sparse(w: Tensor) -> Tensor:
+        return (torch.sparse.mm(V.to_sparse(), w @ V) @ w).sin()
+
+    def nested(w: Tensor) -> Tensor:
+        return torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([w[:2], w @ V]), 0.0).sin() @ w
+
+    for part in (sparse, nested):
+        expected, actual = (fs.grad(summed(wrap, part))(W) for wrap in (plainly, saved))
+        assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
