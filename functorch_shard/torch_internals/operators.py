@@ -28,6 +28,10 @@ __all__ = [
 _LIBRARY = torch.library.Library("functorch_shard", "FRAGMENT")
 _LIBRARY.define("frexp(Tensor x) -> (Tensor, Tensor)")
 _OPS: Any = torch.ops.functorch_shard
+# Those of batch normalization, in training, which their schemas do not say.
+_WRITES_STATISTICS = [
+    getattr(torch.ops.aten, name).default for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+]
 
 
 def frexp(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,6 +86,9 @@ def has_tensors(args: Any, kwargs: Any) -> bool:
 
 def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The operands that a call writes to."""
+    if op in _WRITES_STATISTICS:
+        _, _, _, mean, variance, training, *_ = args
+        return plain_tensors([mean, variance]) if training else []
     declared = enumerate(arguments_of(op)) if isinstance(op, OpOverload) else ()
     return plain_tensors([args[i] if i < len(args) else kwargs.get(one.name) for i, one in declared if is_written(one)])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
 
@@ -63,3 +64,12 @@ def test_sparse_and_nested_tensors_inside_of_a_part_are_computed_again() -> None
     for part in (sparse, nested):
         expected, actual = (fs.grad(summed(wrap, part))(W) for wrap in (plainly, saved))
         assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_statistics_are_others_once_batch_norm_has_written_to_them() -> None:
+    def part(w: Tensor) -> Tensor:
+        mean, variance = torch.zeros(3, dtype=w.dtype), torch.ones(3, dtype=w.dtype)
+        before = (w - mean).sin()
+        return F.batch_norm(w, mean, variance, training=True) + before * (w - mean).sin().exp()
+
+    assert_same_derivatives(part)
