@@ -20,6 +20,7 @@ __all__ = [
     "has_tensors",
     "is_plain",
     "makes_like",
+    "may_draw",
     "name_of",
     "plain_tensors",
     "returns_fresh",
@@ -54,13 +55,18 @@ torch.library.register_vmap("functorch_shard::frexp", _frexp_of_batch, lib=_LIBR
 
 
 def name_of(op: Any) -> str:
-    """Without namespace and overload."""
-    return op._opname if isinstance(op, OpOverload) else str(op)
+    """Of an operator of torch's: without namespace and overload."""
+    return op._opname if isinstance(op, OpOverload) and op.namespace == "aten" else str(op)
 
 
 def draws(op: Any) -> bool:
     """Whether ``op`` says that it may draw random numbers: attention does, if it has dropout."""
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def may_draw(op: Any) -> bool:
+    """Whether ``op`` may draw random numbers, also without saying so, as operators that are not torch's may."""
+    return draws(op) or not (isinstance(op, OpOverload) and op.namespace in ("aten", "prims"))
 
 
 def makes_like(op: Any) -> bool:

@@ -27,6 +27,7 @@ from ..torch_internals.operators import (
     has_tensors,
     is_plain,
     makes_like,
+    may_draw,
     name_of,
     plain_tensors,
 )
@@ -102,13 +103,13 @@ class Identities:
 
     def key(self, op: Any, args: Any, kwargs: Any) -> Hashable:
         """Of a call of an operator; two calls of one key have equal results."""
-        name, random = name_of(op), draws(op)
-        if name in _UNINITIALIZED or (random and not self._random):
+        name = name_of(op)
+        if name in _UNINITIALIZED or (draws(op) and not self._random):
             return object()
         by_form = makes_like(op) or (name in _OVERWRITING and _is_all_memory(args[0]))
         first = _form(args[0]) if by_form else self.described(args[:1])
         key = op, first, self.described(args[1:]), self.described(kwargs)
-        if random or makes_like(op) or not has_tensors(args, kwargs):
+        if may_draw(op) or makes_like(op) or not has_tensors(args, kwargs):
             self._times[key] += 1
             return *key, self._times[key]
         return key

@@ -26,10 +26,10 @@ from ..communication.collective import RECORD, Collective, Send, issued_by
 from ..communication.work import Work
 from ..sharding.lazy_tensor import Lazy
 from ..torch_internals.operators import (
-    draws,
     has_tensors,
     is_plain,
     makes_like,
+    may_draw,
     plain_tensors,
     returns_fresh,
     written_by,
@@ -228,7 +228,7 @@ def _kept(result: Any) -> _Call:
 
 def _generators(func: Any, args: Any) -> list[Tensor]:
     """The states of the generators that ``func`` may draw from."""
-    if not draws(func):
+    if not may_draw(func):
         return []
-    devices = sorted({x.device for x in plain_tensors(args) if x.device.type != "cpu"}, key=str)
+    devices = sorted({x.device for x in plain_tensors(args) if x.device.type not in ("cpu", "meta")}, key=str)
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]

@@ -73,3 +73,36 @@ def test_statistics_are_others_once_batch_norm_has_written_to_them() -> None:
         return F.batch_norm(w, mean, variance, training=True) + before * (w - mean).sin().exp()
 
     assert_same_derivatives(part)
+
+
+class Noisy(torch.autograd.Function):
+    """By an operator that does not say that it draws random numbers."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return NOISE(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent
+
+
+def _with_noise(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+NOISE = torch.library.custom_op("remat_tests::noise", _with_noise, mutates_args=(), schema="(Tensor x) -> Tensor")
+
+
+def test_operators_that_are_not_of_torch_may_draw_random_numbers_without_saying_so() -> None:
+    assert_same_derivatives(lambda w: F.dropout(Noisy.apply(w.sin()).exp() * Noisy.apply(w.sin()).sin(), 0.5) @ w)
