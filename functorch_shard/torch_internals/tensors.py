@@ -23,6 +23,7 @@ __all__ = [
     "hooks_of",
     "identity_of_storage",
     "is_number",
+    "is_on_cpu",
     "is_written",
     "no_torch_function",
     "refuse_pointers",
@@ -46,6 +47,11 @@ def without_memory(
 ) -> T:
     """A tensor of class ``cls`` without data, as in torch's documentation of ``__torch_dispatch__``."""
     return Tensor._make_wrapper_subclass(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
+
+
+def is_on_cpu(x: Tensor) -> bool:
+    """Whether ``x`` has bytes that the host can read, which the zeros of forward mode have not."""
+    return x.device.type == "cpu" and not torch._is_zerotensor(x)
 
 
 def version_of(x: Tensor) -> int:

@@ -32,7 +32,7 @@ from ..torch_internals.operators import (
     plain_tensors,
 )
 from ..torch_internals.pytree import torch_pytree
-from ..torch_internals.tensors import identity_of_storage, version_of
+from ..torch_internals.tensors import identity_of_storage, is_on_cpu, version_of
 from ..torch_internals.transforms import without_batches
 
 _UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
@@ -139,7 +139,7 @@ class Identities:
     def _storage(self, x: Tensor) -> Storage:
         address = identity_of_storage(x)
         storage = self._storages.get(address)
-        if storage is None and x.device.type == "cpu" and x.untyped_storage().nbytes() <= _SMALL:
+        if storage is None and is_on_cpu(x) and x.untyped_storage().nbytes() <= _SMALL:
             return self.register(x, ("constant", bytes(x.untyped_storage().tolist())))
         if storage is None or storage.version not in (None, version_of(x)):
             self._others[address] = self.register(x, ("other", address, version_of(x)), version=version_of(x))

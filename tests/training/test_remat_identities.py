@@ -106,3 +106,8 @@ NOISE = torch.library.custom_op("remat_tests::noise", _with_noise, mutates_args=
 
 def test_operators_that_are_not_of_torch_may_draw_random_numbers_without_saying_so() -> None:
     assert_same_derivatives(lambda w: F.dropout(Noisy.apply(w.sin()).exp() * Noisy.apply(w.sin()).sin(), 0.5) @ w)
+
+
+def test_zeros_without_memory_which_forward_mode_makes_may_be_constants_of_a_part() -> None:
+    zeros = torch._efficientzerotensor(3, 3, dtype=W.dtype)
+    assert_same_derivatives(lambda w: ((w + zeros) @ V).sin() @ w)
