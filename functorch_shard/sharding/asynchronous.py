@@ -95,7 +95,8 @@ class Reductions:
         with self._one_at_a_time:
             self._finish()
             if key in self.means.inputs:
-                return self._put(key, self.means.wait(key))
+                found = self.means.wait(key)
+                return None if found is None else self._put(key, found)
             return self._results.pop((backward_pass, key), None)
 
     def _finish(self) -> None:

@@ -217,7 +217,7 @@ class _Join(Function):
         results = [session.reductions.wait(key, now) for key in ctx.keys]
         if boundary is not None:
             results = [None if x is None else boundary.made(x) for x in results]
-            boundary.averaged.update(session.reductions.means.inputs.values())
+            boundary.averaged.update(session.reductions.means.means.taken)
         return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))
 
     @staticmethod

@@ -6,14 +6,16 @@ reduces, and nothing else, its mean is that of the reduction. There the all-redu
 complete, and backward computes the gradients of the unit before. Whether an input has other uses is read from the graph
 before backward runs.
 
-All ranks of all replicas start these in one order, from the layout's last buffer to its first, whichever units they
-use: a buffer waits for those after it, and one that no gradient came for counts as zeros at the end.
+All ranks of all replicas take these in one order, from the last input to the first, whichever gathers and units they
+use, and whatever else they compute from the shards: a buffer waits for those after it. What cannot start in backward,
+as one after it is missing, is left to the end, and so is all that is before it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,62 +28,82 @@ from ..layout.layout import Layout
 from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import nodes, nodes_behind
+from ..torch_internals.tensors import hooks_of
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
 UNDER_WAY = 2  # all-reduces at a time: each holds its operand until it is waited for
 
 
 class Means:
-    """The means of some reductions over one gather, in an order that is the same on all ranks.
+    """The means of reductions, in an order that is the same on all ranks.
 
     Args:
-        inputs: of each buffer the position of the input that its gradient is by, in the order to start them in.
-        start: starts the mean of a buffer, of the sum over the ranks that share it; ``None`` counts as zeros.
+        order: the inputs whose gradients' means may be started in backward, by position, in the order to take them in.
+        start: starts the mean of the gradient by an input, of the sum over the ranks that share it.
     """
 
-    def __init__(self, inputs: Mapping[str, int], start: Callable[[str, Tensor | None], Work]) -> None:
-        self.inputs, self._start = inputs, start
-        self._to_start = [*inputs]
-        self._reduced: dict[str, Tensor] = {}
-        self._started: dict[str, Work] = {}
-        self._means: dict[str, Tensor] = {}
+    def __init__(self, order: Sequence[int], start: Callable[[int, Tensor], Work]) -> None:
+        self.taken: set[int] = set()
+        self._to_start, self._start = [*order], start
+        self._reduced: dict[int, Tensor] = {}
+        self._started: dict[int, Work] = {}
+        self._means: dict[int, Tensor] = {}
 
-    def add(self, key: str, total: Tensor) -> None:
-        """``total`` is the sum over the ranks that share buffer ``key``; it is written over."""
-        self._reduced[key] = total
+    def add(self, i: int, total: Tensor) -> None:
+        """``total`` is the sum over the ranks that share input ``i``; it is written over."""
+        self._reduced[i] = total
         while self._to_start and self._to_start[0] in self._reduced:
-            self._start_next()
+            self._wait_until(UNDER_WAY - 1)
+            following = self._to_start.pop(0)
+            self._started[following] = self._start(following, self._reduced.pop(following))
 
-    def wait(self, key: str) -> Tensor:
-        """The mean of buffer ``key``, once; nothing is added after the first call."""
-        while self._to_start:
-            self._start_next()
+    def wait(self, i: int) -> Tensor | None:
+        """Once: the mean of input ``i`` if that was started, which is ``taken`` then, or else what was added."""
+        if i not in self._started and i not in self._means:
+            return self._reduced.pop(i, None)
         self._wait_until(0)
-        return self._means.pop(key)
-
-    def _start_next(self) -> None:
-        self._wait_until(UNDER_WAY - 1)
-        key = self._to_start.pop(0)
-        self._started[key] = self._start(key, self._reduced.pop(key, None))
+        self.taken.add(i)
+        return self._means.pop(i)
 
     def _wait_until(self, left: int) -> None:
         """Wait for the first ones, until so many are under way."""
-        for key in [*self._started][: max(len(self._started) - left, 0)]:
-            self._means[key] = self._started.pop(key).wait()
+        for i in [*self._started][: max(len(self._started) - left, 0)]:
+            self._means[i] = self._started.pop(i).wait()
 
 
-def no_means() -> Means:
+@dataclass(frozen=True, eq=False)
+class MeansOfGather:
+    """Those of ``means`` that one gather adds: of each buffer the position of its input."""
+
+    means: Means
+    inputs: Mapping[str, int]
+
+    def add(self, key: str, total: Tensor) -> None:
+        self.means.add(self.inputs[key], total)
+
+    def wait(self, key: str) -> Tensor | None:
+        return self.means.wait(self.inputs[key])
+
+
+def no_means() -> MeansOfGather:
     """Of no buffer."""
-    return Means({}, lambda key, _: Finished(torch.empty(0)))
+    return MeansOfGather(Means([], lambda i, _: Finished(torch.empty(0))), {})
 
 
-def start_mean(layout: Layout, device: torch.device, key: str, total: Tensor | None) -> Work:
-    """The mean over all ranks of ``total``, the sum over those that share buffer ``key``; it is written over."""
-    buffer = layout.buffers[key]
-    plan = layout.schedule(buffer)
+def order_of_means(places: Sequence[Place | None]) -> list[int]:
+    """The inputs that are shards, by position, in the order to take their means in: those that may overlap first."""
+    shards = [i for i, place in reversed([*enumerate(places)]) if place is not None]
+    return sorted(shards, key=lambda i: not _has_replicas(places[i]))
+
+
+def start_mean(places: Sequence[Place | None], i: int, total: Tensor) -> Work:
+    """The mean over all ranks of ``total``, the sum over those that share input ``i``; it is written over."""
+    place = places[i]
+    assert place is not None, i
+    key, layout = place
+    plan = layout.schedule(layout.buffers[key])
     ops = (Cast(plan.dtypes.carried), *plan.across, Cast(plan.dtypes.returned))
-    x = torch.zeros(buffer.shard_numel, dtype=buffer.dtype, device=device) if total is None else total
-    return start_all_reduces(ops, x, key, layout.mesh)
+    return start_all_reduces(ops, total, key, layout.mesh)
 
 
 def start_all_reduces(ops: Ops, x: Tensor, key: str, mesh: Mesh) -> Work:
@@ -108,26 +130,31 @@ def overlap_means(
         places: of each input that is a shard its buffer's key and its layout.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
-    pairs = enumerate(zip(inputs, places, strict=True)) if gathers else ()
-    averaged = {id(x): i for i, (x, place) in pairs if _is_averaged(x, place)}
-    uses = _uses(value, gathers) if averaged else Counter[int]()
+    averaged = {id(x): i for i, (x, place) in enumerate(zip(inputs, places, strict=True)) if _is_averaged(x, place)}
+    uses = _uses(value, gathers) if gathers and averaged else Counter[int]()
     alone = {leaf: i for leaf, i in averaged.items() if uses[leaf] == 1}
+    means = Means([i for i in order_of_means(places) if _has_replicas(places[i])], partial(start_mean, places))
     for node in gathers if alone else ():
         layout = node.session.layout
         found = {key: alone.get(_leaf(behind)) for key, behind in zip(node.keys, nodes_behind(node), strict=True)}
-        own = {key: i for key in reversed(layout.buffers) if (i := found.get(key)) is not None}
-        same = {key: i for key, i in own.items() if places[i] == (key, layout)}
-        node.session.reductions.means = Means(same, partial(start_mean, layout, node.device))
+        own = {key: i for key, i in found.items() if i is not None and places[i] == (key, layout)}
+        node.session.reductions.means = MeansOfGather(means, own)
+
+
+def _has_replicas(place: Place | None) -> bool:
+    """Whether the mean of the gradient needs replicas, which have a process group of their own."""
+    if place is None:
+        return False
+    buffer, layout = place[1].buffers[place[0]], place[1]
+    return buffer.num_shards > 1 and any(isinstance(op, AllReduce) for op in layout.schedule(buffer).across)
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:
-    """Whether the mean of the gradient by ``x`` needs replicas, which have a process group of their own."""
-    if place is None or not x.is_floating_point():
+    """Whether the mean of the gradient by ``x`` may be that of a reduction, which hooks of ``x`` would not see."""
+    if place is None or not x.is_floating_point() or not _has_replicas(place) or hooks_of(x):
         return False
     key, layout = place
-    plan = layout.schedule(layout.buffers[key])
-    has_replicas = layout.buffers[key].num_shards > 1 and any(isinstance(op, AllReduce) for op in plan.across)
-    return has_replicas and (plan.dtypes.returned == x.dtype or x.grad_dtype is None)
+    return layout.schedule(layout.buffers[key]).dtypes.returned == x.dtype or x.grad_dtype is None
 
 
 def _uses(value: Tensor, gathers: Sequence[Any]) -> Counter[int]:

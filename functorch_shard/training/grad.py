@@ -15,7 +15,7 @@ from ..containers import opened, refuse_opaque
 from ..layout.packing import sparse_explained
 from ..layout.trees import Sharded, take_tensors
 from ..opaque import DIFFERENTIATED, opaque
-from ..sharding.overlapped_means import Place, overlap_means
+from ..sharding.overlapped_means import Place, order_of_means, overlap_means
 from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
 from ..torch_internals.dynamo import trace_in_place_of
@@ -304,9 +304,9 @@ def _has_graph(x: Any) -> bool:
 def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary: Boundary) -> None:
     """Replace each gradient of a shard by its mean over ranks, one by one: at most one of them is held twice.
 
-    From the last to the first, as they are reduced and as Note [Overlapped means] has them.
+    In the order of Note [Overlapped means].
     """
-    for i in reversed(range(len(places))):
+    for i in order_of_means(places):
         if (place := places[i]) is not None and i not in boundary.averaged:
             key, layout = place
             grads[i] = mean_at_end_of_grad({key: grads[i]}, layout, boundary)[key]

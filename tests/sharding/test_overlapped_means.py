@@ -12,57 +12,66 @@ from functorch_shard.sharding.overlapped_means import UNDER_WAY, Means
 
 
 class Ranks:
-    """Stands for the ranks: twice a sum is its mean, and a buffer without one counts as ``[0]``."""
+    """Stands for the ranks: twice a sum is its mean."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def start(self, key: str, total: Tensor | None) -> Work:
-        self.events.append(key if total is not None else key.upper())
+    def start(self, i: int, total: Tensor) -> Work:
+        self.events.append(f"{i}")
 
         def finish() -> Tensor:
-            self.events.append(f"{key} done")
-            return torch.zeros(1) if total is None else 2 * total
+            self.events.append(f"{i} done")
+            return 2 * total
 
         return Work(finish)
 
     @property
-    def started(self) -> list[str]:
-        return [event for event in self.events if not event.endswith("done")]
+    def started(self) -> list[int]:
+        return [int(event) for event in self.events if not event.endswith("done")]
 
 
-def events_of(order: str, reduced: Sequence[str]) -> Ranks:
+def started_by(order: Sequence[int], reduced: Sequence[int]) -> list[int]:
     ranks = Ranks()
-    means = Means(dict.fromkeys(order, 0), ranks.start)
-    for key in reduced:
-        means.add(key, torch.tensor([float(ord(key))]))
-    for key in order:
-        expected = 2.0 * ord(key) if key in reduced else 0.0
-        assert means.wait(key).item() == expected
-    return ranks
+    means = Means(order, ranks.start)
+    for i in reduced:
+        means.add(i, torch.tensor([float(i)]))
+    for i in order:
+        found = means.wait(i)
+        assert (None if found is None else found.item()) == (None if i not in reduced else i * (1 + (i in means.taken)))
+    assert means.taken == {*ranks.started}
+    return ranks.started
 
 
 def test_ranks_start_them_in_one_order_whatever_order_they_reduce_in() -> None:
-    assert events_of("dcba", "dcba").started == [*"dcba"]
-    assert events_of("dcba", "adbc").started == [*"dcba"]
+    assert started_by([4, 3, 2, 1], [4, 3, 2, 1]) == [4, 3, 2, 1]
+    assert started_by([4, 3, 2, 1], [1, 4, 2, 3]) == [4, 3, 2, 1]
 
 
-def test_what_was_not_reduced_counts_as_zeros_in_its_place() -> None:
-    assert events_of("dcba", "ca").started == [*"DcBa"]
-    assert events_of("dcba", "").started == [*"DCBA"]
+def test_what_comes_before_one_that_was_not_reduced_is_left_to_the_end() -> None:
+    assert started_by([4, 3, 2, 1], [4, 2, 1]) == [4]
+    assert started_by([4, 3, 2, 1], [3, 1]) == []
+    assert started_by([], []) == []
+
+
+def test_what_was_left_to_the_end_is_not_started_by_another_gather() -> None:
+    ranks = Ranks()
+    means = Means([4, 3, 2], ranks.start)
+    means.add(3, torch.ones(1))
+    assert means.wait(3) == 1
+    means.add(4, torch.ones(1))
+    means.add(2, torch.ones(1))
+    assert [means.wait(i) for i in (4, 2)] == [2, 1]
+    assert ranks.started == [4]
 
 
 def test_each_starts_as_soon_as_those_before_it_have_and_a_few_are_under_way_at_a_time() -> None:
     ranks = Ranks()
-    means = Means(dict.fromkeys("dcba", 0), ranks.start)
-    means.add("c", torch.ones(1))
+    means = Means([4, 3, 2, 1], ranks.start)
+    means.add(3, torch.ones(1))
     assert ranks.events == []
-    means.add("d", torch.ones(1))
-    assert ranks.events == ["d", "c"]
-    means.add("b", torch.ones(1))
-    assert ranks.events == ["d", "c", "d done", "b"]
+    means.add(4, torch.ones(1))
+    assert ranks.events == ["4", "3"]
+    means.add(2, torch.ones(1))
+    assert ranks.events == ["4", "3", "4 done", "2"]
     assert UNDER_WAY == 2
-
-
-def test_of_no_buffers_nothing_is_started() -> None:
-    assert events_of("", "").events == []

@@ -110,6 +110,44 @@ def test_where_a_gradient_is_more_than_one_reduction_its_mean_is_that_of_the_sum
     assert_same(run_ranks(gradients_on_this_rank, 4, "mean", name, torch.float64))
 
 
+def in_another_order(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+    first, second = (a, b) if mesh.rank < 2 else (b, a)
+    return once(first, mesh) + once(second, mesh).square()
+
+
+def one_in_a_replica(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+    return once(a, mesh) + (once(b, mesh).square() if mesh.rank < 2 else 0)
+
+
+def with_a_norm_in_a_replica(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+    return once(a, mesh) + once(b, mesh) + (sum(x.square().sum() for x in b.values()) if mesh.rank < 2 else 0)
+
+
+def with_hooks(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+    for x in b.values():
+        x.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+    return once(a, mesh) + once(b, mesh)
+
+
+def of_two_trees_on_this_rank() -> list[tuple[list[Tensor], list[Tensor], int, int]]:
+    mesh, model, results = fs.init_mesh(AXES), Units(UNITS, SMALL).double(), []
+    a = fs.shard(model, planned(model, mesh))
+    b = fs.Sharded({key: x.cos() for key, x in a.items()}, a.layout)
+    for loss in (in_another_order, one_in_a_replica, with_a_norm_in_a_replica, with_hooks):
+        with count_collectives() as seen:
+            overlapped = fs.grad(loss, argnums=(0, 1))(a, b, mesh)
+        with count_collectives() as of_end, at_end():
+            expected = fs.grad(loss, argnums=(0, 1))(a, b, mesh)
+        flat = ([x for tree in trees for x in tree.values()] for trees in (overlapped, expected))
+        results.append((*flat, seen["psum"], of_end["psum"]))
+    return results
+
+
+def test_replicas_may_use_trees_in_other_orders_and_for_other_things() -> None:
+    for results in run_ranks(of_two_trees_on_this_rank, 4):
+        assert_same(results)
+
+
 def started_and_waited_on_this_rank() -> list[str]:
     events: list[str] = []
 
