@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..opaque import traced_levels
 from ..torch_internals.autograd import backward_comes_to, differentiates_twice, nodes, nodes_behind
+from ..torch_internals.tensors import hooks_of
 from ..torch_internals.transforms import current_level
 
 
@@ -176,8 +177,13 @@ def reduces_tangents_alone(ctx: Any) -> bool:
 
 
 def _hands_on(node: Any) -> bool:
-    """Whether ``node`` is an input of what is differentiated, or returns the gradient that it gets."""
-    return hasattr(node, "variable") or getattr(node, "hands_on", False)
+    """Whether ``node`` is an input of what is differentiated, or returns the gradient that it gets.
+
+    An input's hooks compute with the gradient.
+    """
+    if hasattr(node, "variable"):
+        return not hooks_of(node.variable)
+    return getattr(node, "hands_on", False)
 
 
 def has_mean_behind(edge: Any) -> bool:

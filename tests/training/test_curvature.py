@@ -263,3 +263,21 @@ def test_what_is_no_vector_of_the_matrix_is_refused() -> None:
     layout = fs.plan(complex_one, fs.simulated_mesh(2))
     assert "'w': torch.complex64, expected a real tensor" in refused(KINDS["fisher"], fs.shard(complex_one, layout))
     assert "expected a real tensor" in refused(to_vector, fs.shard(complex_one, layout))
+
+
+@pytest.mark.parametrize("lazy", [None, False])
+def test_a_hook_of_a_shard_that_computes_with_the_gradient_gets_it(lazy: bool | None) -> None:
+    mesh = fs.simulated_mesh(2, kind="sequential")
+    weights = {"fc.w": torch.tensor([1.0, 2.0, 3.0])}
+    params = fs.shard(weights, fs.plan(weights, mesh))
+
+    def loss(p: Any) -> torch.Tensor:
+        for x in p.values():
+            x.register_hook(lambda grad: grad * grad)
+        return fs.gather(p, lazy=lazy)["fc.w"].pow(3).sum()
+
+    def both(p: Any) -> list[Any]:
+        return [hessian(loss)(p) @ p, torch.func.jvp(fs.grad(loss), (p,), (p,))[1]]
+
+    product, expected = mesh.spmd(both)(params)
+    assert_trees_close(product, expected)
