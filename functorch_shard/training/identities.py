@@ -5,7 +5,8 @@ inputs. Two values of one identity are equal, whatever ran between them, and a t
 Operators are seen below all transforms, where tensors are plain ones with their batch dims. Identities belong to
 storages, and views need none of their own.
 
-A random result, and a constant, have that of their place among the same calls. One that never occurs again have:
+A random result, and a constant, have that of their place among the same calls. So has a gather: of what this rank
+passes the same of twice, others may pass other shards. One that never occurs again have:
 uninitialized memory, what an unknown object went into, and what a collective returns that is not a gather of
 parameters, as it depends on what other ranks pass.
 """
@@ -16,6 +17,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -71,6 +73,7 @@ class Identities:
         self._others: dict[int, Storage] = {}
         self._storages: dict[int, Storage] = dict(earlier.others)
         self._times: Counter[Hashable] = Counter()
+        self._gathers: WeakKeyDictionary[Any, dict[Hashable, int]] = WeakKeyDictionary()
         for i, x in enumerate(inputs):
             plain = without_batches(x)
             if is_plain(plain) and identity_of_storage(plain) not in self._storages:
@@ -117,8 +120,9 @@ class Identities:
     def described(self, x: Any) -> Hashable:
         """``x`` as an argument, so that two of one description are equal."""
         if isinstance(x, Lazy):
-            shard, *rest = provenance_of(x)
-            return "lazy", self.described(shard), *rest
+            gather, shard, *rest = provenance_of(x)
+            described = self.described(shard), *rest
+            return "lazy", *described, self._number(gather, described[:2])
         if is_plain(x):
             return self._storage(x).identity, *_layout(x)
         if isinstance(x, (list, tuple)):
@@ -130,6 +134,20 @@ class Identities:
         if isinstance(x, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
             return x
         return object()
+
+    def gather_key(self, op: Any, operand: Tensor) -> Hashable:
+        """Of the result of ``op``, a gather of parameters, on this rank's ``operand``."""
+        key = op, self.described(operand)
+        self._times[key] += 1
+        return *key, self._times[key]
+
+    def _number(self, gather: Any, key: Hashable) -> int:
+        """Which one ``gather`` is of those that gather what has ``key`` here, and may have other shards elsewhere."""
+        numbers = self._gathers.setdefault(gather, {})
+        if key not in numbers:
+            self._times["lazy", key] += 1
+            numbers[key] = self._times["lazy", key]
+        return numbers[key]
 
     def is_whole(self, args: Any, kwargs: Any) -> bool:
         """Whether all tensors among the arguments were computed from gathered parameters alone."""

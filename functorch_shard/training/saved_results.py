@@ -164,7 +164,7 @@ class _Run(TorchDispatchMode):
         """Send ``x``; what operators do on the way, to memory that others write to, is not the function's."""
         is_gather = bool(op.key) and op.kind == "all_gather"
         operand = without_batches(x)  # of another axis
-        key = (op, self._identities.described(operand)) if is_gather else object()
+        key = self._identities.gather_key(op, operand) if is_gather else object()
         with self._aside():
             work = send(op, x)
 

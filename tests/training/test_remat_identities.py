@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.func import grad, jvp
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import Ranks, gloo
 from tests.support.rematting import POLICIES, plainly
 
 saved = POLICIES["everything saved"]
@@ -111,3 +113,41 @@ def test_operators_that_are_not_of_torch_may_draw_random_numbers_without_saying_
 def test_zeros_without_memory_which_forward_mode_makes_may_be_constants_of_a_part() -> None:
     zeros = torch._efficientzerotensor(3, 3, dtype=W.dtype)
     assert_same_derivatives(lambda w: ((w + zeros) @ V).sin() @ w)
+
+
+def products(fulls: Sequence[Any], x: Tensor) -> Tensor:
+    return torch.stack([(x * full["w"]).sin().exp() for full in fulls]).prod(0)
+
+
+def gathered_outside(wrap: Any, lazy: bool | None, params: Sequence[fs.Sharded], x: Tensor) -> Tensor:
+    return wrap(products)([fs.gather(p, lazy=lazy) for p in params], x).sum()
+
+
+def computed_inside(wrap: Any, lazy: bool | None, params: Sequence[fs.Sharded], x: Tensor) -> Tensor:
+    """Rank 0 gathers the same shard twice, and rank 1 two others."""
+    own, rank = params[0], params[0].layout.mesh.rank
+
+    def part(own: fs.Sharded, x: Tensor) -> Tensor:
+        scaled = [fs.Sharded({key: (1 + rank * i) * s for key, s in own.items()}, own.layout) for i in (1, 2)]
+        return products([fs.gather(p, lazy=lazy) for p in scaled], x)
+
+    return wrap(part)(own, x).sum()
+
+
+def with_gathers(mesh: fs.Mesh) -> list[Any]:
+    trees = [{"w": torch.tensor(values, dtype=torch.float64)} for values in ([1.0], [2.0])]  # padding on rank 1
+    wide = [{"w": torch.tensor(values, dtype=torch.float64)} for values in ([1.0, 2.0], [3.0, 4.0])]
+    ways = [(gathered_outside, trees), (computed_inside, wide)]
+    return [
+        [fs.grad(partial(way, wrap, lazy))(params, torch.ones(2, dtype=torch.float64)) for wrap in (plainly, saved)]
+        for way, values in ways
+        for lazy in (None, False)
+        for params in [[fs.shard(tree, fs.plan(tree, mesh)) for tree in values]]
+    ]
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_what_is_gathered_is_not_known_by_the_shard_of_one_rank(ranks: Ranks) -> None:
+    for results in ranks.run(with_gathers):
+        for expected, actual in results:
+            assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
