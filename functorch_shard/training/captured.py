@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -113,7 +113,29 @@ def _of_function(fn: FunctionType, callers: tuple[Any, ...]) -> Captured:
         made.__dict__.update(fn.__dict__)
         return made
 
-    return _together([_of(x, callers) for x in values], build)
+    inside = _together([_of(x, callers) for x in values], build)
+    tensors = [(name, x) for name, value in zip(_names(fn), values, strict=True) for x in _tensors(value)]
+    before = [version_of(without_batches(x)) for _, x in tensors]
+
+    def finish() -> None:
+        inside.finish()
+        after = [version_of(without_batches(x)) for _, x in tensors]
+        written = [name for (name, _), old, new in zip(tensors, before, after, strict=True) if old != new]
+        _refuse_writes([*map(repr, dict.fromkeys(written))])
+
+    return replace(inside, finish=finish)
+
+
+def _names(fn: FunctionType) -> list[str]:
+    """Those of the filled variables of its closure, and of the parameters that have defaults."""
+    pairs = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    positional = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    with_default = positional[len(positional) - len(fn.__defaults__ or ()) :]
+    return [*(name for name, cell in pairs if _is_filled(cell)), *with_default, *(fn.__kwdefaults__ or {})]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [] if callable(value) else take_tensors(value)[0]
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -146,7 +168,9 @@ def _of_module(module: nn.Module, fn: Any) -> Captured:
 
     def finish() -> None:
         same = [_is_same(x, before[name], after[name]) for name, x in buffers.items()]
-        _refuse_writes([n for n, unchanged in zip(buffers, same, strict=True) if not unchanged and n not in copied])
+        _refuse_writes(
+            [f"buffer {n!r}" for n, unchanged in zip(buffers, same, strict=True) if not unchanged and n not in copied]
+        )
         with torch.no_grad():
             for name in copied:
                 buffers[name].copy_(after[name])
@@ -163,6 +187,6 @@ def _is_same(x: Tensor, version: int, after: Tensor) -> bool:
 
 
 def _refuse_writes(names: Sequence[str]) -> None:
-    problems = [f"buffer {name!r}: written to by the function, which is run again in backward" for name in names]
+    problems = [f"{name}: written to by the function, which is run again in backward" for name in names]
     advice = "Pass buffers as arguments and return their new values: fs.apply(module, params, buffers, x) does."
     reject("remat", problems, advice)

@@ -452,6 +452,9 @@ def test_writes_that_would_be_repeated_are_refused() -> None:
         text = refused(fs.remat(Writes(assigns).double()), x)
         assert "buffer 'count': written to by the function" in text
         assert "fs.apply" in text
+    total = torch.zeros(3, dtype=X.dtype)
+    assert "'total': written to by the function" in refused(fs.remat(lambda x: x.sin() + total.add_(1)), x)
+    assert "'sums': written to by the function" in refused(fs.remat(lambda x, sums=total: x.sin() + sums.add_(1)), x)
     norm = nn.BatchNorm1d(3).double()
     given = dict(norm.named_parameters()) | {name: b.clone() for name, b in norm.named_buffers()}
     text = refused(fs.remat(lambda given, x: functional_call(norm, given, (x,))), given, X)
