@@ -91,12 +91,21 @@ def has_tensors(args: Any, kwargs: Any) -> bool:
 
 
 def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The operands that a call writes to."""
+    """The operands that a call writes to, or what they are made of."""
     if op in _WRITES_STATISTICS:
         _, _, _, mean, variance, training, *_ = args
         return plain_tensors([mean, variance]) if training else []
     declared = enumerate(arguments_of(op)) if isinstance(op, OpOverload) else ()
-    return plain_tensors([args[i] if i < len(args) else kwargs.get(one.name) for i, one in declared if is_written(one)])
+    written = [args[i] if i < len(args) else kwargs.get(one.name) for i, one in declared if is_written(one)]
+    return [x for y in torch_pytree.tree_leaves(written) for x in _plain_inside(y)]
+
+
+def _plain_inside(x: Any) -> list[Tensor]:
+    """``x``, or where it is a tensor of a subclass, such as a DTensor, the plain ones that it is made of."""
+    flatten = getattr(x, "__tensor_flatten__", None)
+    if flatten is not None:
+        return [y for name in flatten()[0] for y in _plain_inside(getattr(x, name))]
+    return [x] if is_plain(x) else []
 
 
 def returns_fresh(result: Any, known: set[int]) -> bool:

@@ -144,8 +144,10 @@ class _Run(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._steps_aside or func in _NO_RESULTS or any(kind not in (Tensor, Parameter, Lazy) for kind in types):
+        if self._steps_aside or func in _NO_RESULTS:
             return func(*args, **kwargs)
+        if any(kind not in (Tensor, Parameter, Lazy) for kind in types):
+            return self._not_seen(func, args, kwargs)
         known, written = addresses(args, kwargs), written_by(func, args, kwargs)
         key, whole = self._identities.key(func, args, kwargs), self._identities.is_whole(args, kwargs)
         call = self._calls.get(self._identities.of(key))
@@ -159,6 +161,18 @@ class _Run(TorchDispatchMode):
 
     def _computed(self, key: Hashable, func: Any, args: Any, kwargs: Any, whole: bool) -> Any:
         return func(*args, **kwargs)
+
+    def _not_seen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of tensors of a subclass: what it does with those that it is made of is not seen here."""
+        written = written_by(func, args, kwargs)
+        self._copy_before_writes({identity_of_storage(x) for x in written})
+        result = func(*args, **kwargs)
+        for x in written:
+            self._identities.register(x, object())
+        return result
+
+    def _copy_before_writes(self, written: set[int]) -> None:
+        """Nothing: results that are written to are copies already."""
 
     def issue(self, op: Collective, x: Tensor, send: Send) -> Work:
         """Send ``x``; what operators do on the way, to memory that others write to, is not the function's."""

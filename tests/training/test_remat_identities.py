@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, jvp
+from torch.testing._internal.two_tensor import TwoTensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
@@ -75,6 +76,18 @@ def test_statistics_are_others_once_batch_norm_has_written_to_them() -> None:
         return F.batch_norm(w, mean, variance, training=True) + before * (w - mean).sin().exp()
 
     assert_same_derivatives(part)
+
+
+def test_a_tensor_of_a_subclass_writes_to_the_tensors_that_it_is_made_of() -> None:
+    def part(w: Tensor) -> Tensor:
+        x = w.clone()
+        before = x.exp()
+        with torch.no_grad():
+            TwoTensor(x.detach(), x.detach().clone()).mul_(2)
+        return before * x.exp()
+
+    expected, actual = (fs.grad(summed(wrap, part))(W) for wrap in (plainly, saved))
+    assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 class Noisy(torch.autograd.Function):
