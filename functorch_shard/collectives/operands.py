@@ -32,6 +32,12 @@ def saved(ctx: Any) -> tuple[Any, ...]:
     return (*ctx.saved_tensors, *ctx.static)
 
 
+def axis_of(node: Any) -> Axis | None:
+    """The axis that a node of the graph communicates over, if it does."""
+    static = (*getattr(node, "static", ()), getattr(node, "axis", None))
+    return next((x for x in static if isinstance(x, Axis)), None)
+
+
 def aside(x: Tensor, batch_dim: int | None, to: int = 0) -> tuple[Tensor, int | None, int]:
     """At a level of somebody else: ``x`` with the batch dim out of the way, where it is, and what it shifts dims by."""
     return (x, None, 0) if batch_dim is None else (x.movedim(batch_dim, to), to, 1)

@@ -4,7 +4,8 @@ Note [Overlapped means]: ``fs.grad`` takes the mean over ranks at its end, Note 
 all-reduce of every shard, and nothing is left to compute meanwhile. Where the gradient by an input is what one gather
 reduces, and nothing else, its mean is that of the reduction. There the all-reduce starts as soon as the reduction is
 complete, and backward computes the gradients of the unit before. Whether an input has other uses is read from the graph
-before backward runs.
+before backward runs; and whether the loss itself communicates over replicas: then all means are taken at the end, as
+that backward may come between other means on each replica.
 
 All ranks of all replicas take these in one order, from the last input to the first, whichever gathers and units they
 use, and whatever else they compute from the shards: a buffer waits for those after it. What cannot start in backward,
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.data_parallel import no_communication, run
+from ..collectives.operands import axis_of
 from ..communication.work import Finished, Work
 from ..layout.layout import Layout
 from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication
@@ -130,15 +132,25 @@ def overlap_means(
         places: of each input that is a shard its buffer's key and its layout.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
-    averaged = {id(x): i for i, (x, place) in enumerate(zip(inputs, places, strict=True)) if _is_averaged(x, place)}
-    uses = _uses(value, gathers) if gathers and averaged else Counter[int]()
+    pairs = enumerate(zip(inputs, places, strict=True)) if gathers else ()
+    averaged = {id(x): i for i, (x, place) in pairs if _is_averaged(x, place)}
+    graph = [*nodes(value.grad_fn, *gathers)] if averaged else []
+    uses = Counter([id(value), *(_leaf(behind) for node in graph for behind in nodes_behind(node))])
     alone = {leaf: i for leaf, i in averaged.items() if uses[leaf] == 1}
+    if not alone or _communicates_over_replicas(graph, places):
+        return
     means = Means([i for i in order_of_means(places) if _has_replicas(places[i])], partial(start_mean, places))
-    for node in gathers if alone else ():
+    for node in gathers:
         layout = node.session.layout
         found = {key: alone.get(_leaf(behind)) for key, behind in zip(node.keys, nodes_behind(node), strict=True)}
         own = {key: i for key, i in found.items() if i is not None and places[i] == (key, layout)}
         node.session.reductions.means = MeansOfGather(means, own)
+
+
+def _communicates_over_replicas(graph: Sequence[Any], places: Sequence[Place | None]) -> bool:
+    replicas = {name for place in places if place for name in place[1].replicate_axes}
+    axes = {axis.name for node in graph if (axis := axis_of(node))}
+    return any(replicas & set(name.split(",")) for name in axes)
 
 
 def _has_replicas(place: Place | None) -> bool:
@@ -155,12 +167,6 @@ def _is_averaged(x: Tensor, place: Place | None) -> bool:
         return False
     key, layout = place
     return layout.schedule(layout.buffers[key]).dtypes.returned == x.dtype or x.grad_dtype is None
-
-
-def _uses(value: Tensor, gathers: Sequence[Any]) -> Counter[int]:
-    """How often the graph behind ``value`` and ``gathers`` takes each of its leaves, by id."""
-    edges = (behind for node in nodes(value.grad_fn, *gathers) for behind in nodes_behind(node))
-    return Counter([id(value), *map(_leaf, edges)])
 
 
 def _leaf(node: Any) -> int:

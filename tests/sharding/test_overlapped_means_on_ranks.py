@@ -129,11 +129,31 @@ def with_hooks(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
     return once(a, mesh) + once(b, mesh)
 
 
+def with_a_sum_over_replicas(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+    first, second = (a, b) if mesh.rank < 2 else (b, a)
+    return fs.collectives.psum(once(first, mesh), mesh["replicate"]) * once(second, mesh)
+
+
+def with_a_sum_over_all(a: Any, b: Any, mesh: fs.Mesh) -> Tensor:
+    first, second = (a, b) if mesh.rank < 2 else (b, a)
+    return fs.collectives.psum(once(first, mesh), mesh["replicate", "shard"]) * once(second, mesh)
+
+
+USES = (
+    in_another_order,
+    one_in_a_replica,
+    with_a_norm_in_a_replica,
+    with_hooks,
+    with_a_sum_over_replicas,
+    with_a_sum_over_all,
+)
+
+
 def of_two_trees_on_this_rank() -> list[tuple[list[Tensor], list[Tensor], int, int]]:
     mesh, model, results = fs.init_mesh(AXES), Units(UNITS, SMALL).double(), []
     a = fs.shard(model, planned(model, mesh))
     b = fs.Sharded({key: x.cos() for key, x in a.items()}, a.layout)
-    for loss in (in_another_order, one_in_a_replica, with_a_norm_in_a_replica, with_hooks):
+    for loss in USES:
         with count_collectives() as seen:
             overlapped = fs.grad(loss, argnums=(0, 1))(a, b, mesh)
         with count_collectives() as of_end, at_end():
