@@ -72,11 +72,12 @@ def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequen
 
 
 def gradients_or_none(
-    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], create_graph: bool = False
 ) -> Sequence[Tensor | None]:
     """:func:`gradients`, with ``None`` for inputs that no output depends on."""
+    how = create_graph, create_graph  # retain_graph, create_graph
     return _engine_run_backward(
-        tuple(outputs), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(outputs), tuple(seeds), *how, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
 
 

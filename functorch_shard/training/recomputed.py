@@ -151,10 +151,11 @@ class _Transpose:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         inputs, grads = tensors[: self.num_inputs], tensors[self.num_inputs :]
         differentiated = is_differentiated(tensors)
-        if in_transform() or differentiated:
+        if in_transform() or (differentiated and self.program.averages):
             return self._by_transform(inputs, grads, differentiated)
+        # where it can be without torch.func, in which dropout of a tensor that is not contiguous draws other numbers
         with torch.enable_grad():
-            leaves = [inputs[i].detach().requires_grad_() for i in self.wanted]
+            leaves = [_leaf_of(inputs[i], differentiated) for i in self.wanted]
             results, anchors = self._results(inputs, leaves)
         pairs = [(x, grad) for x, grad in zip(results, grads, strict=True) if x.requires_grad]
         pairs += [(x, torch.ones_like(x)) for x in anchors if x.requires_grad]
@@ -162,7 +163,7 @@ class _Transpose:
             return [None] * len(leaves)
         outputs, seeds = zip(*pairs, strict=True)
         with self._noting_means(leaves):
-            return [*gradients_or_none(outputs, seeds, leaves)]
+            return [*gradients_or_none(outputs, seeds, leaves, differentiated)]
 
     def _by_transform(self, inputs: Sequence[Tensor], grads: Sequence[Tensor], again: bool) -> list[Tensor | None]:
         used: list[bool] = []
@@ -182,7 +183,8 @@ class _Transpose:
     def _results(self, inputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The given results, and anchors: Note [Unused units]."""
         for x in leaves:
-            x.grad_dtype = None  # as fs.grad has it, Note [Boundary]; autograd casts what this returns
+            if x.is_leaf:
+                x.grad_dtype = None  # as fs.grad has it, Note [Boundary]; autograd casts what this returns
         with new_boundary() if self.by_grad else no_boundary() as boundary:
             results = self.program.results(with_others(inputs, self.wanted, leaves))
         return [results[i] for i in self.given], [] if boundary is None else boundary.take_anchors()
@@ -190,6 +192,12 @@ class _Transpose:
     def _noting_means(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
         behind = [leaf for i, leaf in zip(self.wanted, leaves, strict=True) if i in self.behind]
         return averaged_behind({id(leaf): leaf for leaf in behind})
+
+
+def _leaf_of(x: Tensor, differentiated: bool) -> Tensor:
+    """``x`` to differentiate with respect to; in its graph, if the gradient is differentiated again."""
+    leaf = x.view_as(x) if differentiated else x.detach()
+    return leaf if leaf.requires_grad else leaf.requires_grad_()
 
 
 def with_others(tensors: Sequence[Tensor], places: Sequence[int], others: Sequence[Tensor]) -> list[Tensor]:

@@ -558,3 +558,17 @@ def test_without_the_state_of_the_generator_nothing_is_restored() -> None:
     torch.manual_seed(0)
     masks = {tuple(grad(of)(W).flatten().tolist()) for _ in range(3)}
     assert len(masks) == 3
+
+
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mm.default]])
+def test_a_second_backward_draws_the_numbers_of_the_first_run_whatever_the_strides(policy: Any) -> None:
+    def part(w: Tensor) -> Tensor:
+        return F.dropout((w @ w).t(), 0.5).sin().square().sum()
+
+    def second(fn: Callable[[Tensor], Tensor]) -> Tensor:
+        torch.manual_seed(3)
+        w = torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3).requires_grad_()
+        (first,) = torch.autograd.grad(fn(w), w, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), w)[0]
+
+    assert_trees_close(second(fs.remat(part, policy=policy)), second(part), rtol=1e-12, atol=1e-12)
