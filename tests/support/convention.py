@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -150,8 +150,13 @@ def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, fs.Full]:
     return results
 
 
-def expected(num_ranks: int, tasks: list[str]) -> dict[str, dict[str, Tensor]]:
+def expected(num_ranks: int, tasks: Iterable[str]) -> dict[str, dict[str, Tensor]]:
     """The same of the unsharded model, whose loss is the mean over ranks."""
+    return {task: _expected(num_ranks, task) for task in tasks}
+
+
+@cache
+def _expected(num_ranks: int, task: str) -> dict[str, Tensor]:
     samples = Samples.of(num_ranks)
     rows = list(zip(*samples.tensors(), strict=True))
 
@@ -166,11 +171,10 @@ def expected(num_ranks: int, tasks: list[str]) -> dict[str, dict[str, Tensor]]:
 
     side = Side(loss, torch.func.grad(loss), torch.func.grad, dot, norm)
     alone = Side(plain_loss, torch.func.grad(plain_loss), torch.func.grad, dot, norm)
-    results = {task: TASKS[task](side, whole_parameters(), direction(), samples) for task in tasks}
-    if "penalty on the gradient by inputs" in tasks:  # of each rank's own loss by its own inputs
+    if task != "penalty on the gradient by inputs":
+        return TASKS[task](side, whole_parameters(), direction(), samples)
 
-        def mean(p: Any) -> Tensor:
-            return torch.stack([penalty_on_inputs(alone, p, Samples(*row)) for row in rows]).mean()
+    def mean(p: Any) -> Tensor:  # of each rank's own loss by its own inputs
+        return torch.stack([penalty_on_inputs(alone, p, Samples(*row)) for row in rows]).mean()
 
-        results["penalty on the gradient by inputs"] = torch.func.grad(mean)(whole_parameters())
-    return results
+    return torch.func.grad(mean)(whole_parameters())

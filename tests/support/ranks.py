@@ -17,8 +17,9 @@ For real ranks bodies, their arguments and what they return are pickled: a body 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from itertools import product
 from math import prod
@@ -63,6 +64,11 @@ class Ranks:
         """As many ranks in this process."""
         return replace(self, kind="batched")
 
+    def once(self, body: Callable[..., Any], *args: Hashable) -> list[Any]:
+        """What :meth:`run` returns, of a body that depends on its arguments alone: computed once for all tests of a
+        process that ask for it. They compare it and do not change it."""
+        return _once(self, body, args)
+
     def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         """What ``body(mesh, *args)`` returns on each rank, in rank order.
 
@@ -74,6 +80,11 @@ class Ranks:
             return run_ranks(_on_this_rank, self.size, body, dict(self.axes), args)
         tree = body(fs.simulated_mesh(dict(self.axes), kind=self.kind), *args)
         return [_row(tree, coordinate) for coordinate in product(*map(range, self.axes.values()))]
+
+
+@cache
+def _once(ranks: Ranks, body: Callable[..., Any], args: tuple[Hashable, ...]) -> list[Any]:
+    return ranks.run(body, *args)
 
 
 def _on_this_rank(body: Callable[..., Any], axes: dict[str, int], args: tuple[Any, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.pairs import pairwise
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, sequential, simulated
 
 SOURCE = {"w": torch.arange(5.0), "b": torch.tensor([7.0, 8.0])}
@@ -74,3 +76,27 @@ def zero_tangent(mesh: fs.Mesh) -> torch.Tensor:
 @pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
 def test_a_tangent_that_is_zero_comes_back_as_zeros(ranks: Ranks) -> None:
     assert_trees_close(ranks.run(zero_tangent), [torch.zeros(3)] * 2, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (6, 2, 3), (5, 2, 2, 3), (1, 4), (7,)])
+def test_in_rows_of_pairs_every_two_values_meet(sizes: tuple[int, ...]) -> None:
+    rows = pairwise(*(range(size) for size in sizes))
+    for i, j in combinations(range(len(sizes)), 2):
+        assert {(row[i], row[j]) for row in rows} == {*product(range(sizes[i]), range(sizes[j]))}
+    assert [{row[i] for row in rows} for i in range(len(sizes))] == [{*range(size)} for size in sizes]
+
+
+drawn: list[int] = []
+
+
+def counted(mesh: fs.Mesh, value: int) -> int:
+    drawn.append(value)
+    return value + mesh.size
+
+
+def test_a_body_whose_results_are_shared_runs_once_for_its_ranks_and_arguments() -> None:
+    two, three = simulated(2, 3)
+    assert [two.once(counted, 1), two.once(counted, 1), two.once(counted, 2), three.once(counted, 1)] == [
+        *([3, 3], [3, 3], [4, 4], [4, 4, 4])
+    ]
+    assert drawn == [1, 2, 1]

@@ -11,29 +11,47 @@ from tests.support.transforms import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
 TRACED = "linearize"
-DEFAULT = {  # of how many rows one
-    "simulated, 2 axes": 2,
-    "gloo, 1 axis, lazy": 2,
-    "gloo, 1 axis, plain, remat": 8,
-    "one after the other, 1 axis": 16,
+# Of each column the rows whose number has the given remainder, so that every row is tried on every way that ranks run
+# (test_every_nesting_is_tried): gloo ranks have 1 axis or 2, lazy or plain gathers, with remat or without, and four of
+# these eight try every row, each another quarter of it.
+ROWS_OF = {
+    "simulated, 2 axes": (0, 2),
+    "simulated, 1 axis": (1, 2),
+    "simulated, 1 axis, remat": (0, 2),
+    "simulated, 2 axes, remat": (1, 2),
+    "gloo, 1 axis, lazy": (0, 4),
+    "gloo, 2 axes, plain, remat": (0, 4),
+    "gloo, 1 axis, lazy, remat": (1, 4),
+    "gloo, 2 axes, plain": (1, 4),
+    "gloo, 1 axis, plain": (2, 4),
+    "gloo, 2 axes, lazy, remat": (2, 4),
+    "gloo, 1 axis, plain, remat": (3, 4),
+    "gloo, 2 axes, lazy": (3, 4),
+    "one after the other, 1 axis": (0, 16),
+    "one after the other, 2 axes": (0, 2),
+    "one after the other, 1 axis, remat": (1, 4),
+    "one after the other, 2 axes, remat": (3, 4),
 }
-HALVES = {  # with ``remat`` what is lazy or plain, or has one axis or two, is half of the rows each
-    "gloo, 2 axes, lazy, remat": 0,
-    "gloo, 2 axes, plain, remat": 1,
-    "one after the other, 1 axis, remat": 0,
-    "one after the other, 2 axes, remat": 1,
-}
+DEFAULT = ["simulated, 2 axes", "gloo, 1 axis, lazy", "gloo, 1 axis, plain, remat", "one after the other, 1 axis"]
 every_column = pytest.mark.parametrize(
     "column", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS]
 )
 
 
 def selected(column: str) -> list[Row]:
-    """Some rows or all, with every outer and every inner transform; where some, other ones in other columns."""
-    start, step = list(COLUMNS).index(column), DEFAULT.get(column, 1)
-    if column in HALVES:
-        start, step = HALVES[column], 2
-    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER) + start) % step == 0]
+    """Some rows, with every outer and every inner transform; other ones in other columns."""
+    start, step = ROWS_OF[column]
+    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER)) % step == start]
+
+
+@pytest.mark.parametrize(
+    ("kind", "remat"),
+    [("simulated", [True]), ("simulated", [False]), ("gloo", [True]), ("gloo", [False])]
+    + [("one after the other", [True, False])],
+)
+def test_every_nesting_is_tried(kind: str, remat: list[bool]) -> None:
+    columns = [name for name in COLUMNS if name.startswith(kind) and ("remat" in name) in remat]
+    assert {row for name in columns for row in selected(name)} == {*ROWS}
 
 
 def refused_by_vmap(column: str, row: Row) -> bool:

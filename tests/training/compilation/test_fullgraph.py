@@ -20,7 +20,7 @@ from tests.support.compiling import Counted
 from tests.support.differentiated import PROGRAMS, Program, data
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 
-KINDS = [*simulated(4), *gloo(2, HYBRID)]
+KINDS = [*simulated(4, HYBRID), *gloo(2)]
 copied: Any = optree.tree_map
 EXACT: Any = {"rtol": 1e-12, "atol": 1e-14}
 Step = Callable[..., Any]
@@ -42,14 +42,11 @@ def compiled(step: Step, name: str = "aot_eager") -> tuple[Step, Counted]:
     return torch.compile(step, backend=backend, fullgraph=True), backend
 
 
-def check(step: Step, mesh: fs.Mesh, params: fs.Sharded) -> None:
-    """One graph for two calls with different values, another one for another shape; each as eager.
-
-    That is for another shape does not depend on the axes, and each of four ranks compiles it: on them, one shape.
-    """
+def check(step: Step, mesh: fs.Mesh, params: fs.Sharded, shapes: int) -> None:
+    """One graph for two calls with different values, another one for another shape; each as eager."""
     graph, backend = compiled(step)
     calls = ((1, 1, 3), (1, 2, 3), (2, 3, 2), (2, 4, 2))
-    for graphs, seed, rows in calls[:2] if len(mesh.axes) > 1 else calls:
+    for graphs, seed, rows in calls[: 2 * shapes]:
         x = data(mesh, seed, rows)
         result = graph(params, x)
         assert_trees_close(result, step(params, x), **EXACT)
@@ -57,14 +54,20 @@ def check(step: Step, mesh: fs.Mesh, params: fs.Sharded) -> None:
         assert backend.graphs == graphs
 
 
+def shapes(mesh: fs.Mesh, name: str) -> int:
+    """That another shape is another graph depends on none of the axes, nor does it on the kind of ranks: gloo ranks,
+    each of which compiles, have it for one program, those of one axis in this process for all."""
+    return 2 if len(mesh.axes) == 1 and (mesh.is_simulated or name == "grad") else 1
+
+
 def whole(mesh: fs.Mesh, name: str) -> None:
     program = Program(mesh)
-    check(mesh.spmd(getattr(program, name)), mesh, program.params)
+    check(mesh.spmd(getattr(program, name)), mesh, program.params, shapes(mesh, name))
 
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    cases(KINDS, PROGRAMS, {("gloo shard=2", "jvp")}),
+    [*cases(KINDS, PROGRAMS, {("gloo shard=2", "jvp")}), *cases(gloo(HYBRID), ["hvp", "clipped"], set())],
 )
 def test_a_step_under_spmd_is_one_graph_with_the_numbers_of_the_eager_program(ranks: Ranks, name: str) -> None:
     ranks.run(whole, name)
@@ -122,16 +125,15 @@ def plain(mesh: fs.Mesh, name: str) -> None:
     program = Plain(mesh)
     refused = name == "autograd" and TORCH < (2, 12)  # Dynamo reads no requires_grad_ there
     with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(Unsupported) if refused else nullcontext():
-        check(lambda params, x: getattr(program, name)(params, x), mesh, program.params)
+        check(lambda params, x: getattr(program, name)(params, x), mesh, program.params, shapes(mesh, name))
 
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    cases(
-        [*simulated(1), *gloo(2, HYBRID)],
-        PLAIN,
-        {("shard=1", "autograd")},
-    ),
+    [
+        *cases([*simulated(1), *gloo(2)], PLAIN, {("shard=1", "autograd")}),
+        *cases(gloo(HYBRID), ["hvp", "through_a_gradient", "clipped", "collectives"], set()),
+    ],
 )
 def test_a_plain_function_is_one_graph_with_the_numbers_of_the_eager_program(ranks: Ranks, name: str) -> None:
     ranks.run(plain, name)
