@@ -46,8 +46,7 @@ def selected(column: str) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("kind", "remat"),
-    [("simulated", [True]), ("simulated", [False]), ("gloo", [True]), ("gloo", [False])]
-    + [("one after the other", [True, False])],
+    [*((kind, [remat]) for kind in ("simulated", "gloo") for remat in (True, False)), ("one after", [True, False])],
 )
 def test_every_nesting_is_tried(kind: str, remat: list[bool]) -> None:
     columns = [name for name in COLUMNS if name.startswith(kind) and ("remat" in name) in remat]
