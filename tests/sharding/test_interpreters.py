@@ -89,6 +89,9 @@ def cases(axes: Mapping[str, int]) -> list[Case]:
     ]
 
 
+PARTS: list[Any] = [slice(0, 12), pytest.param(slice(12, 24), marks=pytest.mark.slow)]
+
+
 def loss(full: fs.Full, x: Tensor) -> Tensor:
     """Elementwise before the sum, so that one rank at a time computes the same bits as all of them side by side."""
     plain = [torch.view_as_real(w) if w.is_complex() else w for w in full.values()]
@@ -128,9 +131,9 @@ def result(case: Case, params: fs.Sharded, lazy: bool | None) -> Result:
     return ways, {key: (one.number, one.nbytes) for key, one in counter.traffic.items()}
 
 
-def results(mesh: fs.Mesh, ways: list[bool | None]) -> list[list[Result]]:
+def results(mesh: fs.Mesh, ways: list[bool | None], part: slice) -> list[list[Result]]:
     """Of each case of these axes, by each way to gather."""
-    sharded = [(case, fs.shard(case.values, case.plan(mesh))) for case in cases(dict(mesh.axes))]
+    sharded = [(case, fs.shard(case.values, case.plan(mesh))) for case in cases(dict(mesh.axes))[part]]
     return [[result(case, params, lazy) for lazy in ways] for case, params in sharded]
 
 
@@ -151,9 +154,13 @@ def without_gathers(seen: Bytes, case: Case) -> Bytes:
     return {key: value for key, value in seen.items() if not (case.codec and key[1] == "all_gather")}
 
 
+def of_ranks(ranks: Ranks, part: slice) -> list[list[list[Result]]]:
+    return _of_ranks(ranks, part.start, part.stop)
+
+
 @cache
-def of_ranks(ranks: Ranks) -> list[list[list[Result]]]:
-    return ranks.run(results, [False, True] if ranks.real else [None])
+def _of_ranks(ranks: Ranks, start: int, stop: int) -> list[list[list[Result]]]:
+    return ranks.run(results, [False, True] if ranks.real else [None], slice(start, stop))
 
 
 def bits(x: Tensor) -> Tensor:
@@ -169,27 +176,30 @@ def assert_bitwise(actual: Any, expected: Any, case: Case) -> None:
             assert torch.equal(bits(actual[way][key]), bits(x)), (case, way, key, actual[way][key], x)
 
 
-on_gloo = pytest.mark.parametrize("ranks", gloo(*AXES), ids=str)
+def on_gloo(test: Any) -> Any:
+    """Half of the cases by default, the other half with ``-m slow``."""
+    each_part = pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.start}..{part.stop - 1}")
+    return pytest.mark.parametrize("ranks", gloo(*AXES), ids=str)(each_part(test))
 
 
 @on_gloo
-def test_differentiable_and_asynchronous_ranks_agree_bitwise(ranks: Ranks) -> None:
-    for of_rank in of_ranks(ranks):
-        for case, ((differentiable, _), (asynchronous, _)) in zip(cases(ranks.axes), of_rank, strict=True):
+def test_differentiable_and_asynchronous_ranks_agree_bitwise(ranks: Ranks, part: slice) -> None:
+    for of_rank in of_ranks(ranks, part):
+        for case, ((differentiable, _), (asynchronous, _)) in zip(cases(ranks.axes)[part], of_rank, strict=True):
             assert_bitwise(asynchronous, {way: differentiable[way] for way in asynchronous}, case)
 
 
 @on_gloo
-def test_gloo_ranks_and_simulated_ranks_agree_bitwise(ranks: Ranks) -> None:
-    for real, simulated in zip(of_ranks(ranks), of_ranks(ranks.simulated), strict=True):
-        for case, ((ways, _), _), ((expected, _),) in zip(cases(ranks.axes), real, simulated, strict=True):
+def test_gloo_ranks_and_simulated_ranks_agree_bitwise(ranks: Ranks, part: slice) -> None:
+    for real, simulated in zip(of_ranks(ranks, part), of_ranks(ranks.simulated, part), strict=True):
+        for case, ((ways, _), _), ((expected, _),) in zip(cases(ranks.axes)[part], real, simulated, strict=True):
             assert_bitwise(ways, expected, case)
 
 
 @on_gloo
-def test_counting_agrees_with_what_is_issued_to_the_byte(ranks: Ranks) -> None:
-    for of_rank in (*of_ranks(ranks), *of_ranks(ranks.simulated)):
-        for case, ways in zip(cases(ranks.axes), of_rank, strict=True):
+def test_counting_agrees_with_what_is_issued_to_the_byte(ranks: Ranks, part: slice) -> None:
+    for of_rank in (*of_ranks(ranks, part), *of_ranks(ranks.simulated, part)):
+        for case, ways in zip(cases(ranks.axes)[part], of_rank, strict=True):
             wanted = without_gathers(expected(case, fs.simulated_mesh(ranks.axes)), case)
             assert [without_gathers(seen, case) for _, seen in ways] == [wanted] * len(ways), case
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -112,6 +112,7 @@ ON_RANK: dict[str, Callable[[Sides, Tree, Tree, Tensor, Tensor], Tree]] = {
 LOCAL = {"jvp", "value", "per-sample gradients, whole", "ensemble"}
 
 
+@cache
 def expected(task: str, data: Data, reduction: str) -> Tree:
     """From the unsharded model: whole values, or for LOCAL tasks one row a rank."""
     p, frozen = data.parameters()

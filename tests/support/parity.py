@@ -20,7 +20,7 @@ from torch.func import functional_call, grad_and_value, vmap
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 
-NUM_STEPS = 10
+NUM_STEPS = 5
 SAMPLES = 4
 # Powers of two: products with them are exact, so a fused multiply-add gives the bits of a product and a sum.
 LR, MOMENTUM = 0.125, 0.5

@@ -135,11 +135,15 @@ def slow(kinds: list[Ranks]) -> list[Any]:
 
 
 def also_sequential(kinds: Iterable[Any]) -> list[Any]:
-    """``kinds``, and for each batched one the same axes one rank after the other, for ``-m slow``."""
+    """``kinds``, and beside batched ones of one axis and of several the smallest of each that has several ranks, one
+    rank after the other, for ``-m slow``; unless ``kinds`` has such ranks itself."""
     given = [*kinds]
-    ranks = [kind.values[0] if hasattr(kind, "values") else kind for kind in given]  # pytest.param
-    more = [replace(one, kind="sequential") for one in ranks if isinstance(one, Ranks) and one.kind == "batched"]
-    return given + slow([one for one in dict.fromkeys(more) if one not in ranks])
+    values = [kind.values[0] if hasattr(kind, "values") else kind for kind in given]  # pytest.param
+    ranks = sorted((one for one in values if isinstance(one, Ranks)), key=lambda one: one.size)
+    batched = [replace(one, kind="sequential") for one in ranks if one.kind == "batched" and one.size > 1]
+    smallest = {len(one.axes): one for one in reversed(batched)}
+    has = {len(one.axes) for one in ranks if one.kind == "sequential"}
+    return given + slow([one for num_axes, one in smallest.items() if num_axes not in has])
 
 
 def on_each(kinds: list[Any]) -> Callable[[Callable[[fs.Mesh], None]], Callable[[Ranks], None]]:

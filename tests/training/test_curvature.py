@@ -24,7 +24,7 @@ OPTIONS: list[dict[str, Any]] = [{"units": 1}, {"units": 1 << 20, "align_bytes":
 any_ranks = pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)
 
 
-def directions(num: int = 3) -> NDArray[np.float64]:
+def directions(num: int = 2) -> NDArray[np.float64]:
     return np.random.default_rng(0).standard_normal((num, vector().numel()))
 
 

@@ -85,9 +85,13 @@ def derived(mesh: fs.Mesh, name: str, loss: str, further: str, plan: dict[str, A
     return result, Counter((each.kind, each.key) for each in seen.issued)
 
 
+def product_of(mesh: fs.Mesh, name: str, loss: str) -> Any:
+    return derived(mesh, name, loss, "", {})
+
+
 def counted(ranks: Ranks, name: str, loss: str) -> dict[str, Counter[str]]:
     """By kind, by unit; of the first rank, as all have the same."""
-    first, *others = (each for _, each in ranks.run(derived, name, loss, "", {}))
+    first, *others = (each for _, each in ranks.once(product_of, name, loss))
     assert all(other == first for other in others)
     kinds = {kind for kind, _ in first}
     return {kind: Counter({key: n for (k, key), n in first.items() if k == kind and key}) for kind in kinds}
@@ -130,7 +134,7 @@ EVERY = [*simulated(2), *gloo(2), *slow([*sequential(2), *simulated(HYBRID), *gl
 @pytest.mark.parametrize("ranks", EVERY, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_product_is_bitwise_that_of_jvp_which_reduces_the_gradient_too(loss: str, ranks: Ranks) -> None:
-    both = [ranks.run(derived, name, loss, "", {}) for name in ("hessian", "jvp of fs.grad")]
+    both = [ranks.once(product_of, name, loss) for name in ("hessian", "jvp of fs.grad")]
     for (product, few), (expected, many) in zip(*both, strict=True):
         assert_trees_close(product, expected, rtol=0, atol=0)
         assert all(x.any() for x in product.values())

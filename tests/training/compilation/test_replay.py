@@ -39,7 +39,7 @@ def test_a_replay_is_bitwise_the_eager_program(ranks: Ranks, name: str) -> None:
     ranks.run(replayed, name)
 
 
-def trained(mesh: fs.Mesh, backend: str, cls: type[torch.optim.Optimizer], donate: bool, steps: int = 4) -> list[Any]:
+def trained(mesh: fs.Mesh, backend: str, cls: type[torch.optim.Optimizer], donate: bool, steps: int = 3) -> list[Any]:
     """Parameters and losses of compiled and of eager steps, with a learning rate of its own for each step."""
     program, opt = Program(mesh), fs.optimizer(cls, lr=1e-2)
 
