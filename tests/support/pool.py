@@ -4,19 +4,25 @@ A call finds processes that have just joined a new group: the group of the call 
 directory, random numbers, default dtype, grad mode and filters of warnings are those of a new process. What was
 imported, cached or patched for good stays. So a test that ends a rank, compiles, measures memory or looks at imports
 calls ``fs.testing.run_ranks``.
+
+Most of a short call would be waiting: so groups meet at a store that stays, in this process, as a store in a file is
+polled; and gloo's threads, whose end takes 20 ms, end while the next call begins.
 """
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
 import random
-import tempfile
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +35,7 @@ Rank = tuple[Any, Connection]
 SEED = torch.initial_seed()  # of every process that has not chosen one
 
 _pool: list[Rank] = []  # the first n of them are the ranks of a call of n
+_calls = count()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
@@ -44,9 +51,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def _collect(ranks: list[Rank], work: bytes, deadline: float, timeout: float) -> list[Any]:
-    folder = tempfile.mkdtemp(dir=_folder().name)
+    store = f"{_store().port}/{next(_calls)}"
     for rank, (_, connection) in enumerate(ranks):
-        connection.send((os.getcwd(), (rank, len(ranks), folder, work, timeout)))
+        connection.send((os.getcwd(), (rank, len(ranks), store, work, timeout)))
     results = processes._collect(ranks, deadline, timeout)
     for _, connection in ranks:
         connection.send("all have answered")
@@ -69,8 +76,9 @@ def _started() -> Rank:
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="rank_pool_")
+def _store() -> dist.TCPStore:
+    """Of all calls of this process."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _end(ranks: list[Rank]) -> None:
@@ -83,6 +91,7 @@ def _end(ranks: list[Rank]) -> None:
 
 def _serve(connection: Connection) -> None:
     gc.freeze()  # what is loaded stays: a collection after each call need not look at it
+    processes._join_group = _join_group
     try:
         while True:
             directory, task = connection.recv()
@@ -91,6 +100,22 @@ def _serve(connection: Connection) -> None:
                 connection.recv()  # until all have answered: others may still be connecting to this rank
     except (EOFError, OSError):  # the tests are over
         return
+
+
+@cache
+def _client(port: int) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
+    """That of ``processes``, by a part of its own of the store that stays."""
+    port, call = store.split("/")
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    mine = dist.PrefixStore(call, _client(int(port)))
+    dist.init_process_group("gloo", store=mine, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
 
 
 @contextmanager
@@ -103,6 +128,7 @@ def _as_new(directory: str) -> Iterator[None]:
         with warnings.catch_warnings():
             yield
     finally:
+        groups = [*dist.distributed_c10d._world.pg_map]
         if dist.is_initialized():
             dist.destroy_process_group()
         os.environ.clear()
@@ -110,3 +136,4 @@ def _as_new(directory: str) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         gc.collect()
+        _thread.start_new_thread(groups.clear, ())  # the last to hold them
