@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -105,13 +106,23 @@ def stay_away_on_this_rank() -> list[tuple[str, str, float]]:
     return reported
 
 
+NUMBERS = 2, 3
+
+
 @cache
+def every_absence() -> dict[int, list[list[tuple[str, str, float]]]]:
+    """Of each number of ranks, which wait for most of the time, at once."""
+    run = partial(run_ranks, stay_away_on_this_rank, timeout=90)
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(NUMBERS, threads.map(run, NUMBERS), strict=True))
+
+
 def reported_absences(num_ranks: int) -> list[list[tuple[str, str, float]]]:
-    return run_ranks(stay_away_on_this_rank, num_ranks, timeout=90)
+    return every_absence()[num_ranks]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", NUMBERS)
 def test_a_rank_that_stalls_is_named_on_all_others_and_gets_an_error_when_it_comes(num_ranks: int) -> None:
     *waiting, (late, _) = reported_absences(num_ranks)
     absent, others = num_ranks - 1, ", ".join(str(rank) for rank in range(num_ranks - 1))
