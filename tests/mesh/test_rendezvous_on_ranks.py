@@ -95,8 +95,8 @@ def test_a_rank_of_an_earlier_life_that_never_finished_is_not_taken_for_one_of_t
 @pytest.mark.slow  # torch's store may take seconds to accept a client where other processes take all cores
 def test_every_rank_that_came_names_those_that_did_not(server: dist.TCPStore) -> None:
     server.set("hello/2", "a process of an earlier life")
-    said = meet_all(server, [0, 1, 3], 5, seconds=20)
-    assert said == ["ranks 2, 4 of 5 did not respond within 20 s: the job needs all of them to start"] * 3
+    said = meet_all(server, [0, 1, 3], 5, seconds=12)
+    assert said == ["ranks 2, 4 of 5 did not respond within 12 s: the job needs all of them to start"] * 3
 
 
 def test_a_rank_that_dies_and_comes_again_is_met_while_others_are_awaited(server: dist.TCPStore) -> None:

@@ -214,7 +214,7 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_repeatedly_loses_no_checkpoint() -> None:
-    assert "bitwise those of the undisturbed job" in run("-m", "tests.benchmarks.kill_loop", "--kills", "4")
+    assert "bitwise those of the undisturbed job" in run("-m", "tests.benchmarks.kill_loop", "--kills", "2")
 
 
 def outcome(result: dict[str, Any]) -> dict[str, Any]:

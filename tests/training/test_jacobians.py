@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import optree
@@ -114,6 +115,7 @@ def jacobians(mesh: fs.Mesh, by: str, chunk_size: int | None, options: dict[str,
     return mesh.spmd(derived)(params, x, y)
 
 
+@cache
 def expected_jacobians(num_ranks: int, by: str, reduction: str) -> Any:
     trainable, frozen = Data(num_ranks).parameters()
     rows = zip(*Data(num_ranks).samples(), strict=True)
