@@ -14,6 +14,28 @@ from functorch_shard.torch_internals.while_it_runs import NAMES, Globals
 from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks, also_sequential
 
+# Files of few tests that take long.
+LONG = (
+    "test_fullgraph.py",
+    "test_launching_on_ranks.py",
+    "test_examples.py",
+    "test_transforms.py",
+    "test_rendezvous_on_ranks.py",
+    "test_memory_curve_on_ranks.py",
+    "test_order_check_on_ranks.py",
+    "test_lost_ranks_on_ranks.py",
+    "test_dtensor_on_ranks.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """xdist would start files of few tests last, and one worker would wait for the other one's long file."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
 
 def pytest_collection(session: pytest.Session) -> None:
     """Collecting makes half a million objects that stay; to look for garbage among them takes seconds."""
