@@ -3,7 +3,7 @@
 Note [Boundary]: each rank's program returns a value of its own, and what is differentiated is the mean of them (or the
 sum). ``fs.grad`` takes that mean once, at its boundary: inside, every gather is an exact all-gather whose transpose is
 an exact ``psum_scatter``, so a derivative that goes through several gathers, a training step say, is exact as well. At
-the end, gradients by ``Sharded`` arguments are summed over copies and divided by the number of ranks.
+the end, gradients with respect to ``Sharded`` arguments are summed over copies and divided by the number of ranks.
 
 A derivative by anybody else (``torch.func.grad``, ``backward()``) has no such end. There the backward of each gather
 takes the mean, which is the same where a path of the derivative goes through one gather, and is refused where it goes

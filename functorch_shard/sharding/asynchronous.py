@@ -45,7 +45,7 @@ def start_gather(ops: Ops, shard: Tensor, key: str, mesh: Mesh, device: torch.de
 
 
 def start_reduction(ops: Ops, packed: Tensor, key: str, mesh: Mesh) -> Work:
-    """What ``ops`` make of the full gradient of buffer ``key``; ``packed`` is written over, and read until the wait."""
+    """What ``ops`` make of the full gradient of buffer ``key``; ``packed`` is overwritten, and read until the wait."""
 
     def all_reduce(op: AllReduce, x: Tensor) -> Tensor:
         return mesh[op.axis].issue("psum", x, key=key).wait()

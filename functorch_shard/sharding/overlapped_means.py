@@ -1,8 +1,8 @@
 """The mean over replicas, taken while backward goes on.
 
 Note [Overlapped means]: ``fs.grad`` takes the mean over ranks at its end, Note [Boundary]; with replicas that is an
-all-reduce of every shard, and nothing is left to compute meanwhile. Where the gradient by an input is what one gather
-reduces, and nothing else, its mean is that of the reduction. There the all-reduce starts as soon as the reduction is
+all-reduce of every shard, and nothing is left to compute meanwhile. If an input is used by one gather and nothing else,
+the mean of its gradient is that of this gather's reduction. There the all-reduce starts as soon as the reduction is
 complete, and backward computes the gradients of the unit before. Whether an input has other uses is read from the graph
 before backward runs; and whether the loss itself communicates over replicas: then all means are taken at the end, as
 that backward may come between other means on each replica.
@@ -41,7 +41,7 @@ class Means:
 
     Args:
         order: the inputs whose gradients' means may be started in backward, by position, in the order to take them in.
-        start: starts the mean of the gradient by an input, of the sum over the ranks that share it.
+        start: starts the mean of the gradient with respect to an input, of the sum over the ranks that share it.
     """
 
     def __init__(self, order: Sequence[int], start: Callable[[int, Tensor], Work]) -> None:
@@ -52,7 +52,7 @@ class Means:
         self._means: dict[int, Tensor] = {}
 
     def add(self, i: int, total: Tensor) -> None:
-        """``total`` is the sum over the ranks that share input ``i``; it is written over."""
+        """``total`` is the sum over the ranks that share input ``i``; it is overwritten."""
         self._reduced[i] = total
         while self._to_start and self._to_start[0] in self._reduced:
             self._wait_until(UNDER_WAY - 1)
@@ -99,7 +99,7 @@ def order_of_means(places: Sequence[Place | None]) -> list[int]:
 
 
 def start_mean(places: Sequence[Place | None], i: int, total: Tensor) -> Work:
-    """The mean over all ranks of ``total``, the sum over those that share input ``i``; it is written over."""
+    """The mean over all ranks of ``total``, the sum over those that share input ``i``; it is overwritten."""
     place = places[i]
     assert place is not None, i
     key, layout = place
@@ -109,7 +109,7 @@ def start_mean(places: Sequence[Place | None], i: int, total: Tensor) -> Work:
 
 
 def start_all_reduces(ops: Ops, x: Tensor, key: str, mesh: Mesh) -> Work:
-    """What ``ops`` make of ``x``, which is written over: the first all-reduce now, what comes after it on wait."""
+    """What ``ops`` make of ``x``, which is overwritten: the first all-reduce now, what comes after it on wait."""
 
     def start(op: AllReduce, x: Tensor) -> Work:
         return mesh[op.axis].issue("psum", x, key=key)
@@ -128,7 +128,7 @@ def overlap_means(
     Args:
         value: what is differentiated.
         anchors: those of the boundary; their nodes know the gathers.
-        inputs: what it is differentiated by.
+        inputs: what it is differentiated with respect to.
         places: of each input that is a shard its buffer's key and its layout.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
@@ -162,7 +162,7 @@ def _has_replicas(place: Place | None) -> bool:
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:
-    """Whether the mean of the gradient by ``x`` may be that of a reduction, which hooks of ``x`` would not see."""
+    """Whether the mean of the gradient of ``x`` may be that of a reduction, which hooks of ``x`` would not see."""
     if place is None or not x.is_floating_point() or not _has_replicas(place) or hooks_of(x):
         return False
     key, layout = place

@@ -107,12 +107,12 @@ def copies_of(tree: Sharded, layout: Layout) -> Sharded:
 
 @opaque
 def reduce_to_parts(grads: Sharded, layout: Layout) -> Sharded:
-    """The other half of the reduction of gradients by ``within_replicas(params)``, each rank keeping its part.
+    """The other half of the reduction of the gradients of ``within_replicas(params)``, each rank keeping its part.
 
     Bitwise ``parts_of(across_replicas(grads, layout.with_copies(...)), layout)``, for half of the bytes.
 
     Args:
-        grads: gradients by ``within_replicas(params)``, or a sum of them over microbatches; ``None`` stays.
+        grads: the gradients of ``within_replicas(params)``, or a sum of them over microbatches; ``None`` stays.
         layout: that of the result; the parameters have ``layout.with_copies(...)``.
 
     Returns:

@@ -78,7 +78,7 @@ def mean_at_end_of_grad(grads: Mapping[str, Any], layout: Layout, boundary: Boun
     """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary].
 
     Summed over copies and divided by the number of ranks. Outside of ``spmd`` all ranks return one value, and copies
-    are dims. What ``boundary`` made is written over: fresh memory costs as much as the division.
+    are dims. What ``boundary`` made is overwritten: fresh memory costs as much as the division.
     """
     if not layout.mesh.in_spmd:
         return {key: None if x is None else _sum_of_stack(x, layout.buffers[key], layout) for key, x in grads.items()}

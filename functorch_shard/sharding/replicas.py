@@ -24,7 +24,7 @@ def within_replicas(params: Sharded) -> Sharded:
     ``set_requires_all_reduce(False)``.
 
     Args:
-        params: what is differentiated by: any ``Sharded`` whose mesh has replicas. Without them nothing changes.
+        params: to differentiate with respect to: any ``Sharded`` whose mesh has replicas. Without them nothing changes.
 
     Returns:
         A ``Sharded`` of the same tensors. ``gather`` of it has the values of ``params``, and a gradient is the mean
@@ -57,12 +57,12 @@ def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
     """The mean over replicas of gradients that :func:`within_replicas` left apart: the other half of the reduction.
 
     Args:
-        grads: gradients by ``within_replicas(params)``, or a sum of them over microbatches, in the stored dtypes or in
-            wider ones. ``None`` stays.
+        grads: the gradients of ``within_replicas(params)``, or a sum of them over microbatches, in the stored dtypes or
+            in wider ones. ``None`` stays.
         layout: that of ``params``.
 
     Returns:
-        A ``Sharded`` with ``layout``, as the gradient by ``params`` itself: the mean over all ranks (the sum, with
+        A ``Sharded`` with ``layout``, as the gradient of ``params`` itself: the mean over all ranks (the sum, with
         ``reduction="sum"``), added up in the dtype that gradients are reduced in.
 
     Raises:

@@ -59,7 +59,7 @@ class Saved:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, in order; let go of what they are in once autograd has them: :meth:`known`."""
+        """All of them, in order. Once autograd has saved them, keep :meth:`known` alone, which holds none."""
         return [x for call in self.calls.values() for x in call.leaves if isinstance(x, Tensor)]
 
     def known(self) -> Saved:
