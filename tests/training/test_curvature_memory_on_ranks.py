@@ -54,6 +54,7 @@ def all_on_this_rank() -> dict[tuple[str, int], tuple[int, int]]:
     mesh["shard"].issue("all_gather", torch.empty(SOCKET_LIMIT)).wait()  # opens the files of all ranks
     layout = fs.plan(MODEL, mesh)
     settle()
+    gc.freeze()  # what is loaded stays: a collection before each measurement need not look at it
     return {(derived, samples): live_on_this_rank(layout, derived, samples) for derived, samples in MEASURED}
 
 
