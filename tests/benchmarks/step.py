@@ -192,7 +192,8 @@ def main() -> None:
         cases = _cases_of_torchrun(cases, chosen.device)
     results = []
     for key, case in cases.items():
-        results.append(run(key, case, chosen.contenders or case.contenders(), chosen.rounds, chosen.memory))
+        names = [name for name in chosen.contenders or CONTENDERS if name in case.contenders()]
+        results.append(run(key, case, names, chosen.rounds, chosen.memory))
         if os.environ.get("RANK", "0") == "0":
             print(table(results[-1]), flush=True)
     if chosen.json and os.environ.get("RANK", "0") == "0":
