@@ -119,7 +119,7 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
-    run_ranks(stress_on_this_rank, num_ranks, 120, 0.004)
+    run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
 
 
 def use_on_this_rank() -> None:
