@@ -79,16 +79,17 @@ class Call:
             work.wait()
 
     def arrive(self) -> Sequence[int]:
-        """The digests of all ranks."""
+        """The digests of all ranks, or nothing if the call was closed meanwhile."""
+        buffers = self._buffers
         self._work.wait()
-        return self._heads()[0]
+        return _heads(buffers)[0] if buffers else ()
 
     def has_arrived(self) -> bool:
         return self._work.is_completed()
 
     def slots(self) -> Sequence[int]:
         """Where each rank's message is."""
-        return self._heads()[1]
+        return _heads(self._buffers)[1]
 
     def rows(self, nbytes: int, dtype: torch.dtype) -> Tensor:
         """The short messages of all ranks: one row each, to be read before the call is closed."""
@@ -102,8 +103,10 @@ class Call:
             self._line.give_back(self._buffers)
             self._buffers = ()
 
-    def _heads(self) -> list[list[int]]:
-        return self._buffers[1][:, :HEAD].view(torch.int64).T.tolist()
+
+def _heads(buffers: tuple[Tensor, ...]) -> list[list[int]]:
+    """The digests, and the places in shared memory, of all ranks."""
+    return buffers[1][:, :HEAD].view(torch.int64).T.tolist()
 
 
 class Line:
@@ -127,8 +130,8 @@ class Line:
 
     def open(self, text: str) -> Call:
         """The next collective; ``text`` is the same on all ranks, or this or a later call raises."""
-        while self._unverified and self._unverified[0].has_arrived():
-            self.verify(self._unverified[0])
+        while (first := self._first()) and first.has_arrived():
+            self.verify(first)
         self._refuse()
         self._number += 1
         return Call(self, self._number, text)
@@ -141,16 +144,27 @@ class Line:
         """Raise unless this collective, and each one before it, is the same on all ranks."""
         while not call.verified:
             self._refuse()
-            first = self._unverified[0]
+            first = self._first() or call
             digests = first.arrive()
-            if first.verified:  # by another thread, meanwhile
+            same = len(set(digests)) == 1
+            if first.verified:  # meanwhile
                 continue
-            if len(set(digests)) > 1:
-                self._error = self._explained(first, digests)
-            else:
+            if same:
+                first.verified = True  # no call before popleft: at calls others run, and garbage is collected
                 self._unverified.popleft()
                 self._history.append(first.text)
-                first.verified = True
+            else:
+                self._error = self._explained(first, digests)
+
+    def _first(self) -> Call | None:
+        """The first call that is not verified.
+
+        Another thread may verify it at any time, and so may the garbage collector in this one, which waits for the
+        collectives that it frees.
+        """
+        with suppress(IndexError):
+            return self._unverified[0]
+        return None
 
     def take(self) -> tuple[Tensor, ...]:
         """Envelopes to send and to receive; the same ones again and again."""

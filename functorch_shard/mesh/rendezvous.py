@@ -7,6 +7,11 @@ time by a new store per restart; torch 2.13 shares it again). Nothing that torch
 job it is: agents count restarts on their own. So each process picks a name that no process has had, rank 0 answers to
 names with its own, and that one is the prefix of all that follows. A name of an earlier life is answered too, and not
 read; rank 0 goes on until the newest name of every rank has signed under the new prefix.
+
+Note [Default arguments]: functions of ``torch.distributed.nn.functional`` have the default group as a default value,
+that of the moment when the module is imported, which torch does with its optimizers. They would keep a group, and its
+threads, that the program destroyed; and a process that exits with threads of gloo ends now and then by SIGABRT. So it
+is imported before there is a group.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +44,7 @@ def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
     store = _store(job.rank, patience)
     prefix = meet(dist.PrefixStore("functorch_shard/start", store), job.rank, job.size, patience)
     fresh = dist.PrefixStore(prefix, store)
+    import_module("torch.distributed.nn.functional")  # Note [Default arguments]
     dist.init_process_group(backend, store=fresh, rank=job.rank, world_size=job.size, timeout=timeout)
 
 

@@ -20,6 +20,7 @@ from ..collectives.boundary import anchors_here, here, prepare, reduces_tangents
 from ..collectives.codecs import Codec
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
+from ..layout.ranks import shard_axis
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import backward_pass, differentiate_at_once, signed
 from ..torch_internals.lowering import has_tangents
@@ -36,7 +37,7 @@ def lazily(
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
     session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
-        layout.mesh[layout.shard_axis].backend.ready()
+        shard_axis(layout).backend.ready()
     anchors = anchors_here()
     together = anchors is not None and not has_tangents([*shards.values()])
     joined = _joined(session, shards, layout, anchors) if together else {}

@@ -25,6 +25,7 @@ from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack
 from ..layout.precision import divide_factors
+from ..layout.ranks import shard_axis
 from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.lowering import has_tangents
@@ -69,7 +70,7 @@ def reduced_encoded(
     packed, _ = _packed(grads, buffer, layout)
     wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
     owed = wide if error is None else wide + error
-    total, lost = scatter_encoded(owed, layout.mesh[layout.shard_axis].of(buffer.key), codec)
+    total, lost = scatter_encoded(owed, shard_axis(layout).of(buffer.key), codec)
     plan = layout.schedule(buffer, wide.dtype)
     return _returned(across(total, plan, layout.mesh), buffer, layout), lost
 

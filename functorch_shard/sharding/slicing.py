@@ -12,7 +12,7 @@ from ..communication.axis import Axis
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.packing import fill_shard, pack, pack_shard
-from ..layout.ranks import shard_at
+from ..layout.ranks import shard_at, shard_axis
 from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
 
@@ -115,7 +115,7 @@ def _kind(axis: Axis, buffer: Buffer, layout: Layout) -> str:
 
 def _axes(layout: Layout) -> list[Axis]:
     """Those with more than one rank, the shards first."""
-    shards = [layout.mesh[layout.shard_axis]] if layout.num_shards > 1 else []
+    shards = [shard_axis(layout)] if layout.num_shards > 1 else []
     return [*shards, *(axis for axis in layout.mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
 
 
@@ -127,7 +127,7 @@ def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
 
 
 def _index(layout: Layout) -> Tensor | int:
-    return layout.mesh[layout.shard_axis].backend.index() if layout.num_shards > 1 else 0
+    return shard_axis(layout).backend.index() if layout.num_shards > 1 else 0
 
 
 def _rows(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,8 +18,9 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.mesh.rendezvous import meet
+from tests.support.launching import environ, printed
 from tests.support.refusals import refused
-from tests.support.scripts import start
+from tests.support.scripts import free_port, start
 
 ROOT = Path(__file__).parents[2]
 RESTARTS = 4  # torch's own start gets through that many about once in a hundred times
@@ -54,6 +54,26 @@ def test_torchrun_restarts_a_job_again_and_again(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"life {RESTARTS}: 2 ranks"]
     assert "failed to connect" not in done.stderr
+
+
+DESTROYED = """
+from pathlib import Path
+import torch
+import functorch_shard as fs
+
+fs.init_mesh()
+torch.optim.Adam([torch.ones(1)])  # imports what may keep the default group
+torch.distributed.destroy_process_group()
+threads = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+print(sum("gloo" in name for name in threads), "threads of gloo")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_group_that_was_destroyed_has_no_threads_left() -> None:
+    """A process that exits with such threads may end by SIGABRT, although it did all that it was to do."""
+    job = environ(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert printed([sys.executable, "-c", DESTROYED], envs=[job]) == "0 threads of gloo\n"
 
 
 @pytest.fixture
@@ -99,6 +119,7 @@ def test_every_rank_that_came_names_those_that_did_not(server: dist.TCPStore) ->
     assert said == ["ranks 2, 4 of 5 did not respond within 12 s: the job needs all of them to start"] * 3
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_and_comes_again_is_met_while_others_are_awaited(server: dist.TCPStore) -> None:
     """Its first life has signed under the prefix of this one already, and is no longer there."""
     with ThreadPoolExecutor(4) as pool:
@@ -131,12 +152,6 @@ def started(rank: int, size: int, port: int) -> subprocess.Popen[str]:
     job = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment = {**os.environ, **job, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.slow
