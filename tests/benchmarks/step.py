@@ -2,6 +2,7 @@
 
 python -m tests.benchmarks.step --memory --json step.json    # everything: a quarter of an hour on two cores
 python -m tests.benchmarks.step --cases small --rounds 3     # the short form
+python -m tests.benchmarks.step --two-hosts --cases gpt-4 gpt-1    # a rank on each of two hosts, over sockets alone
 torchrun --nproc-per-node 2 -m tests.benchmarks.step --device cuda --cases gpt-4 gpt-1    # on GPUs, over NCCL
 """
 
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import CONTENDERS, takes_replicas
 from tests.benchmarks.resident import status
 from tests.benchmarks.workloads import WORKLOADS
+from tests.support.two_hosts import on_two_hosts
 
 
 @dataclass(frozen=True)
@@ -177,12 +181,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="peak memory too, each contender in processes of its own")
     parser.add_argument("--json", help="write everything measured to this file")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: under torchrun")
+    parser.add_argument("--two-hosts", action="store_true", help="in two network namespaces, one rank in each")
     parser.add_argument("--peak-of", choices=CONTENDERS, help=argparse.SUPPRESS)  # what --memory starts
     return parser.parse_args()
 
 
 def main() -> None:
     chosen = options()
+    if chosen.two_hosts:
+        sys.exit(run_on_two_hosts([word for word in sys.argv[1:] if word != "--two-hosts"]))
     if chosen.peak_of:
         case = CASES[chosen.cases[0]]
         print(*max(run_ranks(memory_on_this_rank, case.num_ranks, case, chosen.peak_of, timeout=800)))
@@ -199,6 +206,15 @@ def main() -> None:
     if chosen.json and os.environ.get("RANK", "0") == "0":
         machine = {"machine": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__}
         Path(chosen.json).write_text(json.dumps({**machine, "cases": results}, indent=1))
+
+
+def run_on_two_hosts(arguments: Sequence[str]) -> int:
+    """This benchmark by torchrun on each of two hosts; the exit status."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --nnodes 2 --node-rank $number --master-addr first"
+    script = f"exec {torchrun} -m tests.benchmarks.step {shlex.join(arguments)}"
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+    with TemporaryDirectory() as folder:
+        return subprocess.run(on_two_hosts(Path(folder), script), env=environ, check=False).returncode
 
 
 def _cases_of_torchrun(cases: dict[str, Case], device: str) -> dict[str, Case]:

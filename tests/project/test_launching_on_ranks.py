@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 
 from tests.support.launching import LAUNCH, ROOT, TOLERANCE, assert_trained, environ, printed, simulated, unsharded
 from tests.support.scripts import free_port
+from tests.support.two_hosts import on_two_hosts, why_not_two_hosts
 
 TWO_HOSTS = f"{LAUNCH}/torchrun_two_hosts.sh"
 SRUN = """#!/usr/bin/env bash
@@ -30,31 +30,6 @@ wait -n && wait -n
 SCONTROL = """#!/usr/bin/env bash
 [[ $* == "show hostnames first,second" ]] && printf '%s\\n' 127.0.0.1 second
 """
-# Two hosts: network namespaces with a name and an address each, joined by a pair of interfaces. Each runs the command
-# that follows $1, a path for files of its own. Nothing is left of them when their processes have ended.
-HOSTS = """set -eu
-printf '127.0.0.1 localhost\n10.7.0.1 first\n10.7.0.2 second\n' >"$1"
-mount --bind "$1" /etc/hosts
-hostname first
-ip link set lo up
-mkfifo "$1.made" "$1.joined"
-unshare --net --uts bash -euc '
-    hostname second
-    ip link set lo up
-    echo $$ >"$1.made"
-    read -r _ <"$1.joined"
-    ip address add 10.7.0.2/24 dev eth0
-    ip link set eth0 up
-    exec "${@:2}"' - "$@" &
-read -r second <"$1.made"
-exec 9<"/proc/$second/ns/net" # keeps the network of the second host, and so this end of it, until both have ended
-ip link add eth0 type veth peer name eth0 netns "$second"
-ip address add 10.7.0.1/24 dev eth0
-ip link set eth0 up
-echo >"$1.joined"
-"${@:2}"
-wait $!
-"""
 
 
 def text_of(name: str) -> str:
@@ -67,24 +42,11 @@ def test_two_simulated_ranks_have_the_losses_of_plain_torch() -> None:
     torch.testing.assert_close(losses, unsharded(10), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_hosts_by_two_agents_of_this_one() -> None:
     commands = [["bash", TWO_HOSTS, "127.0.0.1", number, "--steps", "3"] for number in "01"]
     env = environ(RANKS="1", PORT=str(free_port()))
     assert_trained(printed(*commands, envs=[env, env]), 3)
-
-
-def namespaces() -> list[str]:
-    """The command that runs a script in a network namespace, with names and mounts of its own."""
-    return ["unshare", "--user", "--map-root-user", "--net", "--uts", "--mount", "bash", "-c", HOSTS, "-"]
-
-
-def why_not_two_hosts(folder: Path) -> str:
-    """What this machine says to two network namespaces; nothing if it allows them."""
-    tools = ["unshare", "ip", "hostname", "mount", "mkfifo"]
-    if missing := [tool for tool in tools if shutil.which(tool) is None]:
-        return f"not installed: {', '.join(missing)}"
-    done = subprocess.run([*namespaces(), str(folder / "hosts"), "true"], capture_output=True, text=True, timeout=60)
-    return done.stderr if done.returncode else ""
 
 
 @pytest.mark.slow
@@ -92,11 +54,11 @@ def test_torchrun_on_two_hosts_by_two_network_namespaces(tmp_path: Path) -> None
     (tmp_path / "trial").mkdir()
     if reason := why_not_two_hosts(tmp_path / "trial"):
         pytest.skip(f"this machine does not allow two network namespaces: {reason}")
-    script = f"number=0; [ $(hostname) = first ] || number=1; exec bash {TWO_HOSTS} first $number --steps 3"
-    command = [*namespaces(), str(tmp_path / "hosts"), "bash", "-c", script]
+    command = on_two_hosts(tmp_path, f"exec bash {TWO_HOSTS} first $number --steps 3")
     assert_trained(printed(command, envs=[environ(RANKS="1", GLOO_SOCKET_IFNAME="eth0")]), 3)
 
 
+@pytest.mark.slow
 def test_the_script_of_slurm_with_an_srun_that_starts_two_tasks(tmp_path: Path) -> None:
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(script)
