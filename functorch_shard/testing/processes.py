@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -176,11 +177,16 @@ def _answer(rank: int, world_size: int, folder: str, work: bytes, timeout: float
 
 
 def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None:
+    make_group(dist.FileStore(os.path.join(folder, "store"), world_size), rank, world_size, timeout)
+
+
+def make_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    """The default process group of this rank; one that dies by a signal prints its Python stack."""
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     if sys.platform == "linux":  # gloo asks for the host's name otherwise, which may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
 
 

@@ -15,12 +15,10 @@ import _thread
 import gc
 import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from itertools import count
 from multiprocessing.connection import Connection
@@ -110,12 +108,7 @@ def _client(port: int) -> dist.TCPStore:
 def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
     """That of ``processes``, by a part of its own of the store that stays."""
     port, call = store.split("/")
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    mine = dist.PrefixStore(call, _client(int(port)))
-    dist.init_process_group("gloo", store=mine, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
+    processes.make_group(dist.PrefixStore(call, _client(int(port))), rank, world_size, timeout)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.device_laws import ADAMW, BATCH, WIDTH, gradients_and_loss, on_cpu, stack_of_layers
 from tests.support.gradients import ON_RANK, Data, on_mesh
+from tests.support.scripts import free_port
 
 tree_map: Any = optree.tree_map
 ROOT = Path(__file__).parents[2]
@@ -131,20 +132,12 @@ TASKS = {"gradients": gradients, "training": training, "overlap": overlap}
 def run(task: str, kind: str) -> None:
     """``task`` on two ranks that torchrun starts; raise with what they printed unless both end well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={_free_port()}", "-m", "tests.support.rank_laws", task, kind]
+    command += [f"--master-port={free_port()}", "-m", "tests.support.rank_laws", task, kind]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if kind == "cpu":
         env["GLOO_SOCKET_IFNAME"] = "lo"
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def main(task: str, kind: str) -> None:

@@ -154,12 +154,28 @@ def test_the_first_failure_is_raised_and_those_who_wait_for_it_are_ended(how: st
     assert_all_gone(tmp_path, 3)
 
 
+def abort(stderr: str) -> None:
+    if dist.get_rank() == 1:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
+        os.abort()
+    dist.barrier()
+
+
+def test_a_rank_that_is_aborted_says_where_it_was(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 died without an answer, exit code -6"):
+        run_ranks(abort, 2, str(tmp_path / "stderr"))
+    stack = (tmp_path / "stderr").read_text()
+    assert stack.startswith("Fatal Python error: Aborted")
+    assert "in abort" in stack
+
+
 def hang(folder: str) -> None:
     note_pid(folder)
     if dist.get_rank() == 1:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ended_by_the_timeout(tmp_path: Path) -> None:
     run_ranks(identity, 1)  # the start of the server is not what is timed
     with pytest.raises(RankError, match=r"no answer from rank \[1\] within 4 s; all were ended"):
