@@ -89,6 +89,7 @@ def test_consolidate_shows_the_bytes_that_were_read(
     assert capsys.readouterr().out.endswith("out: 2 tensors\n")
 
 
+@pytest.mark.slow
 def test_plan_shows_the_meshes_that_were_planned(soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "estimate", slowly(plans.estimate))
     text = on_a_terminal(main, ["plan", "tests.cli.test_plan:build", "--ranks", "2,4,8"])
@@ -104,6 +105,7 @@ def test_a_command_that_is_done_before_shows_nothing(late: None, consolidate: li
     assert on_a_terminal(main, consolidate) == ""
 
 
+@pytest.mark.slow
 def test_nothing_is_shown_where_there_is_no_terminal(
     soon: None, consolidate: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +114,7 @@ def test_nothing_is_shown_where_there_is_no_terminal(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_the_line_of_a_command_that_fails_is_gone_before_the_error(
     soon: None, consolidate: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def two_short_axes(seconds: float) -> fs.Mesh:
     return fs.init_mesh({"replicate": 2, "shard": 2}, device="cpu", timeout=seconds)
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_on_different_axes_report_which_waits_where() -> None:
     with patch.dict(os.environ, TEST_PORT=str(free_port())):
         answers = run_ranks(other_axis_on_this_rank, 4)

@@ -168,10 +168,8 @@ CASES: dict[str, tuple[int, Callable[[], None], Step, dict[str, int], str]] = {
 }
 
 
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "killed before a psum"]
-
-
-@pytest.mark.parametrize("case", ["killed before a psum", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_every_rank_that_is_left_names_the_one_that_is_lost(case: str, tmp_path: Path) -> None:
     victim, how, step, axes, what = CASES[case]
     answers = reported_by_survivors(tmp_path, victim, how, step, axes)

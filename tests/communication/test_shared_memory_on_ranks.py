@@ -86,7 +86,10 @@ def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
         assert backend._memory is not None
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+FURTHER = pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, FURTHER], ids=str)
 def test_every_dtype_arrives_bitwise_as_by_sockets(axes: dict[str, int]) -> None:
     run_ranks(compare_with_sockets_on_this_rank, fs.simulated_mesh(axes).size, axes)
 
@@ -117,7 +120,7 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
     assert len(backend._memory._sizes) <= 8
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
     run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
 

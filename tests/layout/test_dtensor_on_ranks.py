@@ -128,6 +128,7 @@ def losses_of_all_ranks() -> list[dict[str, list[float]]]:
     return run_ranks(trainings_on_this_rank, RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", STEPS)
 def test_ten_steps_have_the_gradients_and_losses_of_one_process(reduction: str) -> None:
     results = [losses[reduction] for losses in losses_of_all_ranks()]
@@ -811,14 +812,22 @@ def transforms_of_torch_func_are_refused_and_not_wrong(axes: DeviceMesh, mesh: f
         assert "which torch.func transforms do not support. Differentiate with fs.grad" in text
 
 
+BASIC = [
+    "gather_gives_back_what_was_sharded_and_where_it_was",
+    "scatter_grads_brings_gradients_to_the_placements_of_their_parameters",
+    "adamw_on_shards_of_parts_steps_as_on_whole_parameters",
+    "norms_and_clipping_are_those_of_the_whole_parameters",
+]
+
+
 @cache
-def outcomes() -> list[dict[str, str]]:
-    return run_ranks(all_checks_on_this_rank, RANKS, timeout=300)
+def outcomes(basic: bool) -> list[dict[str, str]]:
+    return run_ranks(checks_on_this_rank, RANKS, basic, timeout=300)
 
 
-def all_checks_on_this_rank() -> dict[str, str]:
+def checks_on_this_rank(basic: bool) -> dict[str, str]:
     axes = device_mesh()
-    return {name: _outcome(fn, axes) for name, fn in CHECKS.items()}
+    return {name: _outcome(fn, axes) for name, fn in CHECKS.items() if (name in BASIC) == basic}
 
 
 def _outcome(fn: Check, axes: DeviceMesh) -> str:
@@ -829,8 +838,10 @@ def _outcome(fn: Check, axes: DeviceMesh) -> str:
     return ""
 
 
-@pytest.mark.parametrize("claim", CHECKS)
+FURTHER = [pytest.param(claim, marks=pytest.mark.slow) for claim in CHECKS if claim not in BASIC]
+
+
+@pytest.mark.parametrize("claim", [*BASIC, *FURTHER])
 def test_on_four_ranks(claim: str) -> None:
-    assert [reported[claim] for reported in outcomes()] == [""] * RANKS, "\n".join(
-        reported[claim] for reported in outcomes()
-    )
+    reports = [reported[claim] for reported in outcomes(claim in BASIC)]
+    assert reports == [""] * RANKS, "\n".join(reports)

@@ -95,6 +95,7 @@ def test_lazy_and_plain_gathers_give_bitwise_what_simulated_ranks_do(ranks: Rank
     assert_bitwise_simulated(ranks, dict.fromkeys(POLICIES, lazy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)
 def test_with_copies_too_every_second_policy_at_once(ranks: Ranks) -> None:
     assert_bitwise_simulated(ranks, {name: (None, False)[i % 2] for i, name in enumerate(POLICIES)})

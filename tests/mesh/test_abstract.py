@@ -12,7 +12,7 @@ import torch
 import functorch_shard as fs
 from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.models import awkward
-from tests.support.ranks import HYBRID, gloo, on_each
+from tests.support.ranks import HYBRID, gloo, on_each, slow
 
 
 def adamw_step(mesh: fs.Mesh, depth: int) -> tuple[Any, list[Any]]:
@@ -27,7 +27,7 @@ def traced_step(mesh: fs.Mesh) -> Any:
     return fs.compile(step).trace(*args)
 
 
-@on_each(gloo(2, HYBRID))
+@on_each([*gloo(2), *slow(gloo(HYBRID))])
 def test_a_step_traced_for_ranks_that_are_not_there_is_the_step_of_real_ranks(mesh: fs.Mesh) -> None:
     """Starts, waits, the bytes alive after each, and the traffic."""
     alone = fs.abstract_mesh(mesh.axes, rank=mesh.rank, device="cpu")

@@ -72,6 +72,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOY)
 def test_example_runs_at_toy_size_with_nothing_but_torch_and_the_package(name: str, text: str) -> None:
     assert run("-c", BARE, f"examples/{name}", *TOY[name], "--text", text, "--json")
@@ -97,6 +98,7 @@ def results(output: str) -> dict[str, Any]:
     return json.loads(output.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_last_line_is_one_json_object(simulated: dict[str, Any], real: dict[str, Any]) -> None:
     for result in (simulated, real):
         assert {"steps", "train_loss", "val_bits_per_byte", "tokens_per_s", "peak_rss_mb"} <= result.keys()
@@ -108,11 +110,13 @@ def test_the_last_line_is_one_json_object(simulated: dict[str, Any], real: dict[
     assert simulated["ranks"] == real["ranks"] == RANKS
 
 
+@pytest.mark.slow
 def test_recorded_steps_train_bitwise_the_same_gpt(options: list[str], simulated: dict[str, Any]) -> None:
     recorded = results(printed_by(TRAIN_GPT, *options, "--ranks", str(RANKS), "--compile", "replay")[0])
     assert (recorded["losses"], recorded["digest"]) == (simulated["losses"], simulated["digest"])
 
 
+@pytest.mark.slow
 def test_simulated_and_gloo_ranks_have_the_same_loss_at_every_step(
     simulated: dict[str, Any], real: dict[str, Any]
 ) -> None:
@@ -120,6 +124,7 @@ def test_simulated_and_gloo_ranks_have_the_same_loss_at_every_step(
     assert simulated["val_bits_per_byte"] == pytest.approx(real["val_bits_per_byte"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_both_match_a_plain_unsharded_torch_loop(simulated: dict[str, Any], real: dict[str, Any], text: str) -> None:
     losses = train_unsharded(text)
     assert losses[-1] < losses[0] - 0.1
@@ -149,6 +154,7 @@ def train_unsharded(text: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_passes_over_a_damaged_checkpoint(
     options: list[str], simulated: dict[str, Any], tmp_path: Path
 ) -> None:

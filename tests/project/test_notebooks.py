@@ -40,6 +40,7 @@ def test_every_notebook_has_a_page_and_every_page_links_to_its_notebook() -> Non
         assert f"(../../examples/notebooks/{page.stem}.ipynb)" in page.read_text()
 
 
+@pytest.mark.slow
 @every_page
 def test_the_programs_of_a_notebook_run_in_order_and_give_what_is_below_them(page: Path) -> None:
     cells = [cell for cell in stored(page)["cells"] if cell["cell_type"] == "code"]

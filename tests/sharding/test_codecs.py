@@ -15,7 +15,7 @@ from functorch_shard.collectives.codecs import decode_rows, encode_rows
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.coding import AXES, CODECS, values
 from tests.support.odd_shards import FORMS
-from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated, slow
 from tests.support.refusals import refused
 
 # The largest error, as a part of the largest magnitude in a block.
@@ -156,7 +156,7 @@ def reductions(mesh: fs.Mesh, codec: Any) -> list[dict[str, Tensor]]:
     return results
 
 
-@pytest.mark.parametrize("ranks", gloo(2, 3, HYBRID), ids=str)
+@pytest.mark.parametrize("ranks", [*gloo(2, 3), *slow(gloo(HYBRID))], ids=str)
 def test_gloo_ranks_lazily_or_at_once_compute_bitwise_what_simulated_ranks_do(ranks: Ranks) -> None:
     expected = ranks.simulated.run(results, None)
     for lazy in (None, False):

@@ -24,7 +24,7 @@ from tests.support.odd_shards import (
     looked_at,
     sources,
 )
-from tests.support.ranks import HYBRID, Ranks, gloo
+from tests.support.ranks import HYBRID, Ranks, gloo, slow
 
 some = settings(max_examples=60, deadline=None)
 stored = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int32])
@@ -127,7 +127,7 @@ def odd_shards_on_this_rank(mesh: fs.Mesh) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("ranks", gloo(2, {"replicate": 2}, HYBRID), ids=str)
+@pytest.mark.parametrize("ranks", [*gloo(2, {"replicate": 2}), *slow(gloo(HYBRID))], ids=str)
 def test_odd_shards_and_writes_in_between_are_right_or_refused_alike_on_every_rank(ranks: Ranks) -> None:
     first, *others = ranks.run(odd_shards_on_this_rank)
     assert any(first)

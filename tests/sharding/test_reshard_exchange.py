@@ -18,7 +18,7 @@ from functorch_shard.layout.transfer_plan import copy_plan
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.freezing import Run, train_in_phases, train_unsharded
 from tests.support.models import awkward, two_layers
-from tests.support.ranks import HYBRID, Ranks, gloo
+from tests.support.ranks import HYBRID, Ranks, gloo, slow
 from tests.support.refusals import text_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -100,7 +100,7 @@ def moved(ranks: Ranks) -> list[tuple[list[Any], dict[Any, Sent]]]:
     return ranks.run(moves)
 
 
-two_or_four = pytest.mark.parametrize("ranks", gloo(2, 4), ids=str)
+two_or_four = pytest.mark.parametrize("ranks", [*gloo(2), *slow(gloo(4))], ids=str)
 
 
 @two_or_four

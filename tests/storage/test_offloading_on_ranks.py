@@ -33,7 +33,7 @@ def train_within(directory: str | None, allowed: int | None, depth: int) -> dict
     return train(directory and f"{directory}/at work", limit, depth=depth, **options)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_training_within_a_fifth_of_its_state_gives_the_losses_of_training_in_memory(
     ranks: int, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def train_on_this_rank() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_ten_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_must() -> None:
     for results in run_ranks(train_on_this_rank, 2):
         for style, ((losses, params, buffers, kinds), others) in results.items():

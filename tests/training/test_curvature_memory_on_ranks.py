@@ -19,6 +19,8 @@ from functorch_shard.testing import run_ranks
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.memory import OPTIMIZERS, RANKS, UNIT, WIDTH, model_of_equal_units
 
+pytestmark = pytest.mark.slow
+
 MODEL, ADAMW = model_of_equal_units(), OPTIMIZERS["adamw"]
 
 

@@ -26,8 +26,8 @@ from tests.support.refusals import refused
 from tests.support.rematting import POLICIES, PRODUCTS, WAYS, Operators, plainly
 
 aten = torch.ops.aten
-KINDS = [*simulated(3), *sequential(2), *gloo(2)]
-MORE = [*simulated(HYBRID), *sequential(HYBRID), *gloo(HYBRID)]
+KINDS = [*simulated(3), *gloo(2)]
+MORE = [*simulated(HYBRID), *sequential(2, HYBRID), *gloo(HYBRID)]
 WRAPS: dict[str, Callable[[Any], Any]] = {"plain": plainly, "remat": fs.remat, **POLICIES}
 
 

@@ -105,14 +105,14 @@ def train_gpt_unsharded(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *gloo(2), *slow(gloo(HYBRID))], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *slow(gloo(2, HYBRID))], ids=str)
 def test_ten_steps_of_the_gpt_by_muon_and_adamw_are_those_of_one_process(ranks: Ranks) -> None:
     expected = train_gpt_unsharded(torch.float64)
     for full, _ in ranks.run(train_gpt, torch.float64):
         assert_trees_close(dict(full), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(2), *slow(gloo(2))], ids=str)
 def test_in_float32_ten_steps_are_those_of_torch_on_whole_parameters_and_the_same_gradients(ranks: Ranks) -> None:
     """Muon rounds to bfloat16, so that another order of a sum in a gradient is not the same training."""
     for _, apart in ranks.run(train_gpt, torch.float32):
