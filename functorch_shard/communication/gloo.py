@@ -248,7 +248,7 @@ def _work(call: Call, finish: Callable[[], Tensor]) -> Work:
         finally:
             call.close()
 
-    return Work(finished, [call], call.close)
+    return Work(finished, [call], call.abandon)
 
 
 def _as_bytes(x: Tensor, num_rows: int = 1) -> Tensor:

@@ -95,6 +95,10 @@ class Call:
         """The short messages of all ranks: one row each, to be read before the call is closed."""
         return self._buffers[1][:, HEAD : HEAD + nbytes].view(dtype)
 
+    def abandon(self) -> None:
+        """Nobody waits for it: the line closes it when all ranks have sent theirs. Note [Abandoned] in work.py."""
+        self._line.abandoned.append(self)
+
     def close(self) -> None:
         """The message is not read any more, here or in shared memory."""
         if self.verified and self._buffers:
@@ -116,6 +120,7 @@ class Line:
         self.capacity = max(min(ALL_ENVELOPES // size, SMALL_MESSAGE), 512) // 16 * 16  # bytes of a short message
         self._group, self._size = group, size
         self._number = 0
+        self.abandoned: deque[Call] = deque()
         self._unverified: deque[Call] = deque()
         self._history: deque[str] = deque(maxlen=HISTORY)
         self._error = ""
@@ -133,6 +138,7 @@ class Line:
         while (first := self._first()) and first.has_arrived():
             self.verify(first)
         self._refuse()
+        self._close_abandoned()
         self._number += 1
         return Call(self, self._number, text)
 
@@ -150,18 +156,31 @@ class Line:
             if first.verified:  # meanwhile
                 continue
             if same:
-                first.verified = True  # no call before popleft: at calls others run, and garbage is collected
+                first.verified = True  # no call before popleft: other threads run at calls
                 self._unverified.popleft()
                 self._history.append(first.text)
             else:
                 self._error = self._explained(first, digests)
 
-    def _first(self) -> Call | None:
-        """The first call that is not verified.
+    def _close_abandoned(self) -> None:
+        """Those that all ranks have begun, so that what is still to be sent needs none of them."""
+        for _ in range(len(self.abandoned)):
+            with suppress(IndexError, RuntimeError):  # another thread may take it; what failed is over too
+                call = self.abandoned.popleft()
+                if call.verified:
+                    call.wait()
+                    call.close()
+                else:
+                    self.abandoned.append(call)
 
-        Another thread may verify it at any time, and so may the garbage collector in this one, which waits for the
-        collectives that it frees.
-        """
+    def __del__(self) -> None:
+        """What is still to be sent and received is kept until then, by a thread: Note [Abandoned] in work.py."""
+        if works := [work for call in self.abandoned for work in call.works]:
+            with suppress(RuntimeError):  # the process exits
+                Thread(target=_wait_for_all, args=(works,), name="functorch_shard abandoned collectives").start()
+
+    def _first(self) -> Call | None:
+        """The first call that is not verified; another thread may verify it at any time."""
         with suppress(IndexError):
             return self._unverified[0]
         return None
@@ -192,6 +211,12 @@ class Line:
         past = ["Before that, the same on all ranks:", *(f"  {text}" for text in self._history)]
         title = f"ranks {', '.join(map(str, ranks))} issue different collectives, each as its number {call.number}:"
         return "\n".join([title, *lines, *(past if self._history else []), ADVICE])
+
+
+def _wait_for_all(works: Sequence[Any]) -> None:
+    for work in works:
+        with suppress(RuntimeError):
+            work.wait()
 
 
 def _digest(text: str) -> int:

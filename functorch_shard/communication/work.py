@@ -1,4 +1,10 @@
-"""A collective that was issued and has a result later."""
+"""A collective that was issued and has a result later.
+
+Note [Abandoned]: what nobody waits for is freed anywhere, also by the garbage collector in the middle of a C++ function
+that holds a lock. Gloo's start of a collective is one: gloo's threads need its lock to end another collective, and who
+waits for that one there waits for ever. So a collective that blocks the host is handed on, and waited for in a later
+call. Waiting for one on CUDA does not block.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ class Work:
     Args:
         finish: gives the result, after all ``handles`` were waited for.
         handles: what is under way, each with a ``wait()``, such as ``torch.distributed``'s.
-        abandon: called instead of ``finish`` where the result is not waited for.
+        abandon: called where the result is not waited for, instead of waiting. It must not wait: see Note [Abandoned].
     """
 
     __slots__ = ("_abandon", "_finish", "_handles")
@@ -45,11 +51,12 @@ class Work:
         # The result is not needed (a part of the model was skipped, or an error was thrown): other ranks still send it,
         # and its memory must outlive that.
         handles = getattr(self, "_handles", ())  # a compiler that traces may make one without __init__
+        if handles and self._abandon:
+            self._abandon()
+            return
         for handle in handles:
             with suppress(RuntimeError):
                 handle.wait()
-        if handles and self._abandon:
-            self._abandon()
 
 
 class Finished(Work):

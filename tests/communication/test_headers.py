@@ -1,8 +1,10 @@
-"""A collective that nobody waits for is verified and closed when it is freed, whatever its line is doing just then."""
+"""A line of collectives, whatever other threads and the garbage collector do meanwhile."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ NUM_CALLS = 3
 
 
 class Interrupted:
-    """What was sent is there at once. At one moment the garbage collector frees the work of calls."""
+    """What was sent is there at once. At one moment another thread runs."""
 
-    def __init__(self, moment: str, collect: Callable[[], None]) -> None:
-        self._moment, self._collect = moment, collect
+    def __init__(self, moment: str, other: Callable[[], None]) -> None:
+        self._moment, self._other = moment, other
 
     def is_completed(self) -> bool:
         return self._at("is_completed")
@@ -28,38 +30,86 @@ class Interrupted:
     def _at(self, moment: str) -> bool:
         if moment == self._moment:
             self._moment = "never again"
-            self._collect()
+            self._other()
         return True
 
 
 class OneRank(Line):
     """The line of a single rank, whose envelopes come back to it."""
 
-    def __init__(self, num_freed: int) -> None:
+    def __init__(self, num_waited: int = 0) -> None:
         super().__init__(None, 1)
-        self._num_freed, self.moment, self.calls = num_freed, "never", list[Call]()
+        self._num_waited, self.moment, self.calls = num_waited, "never", list[Call]()
 
     def send(self, call: Call, sent: Tensor, got: Tensor) -> Any:
         self._unverified.append(call)
         self.calls.append(call)
         got.copy_(sent)
-        return Interrupted(self.moment, self._collect)
+        return Interrupted(self.moment, self._other)
 
-    def _collect(self) -> None:
-        for call in self.calls[: self._num_freed]:
+    def _other(self) -> None:
+        for call in self.calls[: self._num_waited]:
             call.wait()
             call.close()
 
 
 @pytest.mark.parametrize("moment", ["is_completed", "wait", "never"])
-@pytest.mark.parametrize("num_freed", [NUM_CALLS, NUM_CALLS - 1])
-def test_calls_may_be_verified_while_the_line_looks_at_them(moment: str, num_freed: int) -> None:
-    line = OneRank(num_freed)
+@pytest.mark.parametrize("num_waited", [NUM_CALLS, NUM_CALLS - 1])
+def test_another_thread_may_wait_for_calls_while_the_line_looks_at_them(moment: str, num_waited: int) -> None:
+    line = OneRank(num_waited)
     for i in range(NUM_CALLS):
         line.moment = "never" if i else moment
         Call(line, i, f"number {i}").post()
-    if num_freed == NUM_CALLS:
+    if num_waited == NUM_CALLS:
         line.open("another one")
     line.calls[-1].wait()
     assert all(call.verified for call in line.calls)
     assert [*line._history] == [f"number {i}" for i in range(NUM_CALLS)]
+
+
+class Message:
+    """One that takes until ``sent``."""
+
+    def __init__(self) -> None:
+        self.sent, self.waited = Event(), Event()
+
+    def wait(self) -> None:
+        self.sent.wait()
+        self.waited.set()
+
+
+def test_what_is_abandoned_is_waited_for_by_the_next_collective_and_its_memory_used_again() -> None:
+    line, message = OneRank(), Message()
+    call = line.open("one")
+    call.works = [message]
+    free = len(line._free)
+    call.post()
+    call.abandon()
+    assert not message.waited.is_set()
+    message.sent.set()
+    line.open("another one")
+    assert message.waited.is_set()
+    assert (len(line.abandoned), len(line._free)) == (0, free)
+
+
+def test_what_is_abandoned_is_not_waited_for_before_all_ranks_have_begun_it() -> None:
+    line, message = OneRank(), Message()
+    late = line.open("one")
+    late.works = [message]
+    line.abandoned.append(late)
+    line.open("another one")
+    assert [*line.abandoned] == [late]
+    line.abandoned.clear()
+
+
+def test_what_is_still_to_be_sent_outlives_its_line() -> None:
+    line, message = OneRank(), Message()
+    call = line.open("one")
+    call.works = [message]
+    call.post()
+    call.abandon()
+    del line, call
+    gc.collect()
+    assert not message.waited.is_set()
+    message.sent.set()
+    assert message.waited.wait(60)
