@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import multiprocessing
 import os
 import pickle
 import sys
@@ -17,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .rank_process import RankProcess, start
 
 
 class RankError(RuntimeError):
@@ -40,7 +40,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
     Raises:
         Exception: the first exception of any rank, of its own type, with its rank and traceback; the others are ended.
-        RankError: a rank died without an exception, or did not answer in time; the message says which.
+        RankError: a rank died without an exception, or did not answer in time; the message says which, and has the
+            Python stack of each of its threads.
 
     Cost:
         The start of the processes: about as long as ``import torch``, the first time less than twice that.
@@ -53,30 +54,24 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
     work = _pickled((fn, args, kwargs, dict(os.environ)))
     deadline = time.monotonic() + timeout
-    context = _context()
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
-        ranks = [_start(context, rank, world_size, folder, work, timeout) for rank in range(world_size)]
+        ranks = [start(_rank_main, rank, world_size, folder, work, timeout) for rank in range(world_size)]
         try:
             return _collect(ranks, deadline, timeout)
         finally:
-            for process, connection in ranks:
-                process.kill()  # answered, or not wanted any more: nothing is lost
-                process.join()
-                connection.close()
+            for rank in ranks:
+                rank.end()
 
 
-Rank = tuple[Any, Connection]
-
-
-def _collect(ranks: list[Rank], deadline: float, timeout: float) -> list[Any]:
+def _collect(ranks: list[RankProcess], deadline: float, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    waiting = {process.connection: rank for rank, process in enumerate(ranks)}
     while waiting:
         ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise RankError(
-                f"run_ranks: no answer from rank {sorted(waiting.values())} within {timeout:g} s; all were ended"
-            )
+            late = sorted(waiting.values())
+            where = "".join(_where(rank, ranks[rank]) for rank in late)
+            raise RankError(f"run_ranks: no answer from rank {late} within {timeout:g} s; all were ended{where}")
         answers = _answers(ready, waiting)
         if not all(fine for fine, _ in answers.values()):
             answers |= _late_answers(waiting)
@@ -109,18 +104,24 @@ def _receive(connection: Connection, rank: int) -> tuple[bool, Any]:
         raise RankError(f"run_ranks: the answer of rank {rank} cannot be unpickled: {error!r}") from error
 
 
-def _raise_first(failures: dict[int, tuple[bool, Any]], ranks: list[Rank]) -> None:
+def _raise_first(failures: dict[int, tuple[bool, Any]], ranks: list[RankProcess]) -> None:
     """A rank that died comes first: others only report that it exited. Of those that raised, the first to raise."""
     died = [rank for rank, (_, value) in failures.items() if value is None]
     if died:
         rank = min(died)
-        ranks[rank][0].join(5)
-        raise RankError(f"run_ranks: rank {rank} died without an answer, exit code {ranks[rank][0].exitcode}")
+        where = _where(rank, ranks[rank])  # ends it, if it only closed its connection
+        code = ranks[rank].process.exitcode
+        raise RankError(f"run_ranks: rank {rank} died without an answer, exit code {code}{where}")
     raised = {rank: value for rank, (_, value) in failures.items()}
     rank = min(raised, key=lambda rank: raised[rank][0])
     _, error, text = raised[rank]
     cause = RankError(f"on rank {rank}:\n{text}")
     raise _unpickled(error, text, rank) from cause
+
+
+def _where(rank: int, process: RankProcess) -> str:
+    stack = process.where()
+    return f"\nrank {rank}: {stack}" if stack else ""
 
 
 def _unpickled(error: bytes | None, text: str, rank: int) -> Exception:
@@ -141,23 +142,6 @@ def _pickled(work: tuple[Any, ...]) -> bytes:
             f"run_ranks: {work[0]!r} or its arguments cannot be sent to another process ({error}). Pass a function "
             "that is defined at the top of a module, and plain data."
         ) from error
-
-
-def _context() -> Any:
-    """New processes from a server that has torch loaded, where there is one: a start takes a tenth of a second."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def _start(context: Any, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> Rank:
-    here, there = context.Pipe()
-    process = context.Process(target=_rank_main, args=(there, rank, world_size, folder, work, timeout), daemon=True)
-    process.start()
-    there.close()
-    return process, here
 
 
 def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> None:
@@ -181,8 +165,7 @@ def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None
 
 
 def make_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-    """The default process group of this rank; one that dies by a signal prints its Python stack."""
-    faulthandler.enable(2)
+    """The default process group of this rank."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # gloo asks for the host's name otherwise, which may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

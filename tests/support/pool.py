@@ -28,11 +28,11 @@ import torch
 import torch.distributed as dist
 
 from functorch_shard.testing import processes
+from functorch_shard.testing.rank_process import RankProcess, start
 
-Rank = tuple[Any, Connection]
 SEED = torch.initial_seed()  # of every process that has not chosen one
 
-_pool: list[Rank] = []  # the first n of them are the ranks of a call of n
+_pool: list[RankProcess] = []  # the first n of them are the ranks of a call of n
 _calls = count()
 
 
@@ -48,29 +48,20 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         raise
 
 
-def _collect(ranks: list[Rank], work: bytes, deadline: float, timeout: float) -> list[Any]:
+def _collect(ranks: list[RankProcess], work: bytes, deadline: float, timeout: float) -> list[Any]:
     store = f"{_store().port}/{next(_calls)}"
-    for rank, (_, connection) in enumerate(ranks):
-        connection.send((os.getcwd(), (rank, len(ranks), store, work, timeout)))
+    for rank, process in enumerate(ranks):
+        process.connection.send((os.getcwd(), (rank, len(ranks), store, work, timeout)))
     results = processes._collect(ranks, deadline, timeout)
-    for _, connection in ranks:
-        connection.send("all have answered")
+    for process in ranks:
+        process.connection.send("all have answered")
     return results
 
 
-def _first(world_size: int) -> list[Rank]:
+def _first(world_size: int) -> list[RankProcess]:
     while len(_pool) < world_size:
-        _pool.append(_started())
+        _pool.append(start(_serve))
     return _pool[:world_size]
-
-
-def _started() -> Rank:
-    context = processes._context()
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    return process, here
 
 
 @cache
@@ -79,12 +70,10 @@ def _store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _end(ranks: list[Rank]) -> None:
-    for process, connection in ranks:
-        _pool.remove((process, connection))
-        process.kill()
-        process.join()
-        connection.close()
+def _end(ranks: list[RankProcess]) -> None:
+    for process in ranks:
+        _pool.remove(process)
+        process.end()
 
 
 def _serve(connection: Connection) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from functorch_shard.testing import processes
+from functorch_shard.testing.rank_process import new_processes
 
 
 def printed_by(script: str, *arguments: str) -> tuple[str, str]:
@@ -31,13 +31,13 @@ def printed_by(script: str, *arguments: str) -> tuple[str, str]:
 
 def printed_by_a_process(script: str, *arguments: str, run: Any = printed_by) -> tuple[str, str]:
     """The same in a process that has run nothing else but the import of the module of ``run``."""
-    with ProcessPoolExecutor(1, mp_context=processes._context()) as process:
+    with ProcessPoolExecutor(1, mp_context=new_processes()) as process:
         return process.submit(run, script, *arguments).result()
 
 
 def start(source: str, *arguments: str, environ: Mapping[str, str] | None = None, output: Path | None = None) -> Any:
     """A process that runs ``source`` as ``python -c source arguments`` would, in another environment, into a file."""
-    process = processes._context().Process(target=_run, args=(source, arguments, environ, output), daemon=True)
+    process = new_processes().Process(target=_run, args=(source, arguments, environ, output), daemon=True)
     process.start()
     return process
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.testing import RankError
+from functorch_shard.testing.rank_process import start
 from tests.support import pool
 from tests.support.pool import run_ranks
 
@@ -114,7 +115,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent() -> None:
 
 
 def test_a_process_ends_when_nobody_can_ask_it_any_more() -> None:
-    process, connection = pool._started()
-    connection.close()
-    process.join(60)
-    assert process.exitcode == 0
+    rank = start(pool._serve)
+    rank.connection.close()
+    rank.process.join(60)
+    assert rank.process.exitcode == 0
