@@ -30,6 +30,7 @@ from ..layout.schedule import (
     up_to_communication,
 )
 from ..mesh.mesh import Mesh
+from ..torch_internals.autograd import signed
 from .boundary import here, prepare, reduces_tangents_alone, takes_mean
 from .codecs import Codec, decode_rows, encode_rows
 from .operands import aside, fold, place_of, save_static, saved, stack
@@ -87,6 +88,7 @@ class _Linear(Function):
     """
 
     @staticmethod
+    @signed
     def forward(
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, ops: Ops, derivative: tuple[Ops, Ops]
     ) -> Tensor:
@@ -170,6 +172,7 @@ def averaged(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
 
 class _Averaged(Function):
     @staticmethod
+    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis | _Rows | None, how: Any) -> Tensor:
         _, carried, *_ = how
         return x.view_as(x) if x.dtype == carried else x.to(carried)

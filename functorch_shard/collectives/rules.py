@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..communication.axis import Axis
+from ..torch_internals.autograd import signed
 from ..torch_internals.transforms import with_outer_tangents
 from .operands import aside, fold, save_static, saved, stack
 
 
 class Psum(Function):
     @staticmethod
+    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
         return axis.issue("psum", x).wait()
 
@@ -49,6 +51,7 @@ def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) 
 
 class Pmax(Function):
     @staticmethod
+    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
         return axis.issue("pmax", x).wait()
 
@@ -91,6 +94,7 @@ class Linear(Function):
     """``all_gather`` or ``psum_scatter`` along ``dim``: each is the transpose of the other."""
 
     @staticmethod
+    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, kind: str) -> Tensor:
         return axis.issue(kind, x, dim=dim).wait()
 
