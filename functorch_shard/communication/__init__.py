@@ -13,9 +13,9 @@ does, derivatives are those of the true collectives, whose transposes go through
 Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backend``: the interface; ``simulated``,
 ``sequential`` with ``turns``, ``process_group``, ``gloo`` with ``shared_memory``, ``headers`` and ``dtypes``: the
 backends; ``axis`` is an axis with its backend, ``joint`` several as one; ``recorded``: what tracers record;
-``wrapper``, ``counter``, ``order_check``, ``lost_ranks`` stand before a backend; ``writes`` finds writes into what
-simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``opaque`` alone; imported by
-``mesh`` and above.
+``wrapper``, ``counter``, ``order_check``, ``lost_ranks``, ``separate_groups`` stand before a backend; ``writes`` finds
+writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``opaque`` alone;
+imported by ``mesh`` and above.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .backend import Backend
 from .collective import Collective
 from .counter import Counter, Traffic
 from .order_check import checked
+from .separate_groups import separate_reductions
 from .work import Finished, Work
 from .wrapper import Issue, Wrapped, wrap
 
@@ -39,6 +40,7 @@ __all__ = [
     "Traffic",
     "Work",
     "checked",
+    "separate_reductions",
     "without_all_gather",
     "without_reduction",
     "wrap",
