@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -25,7 +26,8 @@ class RankProcess:
     def where(self, seconds: float = 5.0) -> str:
         """The Python stack of each thread when a signal ended it, which is now if it still runs; empty if unknown."""
         if self.process.is_alive():
-            os.kill(self.process.pid, signal.SIGABRT)
+            with suppress(ProcessLookupError):  # it ended in between
+                os.kill(self.process.pid, signal.SIGABRT)
         self.process.join(seconds)
         found = wait([self._stack], timeout=0)  # one that is stopped writes nothing
         return os.read(self._stack.fileno(), _MOST).decode(errors="replace").strip() if found else ""
