@@ -14,7 +14,7 @@ from typing import Any, overload
 from .layout import drawing, picture
 from .layout.layout import Layout
 from .training.compilation import timeline
-from .training.compilation.schedule import Schedule
+from .training.compilation.schedule import StepSchedule
 
 
 class Picture(ABC):
@@ -62,7 +62,7 @@ class LayoutPicture(Picture):
 class Timeline(Picture):
     """Starts, waits, computation and bytes alive of a step, over the order of its operations, which is not time."""
 
-    schedule: Schedule
+    schedule: StepSchedule
 
     def text(self, width: int | None = None) -> str:
         """The table that ``print(schedule)`` shows, whatever the width."""
@@ -87,10 +87,10 @@ def visualize(what: Layout) -> LayoutPicture: ...
 
 
 @overload
-def visualize(what: Schedule) -> Timeline: ...
+def visualize(what: StepSchedule) -> Timeline: ...
 
 
-def visualize(what: Layout | Schedule) -> LayoutPicture | Timeline:
+def visualize(what: Layout | StepSchedule) -> LayoutPicture | Timeline:
     """Make a picture: which rank holds which part of which parameter, or what a recorded step does in which order.
 
     ``print`` shows it in the terminal, as wide as that is, and a notebook as SVG; ``.svg()`` is the text of a file,
@@ -130,7 +130,7 @@ def visualize(what: Layout | Schedule) -> LayoutPicture | Timeline:
     """
     if isinstance(what, Layout):
         return LayoutPicture(what)
-    if isinstance(what, Schedule):
+    if isinstance(what, StepSchedule):
         return Timeline(what)
-    known = "a Layout, for example params.layout, or a Schedule, for example compiled.schedules[0]"
+    known = "a Layout, for example params.layout, or a StepSchedule, for example compiled.schedules[0]"
     raise TypeError(f"visualize: what: got {type(what).__name__}, expected {known}")

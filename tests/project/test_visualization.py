@@ -16,7 +16,7 @@ import functorch_shard as fs
 from functorch_shard import svg
 from functorch_shard.communication.collective import Collective
 from functorch_shard.layout import picture
-from functorch_shard.training.compilation.schedule import Event, Schedule
+from functorch_shard.training.compilation.schedule import Event, StepSchedule
 from functorch_shard.training.compilation.timeline import lanes, moments, spans
 from tests.support.models import awkward, two_layers
 
@@ -234,7 +234,7 @@ def test_text_is_readable_on_every_color(dark: int) -> None:
     assert contrast(colors["mark"], colors["back"]) >= 4.5
 
 
-def traced() -> Schedule:
+def traced() -> StepSchedule:
     """A step on one of 2 x 4 ranks."""
     mesh = fs.abstract_mesh({"replicate": 2, "shard": 4})
     model = gpt()
@@ -251,11 +251,11 @@ def traced() -> Schedule:
 
 
 @pytest.fixture(scope="module")
-def schedule() -> Schedule:
+def schedule() -> StepSchedule:
     return traced()
 
 
-def test_each_collective_reaches_from_its_start_to_its_wait(schedule: Schedule) -> None:
+def test_each_collective_reaches_from_its_start_to_its_wait(schedule: StepSchedule) -> None:
     found = [span for span in spans(schedule.events) if span.collective]
     assert [span.collective for span in found] == schedule.collectives
     ends = dict(zip(moments(schedule.events), schedule.events, strict=True))
@@ -264,12 +264,12 @@ def test_each_collective_reaches_from_its_start_to_its_wait(schedule: Schedule) 
         assert (ends[span.end].what, ends[span.end].collective) == ("wait", span.collective)
 
 
-def test_every_operation_is_computed_once(schedule: Schedule) -> None:
+def test_every_operation_is_computed_once(schedule: StepSchedule) -> None:
     found = [span for span in spans(schedule.events) if not span.collective]
     assert sum(span.end - span.start for span in found) == sum(event.operations for event in schedule.events)
 
 
-def test_spans_of_one_lane_do_not_overlap(schedule: Schedule) -> None:
+def test_spans_of_one_lane_do_not_overlap(schedule: StepSchedule) -> None:
     for lane in lanes(spans(schedule.events)):
         row = [span for span in spans(schedule.events) if span.lane == lane]
         assert all(a.end <= b.start for a, b in pairwise(row))
@@ -286,7 +286,7 @@ def test_a_collective_that_nothing_awaits_reaches_to_the_end() -> None:
     assert [span.end for span in spans([Event("start", op, 0, 0), Event("compute", None, 5, 0)])] == [6, 6]
 
 
-def test_the_svg_of_a_step_has_every_span_within_its_frame(schedule: Schedule) -> None:
+def test_the_svg_of_a_step_has_every_span_within_its_frame(schedule: StepSchedule) -> None:
     text = fs.visualize(schedule).svg()
     tips = [x[0].text or "" for x in elements(text, "rect") if len(x)]
     assert len(tips) == len(spans(schedule.events))
@@ -295,12 +295,12 @@ def test_the_svg_of_a_step_has_every_span_within_its_frame(schedule: Schedule) -
 
 
 def test_a_step_without_operations_has_a_picture() -> None:
-    empty = fs.visualize(Schedule((), 0, 0, ()))
+    empty = fs.visualize(StepSchedule((), 0, 0, ()))
     assert inside(empty.svg())
     assert empty.chrome_trace()["traceEvents"] == []
 
 
-def test_a_trace_has_what_viewers_need(schedule: Schedule) -> None:
+def test_a_trace_has_what_viewers_need(schedule: StepSchedule) -> None:
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: complete events and counters."""
     trace = fs.visualize(schedule).chrome_trace()
     events = trace["traceEvents"]
@@ -320,7 +320,7 @@ def test_a_trace_has_what_viewers_need(schedule: Schedule) -> None:
     assert alive == [event.alive for event in schedule.events]
 
 
-def test_files_have_the_format_of_their_suffix(schedule: Schedule, tmp_path: Path) -> None:
+def test_files_have_the_format_of_their_suffix(schedule: StepSchedule, tmp_path: Path) -> None:
     drawn, step = fs.visualize(planned(8)), fs.visualize(schedule)
     drawn.save(tmp_path / "layout.svg")
     drawn.save(str(tmp_path / "layout.txt"))
@@ -332,7 +332,7 @@ def test_files_have_the_format_of_their_suffix(schedule: Schedule, tmp_path: Pat
         drawn.save(tmp_path / "layout.json")
 
 
-def test_print_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, schedule: Schedule) -> None:
+def test_print_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, schedule: StepSchedule) -> None:
     drawn = fs.visualize(planned(512))
     for width in (60, 100):
         monkeypatch.setenv("COLUMNS", str(width))
@@ -340,7 +340,7 @@ def test_print_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch, sched
     assert str(fs.visualize(schedule)) == str(schedule)
 
 
-def test_reprs_are_one_short_line(schedule: Schedule) -> None:
+def test_reprs_are_one_short_line(schedule: StepSchedule) -> None:
     assert repr(fs.visualize(planned(8))).startswith("LayoutPicture(layout=Layout(")
     assert repr(fs.visualize(schedule)).startswith("Timeline(")
     assert len(repr(fs.visualize(schedule))) < 200

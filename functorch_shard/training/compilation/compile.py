@@ -17,7 +17,7 @@ from ...torch_internals.transforms import being_traced, in_transform
 from .agreement import agreed
 from .backends import Backend, Run, check_backend, runner
 from .recording import Recording, as_inputs, record
-from .schedule import Schedule, schedule_of
+from .schedule import StepSchedule, schedule_of
 from .signature import Call, changes, flatten, refusal, signature_of
 
 _MANY = 8  # recordings of one step, from which a warning says what changes
@@ -102,7 +102,7 @@ class Compiled:
         increment_version([inputs[i] for i in recording.written])
         return recording.result(computed, inputs)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Schedule:
+    def trace(self, *args: Any, **kwargs: Any) -> StepSchedule:
         """What a call with these arguments would do, without doing it: events, bytes alive and traffic.
 
         Arguments may be on the meta device, and the mesh an :func:`abstract_mesh` of any size. Nothing is computed,
@@ -111,7 +111,7 @@ class Compiled:
         return schedule_of(self._trace(flatten(args, kwargs)))
 
     @property
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[StepSchedule]:
         """What each recording does, in the order of recording; ``print`` shows a table."""
         return [schedule_of(recording) for recording, _ in self._recorded.values()]
 

@@ -36,7 +36,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """What one recording does, in order.
 
     Args:
@@ -86,13 +86,13 @@ def _row(event: Event) -> tuple[Any, ...]:
     return event.what, op.kind, op.axis, op.key, op.nbytes, "", event.alive
 
 
-def schedule_of(recording: Recording) -> Schedule:
+def schedule_of(recording: Recording) -> StepSchedule:
     """Read ``recording``; nothing runs."""
     graph = recording.graph.graph
     inputs = _bytes(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
     moments = list(_alive(graph))
     peak = max((alive for _, alive in moments), default=0)
-    return Schedule(tuple(_events(moments)), inputs, peak, tuple(recording.simulated))
+    return StepSchedule(tuple(_events(moments)), inputs, peak, tuple(recording.simulated))
 
 
 def _events(moments: Iterable[tuple[Node, int]]) -> Iterator[Event]:

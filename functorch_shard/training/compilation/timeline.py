@@ -15,7 +15,7 @@ from typing import Any
 from ... import svg
 from ...communication.collective import Collective
 from ...errors import size_text
-from .schedule import Event, Schedule
+from .schedule import Event, StepSchedule
 
 _LEFT, _RIGHT, _LANE, _CHART = 150, 16, 22, 150  # margins, and the heights of a lane and of the chart of bytes
 KINDS = {"all_gather": 0, "psum_scatter": 1, "psum": 2, "pmax": 3, "all_to_all": 5, "ragged_all_to_all": 6}
@@ -89,7 +89,7 @@ def lanes(found: Sequence[Span]) -> list[str]:
     return [*sorted(name for name in names if name != "computation"), *(["computation"] if found else [])]
 
 
-def drawing(schedule: Schedule, width: int = 960) -> str:
+def drawing(schedule: StepSchedule, width: int = 960) -> str:
     """The picture as the text of an SVG file, ``width`` pixels wide."""
     found = spans(schedule.events)
     page = _Page(lanes(found), max([*moments(schedule.events), 1]), width, max(schedule.peak, 1))
@@ -109,7 +109,7 @@ def _axis(operations: int) -> str:
     return f"{operations:,} operations in order, not time; bytes after each event, the peak may be inside a computation"
 
 
-def summary(schedule: Schedule) -> str:
+def summary(schedule: StepSchedule) -> str:
     """Numbers of collectives, bytes of inputs and the peak, in a line."""
     return str(schedule).splitlines()[-1]
 
@@ -157,7 +157,7 @@ def _legend(found: Sequence[Span], x: float, y: float) -> Iterator[str]:
         x += 15 + (len(kind) + 3) * svg.CHARACTER
 
 
-def _bytes(schedule: Schedule, page: _Page) -> Iterator[str]:
+def _bytes(schedule: StepSchedule, page: _Page) -> Iterator[str]:
     """Bytes alive after each event, and the peak, which may be within a computation."""
     alive = [event.alive for event in schedule.events]
     points = [(page.x(n), page.height(now)) for n, now in zip(moments(schedule.events), alive, strict=True)]
@@ -168,7 +168,7 @@ def _bytes(schedule: Schedule, page: _Page) -> Iterator[str]:
     yield svg.text(16, page.chart + 27, f"peak {size_text(schedule.peak)}", "fs-mark")
 
 
-def chrome_trace(schedule: Schedule) -> dict[str, Any]:
+def chrome_trace(schedule: StepSchedule) -> dict[str, Any]:
     """The trace event format of chrome://tracing and Perfetto, in which one operation takes a microsecond."""
     found = spans(schedule.events)
     numbers = {name: i for i, name in enumerate(lanes(found))}
