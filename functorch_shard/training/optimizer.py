@@ -191,6 +191,7 @@ class Optimizer(Static):
             donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
             labels: options of labels for this step.
             overrides: options for this step, for example ``lr=schedule(i)``; options of a label override them.
+                A tensor may be of each rank, or of each row of a vmap; with ``whole=True`` it is the same for all.
 
         Returns:
             ``(params, state)`` with the same structure. Buffers that are not trainable are returned as they are.
@@ -199,7 +200,7 @@ class Optimizer(Static):
             TypeError: ``grads`` or ``state`` as positional arguments; an option that the class does not have, or with
                 which it is not elementwise.
             ValueError: trees that do not fit; all problems are listed.
-            NotImplementedError: the step is differentiated.
+            NotImplementedError: the step is differentiated, by its trees or by an option.
 
         Cost:
             No collectives; a copy of parameters and state, or none with ``donate=True``.

@@ -18,6 +18,7 @@ from ..storage.memory_kind import working_device
 from ..torch_internals.transforms import being_traced
 from .optimizer_probe import probe, switched
 from .optimizer_step import CARRIED, InitCall, StepCall, run_below_transforms, state_names
+from .tensor_options import TensorOptions
 from .torch_optim import fingerprint
 from .whole import call
 from .whole.plan import Plan
@@ -68,15 +69,18 @@ class Rule:
         one_of = {buffer.label: buffer for buffer in buffers.values()}
         chosen = {label: self.options(buffer) for label, buffer in one_of.items()}
         options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
+        tensor_options = TensorOptions.of(chosen.values())
         if self.whole:
             plan = self._plan(params, buffers)
-            return call.step(self.cls, params, grads, state, buffers, options, plan, donate)
+            return call.step(self.cls, params, grads, state, buffers, options, tensor_options, plan, donate)
         found = {label: self._found(buffer) for label, buffer in one_of.items()}
         traits = {key: found[buffer.label] for key, buffer in buffers.items()}
         states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
-        update = StepCall(self.cls, options, traits, {key: list(s) for key, s in states.items()}, donate)
+        names = {key: list(leaves) for key, leaves in states.items()}
+        update = StepCall(self.cls, options, traits, names, donate, tensor_options)
         tensors = {key: [params[key], grads[key], *states[key].values()] for key in buffers}
-        return run_below_transforms(update, tensors, rank_dims(params.layout))
+        rows = rank_dims(params.layout)
+        return run_below_transforms(update, {**tensors, **tensor_options.inputs(rows)}, rows)
 
     def problems(self, state: Mapping[str, Sharded], params: Sharded, buffers: Mapping[str, Buffer]) -> list[str]:
         """What is wrong with the state: fused kernels write past the end of tensors that are too short."""

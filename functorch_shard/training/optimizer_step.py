@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..torch_internals.tensors import identity_of_storage
 from ..torch_internals.tracing import assert_when_run
 from ..torch_internals.transforms import being_traced, in_transform
 from .optimizer_probe import Traits
+from .tensor_options import OPTIONS, TensorOptions, of_first_row, same_in_rows
 from .torch_optim import Group, initial_state, update
 
 PARAM = "(param)"
@@ -62,10 +63,19 @@ class StepCall:
     traits: Mapping[str, Traits]
     names: Mapping[str, Sequence[str]]
     donate: bool
+    tensor_options: TensorOptions
 
     def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        if rows and not all(_equal_in_rows(x, rows) for parts in tensors.values() for x in parts[2:]):
+        buffers = {key: parts for key, parts in tensors.items() if key != OPTIONS}
+        values = tensors.get(OPTIONS, ())
+        counts = [x for parts in buffers.values() for x in parts[2:]] if rows else []
+        if not all(_equal_in_rows(x, rows) for x in counts) or not same_in_rows(values, rows):
             return self._row_by_row(tensors, rows)
+        options = self.tensor_options.placed(self.options, of_first_row(values, rows))
+        return replace(self, options=options)._in_all_rows(buffers, rows)
+
+    def _in_all_rows(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+        """Update all rows at once: they have the same step counts and options."""
         groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
         update(self.cls, list(groups.values()))
         return {key: self._results(group, key, tensors[key], rows) for key, group in groups.items()}
@@ -102,14 +112,16 @@ class StepCall:
         return {name: in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
 
     def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        """Update each row of a batch by itself: their step counts differ."""
+        """Update each row of a batch by itself: their step counts or options differ."""
         own = {k: [in_place(x) for x in parts] for k, parts in tensors.items()}
         results = [
             self({k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}, rows[1:])
             for i in range(rows[0])
         ]
-        stacked = {key: {name: _stack([r[key][name] for r in results]) for name in results[0][key]} for key in tensors}
-        return {key: self._lay(stacked[key], self._given(key, parts)) for key, parts in tensors.items()}
+        stacked = {
+            key: {name: _stack([r[key][name] for r in results]) for name in results[0][key]} for key in results[0]
+        }
+        return {key: self._lay(leaves, self._given(key, tensors[key])) for key, leaves in stacked.items()}
 
 
 def run_below_transforms(

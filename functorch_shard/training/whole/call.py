@@ -15,6 +15,7 @@ from ...layout.trees import Sharded
 from ...storage.memory_kind import working_device
 from ..optimizer_probe import Class
 from ..optimizer_step import PARAM, run_below_transforms
+from ..tensor_options import TensorOptions
 from .plan import Plan, owners_of, state_buffers
 from .probe import Spec
 from .state import PLACE, WholeInit
@@ -49,6 +50,7 @@ def step(
     state: Mapping[str, Sharded],
     buffers: Mapping[str, Buffer],
     options: Options,
+    tensor_options: TensorOptions,
     plan: Plan,
     donate: bool,
 ) -> Found:
@@ -61,9 +63,11 @@ def step(
     device = working_device(params[next(iter(buffers))], layout.mesh.device)
     axis = shard_axis(layout) if layout.num_shards > 1 else None
     names = _by_name(buffers, options)
-    call = WholeStep(cls, axis, layout.num_shards, plan, rounds, names, shapes, device, donate)
+    call = WholeStep(cls, axis, layout.num_shards, plan, rounds, names, shapes, device, donate, tensor_options)
     tensors = {key: [params[key], grads[key]] for key in active}
-    return run_below_transforms(call, {**tensors, **leaves, PLACE: [*_place(layout)]}, rank_dims(layout))
+    rows = rank_dims(layout)
+    sent = {**tensors, **leaves, PLACE: [*_place(layout)], **tensor_options.inputs(rows)}
+    return run_below_transforms(call, sent, rows)
 
 
 def state_problems(state: Mapping[str, Sharded], plan: Plan, layout: Layout) -> list[str]:

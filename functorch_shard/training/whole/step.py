@@ -7,7 +7,7 @@ this rank, simulated ranks those of all ranks as rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...communication.axis import Axis
 from ...communication.work import Work
 from ..optimizer_probe import Class
 from ..optimizer_step import PARAM, copied, in_memory_of, in_place
+from ..tensor_options import OPTIONS, TensorOptions, of_first_row, same_in_rows
 from ..torch_optim import Group, update
 from .exchange import Exchange, Place, Rows, message, split
 from .plan import Part, Plan, Round
@@ -40,20 +41,36 @@ class WholeStep:
     shapes: Mapping[str, tuple[int, ...]]
     device: torch.device
     donate: bool
+    tensor_options: TensorOptions
 
     def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         """``tensors`` has the place, parameters with their gradients, and leaves of state in the order of the plan."""
-        own, names = in_place if self.donate else copied, self.plan.names
-        given = {key: dict(zip(names.get(key, [PARAM]), x, strict=False)) for key, x in tensors.items() if key != PLACE}
+        own, names, beside = in_place if self.donate else copied, self.plan.names, (PLACE, OPTIONS)
+        given = {
+            key: dict(zip(names.get(key, [PARAM]), x, strict=False)) for key, x in tensors.items() if key not in beside
+        }
         new = {key: {name: own(x) for name, x in leaves.items()} for key, leaves in given.items()}
         params = {key: leaves[PARAM] for key, leaves in new.items() if key not in names}
         index, others = tensors[PLACE]
         ranks = Rows.of(index, others, rows, self.size)
         grads = {key: tensors[key][1] for key in params}
-        _Run(self, ranks, Exchange(self.axis, ranks), params, grads, ParameterStates(new, self.plan)).all_rounds()
+        step = replace(self, options=self._options(tensors.get(OPTIONS, ()), rows))
+        _Run(step, ranks, Exchange(self.axis, ranks), params, grads, ParameterStates(new, self.plan)).all_rounds()
         if not self.donate:
             return new
         return {key: {n: in_memory_of(given[key][n], x) for n, x in leaves.items()} for key, leaves in new.items()}
+
+    def _options(self, values: Sequence[Tensor], rows: tuple[int, ...]) -> Mapping[str, Mapping[str, Any]]:
+        """The options with the values of tensors, which the owners of all parameters have to agree on."""
+        if not same_in_rows(values, rows):
+            raise ValueError(_OWN_OPTIONS)
+        return self.tensor_options.placed(self.options, of_first_row(values, rows))
+
+
+_OWN_OPTIONS = (
+    "step: whole=True: an option, for example lr, is a tensor that differs between ranks or in the rows of a vmap. An "
+    "owner updates parameters for all ranks: pass a number, or a tensor that is the same for all (collectives.pmean)."
+)
 
 
 @dataclass(frozen=True)

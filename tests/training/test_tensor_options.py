@@ -1,0 +1,133 @@
+"""Options of a step that are tensors: a learning rate that is computed, batched, recorded, or differentiated by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import gloo, on_each, sequential, simulated
+
+CLASSES = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {}),
+    "whole": (torch.optim.Adafactor, {"whole": True}),
+}
+RATES = (0.1, 0.05, 0.02)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(12, 5, generator=generator, dtype=torch.float64),
+        torch.randn(12, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def error(model: nn.Module, full: Any, x: Tensor, y: Tensor) -> Tensor:
+    return (functional_call(model, full, (x,)) - y).square().mean()
+
+
+def training(mesh: fs.Mesh, case: str) -> tuple[fs.Sharded, Any, Callable[..., Any]]:
+    """Parameters, state, and a step that takes a learning rate."""
+    model, (cls, options) = network(), CLASSES[case]
+    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(cls, lr=1.0, **options)
+
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor, lr: Any) -> Any:
+        grads = fs.grad(lambda params: error(model, fs.gather(params), x, y))(params)
+        return opt.step(params, grads=grads, state=state, lr=lr)
+
+    return params, opt.init(params), step
+
+
+def unsharded(case: str, rates: tuple[float, ...] = RATES) -> dict[str, Tensor]:
+    model, (cls, options) = network(), CLASSES[case]
+    opt = cls(model.parameters(), lr=1.0, **{name: x for name, x in options.items() if name != "whole"})
+    for lr in rates:
+        opt.param_groups[0]["lr"] = lr
+        opt.zero_grad()
+        error(model, dict(model.named_parameters()), *samples()).backward()
+        opt.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def close(params: fs.Sharded, whole: dict[str, Tensor]) -> None:
+    assert_trees_close(dict(fs.gather(params, lazy=False)), whole, rtol=0, atol=1e-12)
+
+
+@on_each([*simulated(3, {"replicate": 2, "shard": 2}), *sequential(2), *gloo(2)])
+def test_a_rate_of_each_rank_that_is_the_same_on_all_is_that_rate(mesh: fs.Mesh) -> None:
+    for case in CLASSES:
+        params, state, step = training(mesh, case)
+        for lr in RATES:
+            rate = torch.full((mesh.size,), lr, dtype=torch.float64)
+            of_rank = mesh.split(rate).squeeze(-1)  # a row on simulated ranks, a number on real ones
+            params, state = mesh.spmd(step)(params, state, *mesh.split(samples()), of_rank)
+        close(params, unsharded(case))
+
+
+@pytest.mark.parametrize("case", ["sgd", "adamw"])
+def test_rates_of_a_vmap_are_one_for_each_member(case: str) -> None:
+    mesh = fs.simulated_mesh(2)
+    params, state, step = training(mesh, case)
+    sweep = torch.func.vmap(step, in_dims=(None, None, None, None, 0))
+    rates = torch.tensor(RATES, dtype=torch.float64)
+    swept, _ = mesh.spmd(sweep, in_dims=(0, 0, 0, 0, None))(params, state, *mesh.split(samples()), rates)
+    for i, lr in enumerate(RATES):
+        close(fs.Sharded({key: x[:, i] for key, x in swept.items()}, params.layout), unsharded(case, (lr,)))
+
+
+def test_owners_of_whole_parameters_have_one_rate() -> None:
+    mesh = fs.simulated_mesh(2)
+    params, state, step = training(mesh, "whole")
+    with pytest.raises(ValueError, match=r"whole=True: an option, for example lr, is a tensor that differs"):
+        mesh.spmd(step)(params, state, *mesh.split(samples()), torch.tensor([0.1, 0.2]))
+
+
+@pytest.mark.parametrize("dims", [(), (1,)], ids=["number", "one_element"])
+def test_a_recorded_step_has_a_tensor_for_a_rate_as_an_input(dims: tuple[int, ...]) -> None:
+    mesh = fs.simulated_mesh(2)
+    for case in ("sgd", "adamw"):
+        params, state, step = training(mesh, case)
+        recorded = fs.compile(mesh.spmd(step, in_dims=(0, 0, 0, 0, None)), backend="replay")
+        for lr in RATES:
+            rate = torch.full(dims, lr, dtype=torch.float64)
+            params, state = recorded(params, state, *mesh.split(samples()), rate)
+        close(params, unsharded(case))
+        assert "3 recordings" not in repr(recorded)  # momentum begins with the second step
+
+
+DERIVATIVES: list[Any] = [
+    lambda after, lr: fs.grad(after)(lr),
+    lambda after, lr: torch.func.grad(after)(lr),
+    lambda after, lr: torch.func.jvp(after, (lr,), (lr,)),
+]
+
+
+@on_each([*simulated(2), *sequential(2), *gloo(2)])
+def test_the_derivative_by_a_rate_is_refused_and_never_zero(mesh: fs.Mesh) -> None:
+    for case, derivative in product(CLASSES, DERIVATIVES):
+        refused(mesh, *training(mesh, case), derivative)
+
+
+def refused(mesh: fs.Mesh, params: fs.Sharded, state: Any, step: Callable[..., Any], derivative: Any) -> None:
+    def by_rate(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        def norm_after(lr: Tensor) -> Tensor:
+            return fs.global_norm(step(params, state, x, y, lr)[0])
+
+        return derivative(norm_after, torch.tensor(0.1, dtype=torch.float64))
+
+    with pytest.raises(NotImplementedError, match="updates have no derivative"):
+        mesh.spmd(by_rate)(params, state, *mesh.split(samples()))
