@@ -16,6 +16,7 @@ from ..layout.validation import check_sharded, check_shards
 from ..mesh.fingerprints import value_lines
 from .gather import gather
 from .shard import shard
+from .without_derivative import without_derivative
 
 
 def to_vector(tree: Sharded) -> Tensor:
@@ -68,6 +69,7 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
 
     Raises:
         ValueError: ``vector`` does not have one element for each trainable element; or DTensors or complex parameters.
+        NotImplementedError: the result is differentiated by ``vector``.
         RuntimeError: ranks pass different vectors.
 
     Cost:
@@ -83,7 +85,14 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
     slots = wanted.slots.values()
     parts = zip(slots, x.split([slot.numel for slot in slots]), strict=True)
     shards = shard({slot.name: part.reshape(slot.shape).to(slot.dtype) for slot, part in parts}, wanted)
-    return Sharded({key: shards.get(key) for key in layout.buffers}, layout)
+    sources = [vector] if isinstance(vector, Tensor) else []
+    found = without_derivative(_NO_DERIVATIVE, dict(shards.items()), sources)
+    return Sharded({key: found.get(key) for key in layout.buffers}, layout)
+
+
+_NO_DERIVATIVE = (
+    "from_vector: the tree has no derivative by the vector. Compute with Sharded trees, or detach the vector."
+)
 
 
 _ADVICE = (

@@ -15,6 +15,7 @@ from ..layout.trees import Sharded
 from ..layout.validation import check_whole
 from ..mesh.fingerprints import value_lines
 from .slicing import cut_buffer, receive_buffer
+from .without_derivative import without_derivative
 
 
 def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, from_rank: int | None = None) -> Sharded:
@@ -46,6 +47,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
         ValueError: names, shapes or dtypes that do not fit, or meta tensors on a mesh of another device; all of them at
             once. Or there is no rank
             ``from_rank``. With it, and of a module, an error on one real rank comes on all.
+        NotImplementedError: the result is differentiated by ``source``: in backward, or in forward mode here.
         RuntimeError: a module has other values on another rank: on all ranks, with the first parameter that differs. Or
             the ranks disagree about ``from_rank``.
 
@@ -68,11 +70,19 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
             return shard(source, layout, from_rank=from_rank)
     if from_rank is None:
         tensors = _the_same(source, layout) if isinstance(source, nn.Module) else _checked(source, layout)
-        return Sharded({key: cut_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}, layout)
+        shards = {key: cut_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}
+        return Sharded(without_derivative(_NO_DERIVATIVE, shards, tensors.values()), layout)
     lines = [f"from_rank={from_rank}"]
     tensors = layout.mesh.agree("shard", lambda: _of_source(source, layout, from_rank), lambda _: lines)
     shards = {key: receive_buffer(tensors, buffer, layout, from_rank) for key, buffer in layout.buffers.items()}
     return Sharded(shards, layout)
+
+
+_NO_DERIVATIVE = (
+    "shard: new shards have no derivative by the tensors that they were cut from. Compute with the shards, by "
+    "tree_map, or with gathered parameters; gradients become shards by scatter_grads, which has derivatives. Or detach "
+    "the source."
+)
 
 
 def _the_same(model: nn.Module, layout: Layout) -> dict[str, Tensor]:

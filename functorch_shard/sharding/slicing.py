@@ -15,12 +15,14 @@ from ..layout.packing import fill_shard, pack, pack_shard
 from ..layout.ranks import shard_at, shard_axis
 from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
+from ..torch_internals.transforms import is_functorch_wrapped_tensor
 
 
 def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
     """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
     mesh = layout.mesh
-    if mesh.in_spmd and mesh.is_simulated:  # values may differ between ranks: nothing is written in place
+    transformed = any(is_functorch_wrapped_tensor(x) for x in tensors.values())
+    if mesh.in_spmd and (mesh.is_simulated or transformed):  # whose values are not written into plain tensors
         return _own_row(to_working_device(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
     if mesh.in_spmd:
         return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
@@ -140,6 +142,9 @@ def _rows(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tens
 
 def _own_row(flat: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     index = _index(layout)
-    if not isinstance(index, Tensor) or buffer.num_shards == 1:
+    if buffer.num_shards == 1:
         return flat
-    return flat.view(buffer.num_shards, -1).index_select(0, index.reshape(1).to(flat.device)).squeeze(0)
+    rows = flat.view(buffer.num_shards, -1)
+    if not isinstance(index, Tensor):
+        return rows[index].clone()  # without the memory of the others
+    return rows.index_select(0, index.reshape(1).to(flat.device)).squeeze(0)

@@ -1,0 +1,60 @@
+"""What cuts new shards has no derivative: it is refused and never zero, beside another use of the parameters too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from tests.support.ranks import gloo, on_each, sequential, simulated
+
+LOSSES: dict[str, Callable[[fs.Sharded], Tensor]] = {
+    "shard": lambda params: fs.global_norm(fs.shard({"w": fs.gather(params, lazy=False)["w"] * 2}, params.layout)),
+    "from_vector": lambda params: fs.global_norm(
+        fs.curvature.from_vector(fs.curvature.to_vector(params) * 2, params.layout)
+    ),
+}
+DERIVATIVES: list[Any] = [
+    lambda loss, params: fs.grad(loss)(params),
+    lambda loss, params: torch.func.grad(loss)(params),
+    lambda loss, params: torch.func.jvp(loss, (params,), (params,))[1],
+]
+
+
+def of(mesh: fs.Mesh) -> fs.Sharded:
+    values = {"w": torch.arange(1.0, 6.0, dtype=torch.float64)}
+    return fs.shard(values, fs.plan(values, mesh))
+
+
+@on_each([*simulated(2, {"replicate": 2, "shard": 2}), *sequential(2), *gloo(2)])
+def test_the_derivative_of_new_shards_is_refused_and_never_zero(mesh: fs.Mesh) -> None:
+    for derivative in DERIVATIVES:
+        refused(mesh, "shard", LOSSES["shard"], derivative)
+    refused(mesh, "from_vector", LOSSES["from_vector"], DERIVATIVES[0])
+
+
+def test_the_derivative_of_the_tree_of_a_vector_is_refused_under_torch_func_too() -> None:
+    for derivative in DERIVATIVES:  # real ranks compare vectors, which torch.func does not let them read
+        refused(fs.simulated_mesh(2), "from_vector", LOSSES["from_vector"], derivative)
+
+
+def refused(mesh: fs.Mesh, name: str, loss: Callable[..., Tensor], derivative: Callable[..., Any]) -> None:
+    def beside(params: fs.Sharded) -> Tensor:
+        return fs.global_norm(params) + loss(params)
+
+    with pytest.raises(NotImplementedError, match=rf"{name}: .* no derivative by"):
+        mesh.spmd(lambda params: derivative(beside, params))(of(mesh))
+
+
+@on_each([*simulated(2), *sequential(2), *gloo(2)])
+def test_new_shards_of_detached_values_are_constants(mesh: fs.Mesh) -> None:
+    def loss(params: fs.Sharded) -> Tensor:
+        full = {name: x.detach() for name, x in fs.gather(params, lazy=False).items()}
+        return fs.vdot(params, fs.shard(full, params.layout))
+
+    grads = fs.gather(mesh.spmd(fs.grad(loss))(of(mesh)), lazy=False)
+    assert torch.equal(grads["w"], torch.arange(1.0, 6.0, dtype=torch.float64))
