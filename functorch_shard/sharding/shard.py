@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..layout.planning import named_tensors
 from ..layout.trees import Sharded
 from ..layout.validation import check_whole
 from ..mesh.fingerprints import value_lines
+from ..torch_internals.transforms import is_functorch_wrapped_tensor
 from .slicing import cut_buffer, receive_buffer
 from .without_derivative import without_derivative
 
@@ -71,7 +72,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
     if from_rank is None:
         tensors = _the_same(source, layout) if isinstance(source, nn.Module) else _checked(source, layout)
         shards = {key: cut_buffer(tensors, buffer, layout) for key, buffer in layout.buffers.items()}
-        return Sharded(without_derivative(_NO_DERIVATIVE, shards, tensors.values()), layout)
+        return Sharded(without_derivative(_NO_DERIVATIVE, shards, _computed(tensors.values())), layout)
     lines = [f"from_rank={from_rank}"]
     tensors = layout.mesh.agree("shard", lambda: _of_source(source, layout, from_rank), lambda _: lines)
     shards = {key: receive_buffer(tensors, buffer, layout, from_rank) for key, buffer in layout.buffers.items()}
@@ -83,6 +84,11 @@ _NO_DERIVATIVE = (
     "tree_map, or with gathered parameters; gradients become shards by scatter_grads, which has derivatives. Or detach "
     "the source."
 )
+
+
+def _computed(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """All but the leaves of the program, such as the parameters of a module, which are its constants."""
+    return [x for x in tensors if is_functorch_wrapped_tensor(x) or not x.is_leaf]
 
 
 def _the_same(model: nn.Module, layout: Layout) -> dict[str, Tensor]:

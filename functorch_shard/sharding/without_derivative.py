@@ -7,24 +7,16 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Parameter
 
 from ..torch_internals.transforms import is_functorch_wrapped_tensor
 
 
 def without_derivative(message: str, results: Mapping[str, Tensor], sources: Iterable[Tensor]) -> dict[str, Tensor]:
-    """``results`` of ``sources``, which raise ``message`` if they are differentiated by them: they would be constants.
-
-    The leaves of a program, such as the parameters of a module, are its constants.
-    """
-    tracked = [x for x in sources if _is_computed(x)]
+    """``results`` of ``sources``: a derivative by these, which would be zero, raises ``message``."""
+    tracked = [x for x in sources if x.requires_grad or is_functorch_wrapped_tensor(x)]
     if not tracked or not results:
         return dict(results)
     return dict(zip(results, _Refused.apply(message, len(results), *results.values(), *tracked), strict=True))
-
-
-def _is_computed(x: Tensor) -> bool:
-    return not isinstance(x, Parameter) and (is_functorch_wrapped_tensor(x) or not x.is_leaf)
 
 
 class _Refused(Function):

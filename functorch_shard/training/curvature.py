@@ -210,7 +210,7 @@ class FlatOperator:
 
     def matvec(self, x: Any) -> Any:
         """The product with ``x``, of shape ``(n,)`` or ``(n, 1)``."""
-        vector = x.detach() if isinstance(x, Tensor) else torch.tensor(x)
+        vector = x if isinstance(x, Tensor) else torch.tensor(x)
         wanted = vector_dtype(self._layout)
         product = self.operator.matvec(from_vector(vector.reshape(-1).to(wanted), self.operator.params.layout))
         result = to_vector(product).reshape(vector.shape)

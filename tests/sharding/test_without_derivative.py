@@ -42,6 +42,30 @@ def test_the_derivative_of_the_tree_of_a_vector_is_refused_under_torch_func_too(
         refused(fs.simulated_mesh(2), "from_vector", LOSSES["from_vector"], derivative)
 
 
+@pytest.mark.parametrize("derivative", [DERIVATIVES[0], DERIVATIVES[2]], ids=["grad", "jvp"])
+def test_the_derivative_of_a_flat_product_by_the_vector_is_refused(derivative: Any) -> None:
+    mesh, vector = fs.simulated_mesh(2), torch.ones(5, dtype=torch.float64)
+
+    def by_vector(params: fs.Sharded) -> Any:
+        operator = fs.curvature.hessian(cube)(params).flat()
+        return derivative(lambda v: v @ (operator @ v), vector)
+
+    with pytest.raises(NotImplementedError, match=r"from_vector: .* no derivative by"):
+        mesh.spmd(by_vector)(of(mesh))
+
+
+def cube(params: fs.Sharded) -> Tensor:
+    return fs.gather(params)["w"].pow(3).sum()
+
+
+@on_each([*simulated(2), *gloo(2)])
+def test_backward_by_the_vector_is_refused_too(mesh: fs.Mesh) -> None:
+    vector = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    tree = fs.curvature.from_vector(vector, of(mesh).layout)
+    with pytest.raises(NotImplementedError, match=r"from_vector: .* no derivative by"):
+        (vector.sum() + sum(x.sum() for x in tree.values())).backward()
+
+
 def refused(mesh: fs.Mesh, name: str, loss: Callable[..., Tensor], derivative: Callable[..., Any]) -> None:
     def beside(params: fs.Sharded) -> Tensor:
         return fs.global_norm(params) + loss(params)
