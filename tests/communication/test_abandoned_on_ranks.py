@@ -29,7 +29,7 @@ def collected_on_this_rank(threshold: int) -> None:
 
 @pytest.mark.parametrize("threshold", [17, 23, 37, 50])
 def test_the_garbage_collector_may_free_them_in_the_middle_of_another_collective(threshold: int) -> None:
-    run_ranks(collected_on_this_rank, 2, threshold, timeout=30)
+    run_ranks(collected_on_this_rank, 2, threshold)
 
 
 def freed_with_its_mesh_on_this_rank(numel: int) -> None:
@@ -46,4 +46,4 @@ def freed_with_its_mesh_on_this_rank(numel: int) -> None:
 
 @pytest.mark.parametrize("numel", [SMALL, BY_SOCKETS, 50 * BY_SOCKETS])
 def test_one_that_is_freed_with_its_mesh_does_not_disturb_the_next_mesh(numel: int) -> None:
-    run_ranks(freed_with_its_mesh_on_this_rank, 2, numel, timeout=30)
+    run_ranks(freed_with_its_mesh_on_this_rank, 2, numel)
