@@ -21,8 +21,7 @@ from ..torch_internals.transforms import is_functorch_wrapped_tensor
 def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
     """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
     mesh = layout.mesh
-    transformed = any(is_functorch_wrapped_tensor(x) for x in tensors.values())
-    if mesh.in_spmd and (mesh.is_simulated or transformed):  # whose values are not written into plain tensors
+    if mesh.in_spmd and (mesh.is_simulated or _are_transformed(tensors, buffer)):  # not written into plain tensors
         return _own_row(to_working_device(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
     if mesh.in_spmd:
         return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
@@ -113,6 +112,10 @@ def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, sourc
 
 def _kind(axis: Axis, buffer: Buffer, layout: Layout) -> str:
     return "scatter" if axis.name in (layout.shard_axis, *layout.shard_axes) and buffer.num_shards > 1 else "broadcast"
+
+
+def _are_transformed(tensors: Mapping[str, Tensor], buffer: Buffer) -> bool:
+    return any(is_functorch_wrapped_tensor(tensors[slot.name]) for slot in buffer.slots)
 
 
 def _axes(layout: Layout) -> list[Axis]:

@@ -24,6 +24,7 @@ from functorch_shard.checkpoint.chunks import chunks_of
 from functorch_shard.checkpoint.names import Leaf
 from functorch_shard.errors import name_problems
 from functorch_shard.sharding.reduction import complete
+from functorch_shard.sharding.slicing import cut_buffer
 from tests.support.refusals import refused
 
 FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once
@@ -228,6 +229,23 @@ def test_a_buffer_is_reduced_without_a_look_at_the_gradients_of_others() -> None
     grads: dict[str, Tensor | None] = dict.fromkeys(layout.slots)
     buffer = layout.buffers["blocks.3"]
     assert list(complete(grads, buffer, layout)) == ["blocks.3.w"]
+
+
+def test_a_buffer_is_cut_without_a_look_at_the_parameters_of_others() -> None:
+    layout = planned(7)
+    buffer = layout.buffers["blocks.3"]
+    own = {name: x for name, x in tensors_of(7).items() if name == "blocks.3.w"}
+    only_its_own = MappingOf(own)
+    assert torch.equal(cut_buffer(only_its_own, buffer, layout), fs.shard(tensors_of(7), layout)["blocks.3"])
+
+
+class MappingOf(dict[str, Tensor]):
+    """One that may be asked for a tensor by its name, and for nothing else."""
+
+    def values(self) -> Any:
+        raise AssertionError
+
+    items = keys = __iter__ = values
 
 
 # errors
