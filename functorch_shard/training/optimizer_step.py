@@ -14,13 +14,13 @@ from torch.autograd.graph import increment_version
 
 from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.tensors import identity_of_storage
-from ..torch_internals.tracing import assert_when_run
-from ..torch_internals.transforms import being_traced, in_transform
+from ..torch_internals.transforms import in_transform
 from .optimizer_probe import Traits
 from .tensor_options import OPTIONS, TensorOptions, of_first_row, same_in_rows
 from .torch_optim import Group, initial_state, update
 
 PARAM = "(param)"
+_COUNTS = "step count on all ranks, as opt.init gives"
 
 CARRIED = "group."  # before the names of numbers that a class keeps in its parameter groups
 
@@ -68,8 +68,8 @@ class StepCall:
     def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
         buffers = {key: parts for key, parts in tensors.items() if key != OPTIONS}
         values = tensors.get(OPTIONS, ())
-        counts = [x for parts in buffers.values() for x in parts[2:]] if rows else []
-        if not all(_equal_in_rows(x, rows) for x in counts) or not same_in_rows(values, rows):
+        counts = [x for parts in buffers.values() for x in parts[2:] if _counts(x, rows)] if rows else []
+        if not same_in_rows(counts, rows, _COUNTS) or not same_in_rows(values, rows):
             return self._row_by_row(tensors, rows)
         options = self.tensor_options.placed(self.options, of_first_row(values, rows))
         return replace(self, options=options)._in_all_rows(buffers, rows)
@@ -191,17 +191,6 @@ _NO_DERIVATIVE = (
     "opt.step: torch.optim's updates have no derivative. To differentiate through training, use a differentiable "
     "optimizer on the Sharded trees (torchopt), or write the update with tree_map; or detach the step's inputs."
 )
-
-
-def _equal_in_rows(x: Any, rows: tuple[int, ...]) -> bool:
-    """Whether a scalar per row is equal in all rows, for example a step count on all ranks; tensors may differ."""
-    if not _counts(x, rows):
-        return True
-    equal = (x == x.flatten()[0]).all()
-    if being_traced():
-        assert_when_run(equal, "step: a compiled step needs the same step count on all ranks, as opt.init gives")
-        return True
-    return bool(equal)
 
 
 def _first(x: Any, rows: tuple[int, ...]) -> Any:

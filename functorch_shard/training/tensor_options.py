@@ -43,12 +43,16 @@ class TensorOptions:
             return dict(options)
         mark = as_number if being_traced() else _as_it_is  # constructors would compare it
         new = {id(x): mark(value) for x, value in zip(self.given, values, strict=True)}
-        return {key: {name: _replaced(x, new) for name, x in each.items()} for key, each in options.items()}
+        found = {id(each): {name: _replaced(x, new) for name, x in each.items()} for each in options.values()}
+        return {key: found[id(each)] for key, each in options.items()}
 
 
-def same_in_rows(values: Iterable[Tensor], rows: tuple[int, ...]) -> bool:
-    """Whether each of ``values`` is the same in all rows of a batch."""
-    return all(_same(x, rows) for x in values) if rows else True
+_WHAT = "options, for example lr, on all ranks"
+
+
+def same_in_rows(values: Iterable[Tensor], rows: tuple[int, ...], what: str = _WHAT) -> bool:
+    """Whether each of ``values`` is the same in all rows of a batch; ``what`` they are, for an error."""
+    return all(_same(x, rows, what) for x in values) if rows else True
 
 
 def of_first_row(values: Iterable[Tensor], rows: tuple[int, ...]) -> list[Tensor]:
@@ -56,12 +60,12 @@ def of_first_row(values: Iterable[Tensor], rows: tuple[int, ...]) -> list[Tensor
     return [x[(0,) * len(rows)] if rows else x for x in values]
 
 
-def _same(x: Tensor, rows: tuple[int, ...]) -> bool:
+def _same(x: Tensor, rows: tuple[int, ...], what: str) -> bool:
     if not all(rows):
         return True
     equal = (x == x[(0,) * len(rows)]).all()
     if being_traced():
-        assert_when_run(equal, "step: a compiled step needs the same options, for example lr, on all ranks")
+        assert_when_run(equal, f"step: a compiled step needs the same {what}")
         return True
     return bool(equal)
 

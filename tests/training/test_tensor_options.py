@@ -109,6 +109,24 @@ def test_a_recorded_step_has_a_tensor_for_a_rate_as_an_input(dims: tuple[int, ..
         assert "3 recordings" not in repr(recorded)  # momentum begins with the second step
 
 
+def test_buffers_with_the_same_options_are_updated_together() -> None:
+    made = []
+
+    class Adam(torch.optim.Adam):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            made.append(self)
+            super().__init__(*args, **kwargs)
+
+    values = {f"{i}.w": torch.ones(3) for i in range(5)}
+    params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2), units=[[name] for name in values]))
+    opt = fs.optimizer(Adam, betas=(0.8, 0.9))
+    state = opt.init(params)
+    made.clear()
+    opt.step(params, grads=params, state=state, lr=torch.tensor(0.1))
+    assert len(params.layout.buffers) == 5
+    assert len(made) == 1
+
+
 DERIVATIVES: list[Any] = [
     lambda after, lr: fs.grad(after)(lr),
     lambda after, lr: torch.func.grad(after)(lr),
