@@ -36,6 +36,7 @@ from torch import Tensor
 from ..torch_internals.process_groups import job_store, timeout_of
 from .lost_ranks import POLL, window_of
 from .shared_memory import SharedMemory
+from .work import wait_for_all
 
 SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for many ranks less
 ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
@@ -177,7 +178,7 @@ class Line:
         """What is still to be sent and received is kept until then, by a thread: Note [Abandoned] in work.py."""
         if works := [work for call in self.abandoned for work in call.works]:
             with suppress(RuntimeError):  # the process exits
-                Thread(target=_wait_for_all, args=(works,), name="functorch_shard abandoned collectives").start()
+                Thread(target=wait_for_all, args=(works,), name="functorch_shard abandoned collectives").start()
 
     def _first(self) -> Call | None:
         """The first call that is not verified; another thread may verify it at any time."""
@@ -211,12 +212,6 @@ class Line:
         past = ["Before that, the same on all ranks:", *(f"  {text}" for text in self._history)]
         title = f"ranks {', '.join(map(str, ranks))} issue different collectives, each as its number {call.number}:"
         return "\n".join([title, *lines, *(past if self._history else []), ADVICE])
-
-
-def _wait_for_all(works: Sequence[Any]) -> None:
-    for work in works:
-        with suppress(RuntimeError):
-            work.wait()
 
 
 def _digest(text: str) -> int:

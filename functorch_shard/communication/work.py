@@ -54,9 +54,14 @@ class Work:
         if handles and self._abandon:
             self._abandon()
             return
-        for handle in handles:
-            with suppress(RuntimeError):
-                handle.wait()
+        wait_for_all(handles)
+
+
+def wait_for_all(handles: Sequence[Any]) -> None:
+    """Wait for what is under way, whether it fails or not."""
+    for handle in handles:
+        with suppress(RuntimeError):
+            handle.wait()
 
 
 class Finished(Work):
