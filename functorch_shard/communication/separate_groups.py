@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from .backend import Backend
 from .collective import Collective
 from .process_group import GroupBackend
 from .work import Work
-from .wrapper import Issue, Wrapped
+from .wrapper import Issue, Wrapped, with_transport
 
 _OF_GRADIENTS = ("psum_scatter", "all_to_all")  # plain and encoded
 
@@ -46,14 +45,7 @@ def separate_reductions(axis: Axis) -> Backend:
 
     Stands for FSDP2's ``set_separate_reduce_scatter_group``.
     """
-    return _innermost(axis.backend, _with_two_groups)
-
-
-def _innermost(backend: Backend, change: Callable[[Backend], Backend]) -> Backend:
-    """``backend`` with another one behind all of its wraps, so that these see every collective."""
-    if isinstance(backend, Wrapped):
-        return replace(backend, inner=_innermost(backend.inner, change))
-    return change(backend)
+    return with_transport(axis.backend, _with_two_groups)
 
 
 def _with_two_groups(backend: Backend) -> Backend:

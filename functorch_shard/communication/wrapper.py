@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -88,3 +88,10 @@ def transport(backend: Backend) -> Backend:
     while isinstance(backend, Wrapped):
         backend = backend.inner
     return backend
+
+
+def with_transport(backend: Backend, change: Callable[[Backend], Backend]) -> Backend:
+    """``backend`` with ``change`` of its transport, behind the same wrappers, which see every collective as before."""
+    if isinstance(backend, Wrapped):
+        return replace(backend, inner=with_transport(backend.inner, change))
+    return change(backend)
