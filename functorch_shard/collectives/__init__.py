@@ -1,12 +1,12 @@
 """Collectives that are linear maps with exact derivatives, under every transform and at every order.
 
 ``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules`` and
-``encoded``: their derivatives. ``data_parallel``: those of ``gather`` and of the reduction of gradients, by their
-schedule; ``boundary``: who takes the mean over ranks, the backward of each gather or ``fs.grad`` at its end;
-``tangents_alone``: reductions of tangents whose primal nobody uses. ``codecs``: encoded messages. ``from_rank``: the
-value of one rank. ``operands``: what the autograd Functions here share.
+``encoded``: their derivatives. ``boundary``: who takes the mean over ranks, the backward of each gather or ``fs.grad``
+at its end; ``tangents_alone``: reductions of tangents whose primal nobody uses; ``without_derivative``: results that
+may not be differentiated. ``codecs``: encoded messages. ``from_rank``: the value of one rank. ``operands``: what the
+autograd Functions here share.
 
-Imports ``layout``, ``mesh``, ``communication`` and below; imported by ``sharding`` and ``training``.
+Imports ``mesh``, ``communication`` and below; imported by ``storage``, ``sharding`` and ``training``.
 """
 
 from .primitives import all_gather, axis_index, pmax, pmean, psum, psum_scatter

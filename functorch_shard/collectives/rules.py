@@ -1,4 +1,4 @@
-"""Derivative and batching rules of collectives; ``data_parallel`` and ``encoded`` differentiate communication too.
+"""Derivative and batching rules of collectives. ``encoded`` and ``sharding.data_parallel`` have rules of their own.
 
 Every collective is one Function in one order: forward, setup_context, backward, jvp, vmap. torch's own collectives
 cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage (vmap). See Note [Ranks

@@ -10,7 +10,7 @@ that share the buffer by ``within``, the transpose of ``gather``; that sum becom
 
 Without a shard axis there is no ``AllGather`` and ``within`` is a cast; divisions by 1 are left out. ``before`` is a
 power of two, so a division by it is undone exactly. Three interpreters follow these tuples, so their numbers are equal
-bitwise: ``collectives.data_parallel`` (differentiable), ``sharding.asynchronous`` and ``training.estimate`` (counting).
+bitwise: ``sharding.data_parallel`` (differentiable), ``sharding.asynchronous`` and ``training.estimate`` (counting).
 A compiler sees what these issue: Note [Recorded] in communication/recorded.py.
 """
 

@@ -2,12 +2,11 @@
 
 The verbs: ``gather``, ``scatter``, ``shard``, ``partition``, ``initialize`` (``module_reset``, or ``module_init`` with
 ``staging``, on ``blank_modules``), ``reshard``, ``one_rank`` (``gather_to``), ``stream``, ``flat_vectors``,
-``replicas``, ``placements``, ``compression``; ``slicing``: whole buffers to shards; ``without_derivative``: results
-that may not be differentiated. How a gather and its reduction are done: ``lazy_gather`` (autograd) makes
-``lazy_tensor`` objects; ``prefetch_policy`` decides which unit is gathered next and which is freed, ``gathered_units``
-holds them, ``asynchronous`` starts gathers and reductions that are waited for later, on ``streams``; ``reduction``
-reduces at once, and ``unused`` knows what a rank did not use. ``overlapped_means``: the mean over replicas, taken while
-backward goes on.
+``replicas``, ``placements``, ``compression``; ``slicing``: whole buffers to shards. How a gather and its reduction are
+done: ``data_parallel`` differentiates them by their schedule; ``lazy_gather`` (autograd) makes ``lazy_tensor`` objects;
+``prefetch_policy`` decides which unit is gathered next and which is freed, ``gathered_units`` holds them,
+``asynchronous`` starts gathers and reductions that are waited for later, on ``streams``; ``reduction`` reduces at once,
+and ``unused`` knows what a rank did not use. ``overlapped_means``: the mean over replicas, taken during backward.
 
 Imports ``collectives``, ``storage`` and below; imported by ``training`` and ``checkpoint``.
 """

@@ -1,6 +1,6 @@
 """The asynchronous interpreter of a schedule: a collective is started now, the operations after it are done on wait.
 
-The differentiable one is ``collectives.data_parallel``; both are folds over the same operations, Note [Schedule], so
+The differentiable one is ``data_parallel``; both are folds over the same operations, Note [Schedule], so
 their results are equal bitwise. Nothing here is seen by autograd.
 """
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..collectives.codecs import decode_rows, encode_rows
-from ..collectives.data_parallel import no_communication, run
 from ..communication.axis import Axis
 from ..communication.work import Finished, Work
 from ..layout.buffers import Buffer
@@ -22,6 +21,7 @@ from ..layout.packing import pack, sparse_refused
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import MemoryKind
+from .data_parallel import no_communication, run
 from .overlapped_means import no_means
 from .reduction import complete
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.without_derivative import without_derivative
 from ..errors import reject
 from ..layout.layout import Layout
 from ..layout.ranks import rank_dims
@@ -16,7 +17,6 @@ from ..layout.validation import check_sharded, check_shards
 from ..mesh.fingerprints import value_lines
 from .gather import gather
 from .shard import shard
-from .without_derivative import without_derivative
 
 
 def to_vector(tree: Sharded) -> Tensor:

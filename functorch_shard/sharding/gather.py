@@ -12,7 +12,6 @@ from torch.autograd import Function
 
 from ..collectives.boundary import prepare, takes_mean
 from ..collectives.codecs import Codec, as_codec, recode
-from ..collectives.data_parallel import averaged, gathered
 from ..containers import opened
 from ..layout.buffers import Buffer
 from ..layout.dtensor import with_dtensors
@@ -22,6 +21,7 @@ from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..opaque import opaque
 from ..storage.memory_kind import memory_kind_of, working_device
+from .data_parallel import averaged, gathered
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
 from .slicing import in_shard_order

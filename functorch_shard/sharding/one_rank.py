@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..collectives.without_derivative import refuse_derivatives
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, by_unit
 from ..layout.validation import check_sharded, check_shards
@@ -32,7 +33,8 @@ def gather_to(
     Raises:
         TypeError: ``params`` is not a ``Sharded``, ``rank`` not an int, or ``dtype`` is not a floating-point one.
         ValueError: there is no such rank, or shards that do not fit their layout.
-        RuntimeError: inside ``spmd`` of simulated ranks, where all return alike.
+        RuntimeError: inside ``spmd`` of simulated ranks, where all return alike; inside a transform, or of what
+            ``fs.grad`` differentiates by.
 
     Cost:
         One all-gather per buffer; the memory of one unit, and on ``rank`` of the whole parameters on ``device``.
@@ -48,6 +50,7 @@ def gather_to(
     layout = params.layout
     _check_rank(rank, layout)
     check_shards("gather_to", params, layout)
+    refuse_derivatives("gather_to", params.values())
     mine = layout.mesh.is_simulated or layout.mesh.rank == rank
     whole: dict[str, torch.Tensor] = {}
     with torch.no_grad():

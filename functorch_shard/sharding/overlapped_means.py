@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.data_parallel import no_communication, run
 from ..collectives.operands import axis_of
 from ..communication.work import Finished, Work
 from ..layout.layout import Layout
@@ -31,6 +30,7 @@ from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import nodes, nodes_behind
 from ..torch_internals.tensors import hooks_of
+from .data_parallel import no_communication, run
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
 UNDER_WAY = 2  # all-reduces at a time: each holds its operand until it is waited for

@@ -16,7 +16,6 @@ from torch.autograd import Function
 
 from ..collectives.boundary import Boundary, anchors_here
 from ..collectives.codecs import Codec
-from ..collectives.data_parallel import across, run, within
 from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum, psum_scatter
 from ..collectives.tangents_alone import of_tangents
@@ -30,6 +29,7 @@ from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedu
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.transforms import in_transform
+from .data_parallel import across, run, within
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ..collectives.without_derivative import CALLED_INSIDE, refuse_derivatives
 from ..communication.lost_ranks import run_on_job
 from ..communication.process_group import connect, exchange
 from ..errors import first_difference, name_problems, reject
@@ -17,10 +18,9 @@ from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.rank_trees import NOTHING, Holding, holding, is_node, path_text, ranks_here
 from ..layout.transfer_plan import Copy, copy_plan
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, take_tensors
 from ..mesh.mesh import Mesh
 from ..torch_internals.taking_turns import own_state
-from ..torch_internals.transforms import in_transform
 
 
 @overload
@@ -56,8 +56,8 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
         ValueError: parameters that the two layouts do not agree about; leaves that do not fit; a new buffer that takes
             parameters from buffers of different step counts; state of whole parameters without ``fresh``. All
             offenders of a kind at once.
-        RuntimeError: inside ``spmd`` on simulated ranks, or inside a transform; or another rank failed, or has another
-            layout.
+        RuntimeError: inside ``spmd`` on simulated ranks, inside a transform, or of what ``fs.grad`` differentiates by;
+            or another rank failed, or has another layout.
 
     Cost:
         Real ranks: one message per buffer and pair of ranks between which something moves, with just that; what a rank
@@ -78,6 +78,9 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
 
     Stands for the consolidation scripts of metaseq (``reshard_fsdp``) and DeepSpeed's universal checkpoint.
     """
+    if own_state() is not None:
+        raise RuntimeError(CALLED_INSIDE.format("reshard"))
+    refuse_derivatives("reshard", take_tensors(tree)[0])
     if isinstance(layout, Layout) and (_has_owners(tree) or _has_owners(fresh)):
         return _node_by_node(tree, layout, fresh)
     return _moved(tree, layout, fresh)
@@ -221,7 +224,6 @@ def _mesh_to_agree_on(tree: Any, layout: Layout) -> Mesh | None:
 
 
 def _prepare(tree: Any, layout: Layout, fresh: Any) -> _Move:
-    _refuse_transforms()
     if not isinstance(layout, Layout):
         raise TypeError(f"reshard: layout: got {type(layout).__name__}, expected a Layout from plan().")
     held = holding("reshard: tree", tree)
@@ -234,14 +236,6 @@ def _prepare(tree: Any, layout: Layout, fresh: Any) -> _Move:
     for copy in copy_plan(held.layout, layout, old_ranks or None):
         copies.setdefault(copy.key, []).append(copy)
     return _Move(held, made, layout, _leaves(held, made, layout), copies, old_ranks)
-
-
-def _refuse_transforms() -> None:
-    if in_transform() or own_state() is not None:
-        raise RuntimeError(
-            "reshard: called inside mesh.spmd, a torch.func transform or torch.compile, where a tree is one rank's or "
-            "one row's. Call it outside, between steps: on simulated ranks with the stacked tree."
-        )
 
 
 def _old_ranks(old: Mesh, new: Mesh) -> list[int]:

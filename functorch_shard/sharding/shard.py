@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..collectives.without_derivative import without_derivative
 from ..layout.dtensor import local_part
 from ..layout.layout import Layout
 from ..layout.planning import named_tensors
@@ -16,7 +17,6 @@ from ..layout.validation import check_whole
 from ..mesh.fingerprints import value_lines
 from ..torch_internals.transforms import is_functorch_wrapped_tensor
 from .slicing import cut_buffer, receive_buffer
-from .without_derivative import without_derivative
 
 
 def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, from_rank: int | None = None) -> Sharded:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..layout.trees import Full, Sharded, by_unit
+from ..collectives.without_derivative import constants
+from ..layout.trees import Full, Sharded, by_unit, map_items
 from ..layout.validation import check_sharded
 from .gather import gather
 
@@ -31,6 +32,7 @@ def stream(params: Sharded, *, dtype: torch.dtype | None = None) -> Stream:
 
     Raises:
         TypeError: ``params`` is not a ``Sharded``, or ``dtype`` not a floating-point dtype.
+        NotImplementedError: inside a derivative by ``params``, one that goes through the tensors.
 
     Cost:
         The collectives of one gather. All real ranks iterate alike, each to its end or to the same tensor. Memory: one
@@ -78,11 +80,10 @@ class Stream:
         return len(self.params.layout.slots)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        detached = {key: x.detach() for key, x in self.params.items()}
-        for unit in by_unit(Sharded(detached, self.params.layout.as_stored())):
+        for unit in by_unit(Sharded(dict(self.params), self.params.layout.as_stored())):
             with torch.no_grad():
-                whole = gather(unit, lazy=False, dtype=self.dtype)
-            yield from whole.items()
+                whole = gather(map_items(lambda _, x: x.detach(), unit), lazy=False, dtype=self.dtype)
+            yield from constants("stream", whole, unit.values()).items()
 
     def _names(self) -> Iterator[str]:
         for layout in self.params.layout.by_unit():

@@ -3,5 +3,5 @@
 ``memory_kind``: the kind of a tensor, and tensors of the same kind. ``offloading``: ``offload`` and ``reopen``.
 ``atomic_directory``: directories that become visible when they are complete.
 
-Imports ``layout`` and below; imported by ``sharding``, ``training`` and ``checkpoint``.
+Imports ``collectives``, ``layout`` and below; imported by ``sharding``, ``training`` and ``checkpoint``.
 """

@@ -22,13 +22,13 @@ import optree
 import torch
 from torch import Tensor
 
+from ..collectives.without_derivative import refuse_derivatives
 from ..containers import opened
 from ..errors import first_difference, reject
 from ..layout.rank_trees import participants_of, path_text
 from ..layout.trees import Full, Sharded, take_tensors
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
-from ..torch_internals.transforms import in_transform
 from .atomic_directory import sync, write_durably
 from .memory_kind import SUFFIX, UNNAMED, disk_full, fill_file, map_file, nbytes_of, new_file
 
@@ -64,7 +64,8 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
         ValueError: ``where`` names a device; or tensors without values or strides, all of them at once.
         OSError: the directory is not writable, or the disk is full; with the bytes needed and the bytes free. The
             previous tree remains on every rank. While training, the disk is full for a gradient.
-        RuntimeError: another rank failed, every rank reports which one and why; or inside a transform.
+        RuntimeError: another rank failed, every rank reports which one and why; or inside a transform, or of what
+            ``fs.grad`` differentiates by.
 
     Cost:
         ``"cpu"``: no collectives, one copy. A directory: a write of all bytes, disk space for the previous tree and the
@@ -86,6 +87,7 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
     """
     tree = opened(tree)
     tensors, put_back = take_tensors(tree)
+    refuse_derivatives("offload", tensors)
     if where == "cpu":
         return put_back([_to_cpu(x.detach()) for x in tensors])
     return put_back(_write(tree, _RankFolder.at(where, participants_of(tree))))
@@ -120,6 +122,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
     """
     like = opened(like)
     _, put_back = take_tensors(like)
+    refuse_derivatives("reopen", [])
     mesh = participants_of(like)
     own = _RankFolder.at(where, mesh)
     versions = mesh.agree("reopen", own.complete, lambda _: [])
@@ -205,8 +208,6 @@ class _RankFolder:
 
     @staticmethod
     def at(where: str | os.PathLike[str], mesh: Mesh) -> _RankFolder:
-        if in_transform():
-            raise RuntimeError("offload: inside a transform, or inside spmd, a tensor has no memory of its own")
         if isinstance(where, str) and _is_device(where):
             advice = f"'cpu', or a directory; Path({where!r}) for one of this name"
             raise ValueError(f"offload: where: got {where!r}, expected {advice}. The mesh has a device of its own.")

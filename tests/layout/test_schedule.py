@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functorch_shard as fs
-from functorch_shard.collectives.data_parallel import gathered, within
 from functorch_shard.layout.buffers import Buffer
 from functorch_shard.layout.schedule import (
     AllGather,
@@ -26,6 +25,7 @@ from functorch_shard.layout.schedule import (
     one_communication_each,
     up_to_communication,
 )
+from functorch_shard.sharding.data_parallel import gathered, within
 
 some_laws = settings(max_examples=60, deadline=None)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

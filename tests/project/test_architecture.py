@@ -29,8 +29,8 @@ FLOORS = [
     {"opaque"},
     {"communication"},
     {"mesh"},
-    {"layout"},
-    {"collectives", "storage"},
+    {"layout", "collectives"},
+    {"storage"},
     {"sharding"},
     {"training", "checkpoint"},
     {"codecs", "curvature", "debug", "replicas", "visualization"},  # names for users, and nothing else

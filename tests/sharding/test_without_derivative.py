@@ -1,10 +1,11 @@
-"""What cuts new shards has no derivative: it is refused and never zero, beside another use of the parameters too."""
+"""What makes new memory has no derivative: it is refused and never zero, beside another use of the parameters too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -82,3 +83,34 @@ def test_new_shards_of_detached_values_are_constants(mesh: fs.Mesh) -> None:
 
     grads = fs.gather(mesh.spmd(fs.grad(loss))(of(mesh)), lazy=False)
     assert torch.equal(grads["w"], torch.arange(1.0, 6.0, dtype=torch.float64))
+
+
+BETWEEN_STEPS: dict[str, Callable[[fs.Sharded], Any]] = {
+    "offload": lambda params: sum(x.sum() for x in fs.offload(params, "cpu").values()),
+    "gather_to": lambda params: sum(x.sum() for x in (fs.gather_to(params) or {}).values()),
+    "stream": lambda params: sum(x.sum() for _, x in fs.stream(params)),
+    "reshard": lambda params: sum(x.sum() for x in fs.reshard(params, params.layout).values()),
+}
+
+
+@on_each([*simulated(2, {"replicate": 2, "shard": 2}), *sequential(2), *gloo(2)])
+def test_what_is_called_between_steps_is_refused_in_a_loss_and_never_a_constant(mesh: fs.Mesh) -> None:
+    for name, value in BETWEEN_STEPS.items():
+        for derivative in DERIVATIVES:
+            with pytest.raises(RuntimeError, match=rf"{name}: .*(Call it outside|no derivative by)"):
+                mesh.spmd(lambda params, d=derivative, f=value: d(lambda p: fs.global_norm(p) + f(p), params))(of(mesh))
+
+
+@on_each([*gloo(2)])
+def test_of_constants_it_may_be_called_in_a_loss(mesh: fs.Mesh) -> None:
+    constant = of(mesh)
+
+    def loss(params: fs.Sharded) -> Tensor:
+        with torch.no_grad():
+            values = [value(params) for value in BETWEEN_STEPS.values()]
+        detached: Any = optree.tree_map(Tensor.detach, cast(Any, params))
+        values += [value(x) for x in (constant, detached) for value in BETWEEN_STEPS.values()]
+        return fs.vdot(params, params) + sum(values)
+
+    grads = fs.gather(fs.grad(loss)(of(mesh)), lazy=False)
+    assert torch.equal(grads["w"], 2 * torch.arange(1.0, 6.0, dtype=torch.float64))

@@ -152,7 +152,7 @@ def test_a_device_is_not_taken_for_a_directory(where: str, tmp_path: Path, monke
 
 def test_inside_a_transform_it_is_refused(tmp_path: Path) -> None:
     mesh = fs.simulated_mesh(2)
-    assert "inside spmd" in refused(mesh.spmd(lambda x: fs.offload(x, tmp_path)), torch.zeros(2, 3))
+    assert "inside mesh.spmd" in refused(mesh.spmd(lambda x: fs.offload(x, tmp_path)), torch.zeros(2, 3))
     assert files_in(tmp_path) == []
 
 

@@ -5,10 +5,38 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..torch_internals.transforms import is_functorch_wrapped_tensor
+from ..torch_internals.transforms import in_transform, is_functorch_wrapped_tensor
+from .boundary import inside
+
+CALLED_INSIDE = (
+    "{}: called inside mesh.spmd, a torch.func transform or torch.compile, where a tree is one rank's or one row's. "
+    "Call it outside, between steps: on simulated ranks with the stacked tree."
+)
+
+
+def refuse_derivatives(verb: str, tensors: Iterable[Tensor]) -> None:
+    """Raise inside a transform, or if ``fs.grad`` differentiates by ``tensors``: what ``verb`` returns has no graph."""
+    if in_transform():
+        raise RuntimeError(CALLED_INSIDE.format(verb))
+    if inside() and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{verb}: called inside fs.grad, of parameters that it differentiates by. What {verb} returns has no "
+            "derivative. Call it outside, between steps, or pass detached shards."
+        )
+
+
+def constants(verb: str, results: Mapping[str, Tensor], sources: Iterable[Tensor]) -> dict[str, Tensor]:
+    """``results`` without a graph, of ``sources``: inside a derivative by these, one that goes through them raises."""
+    if not (in_transform() or (inside() and torch.is_grad_enabled())):
+        return dict(results)
+    return without_derivative(_CONSTANTS.format(verb), results, sources)
+
+
+_CONSTANTS = "{}: its tensors have no derivative by the parameters. Use gather, or pass detached shards."
 
 
 def without_derivative(message: str, results: Mapping[str, Tensor], sources: Iterable[Tensor]) -> dict[str, Tensor]:

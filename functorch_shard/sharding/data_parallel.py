@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ..collectives.boundary import here, prepare, reduces_tangents_alone, takes_mean
+from ..collectives.codecs import Codec, decode_rows, encode_rows
+from ..collectives.operands import aside, fold, place_of, save_static, saved, stack
+from ..collectives.primitives import psum
+from ..collectives.rules import psum_at
+from ..collectives.tangents_alone import of_tangents, psum_of_tangent
 from ..communication.axis import Axis
 from ..communication.simulated import sum_in_rank_order
 from ..layout.schedule import (
@@ -31,12 +37,6 @@ from ..layout.schedule import (
 )
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import signed
-from .boundary import here, prepare, reduces_tangents_alone, takes_mean
-from .codecs import Codec, decode_rows, encode_rows
-from .operands import aside, fold, place_of, save_static, saved, stack
-from .primitives import psum
-from .rules import psum_at
-from .tangents_alone import of_tangents, psum_of_tangent
 
 
 def run(
