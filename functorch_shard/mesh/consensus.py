@@ -13,6 +13,7 @@ from torch import Tensor
 from ..communication.axis import Axis
 from ..communication.process_group import as_bytes
 from ..errors import first_difference
+from ..torch_internals.transforms import outside_transforms
 
 T = TypeVar("T")
 _FAILED = bytes(32)
@@ -78,7 +79,8 @@ def gather_texts(text: str, axes: Sequence[Axis], device: torch.device) -> list[
 
 def _gather_bytes(data: bytes, axes: Sequence[Axis], device: torch.device) -> list[bytes]:
     """``data`` of every rank, in rank order; equally long everywhere, and not empty."""
-    rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
-    for axis in reversed(axes):
-        rows = axis.issue("exchange", rows).wait()
-    return [as_bytes(row) for row in rows.cpu()]
+    with outside_transforms():
+        rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
+        for axis in reversed(axes):
+            rows = axis.issue("exchange", rows).wait()
+        return [as_bytes(row) for row in rows.cpu()]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..torch_internals.transforms import outside_transforms, without_batches
+
 
 def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:
     """A line for each of ``names``, another one where the values are other ones.
@@ -16,7 +18,8 @@ def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str
     different values of one sum finds them. Every value is read once: a gigabyte in 0.03 s on one core, which takes 3 s
     to draw.
     """
-    return [f"{name!r}: values of bit sum {_bit_sum(tensors[name]):016x}" for name in names]
+    with outside_transforms():
+        return [f"{name!r}: values of bit sum {_bit_sum(without_batches(tensors[name])):016x}" for name in names]
 
 
 def _bit_sum(x: Tensor) -> int:

@@ -207,3 +207,35 @@ def test_what_all_ranks_tell_is_held_as_bytes() -> None:
     for peak, right in fs.testing.run_ranks(memory_of_a_long_report, 2):
         assert right
         assert peak < 6  # a list of Python's integers takes 8 for each
+
+
+def in_transforms() -> tuple[list[Tensor], str]:
+    """What is planned and compared inside transforms of torch.func, and the error where ranks differ there."""
+    mesh = fs.init_mesh()
+    params = fs.shard(LIKE, fs.plan(LIKE, mesh))
+
+    def loss(params: fs.Sharded, scale: Tensor) -> Tensor:
+        layout = fs.plan(LIKE, mesh)
+        weights = fs.curvature.from_vector(torch.arange(3.0, dtype=torch.float64), layout)
+        return scale.sum() * fs.vdot(params, weights) * len(layout.buffers)
+
+    scales = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    grads = fs.gather(torch.func.grad(loss)(params, scales), lazy=False)["w"]
+    tangent = torch.func.jvp(lambda p: loss(p, scales), (params,), (params,))[1]
+    rows = torch.vmap(lambda scale: fs.vdot(params, fs.curvature.from_vector(scale * ONES, params.layout)))(scales)
+    with pytest.raises(RuntimeError) as caught:
+        torch.func.grad(lambda x: len(fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh).slots) * x)(torch.ones(()))
+    return [grads, tangent, rows], str(caught.value)
+
+
+LIKE = {"w": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)}
+ONES = torch.ones(3, dtype=torch.float64)
+
+
+def test_ranks_plan_and_compare_inside_transforms_as_outside() -> None:
+    for (grads, tangent, rows), error in run_ranks(in_transforms, 2):
+        assert grads.tolist() == [0.0, 6.0, 12.0]  # by torch.func.grad, of the sum of both ranks' losses
+        assert tangent.item() == 24.0
+        assert rows.tolist() == [6.0, 12.0]
+        assert "shape (3,)" in error
+        assert "shape (4,)" in error
