@@ -107,7 +107,7 @@ def vector_layout(verb: str, layout: Layout) -> Layout:
     kinds = {name: "a DTensor" for name, slot in wanted.slots.items() if slot.dtensor}
     kinds |= {name: f"{slot.dtype}" for name, slot in wanted.slots.items() if slot.dtype.is_complex}
     problems = [f"{name!r}: {kind}, expected a real tensor" for name, kind in kinds.items()]
-    reject(verb, problems, "A flat vector is of whole, real parameters.")
+    reject(verb, problems, "Flat vectors and curvature operators are of whole, real parameters.")
     return wanted
 
 
