@@ -12,10 +12,10 @@ does, derivatives are those of the true collectives, whose transposes go through
 
 Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backend``: the interface; ``simulated``,
 ``sequential`` with ``turns``, ``process_group``, ``gloo`` with ``shared_memory``, ``headers`` and ``dtypes``: the
-backends; ``axis`` is an axis with its backend, ``joint`` several as one; ``recorded``: what tracers record;
-``wrapper``, ``counter``, ``order_check``, ``lost_ranks``, ``separate_groups`` stand before a backend; ``writes`` finds
-writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``opaque`` alone;
-imported by ``mesh`` and above.
+backends; ``axis`` is an axis with its backend, ``joint`` several as one; ``recorded``: what tracers record, and
+``c10d``: the same as operators of torch; ``wrapper``, ``counter``, ``order_check``, ``lost_ranks``, ``separate_groups``
+stand before a backend; ``writes`` finds writes into what simulated ranks gathered. Imports ``torch_internals``,
+``errors``, ``containers`` and ``opaque`` alone; imported by ``mesh`` and above.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .axis import Axis
 from .backend import Backend
+from .c10d import as_c10d
 from .collective import Collective
 from .counter import Counter, Traffic
 from .order_check import checked
@@ -39,6 +40,7 @@ __all__ = [
     "Finished",
     "Traffic",
     "Work",
+    "as_c10d",
     "checked",
     "separate_reductions",
     "without_all_gather",

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -81,6 +81,10 @@ class Backend(ABC):
 
     def others(self) -> Tensor | None:
         """Simulated ranks: a tensor that is batched at the levels of the mesh's other axes."""
+        return None
+
+    def group_of(self, op: Collective) -> Any:
+        """The process group whose own collective :meth:`issue` does for ``op`` and nothing else; ``None`` otherwise."""
         return None
 
     def ready(self) -> None:  # noqa: B027  (real ranks are)

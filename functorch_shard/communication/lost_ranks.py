@@ -48,7 +48,14 @@ def naming_lost_ranks(backend: GroupBackend) -> Backend:
         work = _run(op, group, send, op, x)
         return work if isinstance(work, Finished) else Work(lambda: _run(op, group, work.wait))
 
-    return Wrapped(backend, issue) if backend.size > 1 else backend
+    return _Named(backend, issue) if backend.size > 1 else backend
+
+
+class _Named(Wrapped):
+    """A backend whose collectives are those of the one inside, with other errors."""
+
+    def group_of(self, op: Collective) -> Any:
+        return self.inner.group_of(op)
 
 
 def run_on_job(what: str, part: Callable[[], T]) -> T:

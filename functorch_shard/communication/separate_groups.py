@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -58,4 +59,12 @@ def _with_two_groups(backend: Backend) -> Backend:
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
         return reductions.issue(op, x) if op.kind in _OF_GRADIENTS else send(op, x)
 
-    return Wrapped(backend, issue)
+    return _Separate(backend, issue, reductions)
+
+
+@dataclass(frozen=True)
+class _Separate(Wrapped):
+    reductions: GroupBackend
+
+    def group_of(self, op: Collective) -> Any:
+        return (self.reductions if op.kind in _OF_GRADIENTS else self.inner).group_of(op)

@@ -46,6 +46,7 @@ DISTRIBUTED = {
     "layout.dtensor": "and so are DTensors",
     "testing.processes": "starts the ranks of tests",
     "torch_internals.dcp": "what that format has no public name for",
+    "torch_internals.functional_collectives": "operators without public names, which c10d puts into graphs",
     "torch_internals.process_groups": "what process groups have no public name for",
 }
 

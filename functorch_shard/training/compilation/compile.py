@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from functools import update_wrapper
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce, update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.fx import GraphModule
 
 from ...containers import place
 from ...errors import reject
@@ -20,11 +21,16 @@ from .recording import Recording, as_inputs, record
 from .schedule import StepSchedule, schedule_of
 from .signature import Call, changes, flatten, refusal, signature_of
 
+Pass = Callable[[GraphModule], GraphModule]
 _MANY = 8  # recordings of one step, from which a warning says what changes
 
 
 def compile(  # noqa: A001  (as torch.compile)
-    step: Callable[..., Any], *, backend: str | Backend = "inductor", **options: Any
+    step: Callable[..., Any],
+    *,
+    backend: str | Backend = "inductor",
+    passes: Sequence[Pass] = (),
+    **options: Any,
 ) -> Compiled:
     """Record ``step`` as one graph at its first call, and run the graph from then on.
 
@@ -47,6 +53,8 @@ def compile(  # noqa: A001  (as torch.compile)
         backend: ``"replay"`` runs the recorded operators one by one, without Python between them;
             ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
             a function of a graph and its inputs.
+        passes: functions from the recorded graph to the one that ``backend`` runs, one after the other, for example
+            ``fs.communication.as_c10d``. All ranks pass the same. Schedules show the graph as it was recorded.
         options: settings of ``torch._inductor.config``.
 
     Returns:
@@ -78,15 +86,17 @@ def compile(  # noqa: A001  (as torch.compile)
     if not callable(step):
         raise TypeError(f"compile: step: got {type(step).__name__}, expected a function")
     check_backend(backend, options)
-    return Compiled(step, backend, options)
+    return Compiled(step, backend, options, passes)
 
 
 class Compiled:
     """A step and its recordings: one for each structure, shapes and dtypes that it was called with."""
 
-    def __init__(self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any], passes: Sequence[Pass]
+    ) -> None:
         update_wrapper(self, step)
-        self._step, self._backend, self._options = step, backend, options
+        self._step, self._backend, self._options, self._passes = step, backend, options, passes
         self._recorded: dict[Any, tuple[Recording, Run]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +140,8 @@ class Compiled:
         _check(call)
         self._warn_of_many(key)
         recording = agreed(lambda: self._trace(call), call.meshes)
-        self._recorded[key] = recording, runner(recording.graph, as_inputs(call.inputs), self._backend, self._options)
+        graph = reduce(lambda graph, change: change(graph), self._passes, recording.graph)
+        self._recorded[key] = recording, runner(graph, as_inputs(call.inputs), self._backend, self._options)
         return self._recorded[key]
 
     def _warn_of_many(self, key: Any) -> None:
