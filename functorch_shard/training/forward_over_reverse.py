@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..torch_internals.autograd import nodes
 from ..torch_internals.transforms import lacks_forward_mode, requires_grad_anywhere
+
+# Without a graph their backward reads the LU decomposition of forward, which has no tangent: in silence the tangent of
+# the gradient would be wrong. With a graph it decomposes the matrix again.
+_READ_AN_LU_WITHOUT_TANGENT = {"LinalgSolveExBackward0", "LinalgDetBackward0", "LinalgSlogdetBackward0"}
 
 
 def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -16,12 +21,20 @@ def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable
 
     Forward mode around it goes through backward as it goes through forward; nothing has to be kept for it. Without a
     graph torch uses the fused backward of some operators (SiLU, group norm), of which a few have no forward mode: then
-    ``fn`` runs again, with a graph.
+    ``fn`` runs again, with a graph. Determinants and solutions of linear systems keep their graph in any case.
     """
 
     def gradient_and_value(inputs: Sequence[Tensor]) -> Any:
-        value, pull, *rest = torch.func.vjp(fn, inputs, has_aux=has_aux)
-        keep = torch.is_grad_enabled() and requires_grad_anywhere(value)
+        needs_graph: list[bool] = []
+
+        def looked_at(inputs: Sequence[Tensor]) -> Any:
+            result = fn(inputs)
+            needs_graph.append(_reads_an_lu(result[0] if has_aux else result))
+            return result
+
+        value, pull, *rest = torch.func.vjp(looked_at, inputs, has_aux=has_aux)
+        recorded = torch.is_grad_enabled() and requires_grad_anywhere(value)
+        keep = recorded or needs_graph[-1]
         try:
             (grads,) = pull(torch.ones_like(value), retain_graph=keep, create_graph=keep)
         except NotImplementedError as error:
@@ -31,3 +44,7 @@ def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable
         return grads, (value, *rest) if has_aux else value
 
     return gradient_and_value
+
+
+def _reads_an_lu(value: Tensor) -> bool:
+    return any(node.name() in _READ_AN_LU_WITHOUT_TANGENT for node in nodes(value.grad_fn))

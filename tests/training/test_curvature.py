@@ -15,7 +15,7 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.curvature import KINDS, matrix, matrix_of_small, operator, predicted, small, vector
 from tests.support.lanczos import lanczos
 from tests.support.models import awkward
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import refused
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -197,6 +197,41 @@ def test_operators_whose_fused_backward_lacks_forward_mode_are_differentiated_to
 ) -> None:
     for by_fs, by_torch in ranks.run(forward_over_reverse, activation):
         assert_trees_close(by_fs, by_torch, rtol=1e-12, atol=1e-14)
+
+
+LINEAR_ALGEBRA: dict[str, Any] = {
+    "solve": lambda a: torch.linalg.solve(a, a.mT),
+    "det": torch.linalg.det,
+    "slogdet": lambda a: torch.linalg.slogdet(a)[1],
+    "inv": torch.linalg.inv,
+}
+
+
+def of_linear_algebra(mesh: fs.Mesh, function: str) -> Any:
+    """Hessian-vector products of a function of a matrix: twice forward over reverse, and reverse over reverse."""
+    values = {"w": 4 * torch.eye(4).double() + vector()[:16].view(4, 4)}
+    params = fs.shard(values, fs.plan(values, mesh))
+    x = mesh.split(1 + 0.1 * torch.arange(mesh.size).double())
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return LINEAR_ALGEBRA[function](fs.gather(p)["w"] * x).pow(2).mean()
+
+    def products(p: Any, v: Any, x: torch.Tensor) -> Any:
+        gradient = lambda p: fs.grad(loss)(p, x)  # noqa: E731
+        by_jvp, by_hessian = torch.func.jvp(gradient, (p,), (v,))[1], hessian(loss)(p, x) @ v
+        return by_jvp, by_hessian, fs.grad(lambda p: fs.vdot(v, gradient(p)))(p)
+
+    return mesh.spmd(products)(params, params, x)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *sequential(2), *gloo(2)], ids=str)
+@pytest.mark.parametrize("function", LINEAR_ALGEBRA)
+def test_forward_over_reverse_of_determinants_and_solutions_is_reverse_over_reverse(
+    function: str, ranks: Ranks
+) -> None:
+    for by_jvp, by_hessian, twice_reverse in ranks.run(of_linear_algebra, function):
+        assert_trees_close(by_jvp, twice_reverse, rtol=1e-10, atol=1e-12)
+        assert_trees_close(by_hessian, twice_reverse, rtol=1e-10, atol=1e-12)
 
 
 def recorded_around(mesh: fs.Mesh) -> Any:
