@@ -64,14 +64,14 @@ class Pmax(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, largest, *place = ctx.saved_tensors
-        share = _winners_share(x, largest, *place, ctx.axis)
+        share = winners_share(x, largest, *place, ctx.axis)
         return Psum.apply(grad, *place, ctx.axis) * share, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         x, largest, *place = ctx.saved_tensors
         with with_outer_tangents():
-            return Psum.apply(tangent * _winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
+            return Psum.apply(tangent * winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
@@ -81,7 +81,7 @@ class Pmax(Function):
         return axis.issue("pmax", stack(x, in_dims[0], axis)).wait(), None
 
 
-def _winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
+def winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
     """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
     wins = (x == largest).to(x.dtype)
     return wins / Psum.apply(wins, *place)

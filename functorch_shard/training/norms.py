@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.one_value import max_as_one_value, sum_as_one_value
 from ..collectives.primitives import pmax, psum
 from ..communication.axis import Axis
 from ..layout.buffers import Buffer
@@ -176,7 +177,7 @@ def _over_tensor_axes(kind: _Kind, totals: dict[str, Tensor], layout: Layout) ->
             cut = [name for name in totals if (form := layout.slots[name].dtensor) and form.axes == axes]
             cut = [name for name in cut if axis.name in getattr(layout.slots[name].dtensor, "cut_over", ())]
             if cut and axis.size > 1:
-                whole = kind.across(_stack([totals[name] for name in cut], layout), axis)
+                whole = kind.across_parts(_stack([totals[name] for name in cut], layout), axis)
                 totals |= {name: x.to(totals[name].dtype) for name, x in zip(cut, whole.unbind(), strict=True)}
     return totals
 
@@ -197,6 +198,9 @@ class _Sum:
 
     def across(self, x: Tensor, axis: Axis) -> Tensor:
         return psum(x, axis)
+
+    def across_parts(self, x: Tensor, axis: Axis) -> Tensor:
+        return sum_as_one_value(x, axis)
 
     def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
         return _stack(parts, layout).sum()
@@ -228,6 +232,9 @@ class _Largest:
 
     def across(self, x: Tensor, axis: Axis) -> Tensor:
         return pmax(x, axis)
+
+    def across_parts(self, x: Tensor, axis: Axis) -> Tensor:
+        return max_as_one_value(x, axis)
 
     def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
         return _stack(parts, layout).amax() if parts else _stack(parts, layout).sum()

@@ -581,6 +581,34 @@ def norms_and_clipping_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh:
             )
 
 
+def of_the_tree(p: Any, norm: Callable[..., Tensor], dot: Callable[[Any, Any], Tensor]) -> Tensor:
+    return norm(p) + norm(p, 3.0) ** 2 + norm(p, torch.inf) ** 2 + dot(p, p) ** 2
+
+
+def norm_of_all(parameters: dict[str, Tensor], p: float = 2.0) -> Tensor:
+    return torch.cat([x.flatten() for x in parameters.values()]).norm(p)
+
+
+def dot_of_all(x: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
+    return torch.stack([(x[name] * y[name]).sum() for name in x]).sum()
+
+
+@check
+def derivatives_of_norms_and_products_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+    values = tensors(axes)
+    params = fs.shard(values, fs.plan(values, mesh))
+    wholes = {name: whole(x).detach() for name, x in values.items()}
+    alone = torch.func.grad(partial(of_the_tree, norm=norm_of_all, dot=dot_of_all))
+    gradient = fs.grad(partial(of_the_tree, norm=fs.global_norm, dot=fs.vdot))
+    closely(whole_values(gradient(params)), alone(wholes))
+    products = (
+        torch.func.jvp(gradient, (params,), (params,))[1],
+        fs.grad(lambda p: fs.vdot(gradient(p), params))(params),
+    )
+    for product in products:
+        closely(whole_values(product), torch.func.jvp(alone, (wholes,), (wholes,))[1])
+
+
 @check
 def fetches_and_reductions_come_in_the_order_of_a_plain_model(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     """Autograd keeps lazy parts, and a unit is reduced as soon as its last gradient is there."""
@@ -817,6 +845,7 @@ BASIC = [
     "scatter_grads_brings_gradients_to_the_placements_of_their_parameters",
     "adamw_on_shards_of_parts_steps_as_on_whole_parameters",
     "norms_and_clipping_are_those_of_the_whole_parameters",
+    "derivatives_of_norms_and_products_are_those_of_the_whole_parameters",
 ]
 
 
