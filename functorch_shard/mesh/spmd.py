@@ -46,7 +46,8 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        with _writes_refused(axes[0]):
+        sizes = [axis.size for axis in axes]
+        with _writes_refused(axes[0]), explained(sizes), checkpoints_explained("spmd"):
             stacked = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)(
                 *[leaves[i] for i in mapped]
             )
@@ -110,8 +111,7 @@ def _over_axis(
     def all_ranks(*tensors: Tensor) -> Any:
         where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
         batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
-        with explained(axis.size), checkpoints_explained("spmd"):
-            return batched(torch.arange(axis.size, device=where), *tensors)
+        return batched(torch.arange(axis.size, device=where), *tensors)
 
     return all_ranks
 

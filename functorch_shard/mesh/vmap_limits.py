@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 # From what torch says (2.11 to 2.13) to what it means for the function of one rank; the first that fits is taken.
@@ -89,29 +89,38 @@ _ADVICE = (
 
 
 @contextmanager
-def explained(num_ranks: int) -> Iterator[None]:
-    """Say why, where torch refuses what is inside because it is batched over ranks; all other errors pass."""
+def explained(sizes: Sequence[int]) -> Iterator[None]:
+    """Say why, where torch refuses what is inside because it is batched over ranks, of axes of ``sizes``; all other
+    errors pass."""
     try:
         yield
     except (RuntimeError, NotImplementedError) as error:
-        reason = _reason(error, num_ranks)
+        reason = _reason(error, sizes)
         if reason:
             raise RuntimeError(f"spmd: {reason}\n{_ADVICE}\ntorch says: {error}") from error
         raise
 
 
-def _reason(error: RuntimeError, num_ranks: int) -> str:
+def _reason(error: RuntimeError, sizes: Sequence[int]) -> str:
     text = str(error)
     if type(error) not in (RuntimeError, NotImplementedError) or text.startswith("spmd: "):
         return ""
-    if _is_broadcast_of_ranks(text, num_ranks):
+    if _is_broadcast_of_ranks(text, sizes):
         text = "vmap: in place is not possible because there exists a Tensor"
     return next((reason for pattern, reason in _REASONS if re.search(pattern, text)), "")
 
 
-def _is_broadcast_of_ranks(text: str, num_ranks: int) -> bool:
-    """Whether an operation in place found the dim of the ranks in its operand, and did not know it."""
+def _is_broadcast_of_ranks(text: str, sizes: Sequence[int]) -> bool:
+    """Whether an operation in place found the dim of an axis in its operand, and did not know it.
+
+    That dim is missing in what is written to; or it is 1, behind the dims of axes that both have.
+    """
     shapes = re.search(r"output with shape \[(.*)\] doesn't match the broadcast shape \[(.*)\]", text)
-    if shapes is None or not shapes[2].endswith(shapes[1]):
+    if shapes is None:
         return False
-    return shapes[2].removesuffix(shapes[1]).rstrip(", ").split(", ")[-1] == str(num_ranks)
+    written, whole = ([int(size) for size in shape.split(", ") if size] for shape in shapes.groups())
+    missing = len(whole) - len(written)
+    if missing:
+        return whole[missing:] == written and whole[missing - 1] in sizes
+    differ = [i for i, (one, all_of_them) in enumerate(zip(written, whole, strict=True)) if one != all_of_them]
+    return all(i < len(sizes) and written[i] == 1 and whole[i] in sizes for i in differ)

@@ -208,3 +208,19 @@ def test_errors_of_the_users_own_pass_as_they_are() -> None:
     shapes = refused(MESH.spmd(lambda x: torch.zeros(3).add_(torch.zeros(2, 3)) + x), torch.ones(4))
     assert shapes == "RuntimeError: output with shape [3] doesn't match the broadcast shape [2, 3]"
     assert "mat1 and mat2" in refused(MESH.spmd(lambda x: F.linear(x, torch.ones(5, 5))), torch.ones(4, 3, 6))
+
+
+GRID = fs.simulated_mesh({"replicate": 2, "shard": 3})
+
+
+def written_over_one_axis(x: Tensor) -> Tensor:
+    """Into what differs over one of two axes, as what an LSTM makes of its weights: something that does over both."""
+    return fs.collectives.psum(x, GRID["shard"]).add_(x)
+
+
+def test_of_several_axes_what_only_one_lacks_is_explained_too() -> None:
+    rows = torch.ones(2, 3, 4, 5)
+    for write in (written_over_one_axis, lambda x: torch.zeros(4, 5).add_(x)):
+        assert WRITTEN in refused(GRID.spmd(write), rows)
+    own = refused(GRID.spmd(lambda x: (2 * x[:, :1]).add_(x[:, :3])), rows)
+    assert own == "RuntimeError: output with shape [2, 3, 4, 1] doesn't match the broadcast shape [2, 3, 4, 3]"
