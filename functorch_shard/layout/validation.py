@@ -24,6 +24,12 @@ def check_sharded(verb: str, tree: object, instead: str = "") -> None:
         raise TypeError(f"{verb}: got {type(tree).__name__}, expected a Sharded{instead}.")
 
 
+def check_layout(verb: str, layout: object) -> None:
+    """Raise unless ``layout`` is a ``Layout``."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{verb}: layout: got {type(layout).__name__}, expected a Layout from plan().")
+
+
 def check_shards(
     verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False, gradients: bool = False
 ) -> None:

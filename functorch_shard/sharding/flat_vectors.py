@@ -13,7 +13,7 @@ from ..errors import reject
 from ..layout.layout import Layout
 from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
-from ..layout.validation import check_sharded, check_shards
+from ..layout.validation import check_layout, check_sharded, check_shards
 from ..mesh.fingerprints import value_lines
 from .gather import gather
 from .shard import shard
@@ -68,6 +68,7 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
         simulated mesh, outside ``spmd``: of all ranks, stacked.
 
     Raises:
+        TypeError: ``layout`` is not a layout.
         ValueError: ``vector`` does not have one element for each trainable element; or DTensors or complex parameters.
         NotImplementedError: the result is differentiated by ``vector``.
         RuntimeError: ranks pass different vectors.
@@ -81,6 +82,7 @@ def from_vector(vector: Any, layout: Layout) -> Sharded:
         tensor([[1., 2.],
                 [3., 0.]])
     """
+    check_layout("from_vector", layout)
     x, wanted = layout.mesh.agree("from_vector", lambda: _checked(vector, layout), _lines, _ADVICE)
     slots = wanted.slots.values()
     parts = zip(slots, x.split([slot.numel for slot in slots]), strict=True)

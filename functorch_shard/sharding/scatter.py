@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layout.dtensor import local_grads
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded
-from ..layout.validation import check_grads, check_ranked
+from ..layout.validation import check_grads, check_layout, check_ranked
 from ..opaque import opaque
 from ..storage.memory_kind import to_working_device
 from .reduction import reduced_and_cast
@@ -37,7 +37,7 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         simulated ranks carry their rank dims, and so does the result.
 
     Raises:
-        TypeError: ``grads`` is already sharded, or a plain mapping comes without a layout.
+        TypeError: ``grads`` is already sharded, a plain mapping comes without a layout, or ``layout`` is not one.
         ValueError: names, shapes or dtypes that do not fit; all of them at once.
 
     Cost:
@@ -76,6 +76,7 @@ def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
     layout = layout or (grads.layout if isinstance(grads, Full) else None)
     if layout is None or not isinstance(grads, Mapping):
         raise TypeError(f"{verb}: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
+    check_layout(verb, layout)
     return layout
 
 

@@ -13,7 +13,7 @@ from ..layout.dtensor import local_part
 from ..layout.layout import Layout
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded
-from ..layout.validation import check_whole
+from ..layout.validation import check_layout, check_whole
 from ..mesh.fingerprints import value_lines
 from ..torch_internals.transforms import is_functorch_wrapped_tensor
 from .slicing import cut_buffer, receive_buffer
@@ -64,8 +64,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
         tensor([[1., 2.],
                 [3., 0.]])
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"shard: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    check_layout("shard", layout)
     if torch.is_inference_mode_enabled():  # whose tensors do not count writes
         with torch.inference_mode(False), torch.no_grad():
             return shard(source, layout, from_rank=from_rank)

@@ -299,6 +299,18 @@ def test_shard_refuses_what_has_no_values_or_is_sharded_already() -> None:
     assert "expected a Layout from plan()" in refused(fs.shard, two_layers(), {"w": 1})
 
 
+def test_parameters_that_are_passed_for_their_layout_are_refused() -> None:
+    params = fs.shard({"w": torch.zeros(3)}, fs.plan({"w": torch.zeros(3)}, fs.simulated_mesh(2)))
+    grads = {"w": torch.zeros(2, 3)}
+    for text in (
+        refused(fs.scatter_grads, grads, params),
+        refused(fs.codecs.scatter_encoded_grads, grads, fs.codecs.int8(), None, params),
+        refused(fs.curvature.from_vector, torch.zeros(3), params),
+    ):
+        assert text.startswith("TypeError: ")
+        assert text.endswith("layout: got Sharded, expected a Layout from plan().")
+
+
 def test_tied_values_that_differ_are_not_lost_in_silence() -> None:
     model = awkward()
     layout = fs.plan(model, fs.simulated_mesh(2))
