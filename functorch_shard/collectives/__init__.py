@@ -5,7 +5,6 @@
 at its end; ``tangents_alone``: reductions of tangents whose primal nobody uses; ``one_value``: sums and maxima over
 ranks that return one loss together; ``without_derivative``: results that may not be differentiated. ``codecs``: encoded
 messages. ``from_rank``: the value of one rank. ``operands``: what the autograd Functions here share.
-autograd Functions here share.
 
 Imports ``mesh``, ``communication`` and below; imported by ``storage``, ``sharding`` and ``training``.
 """
