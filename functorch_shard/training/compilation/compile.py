@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from ...containers import place
 from ...errors import reject
+from ...torch_internals.tracing import untraced
 from ...torch_internals.transforms import being_traced, in_transform
 from .agreement import agreed
 from .backends import Backend, Run, check_backend, runner
@@ -134,14 +135,16 @@ class Compiled:
         return "\n\n".join([repr(self), *map(str, self.schedules)])
 
     def _trace(self, call: Call) -> Recording:
-        return record(self._step, call, for_compiler=self._backend != "replay")
+        with untraced():  # modes see what runs
+            return record(self._step, call, for_compiler=self._backend != "replay")
 
     def _record(self, key: Any, call: Call) -> tuple[Recording, Run]:
         _check(call)
         self._warn_of_many(key)
         recording = agreed(lambda: self._trace(call), call.meshes)
         graph = reduce(lambda graph, change: change(graph), self._passes, recording.graph)
-        self._recorded[key] = recording, runner(graph, as_inputs(call.inputs), self._backend, self._options)
+        with untraced():
+            self._recorded[key] = recording, runner(graph, as_inputs(call.inputs), self._backend, self._options)
         return self._recorded[key]
 
     def _warn_of_many(self, key: Any) -> None:

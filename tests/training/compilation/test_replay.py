@@ -107,3 +107,21 @@ def test_the_collectives_of_a_replay_are_counted_as_those_of_the_step(mesh: fs.M
     ahead = Counter(eager.issued) - Counter(replayed.issued)  # gathers that nothing uses
     assert {op.kind for op in ahead} <= {"all_gather"}
     assert sum(ahead.values()) == eager.total - replayed.total
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
+@pytest.mark.parametrize("backend", ["replay", "aot_eager", "eager"])
+@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
+def test_a_first_call_is_counted_as_the_others_are(ranks: Ranks, backend: str) -> None:
+    for first, second in ranks.run(counts_of_two_calls, backend):
+        assert {kind: number for kind, number in first.items() if kind != "exchange"} == second
+
+
+def counts_of_two_calls(mesh: fs.Mesh, backend: str) -> list[dict[str, int]]:
+    program = Program(mesh)
+    compiled, counts = fs.compile(mesh.spmd(program.grad), backend=backend), []
+    for seed in range(2):
+        with count_collectives() as counted:
+            compiled(program.params, data(mesh, seed))
+        counts.append(dict(counted.by_kind))
+    return counts
