@@ -21,9 +21,10 @@ what is issued over the same axis raises the same error.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from threading import Thread
@@ -34,9 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..torch_internals.process_groups import job_store, timeout_of
+from .at_exit import leave, watch
 from .lost_ranks import POLL, window_of
 from .shared_memory import SharedMemory
-from .work import wait_for_all
 
 SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for many ranks less
 ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
@@ -119,7 +120,7 @@ class Line:
 
     def __init__(self, group: Any, size: int) -> None:
         self.capacity = max(min(ALL_ENVELOPES // size, SMALL_MESSAGE), 512) // 16 * 16  # bytes of a short message
-        self._group, self._size = group, size
+        self.group, self._size, self._process = group, size, os.getpid()
         self._number = 0
         self.abandoned: deque[Call] = deque()
         self._unverified: deque[Call] = deque()
@@ -128,6 +129,7 @@ class Line:
         self._digests: dict[str, int] = {}  # of all that was sent so far: the same few again and again
         with torch.inference_mode(False):
             self._free = [self._new() for _ in range(4)]
+        watch(self)
 
     def digest(self, text: str) -> int:
         if text not in self._digests:
@@ -145,7 +147,7 @@ class Line:
 
     def send(self, call: Call, sent: Tensor, got: Tensor) -> Any:
         self._unverified.append(call)
-        return dist.all_to_all_single(got, sent, group=self._group, async_op=True)
+        return dist.all_to_all_single(got, sent, group=self.group, async_op=True)
 
     def verify(self, call: Call) -> None:
         """Raise unless this collective, and each one before it, is the same on all ranks."""
@@ -174,11 +176,14 @@ class Line:
                 else:
                     self.abandoned.append(call)
 
+    def under_way(self) -> tuple[Callable[[], bool], Sequence[Any]]:
+        calls = [*self._unverified]
+        unwanted = dict.fromkeys([*self.abandoned, *calls])
+        return lambda: all(call.has_arrived() for call in calls), [work for call in unwanted for work in call.works]
+
     def __del__(self) -> None:
         """What is still to be sent and received is kept until then, by a thread: Note [Abandoned] in work.py."""
-        if works := [work for call in self.abandoned for work in call.works]:
-            with suppress(RuntimeError):  # the process exits
-                Thread(target=wait_for_all, args=(works,), name="functorch_shard abandoned collectives").start()
+        leave(self.group, [work for call in self.abandoned for work in call.works], self._process)
 
     def _first(self) -> Call | None:
         """The first call that is not verified; another thread may verify it at any time."""
@@ -205,8 +210,8 @@ class Line:
             raise RuntimeError(self._error)
 
     def _explained(self, call: Call, digests: Sequence[int]) -> str:
-        ranks = dist.get_process_group_ranks(self._group)
-        texts = _texts_of_all(self._group, call.number, call.text)
+        ranks = dist.get_process_group_ranks(self.group)
+        texts = _texts_of_all(self.group, call.number, call.text)
         same = [rank for rank, digest in zip(ranks, digests, strict=True) if digest == call.digest]
         lines = [f"  rank {rank}: {call.text if rank in same else texts.get(rank, 'another one')}" for rank in ranks]
         past = ["Before that, the same on all ranks:", *(f"  {text}" for text in self._history)]
