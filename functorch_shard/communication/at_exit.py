@@ -70,14 +70,14 @@ def leave(group: Any, works: Sequence[Any], process: int) -> None:
 def _end() -> None:
     start = time.monotonic()
     for line in [*_LINES, *_LEFT]:
-        with suppress(RuntimeError):
-            _end_line(line, start + window_of(timeout_of(line.group)))
+        have_arrived, works = line.under_way()
+        if works or not have_arrived():
+            _end_all(line.group, have_arrived, works, start + window_of(timeout_of(line.group)))
 
 
-def _end_line(line: Line, end: float) -> None:
-    have_arrived, works = line.under_way()
+def _end_all(group: Any, have_arrived: Callable[[], bool], works: Sequence[Any], end: float) -> None:
     if not _await(have_arrived, end):
-        _disconnect(line.group)
+        _disconnect(group)
         _await(have_arrived, time.monotonic() + _MOMENT)
     for work in works:
         with suppress(RuntimeError):

@@ -228,10 +228,12 @@ class GlooBackend(GroupBackend):
         call.post()
 
     def _send(self, call: Call, rows: dict[int, Tensor]) -> list[Any]:
+        call.begin()
         to = {"group": self.group, "tag": call.tag}
         return [dist.isend(_as_bytes(x), group_dst=rank, **to) for rank, x in rows.items() if x.numel()]
 
     def _receive(self, call: Call, rows: dict[int, Tensor]) -> list[Any]:
+        call.begin()
         to = {"group": self.group, "tag": call.tag}
         return [dist.irecv(_as_bytes(x), group_src=rank, **to) for rank, x in rows.items() if x.numel()]
 

@@ -43,6 +43,11 @@ SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for m
 ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
 HEAD = 16  # bytes before a short message: the digest, and a place in shared memory
 HISTORY = 5  # how many collectives before the one that differs an error shows
+INTERRUPTED = (
+    "A collective was interrupted while it was sent, by an exception (of a signal handler, or for lack of memory), or "
+    "two threads issue collectives over one process group at the same time. Other ranks may have received a part of "
+    "it: start again with a new process group, and with one for each thread."
+)
 ADVICE = (
     "All ranks must use the same units in the same order: look for a branch, a loop or an early return that depends on "
     "the rank or its data. What only some ranks use, gather with lazy=False inside of fs.grad: then what a rank does "
@@ -66,19 +71,24 @@ class Call:
         """What no other collective that is under way has."""
         return 1 << 30 | (self.digest ^ self.number) & 0x3FFFFFFF
 
+    def begin(self) -> None:
+        """Before anything of it is sent or received."""
+        self._line.begin(self)
+
     def post(self, message: Tensor | None = None, slot: int = -1) -> None:
         """Send the envelopes: with ``message``, one row of bytes for every rank or one for all, or with a place."""
         self._buffers = sent, got = self._line.take()
         sent[:, :HEAD].view(torch.int64).copy_(torch.tensor([self.digest, slot]))
         if message is not None:
             sent[:, HEAD : HEAD + message.shape[-1]] = message
-        self._work = self._line.send(self, sent, got)
+        self.begin()
+        self._work = self._line.exchange(sent, got)
+        self._line.sent(self)
 
     def wait(self) -> None:
         self._line.verify(self)
-        works, self.works = self.works, []
-        for work in works:
-            work.wait()
+        while self.works:  # who is interrupted by a signal has waited for those that are not there any more
+            self.works.pop(0).wait()
 
     def arrive(self) -> Sequence[int]:
         """The digests of all ranks, or nothing if the call was closed meanwhile."""
@@ -121,7 +131,7 @@ class Line:
     def __init__(self, group: Any, size: int) -> None:
         self.capacity = max(min(ALL_ENVELOPES // size, SMALL_MESSAGE), 512) // 16 * 16  # bytes of a short message
         self.group, self._size, self._process = group, size, os.getpid()
-        self._number = 0
+        self._number, self._sending = 0, 0  # of the last one that was sent, and of one that is being sent
         self.abandoned: deque[Call] = deque()
         self._unverified: deque[Call] = deque()
         self._history: deque[str] = deque(maxlen=HISTORY)
@@ -138,16 +148,26 @@ class Line:
 
     def open(self, text: str) -> Call:
         """The next collective; ``text`` is the same on all ranks, or this or a later call raises."""
+        if self._sending:
+            self._error = self._error or INTERRUPTED
         while (first := self._first()) and first.has_arrived():
             self.verify(first)
         self._refuse()
         self._close_abandoned()
-        self._number += 1
-        return Call(self, self._number, text)
+        return Call(self, self._number + 1, text)
 
-    def send(self, call: Call, sent: Tensor, got: Tensor) -> Any:
-        self._unverified.append(call)
+    def begin(self, call: Call) -> None:
+        if call.number != self._number + 1 or self._sending not in (0, call.number):
+            self._error = self._error or INTERRUPTED
+        self._refuse()
+        self._sending = call.number
+
+    def exchange(self, sent: Tensor, got: Tensor) -> Any:
         return dist.all_to_all_single(got, sent, group=self.group, async_op=True)
+
+    def sent(self, call: Call) -> None:
+        self._unverified.append(call)
+        self._number, self._sending = call.number, 0
 
     def verify(self, call: Call) -> None:
         """Raise unless this collective, and each one before it, is the same on all ranks."""

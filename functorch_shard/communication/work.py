@@ -39,9 +39,14 @@ class Work:
         handles, finish = self._handles, self._finish
         assert finish is not None, "a Work is waited for once"
         self._handles, self._finish = (), None  # what was sent is let go with the closure
-        for handle in handles:
-            handle.wait()
-        return finish()
+        try:
+            for handle in handles:
+                handle.wait()
+            return finish()
+        except BaseException:  # also of a signal handler, between two waits
+            if self._abandon:
+                self._abandon()
+            raise
 
     def then(self, change: Callable[[Tensor], Tensor]) -> Work:
         """This work, whose result is ``change`` of the result."""
