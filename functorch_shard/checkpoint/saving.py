@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -27,6 +29,8 @@ from .log import logged
 from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensors_of, twice
 
 _POLL = 0.05  # seconds between looks for the index of the last rank
+_ENDING = threading.Event()  # of this process
+_THREADS: WeakSet[threading.Thread] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ class Saving:
     def start(self) -> Saving:
         """Write in a daemon thread: a process that exits before ``result()`` may leave no checkpoint."""
         self._thread = threading.Thread(target=self._in_background, name=f"save {self.path.name}", daemon=True)
+        _THREADS.add(self._thread)
         self._thread.start()
         return self
 
@@ -225,7 +230,7 @@ class Saving:
     def _wait_for_others(self) -> bool:
         """Wait until all ranks have written; False if one failed or ``result()`` was called, which continues."""
         while not all(has_index(self._staging.folder, rank) for rank in range(self._contents.participants.size)):
-            if self._staging.has_failed() or self._result_called.wait(_POLL):
+            if self._staging.has_failed() or self._result_called.wait(_POLL) or _ENDING.is_set():
                 return False
         return True
 
@@ -243,6 +248,8 @@ class Saving:
         writers = {rank: Writer(self._staging.folder, rank) for rank in ranks_here(self._contents.participants)}
         try:
             for chunk in self._contents.chunks():
+                if _ENDING.is_set():
+                    raise RuntimeError("the process ends")
                 if chunk.writes:
                     writers[chunk.rank].tensor(chunk.path, chunk.shape, chunk.region, chunk.values, chunk.aliases)
             if self._contents.participants.rank == 0:
@@ -268,3 +275,11 @@ class Saving:
         self._published = True
         if self._keep is not None:
             remove(older(parent, order_of, order, self._keep))
+
+
+@atexit.register
+def _end() -> None:
+    """A thread that is in torch when Python ends aborts the process, and its exit code is lost."""
+    _ENDING.set()
+    for thread in [*_THREADS]:
+        thread.join()
