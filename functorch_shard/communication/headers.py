@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from threading import Thread
+from threading import Thread, get_ident, main_thread
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ SMALL_MESSAGE = 1 << 14  # bytes of a message that is short for two ranks; for m
 ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are few ranks
 HEAD = 16  # bytes before a short message: the digest, and a place in shared memory
 HISTORY = 5  # how many collectives before the one that differs an error shows
+OTHER_THREAD = ", not in the main thread"  # so that messages of two threads are not taken for each other's
 INTERRUPTED = (
     "A collective was interrupted while it was sent, by an exception (of a signal handler, or for lack of memory), or "
     "two threads issue collectives over one process group at the same time. Other ranks may have received a part of "
@@ -154,7 +155,7 @@ class Line:
             self.verify(first)
         self._refuse()
         self._close_abandoned()
-        return Call(self, self._number + 1, text)
+        return Call(self, self._number + 1, text if get_ident() == main_thread().ident else text + OTHER_THREAD)
 
     def begin(self, call: Call) -> None:
         if call.number != self._number + 1 or self._sending not in (0, call.number):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
+from threading import Thread
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
+from functorch_shard.communication.headers import OTHER_THREAD
 from functorch_shard.testing import run_ranks
 from tests.support.differing import DIFFERENT, error_of, short_mesh
 from tests.support.scripts import free_port
@@ -56,6 +58,27 @@ def test_an_axis_whose_ranks_are_out_of_step_stays_refused() -> None:
     for first, second in run_ranks(again_on_this_rank, 2):
         assert first == second
         assert first[0] == "RuntimeError"
+
+
+def two_threads_on_this_rank() -> list[tuple[str, str]]:
+    """Each waits for its own collective before the other begins; the ranks differ in which one is first."""
+    mesh, told = fs.init_mesh(), list[tuple[str, str]]()
+    thread = Thread(target=lambda: told.append(error_of(lambda mesh: psum(torch.tensor(1.0), mesh), mesh)))
+    if mesh.rank == 1:
+        thread.start()
+        thread.join()
+    told.append(error_of(lambda mesh: psum(torch.tensor(10.0), mesh), mesh))
+    if mesh.rank == 0:
+        thread.start()
+        thread.join()
+    return told
+
+
+def test_collectives_of_two_threads_are_never_taken_for_each_other() -> None:
+    for answers in run_ranks(two_threads_on_this_rank, 2):
+        for kind, text in answers:
+            assert kind == "RuntimeError"
+            assert f"rank 1: psum of 1 float32{OTHER_THREAD}" in text
 
 
 def other_axis_on_this_rank() -> tuple[str, str]:
