@@ -44,6 +44,10 @@ ALL_ENVELOPES = 1 << 15  # bytes of what one rank sends at most, while there are
 HEAD = 16  # bytes before a short message: the digest, and a place in shared memory
 HISTORY = 5  # how many collectives before the one that differs an error shows
 OTHER_THREAD = ", not in the main thread"  # so that messages of two threads are not taken for each other's
+FORKED = (
+    "This process was forked from a rank, for example by a DataLoader with workers, and cannot issue collectives or "
+    "wait for those of its parent. Give it whole values: gather(params, lazy=False) before the fork."
+)
 INTERRUPTED = (
     "A collective was interrupted while it was sent, by an exception (of a signal handler, or for lack of memory), or "
     "two threads issue collectives over one process group at the same time. Other ranks may have received a part of "
@@ -227,6 +231,8 @@ class Line:
         return sent, torch.empty_like(sent)
 
     def _refuse(self) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError(FORKED)
         if self._error:
             raise RuntimeError(self._error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from functools import cache
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
-from functorch_shard.communication.headers import OTHER_THREAD
+from functorch_shard.communication.headers import FORKED, OTHER_THREAD
 from functorch_shard.testing import run_ranks
 from tests.support.differing import DIFFERENT, error_of, short_mesh
 from tests.support.scripts import free_port
@@ -79,6 +80,26 @@ def test_collectives_of_two_threads_are_never_taken_for_each_other() -> None:
         for kind, text in answers:
             assert kind == "RuntimeError"
             assert f"rank 1: psum of 1 float32{OTHER_THREAD}" in text
+
+
+def forked_from_this_rank() -> list[tuple[str, str]]:
+    """What a forked process is told that issues a collective, and waits for one; the rank itself goes on."""
+    mesh = fs.init_mesh()
+    begun = mesh["shard"].issue("all_gather", torch.ones(3))
+    reader, writer = os.pipe()
+    if (process := os.fork()) == 0:
+        told = [error_of(lambda mesh: psum(torch.ones(3), mesh), mesh), error_of(lambda _: begun.wait(), mesh)]
+        os.write(writer, json.dumps(told).encode())
+        os._exit(0)
+    os.waitpid(process, 0)
+    assert begun.wait().tolist() == [1.0] * 3 * mesh.size
+    assert psum(torch.tensor(1.0), mesh) == mesh.size
+    return json.loads(os.read(reader, 1 << 16))
+
+
+def test_a_process_that_was_forked_from_a_rank_is_refused_and_the_rank_goes_on() -> None:
+    for answers in run_ranks(forked_from_this_rank, 2):
+        assert answers == [["RuntimeError", FORKED]] * 2
 
 
 def other_axis_on_this_rank() -> tuple[str, str]:
