@@ -26,6 +26,7 @@ from .lost_ranks import POLL, window_of
 from .work import wait_for_all
 
 _TAG = 3 << 29  # of no message
+_PAUSE = 0.05  # seconds: a thread of gloo frees what it has sent and received shortly after others can see its end
 _MOMENT = 1.0  # seconds: what is under way fails at once when connections end
 
 
@@ -73,6 +74,8 @@ def _end() -> None:
         have_arrived, works = line.under_way()
         if works or not have_arrived():
             _end_all(line.group, have_arrived, works, start + window_of(timeout_of(line.group)))
+    if _LINES:
+        time.sleep(_PAUSE)
 
 
 def _end_all(group: Any, have_arrived: Callable[[], bool], works: Sequence[Any], end: float) -> None:
