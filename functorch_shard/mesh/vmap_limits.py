@@ -72,6 +72,11 @@ _REASONS = (
         "detach), would be forgotten. Change the shards after the step, or gather with lazy=False to own the tensors.",
     ),
     (
+        r"required rank \d tensor to use channels_last|NYI: .*memory_format",
+        "a memory format was asked for, and the dims of the ranks are in front of it. Convert inputs and parameters "
+        "outside of the function: a format changes no values.",
+    ),
+    (
         r"expected scalar type (BFloat16|Half) but found Float",
         "dtypes were mixed. If torch.autocast is on: under a vmap some operations (layer_norm) miss its casts. "
         "plan(precision=fs.MixedPrecision(...)) computes in half precision without it.",

@@ -72,6 +72,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "unique": (lambda x: x.unique(), SHAPE),
     "masked_select": (lambda x: x.masked_select(x > 0), SHAPE),
     "setitem": (written, WRITTEN),
+    "channels_last": (lambda x: x[None, None].to(memory_format=torch.channels_last), "memory format"),
+    "contiguous": (lambda x: x[None, None].contiguous(memory_format=torch.channels_last), "memory format"),
     "add_": (lambda x: torch.zeros(3, 6).add_(x), WRITTEN),
     "out": (lambda x: torch.add(x, x, out=torch.zeros(3, 6)), WRITTEN),
     "numpy": (lambda x: x.numpy(), MEMORY),
