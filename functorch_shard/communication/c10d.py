@@ -22,8 +22,7 @@ def as_c10d(graph: GraphModule) -> GraphModule:
     """The graph with torch's own collectives in place of this library's: ``fs.compile(step, passes=[as_c10d])``.
 
     Same values, to the rounding of the process group's sums, and the same order. Compilers see what is communicated:
-    Inductor can lower it without Python, and with its overlap scheduling move it. The page about ``compile`` has its
-    settings.
+    Inductor plans its memory, and with its overlap scheduling moves it. The page about ``compile`` has the settings.
 
     Replaced are all-gathers, reductions and sums of real numbers along dim 0 over the process groups of real ranks, of
     which :func:`separate_reductions` has two. Everything else stays as it was recorded: other collectives, and those
