@@ -13,7 +13,7 @@ from tests.support.ranks import Ranks, gloo
 
 
 @pytest.mark.parametrize("ranks", gloo(2), ids=str)
-@pytest.mark.parametrize("task", ["gradients", "training"])
+@pytest.mark.parametrize("task", ["gradients", "training", "compiling"])
 def test_on_two_gloo_ranks(task: str, ranks: Ranks) -> None:
     ranks.run(TASKS[task])
 

@@ -80,6 +80,49 @@ def trained_alone(mesh: fs.Mesh) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
+def compiling(mesh: fs.Mesh) -> None:
+    """Recorded steps with torch's own collectives train as eager ones, over one process group or two."""
+    for put in (mesh, mesh.with_backend(fs.communication.separate_reductions)):
+        eager = trained_by(put, lambda step: step)
+        for backend, options in BACKENDS[mesh.device.type].items():
+            compiled = trained_by(
+                put,
+                lambda step, backend=backend, options=options: fs.compile(
+                    step, backend=backend, passes=[fs.communication.as_c10d], **options
+                ),
+            )
+            assert_trees_close(compiled, eager, rtol=1e-4, atol=1e-4)
+
+
+OVERLAPPED: dict[str, Any] = {
+    "aten_distributed_optimizations.enable_overlap_scheduling": True,
+    "aten_distributed_optimizations.insert_overlap_deps": True,
+    "aten_distributed_optimizations.max_memory_increase_ratio": 0.1,
+    "aten_distributed_optimizations.collective_bucketing": False,
+    "aten_distributed_optimizations.pre_bucketing_fsdp_collectives": False,
+}
+BACKENDS: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {"replay": {}},
+    "cuda": {"replay": {}, "cudagraphs": {}, "inductor": OVERLAPPED},
+}
+
+
+def trained_by(mesh: fs.Mesh, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Tensor]:
+    """Parameters after some steps of what ``make`` makes of the eager step."""
+    model = stack_of_layers().to(mesh.device)
+    params = fs.shard(model, fs.plan(model, mesh))
+
+    def step(params: fs.Sharded, state: Any, x: Tensor) -> Any:
+        grads, _ = gradients_and_loss(model, params, x)
+        return ADAMW.step(params, grads=fs.clip_by_global_norm(grads, 0.1)[0], state=state)
+
+    state, run = ADAMW.init(params), make(step)
+    for i in range(4):
+        x = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(mesh.device)
+        params, state = tree_map(torch.clone, run(params, state, mesh.split(x)))  # CUDA graphs write to one place
+    return on_cpu(dict(fs.gather(params, lazy=False)))
+
+
 # a profile
 
 
@@ -126,7 +169,7 @@ def num_overlapping(spans: Sequence[Span], others: Sequence[Span]) -> int:
     return sum(any(start < end and begin < stop for start, stop in others) for begin, end in spans)
 
 
-TASKS = {"gradients": gradients, "training": training, "overlap": overlap}
+TASKS = {"gradients": gradients, "training": training, "compiling": compiling, "overlap": overlap}
 
 
 def run(task: str, kind: str) -> None:
