@@ -55,7 +55,8 @@ def compile(  # noqa: A001  (as torch.compile)
             ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
             a function of a graph and its inputs.
         passes: functions from the recorded graph to the one that ``backend`` runs, one after the other, for example
-            ``fs.communication.as_c10d``. All ranks pass the same. Schedules show the graph as it was recorded.
+            ``fs.communication.as_c10d``. All ranks pass the same. Schedules show the graph as it was recorded. No pass
+            may write to what a gather returns, which ranks may share.
         options: settings of ``torch._inductor.config``.
 
     Returns:
@@ -87,6 +88,8 @@ def compile(  # noqa: A001  (as torch.compile)
     if not callable(step):
         raise TypeError(f"compile: step: got {type(step).__name__}, expected a function")
     check_backend(backend, options)
+    if callable(passes) or not all(map(callable, passes)):
+        raise TypeError(f"compile: passes: got {passes!r}, expected a list of functions from a graph to a graph")
     return Compiled(step, backend, options, passes)
 
 
@@ -142,7 +145,7 @@ class Compiled:
         _check(call)
         self._warn_of_many(key)
         recording = agreed(lambda: self._trace(call), call.meshes)
-        graph = reduce(lambda graph, change: change(graph), self._passes, recording.graph)
+        graph = reduce(_changed, self._passes, recording.graph)
         with untraced():
             self._recorded[key] = recording, runner(graph, as_inputs(call.inputs), self._backend, self._options)
         return self._recorded[key]
@@ -155,6 +158,13 @@ class Compiled:
                 f"{changes(last, key)}. Pass numbers that change as floats or tensors, and batches of one shape.",
                 stacklevel=4,
             )
+
+
+def _changed(graph: GraphModule, change: Pass) -> GraphModule:
+    result = change(graph)
+    if not isinstance(result, GraphModule):
+        raise TypeError(f"compile: passes: {change!r} returned {type(result).__name__}, expected a GraphModule")
+    return result
 
 
 def _check(call: Call) -> None:

@@ -184,6 +184,15 @@ def test_inductor_lowers_them_and_its_overlap_scheduling_merges_none(overlapped:
         assert overlapped or issued == recorded
 
 
+@pytest.mark.parametrize(
+    ("passes", "problem"),
+    [(as_c10d, "passes: got <function as_c10d"), ([None], r"got \[None\]"), ([print], "print> returned NoneType")],
+)
+def test_what_is_no_list_of_functions_between_graphs_is_refused(passes: Any, problem: str) -> None:
+    with pytest.raises(TypeError, match=problem):
+        fs.compile(torch.sin, backend="replay", passes=passes)(torch.ones(2))
+
+
 def test_torch_has_these_operators() -> None:
     names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
     arguments = {name: [x.name for x in getattr(operators(), name).default._schema.arguments] for name in names}
