@@ -105,20 +105,21 @@ def _now_on_all_ranks(case: Case) -> float:
 
 
 def memory_on_this_rank(case: Case, name: str) -> tuple[float, float]:
-    """Peak resident MB of five steps, above those before the model, and MB of shared memory at the end.
+    """Peak MB of this rank's own memory in five steps, above those before the model, and its part of shared memory.
 
-    Memory files are resident in no process, never shrink, and are open in all of them: this rank's part is counted.
+    Memory files never shrink and are open on all ranks. What of them a rank has mapped counts as resident in each.
     """
-    before = status("VmRSS") / 2**20
+    before = status("VmRSS")
     step, batch = build(name, case), _batch(case)
     for _ in range(5):
         step(*batch)
-    return status("VmHWM") / 2**20 - before, _shared_memory() / case.num_ranks
+    return (status("VmHWM") - status("RssShmem") - before) / 2**20, _shared_memory() / case.num_ranks
 
 
 def _shared_memory() -> float:
-    files = [path for path in Path("/proc/self/fd").iterdir() if str(path.resolve()).startswith("/memfd:")]
-    return sum(512 * path.stat().st_blocks for path in files) / 2**20
+    paths = [path for path in Path("/proc/self/fd").iterdir() if str(path.resolve()).startswith("/memfd:")]
+    files = {file.st_ino: 512 * file.st_blocks for file in (path.stat() for path in paths)}
+    return sum(files.values()) / 2**20
 
 
 def memory(key: str, name: str) -> list[float]:
@@ -164,7 +165,7 @@ def summary(name: str, series: Series) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles), peak MB + shared memory"
+        f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles), peak MB of its own + shared"
     ]
     for name, row in result["rows"].items():
         low, high = row["quartiles"]
