@@ -1,8 +1,9 @@
 """Real ranks over gloo: each message carries a description of its collective, and sums are in rank order.
 
-A message is sent in one of three ways, by its size alone: in the header that every collective begins with (Note
-[Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. Sums
-are those of ``sum_in_rank_order`` on each way, as on simulated ranks.
+A message is sent in one of three ways, by its kind and size alone: in the header that every collective begins with
+(Note [Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. There an
+all-gather that is only read is one memory of all ranks (Note [Regions] in shared_results.py). Sums are those of
+``sum_in_rank_order`` on each way, as on simulated ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from .work import Work
 
 # Above so many bytes a rank, shared memory beats sockets. Two ranks on two busy cores (tests/benchmarks/gloo.py):
 # 512 KB a rank are gathered in 0.85 ms through shared memory and in 0.55 ms over sockets, 2 MB in 1.8 and 3.4 ms, 8 MB
-# in 6.3 and 9.7 ms.
+# in 6.3 and 9.7 ms. All-gathers begin at an eighth of it: read only, 8 MB a rank take 1.7 ms, and 128 KB 0.6 ms where
+# sockets take 0.7; of 200 small layers a step takes 104 ms so, and 120 ms from 512 KB on.
 SOCKET_LIMIT = 1 << 19
 # Up to so many bytes, a psum is one round: all ranks send all of it. Two ranks have nothing to save by two rounds.
 SMALL_SUM = 1 << 16
@@ -154,8 +156,8 @@ class GlooBackend(GroupBackend):
     def _call(self, op: Collective, numel: int) -> Call:
         return self._line.open(describe(op if numel == op.numel else replace(op, numel=numel)))
 
-    def _memory_for(self, nbytes: int) -> SharedMemory | None:
-        return self._memory if nbytes > SOCKET_LIMIT else None
+    def _memory_for(self, nbytes: int, limit: int | None = None) -> SharedMemory | None:
+        return self._memory if nbytes > (SOCKET_LIMIT if limit is None else limit) else None
 
     def _share(
         self, op: Collective, x: Tensor, then: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
@@ -163,12 +165,14 @@ class GlooBackend(GroupBackend):
         """``then`` of the ``x`` of all ranks, stacked; each cast to ``dtype`` on the way out."""
         x, device, dtype = x.detach().cpu(), op.device or x.device, dtype or x.dtype
         nbytes = x.numel() * dtype.itemsize
-        memory = None if nbytes <= self._line.capacity else self._memory_for(nbytes)
+        limit = SOCKET_LIMIT // 8 if op.kind == "all_gather" else SOCKET_LIMIT
+        memory = None if nbytes <= self._line.capacity else self._memory_for(nbytes, limit)
         call = self._call(op, x.numel())
         if nbytes <= self._line.capacity:
             read = self._by_envelope(call, x, dtype)
         else:
-            read = self._by_memory(call, memory, x, dtype) if memory else self._by_sockets(call, x, dtype)
+            by_memory = self._in_place if op.read_only else self._by_memory
+            read = by_memory(call, memory, x, dtype) if memory else self._by_sockets(call, x, dtype)
         return _work(call, lambda: then(read()).to(device))
 
     # Each sends ``x`` to all ranks, and returns what gives the values of all ranks, stacked.
@@ -196,6 +200,20 @@ class GlooBackend(GroupBackend):
         def read() -> Tensor:
             own = x if writes is not None and writes == version_of(x) else None
             return memory.read_rows(call.slots(), x.shape, dtype, own)
+
+        return read
+
+    def _in_place(self, call: Call, memory: SharedMemory, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        call.memory = memory
+        slot = memory.write_in_place(call.number, x, dtype)
+        call.post(slot=memory.write([in_memory(x, dtype)]) if slot is None else slot)
+
+        def read() -> Tensor:
+            rows = memory.rows_in_place(call.slots(), x.shape, dtype)
+            if rows is None:
+                return memory.read_rows(call.slots(), x.shape, dtype, None)
+            call.memory = None
+            return rows
 
         return read
 

@@ -31,9 +31,12 @@ from secrets import token_hex
 import torch
 from torch import Tensor
 
+from .shared_results import SharedResults
+
 SLOT = 1 << 40  # bytes from one slot to the next: more than any message has, and 2**23 slots fit into a file
 HEAD = 1 << 12  # bytes before a message: as many ranks as one host will ever have
 PIECE = 1 << 18  # bytes that are read and added up while they are in the cache
+_IN_PLACE = -2  # the first of the slots that stand for regions of results, which go on below it
 ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
 
 
@@ -43,6 +46,7 @@ class SharedMemory:
     def __init__(self, rank: int, files: Sequence[int]) -> None:
         self._rank, self._files = rank, list(files)
         self._sizes: list[int] = []  # of the largest message that each slot had
+        self._results = SharedResults(rank, len(files), files[0])
 
     def write(self, pieces: Sequence[Tensor]) -> int:
         """Write the bytes of contiguous ``pieces``, one after the other, as one message; returns its slot."""
@@ -52,6 +56,16 @@ class SharedMemory:
         for piece in pieces:
             offset += _each_byte(os.pwritev, file, piece, offset)
         return slot
+
+    def write_in_place(self, number: int, x: Tensor, dtype: torch.dtype) -> int | None:
+        """Write ``x`` in ``dtype`` where all ranks read the result of collective ``number``; its slot, if any."""
+        region = self._results.write(number, x, dtype)
+        return None if region is None else _IN_PLACE - region
+
+    def rows_in_place(self, slots: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """What all ranks wrote in place, stacked, if they did; not to be written to. Freeing it is ``done``."""
+        in_place = slots[0] <= _IN_PLACE and len({*slots}) == 1
+        return self._results.rows(_IN_PLACE - slots[0], shape, dtype) if in_place else None
 
     def read(self, rank: int, slot: int, start: int, into: Tensor) -> None:
         """Fill ``into``, contiguous, with what the message of ``rank`` has from byte ``start`` on."""
@@ -63,6 +77,8 @@ class SharedMemory:
         for rank, slot in enumerate(slots):
             if rank == self._rank and own is not None:
                 rows[rank].copy_(own)
+            elif slot <= _IN_PLACE:
+                rows[rank].copy_(self._results.part(_IN_PLACE - slot, rank, shape, dtype))
             else:
                 self.read(rank, slot, 0, rows[rank])
         return rows
@@ -86,7 +102,9 @@ class SharedMemory:
         return self._rank - (self._rank > rank)
 
     def done(self, slots: Sequence[int]) -> None:
-        """This rank reads no more of these messages, one of each rank; a slot below 0 was not received."""
+        """This rank reads no more of these messages, one of each rank; a slot of -1 was not received."""
+        for region in {_IN_PLACE - slot for slot in slots if slot <= _IN_PLACE}:
+            self._results.let_go(region)
         for file, slot in zip(self._files, slots, strict=True):
             if slot >= 0:
                 os.pwrite(file, b"\1", slot * SLOT + self._rank)

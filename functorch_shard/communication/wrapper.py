@@ -42,7 +42,11 @@ def wrap(fn: Wrap) -> Callable[[Axis], Backend]:
         >>> mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
         tensor([256., 256.])
     """
-    return lambda axis: Wrapped(axis.backend, fn)
+
+    def own_results(op: Collective, x: Tensor, send: Issue) -> Work:
+        return fn(replace(op, read_only=False) if op.read_only else op, x, send)  # ``fn`` may write to them
+
+    return lambda axis: Wrapped(axis.backend, own_results)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 python -m tests.benchmarks.gloo
 
 "gloo's own" are its all-gather and reduce-scatter; the rest is what this library chooses from by the size of a message:
-sockets, for small ones (the smallest go inside of envelopes) and between hosts; shared memory, on one host.
+sockets, for small ones (the smallest go inside of envelopes) and between hosts; shared memory, on one host; and of
+gathers that are only read, one memory of all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIZES = {  # of the whole buffer, in float32
     "16 MB": 1 << 22,
 }
 ROUNDS = 41
-Call = Callable[[Axis], Tensor]
+Call = Callable[[Axis, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,30 +42,33 @@ class Way:
 
     axis: Axis
     socket_limit: int = 1 << 40
+    read_only: bool = False
 
     def time(self, call: Call) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this rank's processor."""
         with patch.object(gloo, "SOCKET_LIMIT", self.socket_limit):
             dist.barrier()
             start, work = time.perf_counter(), time.process_time()
-            call(self.axis)
+            call(self.axis, self.read_only)
             return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - work)
 
 
 def on_this_rank() -> list[str]:
     where = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     own, ours = (Axis("shard", where[2], kind(*where)) for kind in (GroupBackend, GlooBackend))
-    ways = {
+    every = {
         "gloo's own": Way(own),
         "sockets": Way(ours),
         "shared memory": Way(ours, socket_limit=0),
+        "one memory": Way(ours, socket_limit=0, read_only=True),
     }
     lines = []
     for size, numel in SIZES.items():
         whole = torch.randn(numel // where[2] * where[2])
         part = whole[: len(whole) // where[2]].clone()
         for kind, x in (("all_gather", part), ("psum_scatter", whole)):
-            times = medians(lambda axis, kind=kind, x=x: axis.issue(kind, x).wait(), ways)
+            ways = {name: way for name, way in every.items() if kind == "all_gather" or not way.read_only}
+            times = medians(lambda axis, r, kind=kind, x=x: axis.issue(kind, x, read_only=r).wait(), ways)
             lines.append(f"{where[2]} ranks, {kind} of {size}: {times}")
     return sorted(lines, key=lambda line: "psum" in line)
 

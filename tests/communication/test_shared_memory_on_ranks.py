@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,8 @@ import functorch_shard as fs
 import functorch_shard.communication.gloo
 from functorch_shard.communication import Work
 from functorch_shard.communication.gloo import SOCKET_LIMIT, GlooBackend
-from functorch_shard.communication.headers import SMALL_MESSAGE
+from functorch_shard.communication.headers import SMALL_MESSAGE, Line
+from functorch_shard.communication.shared_memory import ADDRESS
 from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import RankError
 from tests.support import lazy_uses
@@ -68,21 +70,27 @@ def compare_with_sockets_on_this_rank(axes: dict[str, int]) -> None:
         size, backend = axis.size, backend_of(axis)
         for dtype in GATHERED:
             x = values((numel_of(dtype),), dtype, mesh.rank)
-            same_on_both_ways(axis, lambda a, x=x: a.issue("all_gather", x))
+            for read_only in (False, True):
+                same_on_both_ways(axis, lambda a, x=x, r=read_only: a.issue("all_gather", x, read_only=r))
             assert_same_bytes(axis.issue("all_gather", x).wait().unflatten(0, (size, -1))[backend.rank], x)
         for dtype in SUMMED:
             x = values((numel_of(dtype) * size,), dtype, mesh.rank)
             same_on_both_ways(axis, lambda a, x=x: a.issue("psum_scatter", x))
         matrix = values((7 * size, SOCKET_LIMIT // 8 * size), torch.float64, mesh.rank).mT  # not contiguous
         for dim in (0, 1):
-            same_on_both_ways(axis, lambda a, dim=dim, x=matrix: a.issue("all_gather", x, dim=dim))
+            for read_only in (False, True):
+                options = {"dim": dim, "read_only": read_only}
+                same_on_both_ways(axis, lambda a, o=options, x=matrix: a.issue("all_gather", x, **o))
             same_on_both_ways(axis, lambda a, dim=dim, x=matrix: a.issue("psum_scatter", x, dim=dim))
         conjugated = values((LARGE * size,), torch.complex128, mesh.rank).conj()
         same_on_both_ways(axis, lambda a, x=conjugated: a.issue("all_gather", x))
+        same_on_both_ways(axis, lambda a, x=conjugated: a.issue("all_gather", x, read_only=True))
         resolved = axis.issue("psum_scatter", conjugated + 0).wait()
         assert_same_bytes(axis.issue("psum_scatter", conjugated).wait(), resolved)
         wide = values((4 * LARGE,), torch.float32, mesh.rank)
-        same_on_both_ways(axis, lambda a, x=wide: a.issue("all_gather", x, dtype=torch.bfloat16))
+        for read_only in (False, True):
+            cast = {"dtype": torch.bfloat16, "read_only": read_only}
+            same_on_both_ways(axis, lambda a, o=cast, x=wide: a.issue("all_gather", x, **o))
         assert backend._memory is not None
 
 
@@ -98,12 +106,14 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
     """Messages of all sizes under way together, landed in any order or never, each rank held up at other places."""
     mesh = fs.init_mesh()
     backend, rank, size = backend_of(mesh["shard"]), mesh.rank, mesh.size
-    shared, own, under_way = random.Random(0), random.Random(rank), []
+    shared, own = random.Random(0), random.Random(rank)
+    under_way, held = [], []
     for i in range(num_messages):
         numel = shared.choice([1, 17, SMALL_MESSAGE // 8 + 1, LARGE, LARGE + shared.randint(1, LARGE)])
         parts = [torch.arange(numel * size, dtype=torch.float64) * (r + 1) + i for r in range(size)]
         if shared.random() < 0.5:
-            work = mesh["shard"].issue("all_gather", parts[rank][:numel])
+            read_only = (shared if shared.random() < 0.8 else own).random() < 0.5  # at times not on all ranks
+            work = mesh["shard"].issue("all_gather", parts[rank][:numel], read_only=read_only)
             expected = torch.cat([part[:numel] for part in parts])
         else:
             work = mesh["shard"].issue("psum_scatter", parts[rank])
@@ -116,8 +126,14 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
             if shared.random() < 0.2:
                 del work  # nobody wants it
             else:
-                assert torch.equal(work.wait(), expected), i
+                result = work.wait()
+                assert torch.equal(result, expected), i
+                held.append((result, expected))
+        while len(held) > own.randint(0, 3):
+            assert all(torch.equal(*pair) for pair in held), i
+            held.pop(own.randrange(len(held)))
     assert len(backend._memory._sizes) <= 8
+    assert 1 < len(backend._memory._results._entries()) <= 8 * size
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -125,8 +141,22 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num
     run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
 
 
+class _FewMessages(Line):
+    """Envelopes that have no messages in them, but for those that open the memory of others."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        super().__init__(group, size)
+        self.capacity = ADDRESS
+
+
+@contextmanager
+def all_through_shared_memory() -> Iterator[None]:
+    with patch.multiple(functorch_shard.communication.gloo, SOCKET_LIMIT=0, Line=_FewMessages):
+        yield
+
+
 def use_on_this_rank() -> None:
-    with patch.object(functorch_shard.communication.gloo, "SOCKET_LIMIT", 0):
+    with all_through_shared_memory():
         for name in lazy_uses.USES:
             for reshard in (True, False):
                 lazy_uses.use_on_this_rank(name, reshard)
@@ -139,16 +169,51 @@ def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_sh
     run_ranks(use_on_this_rank, 2)
 
 
-def slots_of_training_on_this_rank() -> int:
+def slots_and_regions_of_training_on_this_rank() -> tuple[int, int]:
     mesh = fs.init_mesh()
-    with patch.object(functorch_shard.communication.gloo, "SOCKET_LIMIT", 0):
+    with all_through_shared_memory():
         lazy_uses.delayed_training(lazy_uses.delayed(mesh, 0.01), num_steps=8)
-    return len(backend_of(mesh["shard"])._memory._sizes)
+    memory = backend_of(mesh["shard"])._memory
+    return len(memory._sizes), len(memory._results._entries())
 
 
-def test_training_holds_no_more_messages_than_are_under_way_and_waited_for() -> None:
-    """Two gathers and a reduction, and of both the one before, which a rank behind may still have to read."""
-    assert all(1 < num_slots <= 5 for num_slots in run_ranks(slots_of_training_on_this_rank, 3))
+def test_training_holds_no_more_than_is_under_way_or_used_and_waited_for() -> None:
+    """Two gathers, and a reduction; and of each the one before, which a rank behind may still have to read."""
+    for num_slots, num_regions in run_ranks(slots_and_regions_of_training_on_this_rank, 3):
+        assert 1 <= num_slots <= 3
+        assert 1 < num_regions <= 4
+
+
+def use_on_one_rank_alone_on_this_rank() -> None:
+    """Whether a result is only read is no matter of other ranks."""
+    mesh = fs.init_mesh()
+    x = values((LARGE,), torch.float64, mesh.rank)
+    expected = torch.cat([values((LARGE,), torch.float64, rank) for rank in range(mesh.size)])
+    for reader in range(mesh.size):
+        result = mesh["shard"].issue("all_gather", x, read_only=mesh.rank == reader).wait()
+        assert torch.equal(result, expected)
+        result.zero_()  # its own, as one of them did not write in place
+    mesh["shard"].issue("psum", torch.ones(1)).wait()  # all ranks are there
+    assert all(all(let_go) for *_, let_go in backend_of(mesh["shard"])._memory._results._entries())
+
+
+def test_results_that_some_ranks_read_only_are_right_and_let_go() -> None:
+    run_ranks(use_on_one_rank_alone_on_this_rank, 3)
+
+
+def write_to_results_on_this_rank() -> None:
+    def send_and_write(op: Any, x: Tensor, send: Any) -> Work:
+        return send(op, x).then(lambda result: result.add_(mesh.rank) if op.kind == "all_gather" else result)
+
+    mesh = fs.init_mesh().with_backend(fs.communication.wrap(send_and_write))
+    x = values((LARGE,), torch.float64, mesh.rank)
+    expected = torch.cat([values((LARGE,), torch.float64, rank) for rank in range(mesh.size)])
+    for _ in range(5):
+        assert torch.equal(mesh["shard"].issue("all_gather", x, read_only=True).wait(), expected + mesh.rank)
+
+
+def test_what_a_wrapper_writes_to_a_result_is_seen_on_its_rank_alone() -> None:
+    run_ranks(write_to_results_on_this_rank, 2)
 
 
 def rewrite_on_this_rank() -> Tensor:

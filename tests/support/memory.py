@@ -21,7 +21,7 @@ RANKS, UNITS, WIDTH, SAMPLES = 2, 6, 256, 16
 
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of a weight and a bias in float32: nothing else is nearly as large
 STEPS = 10
-SOCKET_LIMITS = {"sockets": SOCKET_LIMIT, "shared memory": SMALL_MESSAGE}  # for units of this size
+SOCKET_LIMITS = {"sockets": 8 * SOCKET_LIMIT, "shared memory": SMALL_MESSAGE}  # for units of this size
 OPTIMIZERS: dict[str, Any] = {
     "adamw": fs.optimizer(torch.optim.AdamW, lr=1e-3),
     "sgd": fs.optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9),

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.communication import Collective, Work
+from functorch_shard.communication.wrapper import Issue, Wrapped
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.differentiated import PROGRAMS, Program, data
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated, slow
@@ -125,3 +127,32 @@ def counts_of_two_calls(mesh: fs.Mesh, backend: str) -> list[dict[str, int]]:
             compiled(program.params, data(mesh, seed))
         counts.append(dict(counted.by_kind))
     return counts
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
+@pytest.mark.parametrize(("backend", "read_only"), [("replay", True), ("aot_eager", False), ("eager", False)])
+def test_ranks_share_results_of_a_replay_and_not_what_a_compiler_may_write_to(backend: str, read_only: bool) -> None:
+    for seen in gloo(2)[0].run(gathers_of_two_ways, backend):
+        eager, compiled = seen
+        assert eager == {True}
+        assert compiled == {read_only}
+
+
+def gathers_of_two_ways(mesh: fs.Mesh, backend: str) -> list[set[bool]]:
+    """Whether gathers are issued as read only, eagerly and by a recorded step."""
+    issued: list[set[bool]] = []
+
+    def see(op: Collective, x: Tensor, send: Issue) -> Work:
+        if op.kind == "all_gather":
+            issued[-1].add(op.read_only)
+        return send(op, x)
+
+    program = Program(mesh.with_backend(lambda axis: Wrapped(axis.backend, see)))
+    step = mesh.spmd(program.grad)
+    compiled = fs.compile(step, backend=backend)
+    issued.append(set())
+    compiled(program.params, data(mesh, 0))
+    for each in (step, compiled):
+        issued.append(set())
+        each(program.params, data(mesh, 1))
+    return issued[1:]
