@@ -1,7 +1,7 @@
 """Real ranks over gloo: each message carries a description of its collective, and sums are in rank order.
 
-A message is sent in one of three ways, by its kind and size alone: in the header that every collective begins with
-(Note [Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. There an
+A message is sent in one of three ways, by its size alone: in the header that every collective begins with (Note
+[Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. There an
 all-gather that is only read is one memory of all ranks (Note [Regions] in shared_results.py). Sums are those of
 ``sum_in_rank_order`` on each way, as on simulated ranks.
 """
@@ -27,11 +27,10 @@ from .shared_memory import SharedMemory, open_shared_memory
 from .simulated import sum_in_rank_order
 from .work import Work
 
-# Above so many bytes a rank, shared memory beats sockets. Two ranks on two busy cores (tests/benchmarks/gloo.py):
-# 512 KB a rank are gathered in 0.85 ms through shared memory and in 0.55 ms over sockets, 2 MB in 1.8 and 3.4 ms, 8 MB
-# in 6.3 and 9.7 ms. All-gathers begin at an eighth of it: read only, 8 MB a rank take 1.7 ms, and 128 KB 0.6 ms where
-# sockets take 0.7; of 200 small layers a step takes 104 ms so, and 120 ms from 512 KB on.
-SOCKET_LIMIT = 1 << 19
+# Above so many bytes a rank, shared memory beats sockets. Two ranks (tests/benchmarks/gloo.py) gather 128 KB a rank in
+# 0.6 ms through it and in 0.7 ms over sockets, 512 KB in 0.7 and 1.4 ms, 8 MB in 1.7 and 8.7 ms; they reduce 512 KB in
+# 1.0 and 3.2 ms. A step of 200 small layers, 100 KB a message, takes 90 ms with it and 120 ms without.
+SOCKET_LIMIT = 1 << 16
 # Up to so many bytes, a psum is one round: all ranks send all of it. Two ranks have nothing to save by two rounds.
 SMALL_SUM = 1 << 16
 _DENSE = torch.contiguous_format
@@ -156,8 +155,8 @@ class GlooBackend(GroupBackend):
     def _call(self, op: Collective, numel: int) -> Call:
         return self._line.open(describe(op if numel == op.numel else replace(op, numel=numel)))
 
-    def _memory_for(self, nbytes: int, limit: int | None = None) -> SharedMemory | None:
-        return self._memory if nbytes > (SOCKET_LIMIT if limit is None else limit) else None
+    def _memory_for(self, nbytes: int) -> SharedMemory | None:
+        return self._memory if nbytes > SOCKET_LIMIT else None
 
     def _share(
         self, op: Collective, x: Tensor, then: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
@@ -165,8 +164,7 @@ class GlooBackend(GroupBackend):
         """``then`` of the ``x`` of all ranks, stacked; each cast to ``dtype`` on the way out."""
         x, device, dtype = x.detach().cpu(), op.device or x.device, dtype or x.dtype
         nbytes = x.numel() * dtype.itemsize
-        limit = SOCKET_LIMIT // 8 if op.kind == "all_gather" else SOCKET_LIMIT
-        memory = None if nbytes <= self._line.capacity else self._memory_for(nbytes, limit)
+        memory = None if nbytes <= self._line.capacity else self._memory_for(nbytes)
         call = self._call(op, x.numel())
         if nbytes <= self._line.capacity:
             read = self._by_envelope(call, x, dtype)
