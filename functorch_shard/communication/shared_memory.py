@@ -3,8 +3,8 @@
 Used by ``gloo`` for messages above its ``SOCKET_LIMIT``.
 
 Bytes go into a file by one copy and out of it by another, where sockets have packets and threads that wake each other.
-Nothing is mapped: what is read goes where it is used. Messages take memory of the host, but no process has them among
-its resident pages.
+What is added up is read from where it is, in files that are mapped. Messages take memory of the host; what of it is
+mapped counts as resident in each process.
 
 Note [Slots]: a file is a row of slots, far apart; the holes between them take no memory. A slot begins with one byte
 for each rank, then comes the message. A message goes through four steps, in this order:
@@ -22,6 +22,7 @@ the largest message it had.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ from .shared_results import SharedResults
 SLOT = 1 << 40  # bytes from one slot to the next: more than any message has, and 2**23 slots fit into a file
 HEAD = 1 << 12  # bytes before a message: as many ranks as one host will ever have
 PIECE = 1 << 18  # bytes that are read and added up while they are in the cache
+MAPPED = 8  # ranks, that have each other's sums mapped; with more of them, whose maps take descriptors, sums are read
 _IN_PLACE = -2  # the first of the slots that stand for regions of results, which go on below it
 ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
 
@@ -47,6 +49,7 @@ class SharedMemory:
         self._rank, self._files = rank, list(files)
         self._sizes: list[int] = []  # of the largest message that each slot had
         self._results = SharedResults(rank, len(files), files[0])
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}  # of a rank's slot
 
     def write(self, pieces: Sequence[Tensor]) -> int:
         """Write the bytes of contiguous ``pieces``, one after the other, as one message; returns its slot."""
@@ -86,20 +89,27 @@ class SharedMemory:
     def read_sum(self, slots: Sequence[int], own: Tensor) -> Tensor:
         """The sum, in rank order, of ``own`` and of the part for this rank in messages of the parts for each other."""
         total, step, start = torch.empty_like(own), max(PIECE // own.element_size(), 1), 0
-        scratch = own.new_empty(min(step, own.numel()))
         for piece, mine in zip(total.view(-1).split(step), own.view(-1).split(step), strict=True):
             for rank, slot in enumerate(slots):
-                addend = mine
-                if rank != self._rank:
-                    addend = scratch[: len(piece)] if rank else piece  # the first is read into its place
-                    self.read(rank, slot, self._offset_in(rank) * own.nbytes + start, addend)
+                addend = mine if rank == self._rank else self._part(rank, slot, own.nbytes, start, mine)
                 piece.add_(addend) if rank else piece.copy_(addend)
             start += piece.nbytes
         return total
 
-    def _offset_in(self, rank: int) -> int:
-        """Which of the parts in a message of ``rank``, which has none for itself, is for this rank."""
-        return self._rank - (self._rank > rank)
+    def _part(self, rank: int, slot: int, nbytes: int, start: int, like: Tensor) -> Tensor:
+        """Of the part for this rank, of ``nbytes``, in a message of ``rank``: what begins at byte ``start``."""
+        start += nbytes * (self._rank - (self._rank > rank))  # it has none for itself
+        if len(self._files) > MAPPED:
+            part = torch.empty_like(like)
+            self.read(rank, slot, start, part)
+            return part
+        memory = self._map(rank, slot, HEAD + nbytes * (len(self._files) - 1))
+        return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=HEAD + start)
+
+    def _map(self, rank: int, slot: int, nbytes: int) -> mmap.mmap:
+        if (rank, slot) not in self._maps or len(self._maps[rank, slot]) < nbytes:
+            self._maps[rank, slot] = mmap.mmap(self._files[rank], nbytes, offset=slot * SLOT)
+        return self._maps[rank, slot]
 
     def done(self, slots: Sequence[int]) -> None:
         """This rank reads no more of these messages, one of each rank; a slot of -1 was not received."""

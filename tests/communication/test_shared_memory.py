@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from functorch_shard.communication import shared_memory
 from functorch_shard.communication.shared_memory import ADDRESS, HEAD, PIECE, SLOT, SharedMemory, open_shared_memory
 
 DTYPES = [
@@ -82,8 +83,10 @@ def test_every_rank_reads_what_every_rank_wrote(num_ranks: int, dtype: torch.dty
             memory.done(slots)
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_sums_are_in_rank_order_on_every_rank(num_ranks: int) -> None:
+def test_sums_are_in_rank_order_on_every_rank(num_ranks: int, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "MAPPED", num_ranks if mapped else num_ranks - 1)
     ranks = memories(num_ranks)
     numel = PIECE // 4 * 2 + 3  # two pieces and a bit
     operands = [values((num_ranks, numel), torch.float32, rank) for rank in range(num_ranks)]
@@ -93,6 +96,16 @@ def test_sums_are_in_rank_order_on_every_rank(num_ranks: int) -> None:
         assert torch.equal(memory.read_sum(slots, parts[rank]), reduce(torch.add, parts))
         if num_ranks > 2:
             assert not torch.equal(reduce(torch.add, parts), reduce(torch.add, parts[::-1]))
+        assert bool(memory._maps) == mapped
+
+
+def test_sums_of_any_size_are_right_in_a_slot_that_had_others() -> None:
+    ranks = memories(2)
+    for numel in (1000, 10, 5000, 1, 5001):
+        slots = [memory.write([torch.full((numel,), rank + numel)]) for rank, memory in enumerate(ranks)]
+        for memory in ranks:
+            assert memory.read_sum(slots, torch.ones(numel, dtype=torch.int64)).eq(2 + numel - memory._rank).all()
+            memory.done(slots)
 
 
 def test_a_slot_is_taken_again_when_every_rank_is_done_with_it_and_no_earlier() -> None:
