@@ -207,10 +207,11 @@ class GlooBackend(GroupBackend):
         call.post(slot=memory.write([in_memory(x, dtype)]) if slot is None else slot)
 
         def read() -> Tensor:
+            call.memory = None  # the result lets go when it is freed
             rows = memory.rows_in_place(call.slots(), x.shape, dtype)
             if rows is None:
+                call.memory = memory
                 return memory.read_rows(call.slots(), x.shape, dtype, None)
-            call.memory = None
             return rows
 
         return read

@@ -32,7 +32,7 @@ from secrets import token_hex
 import torch
 from torch import Tensor
 
-from .shared_results import SharedResults
+from .shared_results import SharedResults, close
 
 SLOT = 1 << 40  # bytes from one slot to the next: more than any message has, and 2**23 slots fit into a file
 HEAD = 1 << 12  # bytes before a message: as many ranks as one host will ever have
@@ -45,10 +45,10 @@ ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no
 class SharedMemory:
     """The files of all ranks of one axis, which this process has open; they end with the last process that has them."""
 
-    def __init__(self, rank: int, files: Sequence[int]) -> None:
+    def __init__(self, rank: int, files: Sequence[int], of_results: int) -> None:
         self._rank, self._files = rank, list(files)
         self._sizes: list[int] = []  # of the largest message that each slot had
-        self._results = SharedResults(rank, len(files), files[0])
+        self._results = SharedResults(rank, len(files), of_results)
         self._maps: dict[tuple[int, int], mmap.mmap] = {}  # of a rank's slot
 
     def write(self, pieces: Sequence[Tensor]) -> int:
@@ -133,7 +133,7 @@ class SharedMemory:
         return os.pread(self._files[self._rank], len(all_done), slot * SLOT) == all_done
 
     def __del__(self) -> None:
-        _close(self._files)
+        close(self._files)
 
 
 def open_shared_memory(rank: int, exchange: Callable[[bytes], list[bytes]]) -> SharedMemory | None:
@@ -143,14 +143,14 @@ def open_shared_memory(rank: int, exchange: Callable[[bytes], list[bytes]]) -> S
 
     Args:
         rank: this process's place among them.
-        exchange: gives what each rank passed to it, ``ADDRESS`` bytes each; called twice, on all ranks.
+        exchange: gives what each rank passed to it, ``ADDRESS`` bytes each; called on all ranks alike.
     """
     own, address = _new_file()
     files = _open_files(rank, own, exchange(address.ljust(ADDRESS)))
     everybody = exchange(b"".ljust(ADDRESS) if files is None else b"here".ljust(ADDRESS))  # now all are open
     if files is not None and all(answer.strip() for answer in everybody):
-        return SharedMemory(rank, files)
-    _close(files or [own])
+        return SharedMemory(rank, files, _file_of_results(rank, exchange))
+    close(files or [own])
     return None
 
 
@@ -174,8 +174,17 @@ def _open_files(rank: int, own: int, addresses: Sequence[bytes]) -> list[int] | 
         files.append(-1)
     if -1 not in files:
         return files
-    _close([file for file in files if file != own])
+    close([file for file in files if file != own])
     return None
+
+
+def _file_of_results(rank: int, exchange: Callable[[bytes], list[bytes]]) -> int:
+    """A file that all ranks have open; -1 on those that do not."""
+    own, address = _new_file() if rank == 0 else (-1, b"")
+    first, *_ = exchange(address.ljust(ADDRESS))
+    with suppress(OSError, ValueError):
+        return own if rank == 0 else _open_file(first)
+    return -1
 
 
 def _open_file(address: bytes) -> int:
@@ -184,12 +193,6 @@ def _open_file(address: bytes) -> int:
     if os.readlink(path) != f"/memfd:{name} (deleted)":  # a process of another host has that number here
         raise OSError(f"{path} is not the file {name}")
     return os.open(path, os.O_RDWR)
-
-
-def _close(files: Sequence[int]) -> None:
-    for file in files:
-        with suppress(OSError):
-            os.close(file)
 
 
 def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> int:

@@ -24,6 +24,7 @@ from functorch_shard.communication import Work
 from functorch_shard.communication.gloo import SOCKET_LIMIT, GlooBackend
 from functorch_shard.communication.headers import SMALL_MESSAGE, Line
 from functorch_shard.communication.shared_memory import ADDRESS
+from functorch_shard.communication.shared_results import SharedResults
 from functorch_shard.communication.wrapper import transport
 from functorch_shard.testing import RankError
 from tests.support import lazy_uses
@@ -134,11 +135,22 @@ def stress_on_this_rank(num_messages: int, longest: float) -> None:
             held.pop(own.randrange(len(held)))
     assert len(backend._memory._sizes) <= 8
     assert 1 < len(backend._memory._results._entries()) <= 8 * size
+    assert backend._memory._results._can_choose or rank == 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
     run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
+
+
+def stress_where_one_rank_lacks_locks_on_this_rank() -> None:
+    rank = fs.init_mesh().rank
+    with patch.object(SharedResults, "_has_locks_and_maps", lambda self: rank != 1):
+        stress_on_this_rank(50, 0.001)
+
+
+def test_results_are_right_where_one_rank_cannot_share_them() -> None:
+    run_ranks(stress_where_one_rank_lacks_locks_on_this_rank, 3)
 
 
 class _FewMessages(Line):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import random
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from functorch_shard.communication import shared_results
 from functorch_shard.communication.shared_memory import SharedMemory
-from tests.communication.test_shared_memory import DTYPES, SIZES, memories, memory_of, same_bytes, values
+from tests.communication.test_shared_memory import DTYPES, SIZES, memories, same_bytes, values
 
 
 def gathered(ranks: list[SharedMemory], number: int, parts: list[Tensor]) -> list[Tensor]:
@@ -30,6 +32,10 @@ def gathered(ranks: list[SharedMemory], number: int, parts: list[Tensor]) -> lis
 
 def full(number: float, numel: int = 5) -> Tensor:
     return torch.full((numel,), float(number))
+
+
+def memory_of(rank: SharedMemory) -> int:
+    return 512 * os.fstat(rank._results._file).st_blocks
 
 
 def regions(rank: SharedMemory) -> list[tuple[int, int, bytes]]:
@@ -135,22 +141,22 @@ def test_memory_is_that_of_the_largest_results_held_at_once() -> None:
     for i in range(2, 50):
         pages[i % 2] = []
         pages[i % 2] = gathered(ranks, i + 1, [full(i, numel // (i % 3 + 1))] * 2)
-    assert memory_of(ranks[0], 0) <= 2 * 2 * 4 * numel + 4 * 4096
+    assert memory_of(ranks[0]) <= 2 * 2 * 4 * numel + 4 * 4096
 
 
 def test_memory_of_results_that_were_freed_long_ago_is_given_back() -> None:
     ranks, numel = memories(2), 1 << 16
     many = [gathered(ranks, i + 1, [full(i, numel)] * 2) for i in range(20)]
-    before = memory_of(ranks[0], 0)
+    before = memory_of(ranks[0])
     many.clear()
     for i in range(3):
         gathered(ranks, 21 + i, [full(i, numel)] * 2)
-    assert memory_of(ranks[0], 0) == before  # the next step may need as many
+    assert memory_of(ranks[0]) == before  # the next step may need as many
     gathered(ranks, 30 + shared_results.LONG, [full(7, numel)] * 2)
-    assert memory_of(ranks[0], 0) <= before / 10 + 3 * 4096
+    assert memory_of(ranks[0]) <= before / 10 + 3 * 4096
     many = [gathered(ranks, 2000 + i, [full(i, numel)] * 2) for i in range(20)]
     assert all(result.eq(i).all() for i, results in enumerate(many) for result in results)
-    assert memory_of(ranks[0], 0) == before
+    assert memory_of(ranks[0]) == before
 
 
 def test_beyond_so_many_regions_there_is_none() -> None:
@@ -161,6 +167,26 @@ def test_beyond_so_many_regions_there_is_none() -> None:
         held.pop()
         held.append(gathered(ranks, 5, [full(5)] * 2))
         assert [results[1][0, 0].item() for results in held] == [0, 1, 5]
+
+
+@pytest.mark.parametrize("lacks", ["F_OFD_SETLKW", "mmap"])
+def test_a_rank_whose_system_lacks_locks_or_maps_sends_messages(lacks: str) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise OSError("not here")
+
+    (all_there,) = memories(1)
+    with patch.object(fcntl, "fcntl", refuse) if lacks == "F_OFD_SETLKW" else patch.object(mmap, "mmap", refuse):
+        (rank,) = memories(1)
+    assert rank.write_in_place(1, full(1), torch.float32) is None
+    assert all_there.write_in_place(1, full(1), torch.float32) is not None
+
+
+def test_memory_that_cannot_be_given_back_is_kept() -> None:
+    ranks = memories(2)
+    gathered(ranks, 1, [full(1)] * 2)
+    with patch.object(mmap, "MADV_REMOVE", 12345):  # no such advice
+        gathered(ranks, 2, [full(1, 10)] * 2)
+        assert gathered(ranks, 3000, [full(3)] * 2)[0].eq(3).all()
 
 
 def test_ranks_that_issue_different_sizes_do_not_write_into_the_same_region() -> None:
@@ -191,7 +217,7 @@ with SharedResults(1, 2, os.open(sys.argv[1], os.O_RDWR))._locked():
 
 def test_a_process_that_ends_while_it_chooses_keeps_nobody_from_choosing() -> None:
     ranks = memories(2)
-    file = f"/proc/{os.getpid()}/fd/{ranks[0]._files[0]}"
+    file = f"/proc/{os.getpid()}/fd/{ranks[0]._results._file}"
     ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_CHOOSES, file], timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert len(gathered(ranks, 1, [full(1)] * 2)) == 2
@@ -215,5 +241,5 @@ def test_the_layout_of_a_lock_is_that_of_this_system() -> None:
     with rank._results._locked():
         other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
         with pytest.raises(BlockingIOError):
-            fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shared_results.TABLE)
+            fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         os.close(other)

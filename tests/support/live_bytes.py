@@ -1,15 +1,19 @@
 """Live bytes, counted and not sampled: every allocation and every free of torch's CPU allocator, kernels' own included.
 
-The allocator reports each one to the profiler, and so nothing is missed between two looks. What was allocated before
+The allocator reports each one to the profiler, and so nothing is missed between two looks. Results of gathers that the
+ranks of a host share, whole on each of them, are counted as well. What was allocated before
 counting began is not known, and its free is not reported: count from before the first tensor of interest. Nor are
 frees by gloo's threads, see :func:`settle`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,9 +22,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from functorch_shard.communication import process_group
 from functorch_shard.communication.collective import Collective
 from functorch_shard.communication.gloo import GlooBackend
+from functorch_shard.communication.shared_results import SharedResults
 from functorch_shard.communication.work import Work
 
-_MEMORY, _MARK = "[memory]", "live_bytes: "
+_MEMORY, _MARK, _SHARED = "[memory]", "live_bytes: ", "live_bytes_shared: "
 
 
 @dataclass
@@ -29,18 +34,23 @@ class LiveBytes:
 
     _profile: Any = None
     _history: list[tuple[str, int]] = field(default_factory=list)  # what happened, and the live bytes after it
+    _shared: Any = field(default_factory=ExitStack)
 
     def __enter__(self) -> LiveBytes:
+        self._shared.enter_context(_shared_results_reported())
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True).__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._profile.__exit__(*exception)
+        self._shared.close()
         live = 0
         for event in sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == _MEMORY or event.name().startswith(_MARK):
-                live += event.nbytes() if event.name() == _MEMORY else 0
-                self._history.append((event.name().removeprefix(_MARK), live))
+            name = event.name()
+            if name == _MEMORY or name.startswith((_MARK, _SHARED)):
+                live += event.nbytes() if name == _MEMORY else 0
+                live += int(name.removeprefix(_SHARED)) if name.startswith(_SHARED) else 0
+                self._history.append((_MEMORY if name.startswith(_SHARED) else name.removeprefix(_MARK), live))
         self._profile = None
 
     def mark(self, name: str) -> None:
@@ -69,6 +79,29 @@ class LiveBytes:
         names = [name for name, _ in self._history]
         assert names.count(first) == names.count(last) == 1
         return [live for _, live in self._history[names.index(first) : names.index(last) + 1]]
+
+
+@contextmanager
+def _shared_results_reported() -> Iterator[None]:
+    """Show the profiler when this rank has, and lets go of, a result that ranks share."""
+    rows, let_go, sizes = SharedResults.rows, SharedResults.let_go, dict[tuple[int, int], int]()
+
+    def rows_seen(self: SharedResults, region: int, *form: Any) -> Tensor:
+        result = rows(self, region, *form)
+        sizes[id(self), region] = result.nbytes
+        report(result.nbytes)
+        return result
+
+    def let_go_seen(self: SharedResults, region: int) -> None:
+        report(-sizes.pop((id(self), region), 0))
+        let_go(self, region)
+
+    def report(nbytes: int) -> None:
+        with record_function(f"{_SHARED}{nbytes}"):
+            pass
+
+    with patch.multiple(SharedResults, rows=rows_seen, let_go=let_go_seen):
+        yield
 
 
 def settle() -> None:
