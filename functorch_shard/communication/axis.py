@@ -46,7 +46,7 @@ class Axis(Static):
         dim: int = 0,
         device: torch.device | None = None,
         source: int = 0,
-        read_only: bool = False,
+        transient: bool = False,
         splits: Splits = (),
     ) -> Work:
         """Start a collective over the ranks of this axis: the only way to one, so that all are counted and checked.
@@ -54,13 +54,13 @@ class Axis(Static):
         Args:
             kind: see :class:`Collective`.
             x: the operand, see :class:`Backend`.
-            dtype, key, dim, device, source, read_only, splits: see :class:`Collective`; the dtype is that of ``x``
+            dtype, key, dim, device, source, transient, splits: see :class:`Collective`; the dtype is that of ``x``
                 unless given.
         """
         refuse_dynamo()
         numel = self._mean_sent(x, splits) if splits else self._numel(kind, x)
         what = kind, self.name, numel, dtype or x.dtype, key or self.key
-        op = collective(*what, dim, device, source, read_only, splits)
+        op = collective(*what, dim, device, source, transient, splits)
         if being_traced() and not self.backend.simulated:
             return issue_recorded(op, x, self.size, self.backend)
         record(op)

@@ -39,9 +39,8 @@ class Backend(ABC):
       simulated, stacked
     - ``"broadcast"``: the ``x`` of rank ``op.source``; real ranks write it into ``x``
 
-    Results are new memory on ``op.device``; with ``op.read_only`` nobody may write to them. The operand may be written
-    to when the result was waited for. All ranks issue the same in the same order. What a tracer records of them: Note
-    [Recorded] in recorded.py.
+    Results are new memory on ``op.device``. The operand may be written to when the result was waited for. All ranks
+    issue the same in the same order. What a tracer records of them: Note [Recorded] in recorded.py.
     """
 
     @property

@@ -26,7 +26,7 @@ RECORD = torch.ops.functorch_shard.collective.default
 # A collective in a graph, and what waits for it: Note [Recorded] in recorded.py.
 LIBRARY.define(
     "start(Tensor x, str ranks, str kind, str axis, int numel, ScalarType dtype, str key, int dim, Device? device, "
-    "int source, bool read_only) -> Tensor"
+    "int source, bool transient) -> Tensor"
 )
 LIBRARY.define("wait(Tensor started, Tensor x, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
 START = torch.ops.functorch_shard.start.default
@@ -51,7 +51,7 @@ class Collective:
         dim: where ranks are laid side by side, or what is split between them.
         device: where the result is to be; ``None``: where the operand is.
         source: the rank of the axis whose values a ``"scatter"`` or a ``"broadcast"`` sends.
-        read_only: whether nobody will write to the result: then it may be memory that ranks share.
+        transient: whether the result is freed soon: it may be memory of a host that is copied where it is written to.
         splits: of a ``"ragged_all_to_all"``: row i has the number of elements that rank i sends to each rank.
     """
 
@@ -63,7 +63,7 @@ class Collective:
     dim: int = 0
     device: torch.device | None = None
     source: int = 0
-    read_only: bool = False
+    transient: bool = False
     splits: Splits = ()
 
     @property

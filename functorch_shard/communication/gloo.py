@@ -1,9 +1,9 @@
 """Real ranks over gloo: each message carries a description of its collective, and sums are in rank order.
 
 A message is sent in one of three ways, by its size alone: in the header that every collective begins with (Note
-[Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. There an
-all-gather that is only read is one memory of all ranks (Note [Regions] in shared_results.py). Sums are those of
-``sum_in_rank_order`` on each way, as on simulated ranks.
+[Envelopes] in headers.py); over sockets; or, above ``SOCKET_LIMIT`` on one host, through shared memory. There the
+result of an all-gather that is freed soon is one memory of all ranks (Note [Regions] in shared_results.py). Sums are
+those of ``sum_in_rank_order`` on each way, as on simulated ranks.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class GlooBackend(GroupBackend):
         if nbytes <= self._line.capacity:
             read = self._by_envelope(call, x, dtype)
         else:
-            by_memory = self._in_place if op.read_only else self._by_memory
+            by_memory = self._in_place if op.transient else self._by_memory
             read = by_memory(call, memory, x, dtype) if memory else self._by_sockets(call, x, dtype)
         return _work(call, lambda: then(read()).to(device))
 

@@ -19,7 +19,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
 
 from .backend import Backend
 from .collective import LIBRARY, START, WAIT, Collective, record
@@ -46,7 +45,7 @@ def backend_of(name: str) -> Backend:
 def issue_recorded(op: Collective, x: Tensor, size: int, backend: Backend) -> Work:
     """``op`` on ``x`` as operators of a graph; ``size`` is that of the axis."""
     shape = _shape_of_result(op, x, size)
-    fields = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.read_only)
+    fields = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient)
     started = START(x, name_of(backend), *fields)
     return Work(lambda: WAIT(started, x, shape, op.dtype if _casts(op) else x.dtype, op.device or x.device))
 
@@ -76,21 +75,7 @@ def _shape_of_result(op: Collective, x: Tensor, size: int) -> list[int]:
     return shape
 
 
-def read_only_results(graph: GraphModule) -> GraphModule:
-    """The graph, for who runs it as it was recorded: then nobody writes to results that are only read."""
-    copied = Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    for node in copied.nodes:
-        if node.target is START:
-            node.target = _started
-    return GraphModule(graph, copied)
-
-
 def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
-    return _started(x, name, *fields[:-1], False)  # a compiler may write to what it needs no more
-
-
-def _started(x: Tensor, name: str, *fields: Any) -> Tensor:
     backend, op = backend_of(name), Collective(*fields)
     started: Any = torch.empty(0)
     record(op)

@@ -66,7 +66,7 @@ class SharedMemory:
         return None if region is None else _IN_PLACE - region
 
     def rows_in_place(self, slots: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """What all ranks wrote in place, stacked, if they did; not to be written to. Freeing it is ``done``."""
+        """What all ranks wrote in place, stacked, if they did and it can be mapped. Freeing it is ``done``."""
         in_place = slots[0] <= _IN_PLACE and len({*slots}) == 1
         return self._results.rows(_IN_PLACE - slots[0], shape, dtype) if in_place else None
 
@@ -81,7 +81,8 @@ class SharedMemory:
             if rank == self._rank and own is not None:
                 rows[rank].copy_(own)
             elif slot <= _IN_PLACE:
-                rows[rank].copy_(self._results.part(_IN_PLACE - slot, rank, shape, dtype))
+                start = self._results.start(_IN_PLACE - slot) + rank * rows[rank].nbytes
+                _each_byte(os.preadv, self._results.file, rows[rank], start)
             else:
                 self.read(rank, slot, 0, rows[rank])
         return rows
@@ -179,11 +180,16 @@ def _open_files(rank: int, own: int, addresses: Sequence[bytes]) -> list[int] | 
 
 
 def _file_of_results(rank: int, exchange: Callable[[bytes], list[bytes]]) -> int:
-    """A file that all ranks have open; -1 on those that do not."""
+    """A file that all ranks have open; or -1 on all of them."""
     own, address = _new_file() if rank == 0 else (-1, b"")
     first, *_ = exchange(address.ljust(ADDRESS))
+    file = own
     with suppress(OSError, ValueError):
-        return own if rank == 0 else _open_file(first)
+        file = own if rank == 0 else _open_file(first)
+    everybody = exchange((b"" if file < 0 else b"here").ljust(ADDRESS))
+    if all(answer.strip() for answer in everybody):
+        return file
+    close([file])
     return -1
 
 

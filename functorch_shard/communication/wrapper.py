@@ -42,11 +42,7 @@ def wrap(fn: Wrap) -> Callable[[Axis], Backend]:
         >>> mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
         tensor([256., 256.])
     """
-
-    def own_results(op: Collective, x: Tensor, send: Issue) -> Work:
-        return fn(replace(op, read_only=False) if op.read_only else op, x, send)  # ``fn`` may write to them
-
-    return lambda axis: Wrapped(axis.backend, own_results)
+    return lambda axis: Wrapped(axis.backend, fn)
 
 
 @dataclass(frozen=True)

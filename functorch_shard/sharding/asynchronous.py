@@ -133,7 +133,7 @@ def _start_all_gather(axis: Axis, x: Tensor, dtype: torch.dtype, key: str, devic
     if x.ndim > 1:
         rows = _copied(x, dtype, device)
         return Work(lambda: axis.issue("all_gather", rows, key=key, dim=rows.ndim - 1).wait().contiguous())
-    return axis.issue("all_gather", x, dtype=dtype, key=key, device=device, read_only=True)
+    return axis.issue("all_gather", x, dtype=dtype, key=key, device=device, transient=True)
 
 
 def _copied(x: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -42,14 +42,14 @@ class Way:
 
     axis: Axis
     socket_limit: int = 1 << 40
-    read_only: bool = False
+    transient: bool = False
 
     def time(self, call: Call) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this rank's processor."""
         with patch.object(gloo, "SOCKET_LIMIT", self.socket_limit):
             dist.barrier()
             start, work = time.perf_counter(), time.process_time()
-            call(self.axis, self.read_only)
+            call(self.axis, self.transient)
             return 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - work)
 
 
@@ -60,15 +60,15 @@ def on_this_rank() -> list[str]:
         "gloo's own": Way(own),
         "sockets": Way(ours),
         "shared memory": Way(ours, socket_limit=0),
-        "one memory": Way(ours, socket_limit=0, read_only=True),
+        "one memory": Way(ours, socket_limit=0, transient=True),
     }
     lines = []
     for size, numel in SIZES.items():
         whole = torch.randn(numel // where[2] * where[2])
         part = whole[: len(whole) // where[2]].clone()
         for kind, x in (("all_gather", part), ("psum_scatter", whole)):
-            ways = {name: way for name, way in every.items() if kind == "all_gather" or not way.read_only}
-            times = medians(lambda axis, r, kind=kind, x=x: axis.issue(kind, x, read_only=r).wait(), ways)
+            ways = {name: way for name, way in every.items() if kind == "all_gather" or not way.transient}
+            times = medians(lambda axis, r, kind=kind, x=x: axis.issue(kind, x, transient=r).wait(), ways)
             lines.append(f"{where[2]} ranks, {kind} of {size}: {times}")
     return sorted(lines, key=lambda line: "psum" in line)
 

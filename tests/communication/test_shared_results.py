@@ -35,7 +35,7 @@ def full(number: float, numel: int = 5) -> Tensor:
 
 
 def memory_of(rank: SharedMemory) -> int:
-    return 512 * os.fstat(rank._results._file).st_blocks
+    return 512 * os.fstat(rank._results.file).st_blocks
 
 
 def regions(rank: SharedMemory) -> list[tuple[int, int, bytes]]:
@@ -63,11 +63,35 @@ def test_a_part_is_cast_and_conjugated_on_the_way() -> None:
     assert torch.equal(rows[0], x.resolve_conj().to(torch.complex64))
 
 
-def test_ranks_have_one_memory_and_each_writes_its_own_part_alone() -> None:
-    ranks = memories(2)
-    first, second = gathered(ranks, 1, [full(1), full(2)])
-    first[1, 3] = 7  # what nobody may do
-    assert second.tolist() == [[1] * 5, [2, 2, 2, 7, 2]]
+def test_what_a_rank_writes_to_a_result_no_other_rank_and_no_later_result_has() -> None:
+    ranks, pages = memories(2), mmap.PAGESIZE
+    for number in range(1, 20):
+        results = gathered(ranks, number, [full(number, pages), full(-number, pages)])
+        first, second = results
+        assert first.equal(second)
+        assert first[:, ::7].abs().eq(number).all()
+        if number % 3 == 0:
+            first[number % 2, number * 10] = 1e6
+            assert second.abs().eq(number).all()
+        del first, second
+        results.clear()
+    assert len(regions(ranks[0])) == 1
+
+
+def test_a_map_is_kept_unless_it_may_have_copies_of_pages() -> None:
+    ranks, kept = memories(2), list[mmap.mmap]()
+    for number in range(1, 9):
+        results = gathered(ranks, number, [full(number, 10_000)] * 2)
+        assert results[0].eq(number).all()
+        kept.append(ranks[0]._results._private[0])
+        if number == 4:
+            results[0][1, -1] = 7
+        results.clear()
+    assert len({*map(id, kept[:4])}) == len({*map(id, kept[4:])}) == 1
+    assert kept[3] is not kept[4]
+    with patch("builtins.open", side_effect=OSError):
+        results = gathered(ranks, 10, [full(10)] * 2)
+    assert ranks[0]._results._private[0] is not kept[-1]
 
 
 def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_earlier() -> None:
@@ -169,16 +193,38 @@ def test_beyond_so_many_regions_there_is_none() -> None:
         assert [results[1][0, 0].item() for results in held] == [0, 1, 5]
 
 
-@pytest.mark.parametrize("lacks", ["F_OFD_SETLKW", "mmap"])
+def test_no_rank_writes_in_place_where_one_cannot_open_the_file_of_results() -> None:
+    opened, calls = os.open, []
+
+    def fails_once(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == 7:  # after two files on each of three ranks
+            raise OSError("not here")
+        return opened(*args)
+
+    with patch.object(os, "open", fails_once):
+        ranks = memories(3)
+    assert len(calls) == 8
+    assert [rank.write_in_place(1, full(1), torch.float32) for rank in ranks] == [None] * 3
+
+
+@pytest.mark.parametrize("lacks", ["locks", "maps"])
 def test_a_rank_whose_system_lacks_locks_or_maps_sends_messages(lacks: str) -> None:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError("not here")
 
-    (all_there,) = memories(1)
-    with patch.object(fcntl, "fcntl", refuse) if lacks == "F_OFD_SETLKW" else patch.object(mmap, "mmap", refuse):
-        (rank,) = memories(1)
-    assert rank.write_in_place(1, full(1), torch.float32) is None
-    assert all_there.write_in_place(1, full(1), torch.float32) is not None
+    ranks = memories(2)
+    assert ranks[0].write_in_place(1, full(1), torch.float32) is not None
+    with patch.object(fcntl, "fcntl", refuse) if lacks == "locks" else patch.object(mmap, "mmap", refuse):
+        assert ranks[1].write_in_place(1, full(1), torch.float32) is None
+
+
+def test_a_result_that_cannot_be_mapped_is_read() -> None:
+    ranks, parts = memories(2), [full(1), full(2)]
+    slots = [rank.write_in_place(1, x, x.dtype) for rank, x in zip(ranks, parts, strict=True)]
+    with patch.object(mmap, "mmap", side_effect=OSError):
+        assert ranks[0].rows_in_place(slots, (5,), torch.float32) is None  # pyright: ignore[reportArgumentType]
+    assert torch.equal(ranks[0].read_rows(slots, (5,), torch.float32, None), torch.stack(parts))  # pyright: ignore[reportArgumentType]
 
 
 def test_memory_that_cannot_be_given_back_is_kept() -> None:
@@ -217,10 +263,25 @@ with SharedResults(1, 2, os.open(sys.argv[1], os.O_RDWR))._locked():
 
 def test_a_process_that_ends_while_it_chooses_keeps_nobody_from_choosing() -> None:
     ranks = memories(2)
-    file = f"/proc/{os.getpid()}/fd/{ranks[0]._results._file}"
+    file = f"/proc/{os.getpid()}/fd/{ranks[0]._results.file}"
     ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_CHOOSES, file], timeout=60, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert len(gathered(ranks, 1, [full(1)] * 2)) == 2
+
+
+def test_an_exception_before_it_is_unlocked_keeps_nobody_from_choosing() -> None:
+    ranks, issue = memories(2), fcntl.fcntl
+    raises = [KeyboardInterrupt]
+
+    def interrupted(file: int, command: int, arg: bytes) -> Any:
+        if command == fcntl.F_OFD_SETLK and raises:
+            raise raises.pop()
+        return issue(file, command, arg)
+
+    with patch.object(fcntl, "fcntl", interrupted), pytest.raises(KeyboardInterrupt):
+        ranks[0].write_in_place(1, full(1), torch.float32)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(ranks[1].write_in_place, 1, full(1), torch.float32).result(timeout=60) is not None
 
 
 def test_a_forked_process_does_not_let_go_for_its_parent() -> None:
@@ -237,7 +298,7 @@ def test_a_forked_process_does_not_let_go_for_its_parent() -> None:
 
 def test_the_layout_of_a_lock_is_that_of_this_system() -> None:
     (rank,) = memories(1)
-    file = rank._results._file
+    file = rank._results.file
     with rank._results._locked():
         other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
         with pytest.raises(BlockingIOError):

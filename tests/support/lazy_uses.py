@@ -18,8 +18,8 @@ from torch.func import functional_call, jacfwd, jacrev
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
-from functorch_shard.communication import Collective, Work
-from functorch_shard.communication.wrapper import Issue, Wrapped
+from functorch_shard.communication import Collective, Work, wrap
+from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import loss_of, two_layers
 
@@ -307,7 +307,7 @@ def delayed(mesh: fs.Mesh, longest: float) -> fs.Mesh:
         work = send(op, x)
         return Work(lambda: (pause(), work.wait())[1])
 
-    return mesh.with_backend(lambda axis: Wrapped(axis.backend, issue))  # not ``wrap``: results may be shared
+    return mesh.with_backend(wrap(issue))
 
 
 def delayed_training(mesh: fs.Mesh, num_steps: int = 6) -> tuple[list[Tensor], list[tuple[str, int]]]:

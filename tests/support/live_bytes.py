@@ -86,10 +86,10 @@ def _shared_results_reported() -> Iterator[None]:
     """Show the profiler when this rank has, and lets go of, a result that ranks share."""
     rows, let_go, sizes = SharedResults.rows, SharedResults.let_go, dict[tuple[int, int], int]()
 
-    def rows_seen(self: SharedResults, region: int, *form: Any) -> Tensor:
+    def rows_seen(self: SharedResults, region: int, *form: Any) -> Tensor | None:
         result = rows(self, region, *form)
-        sizes[id(self), region] = result.nbytes
-        report(result.nbytes)
+        sizes[id(self), region] = 0 if result is None else result.nbytes
+        report(sizes[id(self), region])
         return result
 
     def let_go_seen(self: SharedResults, region: int) -> None:

@@ -55,8 +55,7 @@ def compile(  # noqa: A001  (as torch.compile)
             ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
             a function of a graph and its inputs.
         passes: functions from the recorded graph to the one that ``backend`` runs, one after the other, for example
-            ``fs.communication.as_c10d``. All ranks pass the same. Schedules show the graph as it was recorded. No pass
-            may write to what a gather returns, which ranks may share.
+            ``fs.communication.as_c10d``. All ranks pass the same. Schedules show the graph as it was recorded.
         options: settings of ``torch._inductor.config``.
 
     Returns:
