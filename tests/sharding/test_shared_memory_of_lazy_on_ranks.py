@@ -116,7 +116,8 @@ def test_a_recorded_write_is_to_memory_of_this_rank(backend: str) -> None:
 
 def forked_on_this_rank() -> str:
     """What a forked process reads after its parent let go, and all ranks wrote other values there."""
-    params, others = (sharded(fs.init_mesh(), w=whole() + i) for i in range(2))
+    mesh = fs.init_mesh()
+    params, others = (sharded(mesh, w=whole() + i) for i in range(2))
     w = fs.gather(params)["w"]
     assert torch.equal(w + 0, whole())
     (to_read, to_write), (go, went) = os.pipe(), os.pipe()
