@@ -100,12 +100,13 @@ class SharedMemory:
     def _part(self, rank: int, slot: int, nbytes: int, start: int, like: Tensor) -> Tensor:
         """Of the part for this rank, of ``nbytes``, in a message of ``rank``: what begins at byte ``start``."""
         start += nbytes * (self._rank - (self._rank > rank))  # it has none for itself
-        if len(self._files) > MAPPED:
-            part = torch.empty_like(like)
-            self.read(rank, slot, start, part)
-            return part
-        memory = self._map(rank, slot, HEAD + nbytes * (len(self._files) - 1))
-        return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=HEAD + start)
+        if len(self._files) <= MAPPED:
+            with suppress(OSError):  # no more file descriptors
+                memory = self._map(rank, slot, HEAD + nbytes * (len(self._files) - 1))
+                return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=HEAD + start)
+        part = torch.empty_like(like)
+        self.read(rank, slot, start, part)
+        return part
 
     def _map(self, rank: int, slot: int, nbytes: int) -> mmap.mmap:
         if (rank, slot) not in self._maps or len(self._maps[rank, slot]) < nbytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,13 @@ def test_sums_are_in_rank_order_on_every_rank(num_ranks: int, mapped: bool, monk
         if num_ranks > 2:
             assert not torch.equal(reduce(torch.add, parts), reduce(torch.add, parts[::-1]))
         assert bool(memory._maps) == mapped
+
+
+def test_sums_are_right_where_nothing_more_can_be_mapped() -> None:
+    ranks = memories(2)
+    slots = [memory.write([torch.full((5,), rank)]) for rank, memory in enumerate(ranks)]
+    with patch.object(mmap, "mmap", side_effect=OSError):
+        assert ranks[0].read_sum(slots, torch.ones(5, dtype=torch.int64)).tolist() == [2] * 5
 
 
 def test_sums_of_any_size_are_right_in_a_slot_that_had_others() -> None:
