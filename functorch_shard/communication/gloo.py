@@ -28,7 +28,7 @@ from .simulated import sum_in_rank_order
 from .work import Work
 
 # Above so many bytes a rank, shared memory beats sockets. Two ranks (tests/benchmarks/gloo.py) gather 128 KB a rank in
-# 0.6 ms through it and in 0.7 ms over sockets, 512 KB in 0.7 and 1.4 ms, 8 MB in 1.7 and 8.7 ms; they reduce 512 KB in
+# 0.6 ms through it and in 0.7 ms over sockets, 512 KB in 0.7 and 2.2 ms, 8 MB in 2.2 and 10.1 ms; they reduce 512 KB in
 # 1.0 and 3.2 ms. A step of 200 small layers, 100 KB a message, takes 90 ms with it and 120 ms without.
 SOCKET_LIMIT = 1 << 16
 # Up to so many bytes, a psum is one round: all ranks send all of it. Two ranks have nothing to save by two rounds.
