@@ -7,6 +7,7 @@ the transpose of that is the sum again. These axes are of real ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,12 @@ from ..torch_internals.autograd import signed
 from ..torch_internals.transforms import with_outer_tangents
 from .rules import winners_share
 
+_Map = Callable[[Tensor, Axis], Tensor]
+
 
 def sum_as_one_value(x: Tensor, axis: Axis) -> Tensor:
     """``psum``, of which the ranks of ``axis`` make one loss together."""
-    return _Sum.apply(x, axis)
+    return _Linear.apply(x, axis, _summed, _copied)
 
 
 def max_as_one_value(x: Tensor, axis: Axis) -> Tensor:
@@ -28,52 +31,38 @@ def max_as_one_value(x: Tensor, axis: Axis) -> Tensor:
     return _Max.apply(x, axis)
 
 
-class _Sum(Function):
-    @staticmethod
-    @signed
-    def forward(x: Tensor, axis: Axis) -> Tensor:
-        return axis.issue("psum", x).wait()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.axis = inputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Copied.apply(grad, ctx.axis), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _Sum.apply(tangent, ctx.axis)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, axis: Axis) -> Any:
-        return _Sum.apply(x, axis), in_dims[0]
+def _summed(x: Tensor, axis: Axis) -> Tensor:
+    return axis.issue("psum", x).wait()
 
 
-class _Copied(Function):
+def _copied(x: Tensor, axis: Axis) -> Tensor:
     """One value for each rank to use: what they do with it adds up."""
+    return x.view_as(x)
+
+
+class _Linear(Function):
+    """``fn``, whose transpose is ``transposed``: they are each other's."""
 
     @staticmethod
     @signed
-    def forward(x: Tensor, axis: Axis) -> Tensor:
-        return x.view_as(x)
+    def forward(x: Tensor, axis: Axis, fn: _Map, transposed: _Map) -> Tensor:
+        return fn(x, axis)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.axis = inputs
+        _, ctx.axis, ctx.fn, ctx.transposed = inputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Sum.apply(grad, ctx.axis), None
+        return _Linear.apply(grad, ctx.axis, ctx.transposed, ctx.fn), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _Copied.apply(tangent, ctx.axis)
+        return _Linear.apply(tangent, ctx.axis, ctx.fn, ctx.transposed)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, axis: Axis) -> Any:
-        return _Copied.apply(x, axis), in_dims[0]
+    def vmap(info: Any, in_dims: Any, x: Tensor, axis: Axis, fn: _Map, transposed: _Map) -> Any:
+        return _Linear.apply(x, axis, fn, transposed), in_dims[0]
 
 
 class _Max(Function):
@@ -91,12 +80,12 @@ class _Max(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         share = winners_share(*ctx.saved_tensors, None, None, ctx.axis)
-        return _Copied.apply(grad, ctx.axis) * share, None
+        return _Linear.apply(grad, ctx.axis, _copied, _summed) * share, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         with with_outer_tangents():
-            return _Sum.apply(tangent * winners_share(*ctx.saved_tensors, None, None, ctx.axis), ctx.axis)
+            return sum_as_one_value(tangent * winners_share(*ctx.saved_tensors, None, None, ctx.axis), ctx.axis)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, axis: Axis) -> Any:

@@ -32,7 +32,7 @@ from secrets import token_hex
 import torch
 from torch import Tensor
 
-from .shared_results import SharedResults, close
+from .shared_results import SharedResults, close, mapped
 
 SLOT = 1 << 40  # bytes from one slot to the next: more than any message has, and 2**23 slots fit into a file
 HEAD = 1 << 12  # bytes before a message: as many ranks as one host will ever have
@@ -102,16 +102,12 @@ class SharedMemory:
         start += nbytes * (self._rank - (self._rank > rank))  # it has none for itself
         if len(self._files) <= MAPPED:
             with suppress(OSError):  # no more file descriptors
-                memory = self._map(rank, slot, HEAD + nbytes * (len(self._files) - 1))
+                message = HEAD + nbytes * (len(self._files) - 1)
+                memory = mapped(self._maps, (rank, slot), self._files[rank], message, slot * SLOT)
                 return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=HEAD + start)
         part = torch.empty_like(like)
         self.read(rank, slot, start, part)
         return part
-
-    def _map(self, rank: int, slot: int, nbytes: int) -> mmap.mmap:
-        if (rank, slot) not in self._maps or len(self._maps[rank, slot]) < nbytes:
-            self._maps[rank, slot] = mmap.mmap(self._files[rank], nbytes, offset=slot * SLOT)
-        return self._maps[rank, slot]
 
     def done(self, slots: Sequence[int]) -> None:
         """This rank reads no more of these messages, one of each rank; a slot of -1 was not received."""
@@ -149,8 +145,7 @@ def open_shared_memory(rank: int, exchange: Callable[[bytes], list[bytes]]) -> S
     """
     own, address = _new_file()
     files = _open_files(rank, own, exchange(address.ljust(ADDRESS)))
-    everybody = exchange(b"".ljust(ADDRESS) if files is None else b"here".ljust(ADDRESS))  # now all are open
-    if files is not None and all(answer.strip() for answer in everybody):
+    if _on_all_ranks(files is not None, exchange) and files:  # now all are open
         return SharedMemory(rank, files, _file_of_results(rank, exchange))
     close(files or [own])
     return None
@@ -187,11 +182,14 @@ def _file_of_results(rank: int, exchange: Callable[[bytes], list[bytes]]) -> int
     file = own
     with suppress(OSError, ValueError):
         file = own if rank == 0 else _open_file(first)
-    everybody = exchange((b"" if file < 0 else b"here").ljust(ADDRESS))
-    if all(answer.strip() for answer in everybody):
+    if _on_all_ranks(file >= 0, exchange):
         return file
     close([file])
     return -1
+
+
+def _on_all_ranks(here: bool, exchange: Callable[[bytes], list[bytes]]) -> bool:
+    return all(answer.strip() for answer in exchange((b"here" if here else b"").ljust(ADDRESS)))
 
 
 def _open_file(address: bytes) -> int:

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from ctypes import c_char
 from math import prod
+from typing import Any
 from weakref import WeakSet, finalize
 
 import torch
@@ -140,9 +141,7 @@ class SharedResults:
 
     def _map(self, region: int, nbytes: int) -> mmap.mmap:
         """For what this rank writes."""
-        if region not in self._written or len(self._written[region]) < nbytes:
-            self._written[region] = mmap.mmap(self.file, nbytes, offset=self.start(region))
-        return self._written[region]
+        return mapped(self._written, region, self.file, nbytes, self.start(region))
 
     def _private_map(self, region: int, nbytes: int) -> mmap.mmap:
         """For what this rank reads: writes to it are seen by nobody else."""
@@ -185,6 +184,13 @@ def _may_have_copies(memory: mmap.mmap) -> bool:
 def _before_fork() -> None:
     for results in [*_ALL]:
         results.copy_pages()
+
+
+def mapped(maps: dict[Any, mmap.mmap], key: Any, file: int, nbytes: int, offset: int) -> mmap.mmap:
+    """The map in ``maps``, of so many bytes of ``file`` at least."""
+    if key not in maps or len(maps[key]) < nbytes:
+        maps[key] = mmap.mmap(file, nbytes, offset=offset)
+    return maps[key]
 
 
 def close(files: Sequence[int]) -> None:

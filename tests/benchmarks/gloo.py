@@ -4,7 +4,7 @@ python -m tests.benchmarks.gloo
 
 "gloo's own" are its all-gather and reduce-scatter; the rest is what this library chooses from by the size of a message:
 sockets, for small ones (the smallest go inside of envelopes) and between hosts; shared memory, on one host; and of
-gathers that are only read, one memory of all ranks.
+gathers whose results are freed soon, one memory of all ranks.
 """
 
 from __future__ import annotations
