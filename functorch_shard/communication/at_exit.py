@@ -42,6 +42,7 @@ class Line(Protocol):
 
 _LINES: WeakSet[Any] = WeakSet()
 _LEFT: list[Left] = []
+_OF_PARENTS: list[Left] = []  # never freed: what frees a group waits for its threads, which a forked process has not
 
 
 def watch(line: Line) -> None:
@@ -102,6 +103,7 @@ def _disconnect(group: Any) -> None:
 def _forget() -> None:
     """A process that was forked has no part in what is under way."""
     _LINES.clear()
+    _OF_PARENTS.extend(_LEFT)
     _LEFT.clear()
 
 

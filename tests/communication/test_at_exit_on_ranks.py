@@ -62,3 +62,25 @@ def test_a_rank_ends_although_another_one_never_takes_what_it_sends(statements: 
 def test_another_rank_may_take_a_while_later_what_was_sent_by_one_that_ends() -> None:
     late = NOT_BEGUN + 'import torch\ntime.sleep(1)\nmesh["shard"].issue("all_gather", torch.ones(20_000)).wait()'
     assert exit_codes([BEGUN + "del work", late], 2) == [0, 0]
+
+
+FORKED = """
+import os, sys, time
+import torch.distributed as dist
+from functorch_shard.communication import at_exit
+
+class Work:
+    def wait(self):
+        pass
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+at_exit.leave(dist.group.WORLD, [Work()], os.getpid())
+dist.destroy_process_group()
+if not (child := os.fork()):
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_process_runs_although_its_parent_destroyed_the_process_group_of_collectives_it_let_go() -> None:
+    assert exit_codes([FORKED], 1) == [0]

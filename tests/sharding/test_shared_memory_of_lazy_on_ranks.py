@@ -131,12 +131,12 @@ def forked_on_this_rank() -> str:
     for _ in range(5):
         assert torch.equal(fs.gather(others)["w"] + 0, whole() + 1)
     os.write(went, b"1")
-    os.waitpid(child, 0)
-    return os.read(to_read, 1000).decode()
+    os.close(to_write)
+    return f"{os.read(to_read, 1000).decode()}, exit status {os.waitpid(child, 0)[1]}"
 
 
 def test_a_forked_process_has_what_its_parent_had() -> None:
-    assert run_ranks(forked_on_this_rank, 2) == ["True"] * 2
+    assert run_ranks(forked_on_this_rank, 2) == ["True, exit status 0"] * 2
 
 
 def without_regions_on_this_rank(name: str, ranks: list[int]) -> None:
