@@ -9,6 +9,7 @@ torchrun --nproc-per-node 2 -m tests.benchmarks.step --device cuda --cases gpt-4
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import CONTENDERS, takes_replicas
-from tests.benchmarks.resident import status
+from tests.benchmarks.resident import forget_peak, status
 from tests.benchmarks.workloads import WORKLOADS
 from tests.support.two_hosts import on_two_hosts
 
@@ -104,16 +105,27 @@ def _now_on_all_ranks(case: Case) -> float:
     return time.perf_counter()
 
 
-def memory_on_this_rank(case: Case, name: str) -> tuple[float, float]:
-    """Peak MB of this rank's own memory in five steps, above those before the model, and its part of shared memory.
+def memory_on_this_rank(case: Case, name: str) -> tuple[float, float, float]:
+    """MB of this rank's own memory that it holds between steps, the most that five steps take in addition, and its part
+    of shared memory. What a compiler keeps is held between steps as well.
 
     Memory files never shrink and are open on all ranks. What of them a rank has mapped counts as resident in each.
     """
-    before = status("VmRSS")
+    before = _own_memory()
     step, batch = build(name, case), _batch(case)
+    for _ in range(WARM_UP + 1):
+        step(*batch)
+    held = _own_memory()
+    forget_peak()
     for _ in range(5):
         step(*batch)
-    return (status("VmHWM") - status("RssShmem") - before) / 2**20, _shared_memory() / case.num_ranks
+    most = status("VmHWM") - status("RssShmem")
+    return (held - before) / 2**20, (most - held) / 2**20, _shared_memory() / case.num_ranks
+
+
+def _own_memory() -> float:
+    gc.collect()
+    return status("VmRSS") - status("RssShmem")
 
 
 def _shared_memory() -> float:
@@ -126,7 +138,7 @@ def memory(key: str, name: str) -> list[float]:
     """In new processes, whose malloc starts with its own thresholds."""
     command = [sys.executable, "-m", "tests.benchmarks.step", "--peak-of", name, "--cases", key]
     out = subprocess.run(command, env={**os.environ, **MALLOC}, capture_output=True, text=True, timeout=900, check=True)
-    return [float(word) for word in out.stdout.split()[-2:]]
+    return [float(word) for word in out.stdout.split()[-3:]]
 
 
 def check_losses(case: Case, losses: dict[str, list[float]]) -> None:
@@ -149,7 +161,7 @@ def run(key: str, case: Case, names: Sequence[str], rounds: int, with_memory: bo
     check_losses(case, {name: series[name]["loss"] for name in names})
     rows = {name: summary(name, series) for name in names}
     for name in names if with_memory else []:
-        rows[name]["peak_mb"], rows[name]["shared_mb"] = memory(key, name)
+        rows[name]["held_mb"], rows[name]["step_mb"], rows[name]["shared_mb"] = memory(key, name)
     return {**asdict(case), "name": case.name, "rounds": rounds, "rows": rows}
 
 
@@ -164,13 +176,13 @@ def summary(name: str, series: Series) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles), peak MB of its own + shared"
-    ]
+    lines = [f"{result['name']}: median ms, ratio to FSDP2 with the same resharding (quartiles)"]
+    if any("held_mb" in row for row in result["rows"].values()):
+        lines[0] += ", MB held + in a step + shared"
     for name, row in result["rows"].items():
         low, high = row["quartiles"]
-        peak = f"{row['peak_mb']:7.0f} + {row['shared_mb']:.0f}" if "peak_mb" in row else "      -"
-        lines.append(f"  {name:22s} {row['ms']:8.1f}   {row['ratio']:.2f} ({low:.2f} to {high:.2f}) {peak}")
+        sizes = " + ".join(f"{row[key]:4.0f}" for key in ("held_mb", "step_mb", "shared_mb") if key in row)
+        lines.append(f"  {name:22s} {row['ms']:8.1f}   {row['ratio']:.2f} ({low:.2f} to {high:.2f})  {sizes}".rstrip())
     return "\n".join(lines)
 
 
