@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,19 +74,25 @@ def by_backward(model: nn.Module, x: Tensor) -> Step:
     return step
 
 
-def ours(blocks: int, x: Tensor) -> Step:
+def ours(blocks: int, x: Tensor, backend: str | None = None) -> Step:
+    """The step as it is written, or with ``backend`` recorded once by ``fs.compile``."""
     model = model_of(blocks)
     mesh = fs.Mesh.from_device_mesh(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)))
     layout = fs.plan(model, mesh, units="blocks")
     params, opt = fs.shard(dict(model.named_parameters()), layout), fs.optimizer(torch.optim.AdamW)
     now = [params, opt.init(params)]
 
-    def loss(params: fs.Sharded) -> Tensor:
+    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
         return functional_call(model, fs.gather(params), (x,)).square().mean()
+
+    def update(params: fs.Sharded, state: Any, x: Tensor) -> Any:
+        return opt.step(params, grads=fs.grad(loss)(params, x), state=state, donate=True)
+
+    train = fs.compile(update, backend=backend) if backend else update
 
     def step() -> None:
         params, state = now
-        now[:] = opt.step(params, grads=fs.grad(loss)(params), state=state, donate=True)
+        now[:] = train(params, state, x)
 
     return step
 
@@ -149,7 +156,14 @@ def floor(blocks: int, x: Tensor) -> Step:
     return with_messages
 
 
-CONTENDERS = {"plain": plain, "shells": shells, "floor": floor, "ours": ours, "FSDP2": by_fully_shard}
+CONTENDERS: dict[str, Callable[[int, Tensor], Step]] = {
+    "plain": plain,
+    "shells": shells,
+    "floor": floor,
+    "ours": ours,
+    "replay": partial(ours, backend="replay"),
+    "FSDP2": by_fully_shard,
+}
 
 
 def milliseconds(step: Step) -> float:
