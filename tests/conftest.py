@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from functorch_shard.torch_internals.while_it_runs import NAMES, Globals
+from tests.support import slow_cases
 from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks, also_sequential
 
@@ -28,13 +29,35 @@ LONG = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "of N parts of the tests run the K-th; together they are the whole"
+    parser.addoption("--part", metavar="K/N", type=slow_cases.part, default=(1, 1), help=help_text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """xdist would start files of few tests last, and one worker would wait for the other one's long file."""
     config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before -m chooses among them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+    _mark_slow_cases(config, items)
+    number, parts = config.option.part
+    left_out = [item for item in items if not slow_cases.in_part(item.nodeid, number, parts)]
+    if left_out:
+        items[:] = [item for item in items if item not in {*left_out}]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    listed = slow_cases.listed()
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
+    single = any("::" in arg for arg in config.args)  # then files are not collected as a whole
+    if stale := [] if single else slow_cases.unknown(listed, (item.nodeid for item in items)):
+        raise pytest.UsageError(f"{slow_cases.LIST}: no test has these names; drop them, or rename: {stale}")
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -32,7 +32,7 @@ ROWS_OF = {
     "one after the other, 1 axis, remat": (1, 4),
     "one after the other, 2 axes, remat": (3, 4),
 }
-DEFAULT = ["simulated, 2 axes", "gloo, 1 axis, lazy", "gloo, 1 axis, plain, remat", "one after the other, 1 axis"]
+DEFAULT = ["simulated, 2 axes", "gloo, 1 axis, lazy", "one after the other, 1 axis"]
 every_column = pytest.mark.parametrize(
     "column", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS]
 )
