@@ -34,8 +34,9 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 def axis_of(node: Any) -> Axis | None:
     """The axis that a node of the graph communicates over, if it does."""
-    static = (*getattr(node, "static", ()), getattr(node, "axis", None))
-    return next((x for x in static if isinstance(x, Axis)), None)
+    held = [node, *getattr(node, "static", ())]
+    candidates = [*held, *(getattr(x, "axis", None) for x in held)]
+    return next((x for x in candidates if isinstance(x, Axis)), None)
 
 
 def aside(x: Tensor, batch_dim: int | None, to: int = 0) -> tuple[Tensor, int | None, int]:

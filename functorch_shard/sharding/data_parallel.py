@@ -8,7 +8,7 @@ over ranks is taken, unless ``fs.grad`` takes it, Note [Boundary].
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,21 +78,44 @@ def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], plan: Schedule, me
     if op is None:
         return run(ops, x, no_communication)
     axis = mesh[op.axis].of(plan.key)
-    return _Linear.apply(x, *place_of(axis), axis, ops, derivative)
+    return _Linear.apply(x, *place_of(axis), _Map(axis, ops, *derivative))
+
+
+@dataclass(frozen=True, eq=False)
+class _Map:
+    """``ops``, one of which communicates over ``axis``, and those of the tangent and of the cotangent.
+
+    One object, since torch.func flattens the arguments of a Function as pytrees, several times a call.
+    """
+
+    axis: Axis
+    ops: Ops
+    tangent: Ops
+    cotangent: Ops
+
+    @property
+    def derivative(self) -> _Map:
+        return replace(self, ops=self.tangent)
+
+    @property
+    def transpose(self) -> _Map:
+        return _Map(self.axis, self.cotangent, self.cotangent, self.tangent)
+
+    def __call__(self, x: Tensor, dim: int) -> Tensor:
+        """Of ``x``, in which ranks are laid side by side in ``dim``."""
+        return run(self.ops, x, lambda op, x: _communicate(op, x, self.axis, dim))
+
+    def has(self, kind: type) -> bool:
+        return any(isinstance(op, kind) for op in self.ops)
 
 
 class _Linear(Function):
-    """``ops``, one of which communicates; ``derivative`` are those of the tangent and those of the cotangent.
-
-    Ranks are laid side by side in the last dim, behind any batch dims.
-    """
+    """A :class:`_Map`. Ranks are laid side by side in the last dim, behind any batch dims."""
 
     @staticmethod
     @signed
-    def forward(
-        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, ops: Ops, derivative: tuple[Ops, Ops]
-    ) -> Tensor:
-        return run(ops, x, lambda op, x: _communicate(op, x, axis, x.ndim - 1))
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, linear: _Map) -> Tensor:
+        return linear(x, x.ndim - 1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -101,42 +124,31 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, axis, _, (ops, transposed) = saved(ctx)
-        if any(isinstance(op, ReduceScatter) for op in transposed) and reduces_tangents_alone(ctx):
-            return _of_tangent(grad, tuple(place), axis, transposed, ops), None, None, None, None, None
-        return _Linear.apply(grad, *place, axis, transposed, (transposed, ops)), None, None, None, None, None
+        *place, linear = saved(ctx)
+        if linear.transpose.has(ReduceScatter) and reduces_tangents_alone(ctx):
+            return _of_tangent(grad, tuple(place), linear.transpose), None, None, None
+        return _Linear.apply(grad, *place, linear.transpose), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        *place, axis, _, derivative = saved(ctx)
-        return _Linear.apply(tangent, *place, axis, derivative[0], derivative)
+        *place, linear = saved(ctx)
+        return _Linear.apply(tangent, *place, linear.derivative)
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        x: Tensor,
-        index: Tensor | None,
-        others: Tensor | None,
-        axis: Axis,
-        ops: Ops,
-        derivative: tuple[Ops, Ops],
-    ) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, linear: _Map) -> Any:
         if in_dims[1] is None:
             x, batch_dim, _ = aside(x, in_dims[0])
-            return _Linear.apply(x, index, others, fold(axis, info, in_dims), ops, derivative), batch_dim
-        whole = any(isinstance(op, AllGather) for op in ops)  # one value for all ranks
-        x = stack(x, in_dims[0], axis)
-        return run(ops, x, lambda op, x: _communicate(op, x, axis, x.ndim - 2)), None if whole else 0
+            folded = replace(linear, axis=fold(linear.axis, info, in_dims))
+            return _Linear.apply(x, index, others, folded), batch_dim
+        x = stack(x, in_dims[0], linear.axis)
+        return linear(x, x.ndim - 2), None if linear.has(AllGather) else 0  # a gather: one value for all ranks
 
 
-def _of_tangent(grad: Tensor, place: Any, axis: Axis, ops: Ops, transposed: Ops) -> Tensor:
-    """What ``ops``, which reduce and scatter, make of the tangent of ``grad``."""
-    *_, dtype = (op.dtype for op in ops if isinstance(op, Cast))
-    shape = *grad.shape[:-1], grad.shape[-1] // axis.size
-    return of_tangents(
-        lambda place, xs: _Linear.apply(xs[0], *place, axis, ops, (ops, transposed)), shape, dtype, [grad], place
-    )
+def _of_tangent(grad: Tensor, place: Any, linear: _Map) -> Tensor:
+    """What ``linear``, which reduces and scatters, makes of the tangent of ``grad``."""
+    *_, dtype = (op.dtype for op in linear.ops if isinstance(op, Cast))
+    shape = *grad.shape[:-1], grad.shape[-1] // linear.axis.size
+    return of_tangents(lambda place, xs: _Linear.apply(xs[0], *place, linear), shape, dtype, [grad], place)
 
 
 def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -165,52 +177,61 @@ def averaged(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
     for i, ops in reversed([*enumerate(pieces)]):  # backward goes from the first to the last
         _, op, _ = up_to_communication(ops)
         axis = None if op is None else mesh[op.axis].of(plan.key)
-        place = (None, None, None) if axis is None else (*place_of(axis), axis)
-        x = _Averaged.apply(x, *place, (ops, plan.dtypes.carried, plan.mean_is_transpose, i == 0 and plan.has_mean))
+        place = (None, None) if axis is None else place_of(axis)
+        takes = i == 0 and plan.has_mean
+        x = _Averaged.apply(x, *place, _Mean(axis, ops, plan.dtypes.carried, plan.mean_is_transpose, takes))
     return x
+
+
+@dataclass(frozen=True, eq=False)
+class _Mean:
+    """``ops`` over ``axis`` of a gradient in the dtype that sums are ``carried`` in; one object as :class:`_Map` is."""
+
+    axis: Axis | _Rows | None
+    ops: Ops
+    carried: torch.dtype
+    is_transpose: bool
+    averages: bool  # the one of several that takes the mean
+
+    def __call__(self, grad: Tensor, index: Tensor | None, others: Tensor | None) -> Tensor:
+        return run(self.ops, grad, lambda op, x: self._psum(x, index, others)).to(self.carried)
+
+    def _psum(self, x: Tensor, index: Tensor | None, others: Tensor | None) -> Tensor:
+        assert self.axis is not None, self.ops
+        return self.axis.psum(x) if isinstance(self.axis, _Rows) else psum_at(x, index, others, self.axis)
 
 
 class _Averaged(Function):
     @staticmethod
     @signed
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis | _Rows | None, how: Any) -> Tensor:
-        _, carried, *_ = how
-        return x.view_as(x) if x.dtype == carried else x.to(carried)
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, mean: _Mean) -> Tensor:
+        return x.view_as(x) if x.dtype == mean.carried else x.to(mean.carried)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
-        *_, transposes, ctx.averages = inputs[4]
-        ctx.hands_on = True
-        prepare(ctx, transposes)
+        ctx.averages, ctx.hands_on = inputs[3].averages, True
+        prepare(ctx, inputs[3].is_transpose)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, axis, (ops, carried, *_) = saved(ctx)
-        if not ops or not takes_mean(ctx):
-            return grad, None, None, None, None  # autograd casts it to the dtype of x, unless x.grad_dtype is None
-        psum = axis.psum if isinstance(axis, _Rows) else partial(psum_at, index=place[0], others=place[1], axis=axis)
-        return run(ops, grad, lambda op, x: psum(x)).to(carried), None, None, None, None
+        *place, mean = saved(ctx)
+        if mean.ops and takes_mean(ctx):
+            grad = mean(grad, *place)
+        return grad, None, None, None  # autograd casts it to the dtype of x, unless x.grad_dtype is None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
         return _Averaged.apply(tangent, *saved(ctx))
 
     @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        x: Tensor,
-        index: Tensor | None,
-        others: Tensor | None,
-        axis: Axis | _Rows | None,
-        how: Any,
-    ) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, mean: _Mean) -> Any:
         if in_dims[1] is None:
             x, batch_dim, _ = aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
-            return _Averaged.apply(x, index, others, fold(axis, info, in_dims), how), batch_dim
-        assert isinstance(axis, Axis)
-        return _Averaged.apply(stack(x, in_dims[0], axis), None, None, _Rows(), how), 0
+            folded = replace(mean, axis=fold(mean.axis, info, in_dims))
+            return _Averaged.apply(x, index, others, folded), batch_dim
+        assert isinstance(mean.axis, Axis)
+        return _Averaged.apply(stack(x, in_dims[0], mean.axis), None, None, replace(mean, axis=_Rows())), 0
 
 
 class _Rows:
