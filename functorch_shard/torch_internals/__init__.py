@@ -6,7 +6,8 @@
 ``taking_turns``, ``called_module`` and ``thread_state``: what ranks in threads have of their own, and what of their
 caller. ``tracing``, ``compilers`` and ``operators``: programs as graphs; ``dynamo``: what ``torch.compile`` calls as a
 whole. ``rnn``, ``frames``, ``tensors``, ``pytree``, ``process_groups``, ``functional_collectives``,
-``dcp``: private attributes of those. ``while_it_runs``: what transforms change for the whole process.
+``dcp``: private attributes of those. ``while_it_runs``: what transforms change for the whole process, and
+``process_settings`` what programs do.
 ``tests/torch_internals`` fails when torch changes one of them.
 
 Every package may import this one; it imports ``errors`` only.

@@ -7,6 +7,7 @@ changes for the duration of a call, and a turn may end inside of such a call, at
   as attributes is replaced by what they had before the call, and by what they had at the end of the turn when the
   next turn of this rank begins. So no rank sees the tensors of another one.
 - the random number generators: each rank has a state of its own
+- settings of the process that programs change for a while: Note [Process settings] in process_settings.py
 - ``torch.func.jvp`` and tracers have globals of their modules, and tracers replace methods of ``nn.Module``:
   Note [While it runs] in while_it_runs.py.
 - forward mode has one level for all threads, at whose end every tangent is lost: it ends with its last user.
@@ -30,6 +31,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.utils import stateless
 
 from .called_module import CalledModule
+from .process_settings import ProcessSettings
 from .while_it_runs import Globals, Replaced
 
 _OWN: ContextVar[OwnState | None] = ContextVar("what the rank of this thread has for itself", default=None)
@@ -56,6 +58,7 @@ class OwnState:
         self.number, self.generators, self.states, self.alone = number, generators, states, alone
         self.called: list[CalledModule] = []  # outermost first
         self.tracers = Replaced()
+        self.settings = ProcessSettings()
         self._globals = Globals()
 
     @contextmanager
@@ -72,6 +75,7 @@ class OwnState:
     def begin_turn(self) -> None:
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
+        self.settings.exchange()
         self._globals.exchange()
         for module in self.called:
             module.put_back()
@@ -82,6 +86,7 @@ class OwnState:
         for module in reversed(self.called):
             module.put_away()
         self._globals.exchange()
+        self.settings.exchange()
         self.states = [generator.get_state() for generator in self.generators]
 
 
