@@ -8,7 +8,8 @@ changed alike when they end stays, as in processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,3 +79,16 @@ def keep_what_all_changed(ranks: Sequence[ProcessSettings]) -> None:
     for (_, write), first, *others in zip(_SETTINGS, *(rank.values for rank in ranks), strict=True):
         if all(other == first for other in others):
             write(first)
+
+
+@contextmanager
+def own_parametrizations() -> Iterator[None]:
+    """A context in which ``parametrize.cached`` keeps what is computed inside alone, and not what was before.
+
+    It knows tensors by their module. Inside, the module has other parameters, or their derivative is another one.
+    """
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before

@@ -20,6 +20,7 @@ from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
 from ..torch_internals.dynamo import trace_in_place_of
 from ..torch_internals.lowering import has_tangents
+from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.pytree import torch_pytree
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
 from ..torch_internals.transforms import (
@@ -138,7 +139,8 @@ def _grad_and_value(
         unused: dict[int, str] = {}
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
-            value, aux = _check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
+            with own_parametrizations():
+                value, aux = _check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             unused.update(unused_arguments(fn, value, given, tensors))
             if not anchors_here():  # if ranks gathered, others may use it: wait for the gradients

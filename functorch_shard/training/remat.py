@@ -21,6 +21,7 @@ from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..layout.trees import take_tensors
 from ..torch_internals.lowering import is_differentiated
+from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import current_level, without_batches
 from .captured import Captured, captured
@@ -128,7 +129,7 @@ class _Call:
         given, others, indices = tensors[:num_given], tensors[num_given:num_inputs], tensors[num_inputs:]
         args, kwargs = self.put_back(given)
         ranks = dict(zip(self.axes, indices, strict=True)) if again else {}
-        with as_ranks(ranks), self.captured.bound(others, again) as fn:
+        with as_ranks(ranks), own_parametrizations(), self.captured.bound(others, again) as fn:
             return fn(*args, **kwargs)
 
 
