@@ -49,14 +49,16 @@ def signature_of(call: Call) -> Any:
 
     Meshes are compared by identity: layouts are equal on handles with other backends.
     """
-    first: dict[int, int] = {}
+    first: dict[int, tuple[int, int]] = {}
     return call.treedef, tuple(_of_leaf(x, i, first) for i, x in enumerate(call.leaves)), _settings(), call.meshes
 
 
-def _of_leaf(x: Any, i: int, first: dict[int, int]) -> Any:
+def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
     if isinstance(x, Tensor):
-        memory = first.setdefault(identity_of_storage(x), i)  # tensors that share memory, in the same places
-        return x.shape, x.stride(), x.dtype, x.device, memory, x.storage_offset() if memory != i else None
+        # of tensors that share memory only the distance counts: the batches of one tensor are at many places
+        start = x.storage_offset() * x.dtype.itemsize
+        memory, origin = first.setdefault(identity_of_storage(x), (i, start))
+        return x.shape, x.stride(), x.dtype, x.device, memory, start - origin
     return float if type(x) is float else (type(x), x)
 
 

@@ -385,3 +385,23 @@ def test_another_handle_of_the_same_ranks_has_a_recording_of_its_own(mesh: fs.Me
     compiled(counted, rows(mesh, 1))
     assert counter["shard", "psum_scatter"].number == (first if mesh.is_simulated else 2 * first)
     assert len(compiled.schedules) == 2
+
+
+def test_batches_that_are_views_of_one_tensor_share_a_recording() -> None:
+    tokens = torch.arange(40)
+    compiled = fs.compile(lambda x, y: (x * y).sum(), backend="replay")
+    for start in (0, 8, 16):
+        batch = tokens[start : start + 9]
+        x, y = batch[:-1].view(2, 4), batch[1:].view(2, 4)
+        assert torch.equal(compiled(x, y), (x * y).sum())
+    assert len(compiled.schedules) == 1
+
+
+def test_inputs_in_one_memory_are_told_apart_by_the_distance_between_them() -> None:
+    memory = torch.arange(8.0)
+    compiled = fs.compile(lambda a, b: (a, b), backend="replay")
+    compiled(memory[4:], memory[4:])
+    a, b = compiled(memory[:4], memory[4:])
+    assert torch.equal(a, memory[:4])
+    assert torch.equal(b, memory[4:])
+    assert len(compiled.schedules) == 2
