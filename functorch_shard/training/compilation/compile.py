@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.fx import GraphModule
 
-from ...containers import place
+from ...containers import KNOWN, place
 from ...errors import reject
 from ...torch_internals.tracing import untraced
 from ...torch_internals.transforms import being_traced, in_transform
@@ -63,7 +63,8 @@ def compile(  # noqa: A001  (as torch.compile)
         the object that was passed. Results have no graph of autograd. ``print`` shows what was recorded.
 
     Raises:
-        TypeError: an argument is a subclass of ``Tensor`` or offloaded; all are named.
+        TypeError: an argument is a subclass of ``Tensor`` or offloaded, an array of another library, has no hash, or is
+            an object that holds a tensor and is not a container; all are named. Or a result is such an object.
         ValueError: no such backend.
         NotImplementedError: at a recording, where the step reads a value of a tensor; the message has the line. Or it
             contains what is done once, before steps: ``plan``, ``shard``, ``init_params``, ``checkpoint``.
@@ -107,7 +108,7 @@ class Compiled:
         if _is_inside(call):
             return self._step(*args, **kwargs)
         key = signature_of(call)
-        recording, run = self._recorded.get(key) or self._record(key, call)
+        recording, run = self._found(key, call) or self._record(key, call)
         inputs = call.inputs
         recording.show_simulated()
         with torch.no_grad():
@@ -135,6 +136,13 @@ class Compiled:
 
     def __str__(self) -> str:
         return "\n\n".join([repr(self), *map(str, self.schedules)])
+
+    def _found(self, key: Any, call: Call) -> tuple[Recording, Run] | None:
+        try:
+            return self._recorded.get(key)
+        except TypeError:  # an argument has no hash
+            _check(call)
+            raise
 
     def _trace(self, call: Call) -> Recording:
         with untraced():  # modes see what runs
@@ -168,9 +176,14 @@ def _changed(graph: GraphModule, change: Pass) -> GraphModule:
 
 def _check(call: Call) -> None:
     pairs = zip(call.treedef.paths(), call.leaves, strict=True)
-    found = [(path, refusal(x)) for path, x in pairs if isinstance(x, Tensor)]
+    found = [(path, refusal(x)) for path, x in pairs]
     problems = [f"{'args' if path[0] == 0 else 'kwargs'}{place(path[1:])}: {why}" for path, why in found if why]
-    reject("compile", problems, "Pass plain tensors in the memory of the device.", TypeError)
+    reject("compile", problems, _EXPECTED, TypeError)
+
+
+_EXPECTED = (
+    f"Pass plain tensors in the memory of the device. Anything else is fixed in a recording, and needs a hash. {KNOWN}"
+)
 
 
 def _is_inside(call: Call) -> bool:

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from ...communication.collective import START, Collective, started_by
 from ...communication.collective import record as mark
+from ...containers import opened, refuse_opaque
 from ...torch_internals.recomputation import checkpoints_explained
 from ...torch_internals.tensors import as_number, version_of
 from ...torch_internals.tracing import (
@@ -99,9 +100,11 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
     def flat(*inputs: Tensor) -> list[Tensor]:
         leaves = [*call.leaves]
         for i, x in zip(traced, inputs, strict=True):
-            leaves[i] = as_number(x) if type(leaves[i]) is float else x
+            leaves[i] = x if isinstance(leaves[i], Tensor) else as_number(x)
         args, kwargs = optree.tree_unflatten(call.treedef, leaves)
-        results, structure = optree.tree_flatten(fn(*args, **kwargs), none_is_leaf=True)
+        tree = opened(fn(*args, **kwargs))
+        refuse_opaque("compile", tree, "the result", matters=lambda x: isinstance(x, Tensor))
+        results, structure = optree.tree_flatten(tree, none_is_leaf=True)
         found[:] = structure, _outputs(results, inputs)
         return [x for x, kind in zip(results, found[1], strict=True) if type(kind) is Computed]
 

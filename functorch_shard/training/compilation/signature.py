@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...containers import opened, place
+from ...containers import opaque_problem, opened, place
 from ...errors import listed
 from ...layout.trees import Full, Sharded
 from ...storage.memory_kind import memory_kind_of
@@ -59,7 +59,7 @@ def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
         start = x.storage_offset() * x.dtype.itemsize
         memory, origin = first.setdefault(identity_of_storage(x), (i, start))
         return x.shape, x.stride(), x.dtype, x.device, memory, start - origin
-    return float if type(x) is float else (type(x), x)
+    return float if is_traced(x) else (type(x), x)
 
 
 def _settings() -> Any:
@@ -71,18 +71,28 @@ def _settings() -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a leaf is an input of the graph: tensors, and floats, as tensors of no dims."""
-    return isinstance(x, Tensor) or type(x) is float
+    """Whether a leaf is an input of the graph: tensors, and floats, those of numpy too, as tensors of no dims."""
+    return isinstance(x, (Tensor, float))
 
 
 def refusal(x: Any) -> str:
-    """Why a tensor cannot be an input of a recorded step; empty if it can."""
+    """Why a recorded step cannot take a leaf; empty if it can."""
+    if not isinstance(x, Tensor):
+        return opaque_problem(x) or ("" if _has_hash(x) else f"a {type(x).__name__}, which has no hash to be told by")
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return f"a {type(x).__name__}; expected a plain tensor"
     kind = memory_kind_of(x)
     if kind.pinned or kind.directory is not None:
         return "offloaded (fs.offload); a graph computes in the memory of the device"
     return ""
+
+
+def _has_hash(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def changes(before: Any, after: Any) -> str:

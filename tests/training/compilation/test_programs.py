@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -405,3 +408,57 @@ def test_inputs_in_one_memory_are_told_apart_by_the_distance_between_them() -> N
     assert torch.equal(a, memory[:4])
     assert torch.equal(b, memory[4:])
     assert len(compiled.schedules) == 2
+
+
+@dataclass(frozen=True)
+class Output:
+    loss: Tensor
+    more: Any
+
+
+class Holder:
+    """Not a container, with a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@on_each([*simulated(3), *gloo(2)])
+def test_a_result_is_of_the_container_that_the_step_returns(mesh: fs.Mesh) -> None:
+    params, loss = of(mesh, Net())
+    step = mesh.spmd(lambda p, x: Output(loss(p, x), UserDict({"grads": fs.grad(loss)(p, x), "number": 3})))
+    compiled = fs.compile(step, backend="replay")
+    for seed in range(2):
+        x = rows(mesh, seed)
+        result, expected = compiled(params, x), step(params, x)
+        assert isinstance(result, Output)
+        assert isinstance(result.more, UserDict)
+        assert torch.equal(result.loss, expected.loss)
+        assert_trees_close(result.more["grads"], expected.more["grads"])
+        assert result.more["number"] == 3
+
+
+def test_an_object_that_hides_a_tensor_is_refused_as_argument_and_as_result() -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match=r"the result\[0\]: a Holder, which is not a supported container.* in \.x"):
+        fs.compile(lambda x: (Holder(x + 1), x), backend="replay")(x)
+    with pytest.raises(TypeError, match=r"args\[0\]: a Holder, which is not a supported container.* in \.x"):
+        fs.compile(lambda held: held.x + 1, backend="replay")(Holder(x))
+
+
+def test_arrays_and_values_without_a_hash_are_refused_by_name() -> None:
+    compiled = fs.compile(lambda x, **others: x * len(others), backend="replay")
+    with pytest.raises(TypeError) as error:
+        compiled(torch.ones(2), a=np.ones(2), b={1, 2}, c=3)
+    assert "compile: 2 problems" in str(error.value)
+    assert "kwargs['a']: a ndarray, which is not a tensor: convert it with torch.as_tensor" in str(error.value)
+    assert "kwargs['b']: a set, which has no hash" in str(error.value)
+
+
+def test_floats_of_numpy_are_inputs_as_those_of_python() -> None:
+    compiled = fs.compile(lambda x, lr: (x * lr, lr), backend="replay")
+    for lr in (0.1, np.float64(0.2), np.cos(0.3)):
+        result, same = compiled(torch.ones(3), lr)
+        assert torch.equal(result, torch.ones(3) * float(lr))
+        assert same is lr
+    assert len(compiled.schedules) == 1
