@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..containers import Static
-from ..errors import first_difference, reject
+from ..errors import first_difference, hint, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
@@ -199,7 +199,7 @@ class Optimizer(Static):
         Raises:
             TypeError: ``grads`` or ``state`` as positional arguments; an option that the class does not have, or with
                 which it is not elementwise.
-            ValueError: trees that do not fit; all problems are listed.
+            ValueError: trees that do not fit, or labels that no buffer has; all problems are listed.
             NotImplementedError: the step is differentiated, by its trees or by an option.
 
         Cost:
@@ -207,7 +207,7 @@ class Optimizer(Static):
         """
         _check_params("step", params)
         _check_gradients(grads, params)
-        self._check_step_options(overrides, labels or {})
+        self._check_step_options(overrides, labels or {}, params.layout)
         _check_state(state)
         parts = self._parts(params.layout, overrides, labels or {})
         problems = [problem for part, buffers in parts for problem in part.problems(state, params, buffers)]
@@ -288,24 +288,39 @@ class Optimizer(Static):
         return {}
 
     def _check_labels(self, layout: Layout) -> None:
-        present = {buffer.label for buffer in layout.buffers.values() if buffer.label}
-        problems = [f"{label!r}: no buffer has this label" for label in self.labels if label not in present]
+        problems = _without_buffers(self.labels, layout)
         for part in {id(x): x for x in self.labels.values() if isinstance(x, Optimizer)}.values():
             others = [label for label in part.labels if self._of(label) is not part._of(label)]
             problems += [f"{label!r} of {part!r}: its buffers are updated by another optimizer" for label in others]
-        have = f"The layout has {sorted(present) or 'no labels'}; plan(labels=...) sets them."
-        reject("init: labels", problems, f"{have} Leave out options of labels that the parameters do not have.")
+        reject("init: labels", problems, _advice_on_labels(layout))
 
-    def _check_step_options(self, overrides: Mapping[str, Any], labels: Mapping[str, Mapping[str, Any]]) -> None:
+    def _check_step_options(
+        self, overrides: Mapping[str, Any], labels: Mapping[str, Mapping[str, Any]], layout: Layout
+    ) -> None:
         check_options(self.cls, overrides)
         for label, options in labels.items():
             check_options(self._of(label).cls, options)
+        reject("step: labels", _without_buffers(labels, layout), _advice_on_labels(layout))
 
 
 _START_AGAIN = (
     "Start from opt.init(params), with parameters of this layout. State of whole parameters is moved by "
     "fs.reshard(state, layout, fresh=opt.init(params))."
 )
+
+
+def _labels(layout: Layout) -> list[str]:
+    return sorted({buffer.label for buffer in layout.buffers.values() if buffer.label})
+
+
+def _without_buffers(labels: Iterable[str], layout: Layout) -> list[str]:
+    present = _labels(layout)
+    return [f"{label!r}: no buffer has this label{hint(label, present)}" for label in labels if label not in present]
+
+
+def _advice_on_labels(layout: Layout) -> str:
+    have = f"The layout has {_labels(layout) or 'no labels'}; plan(labels=...) sets them."
+    return f"{have} Leave out options of labels that the parameters do not have."
 
 
 def _check_params(verb: str, params: Sharded) -> None:

@@ -98,6 +98,16 @@ def test_label_options_of_a_step_win_over_all_others() -> None:
     assert rates == [(1.0, 2.0), (4.0, 2.0), (4.0, 8.0)]
 
 
+def test_a_label_that_no_buffer_has_is_refused_in_a_step_as_in_init() -> None:
+    layout = fs.plan({"x": torch.zeros(3), "y": torch.zeros(3)}, fs.simulated_mesh(2), labels={"y": "no_decay"})
+    params = fs.shard({"x": torch.zeros(3), "y": torch.zeros(3)}, layout)
+    opt = fs.optimizer(torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"step: labels.*\n.*'no_decy': no buffer has this label .did you mean 'no_de"):
+        opt.step(params, grads=params, state=opt.init(params), labels={"no_decy": {"lr": 0.1}})
+    with pytest.raises(ValueError, match=r"init: labels.*\n.*'no_decy': no buffer has this label .did you mean 'no_de"):
+        fs.optimizer(torch.optim.SGD, labels={"no_decy": {"lr": 0.1}}).init(params)
+
+
 @pytest.mark.parametrize("case", ["sgd_momentum", "adamw"])
 def test_a_learning_rate_per_step_equals_torchs_scheduler(case: str) -> None:
     base = CASES[case][1]["lr"]
