@@ -66,7 +66,7 @@ def once(probe: Probe[T]) -> Probe[T]:
 
     @wraps(probe)
     def probed(cls: Class, options: Mapping[str, Any]) -> T:
-        options = with_nonzero_lr(plain_options(options))
+        options = with_nonzero_lr({name: _as_number(x) for name, x in plain_options(options).items()})
         key = tuple((name, type(value), value) for name, value in sorted(options.items()))
         try:
             return remembered(cls, key) if _is_hashable(key) else probe(cls, options)
@@ -100,6 +100,8 @@ def switched(cls: Class, options: Mapping[str, Any], changes: Mapping[str, Any])
 def _switches(before: Any, after: Any) -> bool:
     if before is after:
         return False
+    if isinstance(after, (tuple, list)) and type(before) is type(after) and len(before) == len(after):  # such as betas
+        return any(map(_switches, before, after))
     numbers = all(isinstance(x, (int, float, Tensor)) and not isinstance(x, bool) for x in (before, after))
     return bool(after) and not before if numbers else type(before) is not type(after) or before != after
 
@@ -108,6 +110,13 @@ def with_nonzero_lr(options: dict[str, Any]) -> dict[str, Any]:
     """``options`` with a learning rate other than 0, which a schedule may begin with."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
+
+
+def _as_number(x: Any) -> Any:
+    """A tensor among the options as the number that it is: a float32 rounds otherwise in each implementation."""
+    if type(x) in (tuple, list):
+        return type(x)(_as_number(each) for each in x)
+    return x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta else x
 
 
 def _is_hashable(x: Any) -> bool:

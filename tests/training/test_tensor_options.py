@@ -127,6 +127,43 @@ def test_buffers_with_the_same_options_are_updated_together() -> None:
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_rate_that_is_a_tensor_of_float32_is_taken_for_a_number_by_the_trial_of_a_class(whole: bool) -> None:
+    for options in ({}, {"fused": True}, {"foreach": False}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}):
+        model, mesh = network(), fs.simulated_mesh(3)
+        rate: Any = {"lr": torch.tensor(0.1), **options}
+        params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, whole=whole, **rate)
+        reference, state = torch.optim.AdamW(model.parameters(), **rate), opt.init(params)
+        for x in samples()[0]:
+            grads = {name: p.detach() * x[0] for name, p in model.named_parameters()}
+            for name, p in model.named_parameters():
+                p.grad = grads[name]
+            params, state = opt.step(params, grads=fs.shard(grads, params.layout), state=state)
+            reference.step()
+            whole_params = {name: p.detach() for name, p in model.named_parameters()}
+            found = dict(fs.gather(params, lazy=False))
+            assert_trees_close(found, whole_params, rtol=0, atol=1e-6)  # each implementation rounds such rates itself
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_schedule_of_betas_tries_the_class_no_more_than_one_of_the_rate(whole: bool) -> None:
+    made = []
+
+    class Adam(torch.optim.Adam):
+        def __init__(self, params: Any, betas: Any = (0.9, 0.999), **kwargs: Any) -> None:
+            made.append(self)
+            super().__init__(params, betas=betas, **kwargs)
+
+    values = {"w": torch.ones(3, 2)}
+    params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
+    opt = fs.optimizer(Adam, whole=whole)
+    state = opt.init(params)
+    made.clear()
+    for i in range(3):
+        opt.step(params, grads=params, state=state, betas=(0.95 - 0.01 * i, 0.999))
+    assert len(made) == 3
+
+
 DERIVATIVES: list[Any] = [
     lambda after, lr: fs.grad(after)(lr),
     lambda after, lr: torch.func.grad(after)(lr),
