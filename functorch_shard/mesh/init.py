@@ -34,6 +34,8 @@ def init_mesh(
 
     Processes that ``srun`` or ``mpirun`` started are the ranks of a job where ``MASTER_ADDR`` and ``MASTER_PORT`` say
     how they find each other, and are refused otherwise: each would be a job of its own. ``init_mesh(1)`` asks for that.
+    Where ``RANK`` and ``WORLD_SIZE`` are those of several ranks it is refused, because a launcher set them for this
+    process, or for a rank that started it, and nothing tells which.
 
     Args:
         axes: sizes by name, outermost first, or the size of one axis ``"shard"``; one may be ``-1``, what is left.
@@ -49,7 +51,8 @@ def init_mesh(
         ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
             that is not above 0, or that comes with a process group that exists or without one. Or a ``device`` that the
             process group has no backend for. Or a launcher started several processes, or set only one of ``RANK`` and
-            ``WORLD_SIZE``, and does not say how the ranks find each other; the message has the torchrun line.
+            ``WORLD_SIZE``, and does not say how the ranks find each other; the message has the torchrun line. Or it set
+            both, for several ranks, and one rank was asked for.
         RuntimeError: ranks of the job did not respond within ``timeout``; every other one names them. Or later, from a
             collective of gloo ranks: another rank has ended, or stalled for longer than the timeout. It names that
             rank, by its number in the default group, with torch's error as its cause, up to a tenth of the timeout

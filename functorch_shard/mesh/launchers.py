@@ -6,6 +6,10 @@ number their processes under names of their own and do not say where rank 0 is. 
 for: it is set in the script of ``sbatch`` and in the shell of ``salloc`` too, and those are one process each, with a
 ``SLURM_PROCID`` of 0. MPI is asked before SLURM: inside an allocation ``mpirun`` may start its daemons by ``srun``, one
 on each node, and their children inherit what ``srun`` gave the daemons.
+
+A process that a rank starts (a subprocess, a notebook) inherits the numbers of the rank, and nothing in its environment
+says so. So ``init_mesh(1)`` with the numbers of a job of several ranks is either one of these processes, or a mistake
+of all ranks, each of which would train alone. The two cannot be told apart, and are refused.
 """
 
 from __future__ import annotations
@@ -68,10 +72,11 @@ def job_of(environ: Mapping[str, str], *, alone: bool = False) -> Job | None:
 
     Raises:
         ValueError: a launcher started several processes and does not say how they find each other. Each would be a job
-            of its own.
+            of its own. Or ``RANK`` and ``WORLD_SIZE`` are not numbers of a rank, or of several ranks where one was
+            asked for.
     """
     if {"RANK", "WORLD_SIZE"} <= environ.keys():
-        return Job(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+        return _numbered(environ, alone)
     if alone:
         return None
     for launcher in (*_LAUNCHERS, _WHOLE_JOB) if _in_unsized_step(environ) else _LAUNCHERS:
@@ -81,6 +86,25 @@ def job_of(environ: Mapping[str, str], *, alone: bool = False) -> Job | None:
     _check_half_launched(environ)
     _warn_of_tasks(environ)
     return None
+
+
+def _numbered(environ: Mapping[str, str], alone: bool) -> Job:
+    """The job of ``RANK`` and ``WORLD_SIZE``, which both are set."""
+    rank, size = (_number(environ, name) for name in ("RANK", "WORLD_SIZE"))
+    said = f"RANK={environ['RANK']}, WORLD_SIZE={environ['WORLD_SIZE']}"
+    if rank is None or size is None or rank >= size:
+        problems = [f"{said}: expected two numbers, the first below the second"]
+        reject(_VERB, problems, "torchrun sets both: torchrun --nproc-per-node <ranks> program.py.")
+    assert rank is not None
+    assert size is not None
+    if alone and size > 1:
+        advice = (
+            "If a launcher started it, let the mesh have all ranks of the job: init_mesh(). If a rank started it (a "
+            "subprocess, a notebook), it inherited the numbers of that rank. Start it without them, or delete them "
+            "from os.environ:\n  env -u RANK -u WORLD_SIZE python program.py"
+        )
+        reject(_VERB, [f"{said}: this process is one of {size} ranks, but one rank was asked for"], advice)
+    return Job(rank, size)
 
 
 def _in_unsized_step(environ: Mapping[str, str]) -> bool:

@@ -41,22 +41,28 @@ def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
     advice = "RANK and WORLD_SIZE are set: so is to be where rank 0 is found. torchrun sets all four."
     reject("init_mesh: the environment", [f"{name}: not set" for name in unset], advice)
     patience = timeout or DEFAULT
-    store = _store(job.rank, patience)
+    store = _store(job, patience)
     prefix = meet(dist.PrefixStore("functorch_shard/start", store), job.rank, job.size, patience)
     fresh = dist.PrefixStore(prefix, store)
     import_module("torch.distributed.nn.functional")  # Note [Default arguments]
     dist.init_process_group(backend, store=fresh, rank=job.rank, world_size=job.size, timeout=timeout)
 
 
-def _store(rank: int, timeout: timedelta) -> Any:
-    """torchrun's own, or one that rank 0 keeps: torch's ``env://``, which waits there for all and names none."""
+def _store(job: Job, timeout: timedelta) -> Any:
+    """torchrun's own, or one that rank 0 keeps: torch's ``env://``, which waits there for all and names none.
+
+    A rank that is alone needs no other process to find it, and no port, which a process that it started may have taken.
+    """
+    if job.size == 1:
+        return dist.HashStore()
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    keeps = job.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
         return dist.TCPStore(host, port, None, keeps, **options)
     except RuntimeError as error:
-        raise RuntimeError(f"rank {rank} found no store at {host}:{port}, where rank 0 or torchrun keeps it") from error
+        where = f"{host}:{port}, where rank 0 or torchrun keeps it"
+        raise RuntimeError(f"rank {job.rank} found no store at {where}") from error
 
 
 def meet(store: Any, rank: int, size: int, timeout: timedelta) -> str:

@@ -126,6 +126,25 @@ def test_half_of_what_torchrun_sets_is_refused(environment: pytest.MonkeyPatch) 
     assert "RANK=x is set, but WORLD_SIZE is not" in refused(job_of, {"RANK": "x"})
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("address", [{}, ADDRESS], ids=["", "with an address"])
+def test_one_rank_of_a_job_of_several_is_refused_with_what_each_who_asks_for_it_is_to_do(
+    rank: str, address: dict[str, str], environment: pytest.MonkeyPatch
+) -> None:
+    put(environment, {"RANK": rank, "WORLD_SIZE": "2", **address})
+    text = refused(fs.init_mesh, 1)
+    assert text == refused(fs.init_mesh, {"replicate": 1, "shard": 1})
+    assert f"RANK={rank}, WORLD_SIZE=2: this process is one of 2 ranks, but one rank was asked for" in text
+    assert "all ranks of the job: init_mesh(). If a rank started it" in text
+    assert "\n  env -u RANK -u WORLD_SIZE python program.py" in text
+
+
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("", ""), ("x", "2"), ("-1", "2"), ("0", "0")])
+def test_numbers_of_no_rank_are_refused(rank: str, size: str) -> None:
+    text = refused(job_of, {"RANK": rank, "WORLD_SIZE": size, **ADDRESS})
+    assert f"RANK={rank}, WORLD_SIZE={size}: expected two numbers, the first below the second" in text
+
+
 def test_numbers_that_are_none_are_not_taken_for_a_launcher() -> None:
     assert job_of({"PMI_RANK": "", "PMI_SIZE": "4"}) is None
     assert job_of({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "many"}) is None

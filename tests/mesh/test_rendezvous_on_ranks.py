@@ -76,6 +76,25 @@ def test_a_process_group_that_was_destroyed_has_no_threads_left() -> None:
     assert printed([sys.executable, "-c", DESTROYED], envs=[job]) == "0 threads of gloo\n"
 
 
+STARTS_ANOTHER = """
+import subprocess
+import sys
+import torch
+import functorch_shard as fs
+
+mesh = fs.init_mesh(1)
+print(mesh, torch.distributed.get_world_size(), flush=True)
+if "child" not in sys.argv:
+    subprocess.run([sys.executable, __file__, "child"], check=True)
+"""
+
+
+def test_a_process_that_the_only_rank_of_a_job_started_is_a_rank_too(tmp_path: Path) -> None:
+    (script := tmp_path / "starts_another.py").write_text(STARTS_ANOTHER)
+    job = environ(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    assert printed([sys.executable, str(script)], envs=[job]) == 2 * "Mesh(shard=1, cpu) 1\n"
+
+
 @pytest.fixture
 def server() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
