@@ -27,8 +27,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_char
 from math import prod
 from typing import Any
@@ -94,19 +94,39 @@ class SharedResults:
             torch.frombuffer(self._private[region], dtype=torch.uint8)[:: mmap.PAGESIZE].bitwise_or_(0)
 
     def _region_of(self, number: int, nbytes: int) -> int | None:
-        with self._locked():
-            entries = self._entries()
-            for region, (owner, length, _) in enumerate(entries):
-                if owner == number and length >= nbytes:  # else ranks differ, and will find out
-                    return region
-            free = {region: length for region, (_, length, let_go) in enumerate(entries) if all(let_go)}
-            region = _chosen(free, nbytes, len(entries))
-            if region == MAX_REGIONS:
-                return None
-            self._enter(region, number, max(nbytes, free.pop(region, 0)), len(entries))
-            for old in (old for old, length in free.items() if length and entries[old][0] < number - LONG):
-                self._give_back(old, *entries[old])
-            return region
+        try:  # a signal handler may raise at any call, also at those of a context manager
+            self._lock()
+            return self._choose(number, nbytes)
+        finally:
+            try:
+                self._unlock()
+            except BaseException:  # before it was unlocked: other ranks would wait for ever
+                self._unlock()
+                raise
+
+    def _lock(self) -> None:
+        import fcntl  # not on Windows, where no memory is shared either
+
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+
+    def _unlock(self) -> None:
+        import fcntl
+
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
+
+    def _choose(self, number: int, nbytes: int) -> int | None:
+        entries = self._entries()
+        for region, (owner, length, _) in enumerate(entries):
+            if owner == number and length >= nbytes:  # else ranks differ, and will find out
+                return region
+        free = {region: length for region, (_, length, let_go) in enumerate(entries) if all(let_go)}
+        region = _chosen(free, nbytes, len(entries))
+        if region == MAX_REGIONS:
+            return None
+        self._enter(region, number, max(nbytes, free.pop(region, 0)), len(entries))
+        for old in (old for old, length in free.items() if length and entries[old][0] < number - LONG):
+            self._give_back(old, *entries[old])
+        return region
 
     def _enter(self, region: int, number: int, length: int, count: int) -> None:
         os.pwrite(self.file, b"\0", self.start(region) + length - 1)  # the file is as long
@@ -121,23 +141,6 @@ class SharedResults:
     def _entries(self) -> list[tuple[int, int, bytes]]:
         (count,) = _COUNT.unpack(os.pread(self.file, _COUNT.size, 0) or bytes(_COUNT.size))
         return [*self._entry.iter_unpack(os.pread(self.file, count * self._entry.size, self._place(0)))]
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        import fcntl  # not on Windows, where no memory is shared either
-
-        def lock(command: int, kind: int) -> None:
-            fcntl.fcntl(self.file, command, _LOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
-
-        try:
-            lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
-            yield
-        finally:
-            try:
-                lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
-            except BaseException:  # of a signal handler, before it was unlocked: other ranks would wait for ever
-                lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
-                raise
 
     def _map(self, region: int, nbytes: int) -> mmap.mmap:
         """For what this rank writes."""

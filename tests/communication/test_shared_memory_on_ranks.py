@@ -144,7 +144,7 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num
 
 def stress_where_one_rank_lacks_locks_on_this_rank() -> None:
     rank = fs.init_mesh().rank
-    with patch.object(SharedResults, "_locked", side_effect=OSError) if rank == 1 else nullcontext():
+    with patch.object(SharedResults, "_lock", side_effect=OSError) if rank == 1 else nullcontext():
         stress_on_this_rank(50, 0.001)
 
 

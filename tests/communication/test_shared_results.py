@@ -9,7 +9,11 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from types import FrameType
 from typing import Any, NoReturn
 from unittest.mock import patch
 
@@ -256,8 +260,8 @@ def test_ranks_that_choose_at_the_same_time_choose_the_same_region() -> None:
 ENDS_WHILE_IT_CHOOSES = """
 import os, signal, sys
 from functorch_shard.communication.shared_results import SharedResults
-with SharedResults(1, 2, os.open(sys.argv[1], os.O_RDWR))._locked():
-    os.kill(os.getpid(), signal.SIGKILL)
+SharedResults(1, 2, os.open(sys.argv[1], os.O_RDWR))._lock()
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -269,19 +273,43 @@ def test_a_process_that_ends_while_it_chooses_keeps_nobody_from_choosing() -> No
     assert len(gathered(ranks, 1, [full(1)] * 2)) == 2
 
 
-def test_an_exception_before_it_is_unlocked_keeps_nobody_from_choosing() -> None:
-    ranks, issue = memories(2), fcntl.fcntl
-    raises = [KeyboardInterrupt]
+@contextmanager
+def locked_elsewhere(file: int) -> Iterator[None]:
+    """The table of regions, locked at once or not at all, by who has the file open a second time."""
+    other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+    try:
+        fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        yield
+    finally:
+        os.close(other)
 
-    def interrupted(file: int, command: int, arg: bytes) -> Any:
-        if command == fcntl.F_OFD_SETLK and raises:
-            raise raises.pop()
-        return issue(file, command, arg)
 
-    with patch.object(fcntl, "fcntl", interrupted), pytest.raises(KeyboardInterrupt):
-        ranks[0].write_in_place(1, full(1), torch.float32)
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(ranks[1].write_in_place, 1, full(1), torch.float32).result(timeout=60) is not None
+def raising_at(event: int) -> Callable[..., None]:
+    """A profiler that raises at one call or return of Python or C, which is where a signal handler may."""
+    counted = count()
+
+    def raise_at(frame: FrameType, *_: Any) -> None:
+        if frame.f_code.co_filename != __file__ and next(counted) == event:
+            raise KeyboardInterrupt
+
+    return raise_at
+
+
+def test_an_exception_at_any_moment_of_choosing_keeps_nobody_from_choosing() -> None:
+    (rank,), kept = memories(1), list[BaseException]()  # and with them all that their frames have
+    for event in count():
+        sys.setprofile(raising_at(event))
+        try:
+            rank.write_in_place(event + 1, full(1), torch.float32)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.setprofile(None)
+        with locked_elsewhere(rank._results.file):
+            rank._results.let_go(0)
+        if len(kept) == event:  # there was no such moment
+            break
+    assert len(kept) > 50
 
 
 def test_a_forked_process_does_not_let_go_for_its_parent() -> None:
@@ -298,9 +326,9 @@ def test_a_forked_process_does_not_let_go_for_its_parent() -> None:
 
 def test_the_layout_of_a_lock_is_that_of_this_system() -> None:
     (rank,) = memories(1)
-    file = rank._results.file
-    with rank._results._locked():
-        other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-        with pytest.raises(BlockingIOError):
-            fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        os.close(other)
+    rank._results._lock()
+    with pytest.raises(BlockingIOError), locked_elsewhere(rank._results.file):
+        ...
+    rank._results._unlock()
+    with locked_elsewhere(rank._results.file):
+        ...

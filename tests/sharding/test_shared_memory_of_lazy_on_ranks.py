@@ -153,7 +153,7 @@ def without_regions_on_this_rank(name: str, ranks: list[int]) -> None:
             assert torch.equal(full["v"] + 0, whole() + 1)
 
 
-@pytest.mark.parametrize("name", ["_map", "_private_map", "_locked"])
+@pytest.mark.parametrize("name", ["_map", "_private_map", "_lock"])
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 def test_a_rank_that_has_no_locks_or_file_descriptors_for_regions_sends_messages(name: str, ranks: list[int]) -> None:
     run_ranks(without_regions_on_this_rank, 2, name, ranks)
