@@ -18,7 +18,7 @@ from ..torch_internals.transforms import in_transform
 from .chunks import LocalChunk, aliases_of, chunks_of, is_number
 from .dcp.metadata import Entry, Value
 from .dcp.reader import Reader
-from .names import Leaf, PerRank, dotted, leaves_of, tensors_of, with_values
+from .names import Leaf, PerRank, dotted, leaves_of, tensor_problem, tensors_of, with_values
 
 _FITS = (
     "Load into a tree of the same model, for example of shard(model, layout) and opt.init(params), without what is not "
@@ -91,8 +91,8 @@ class Loading:
             else:
                 name = dotted(leaf.path())
                 yield from self._misfit(name, self.reader.entries.get(name), *self._form(x))
-            if donate and any(t.is_meta for t in tensors_of(x)):
-                yield f"{dotted(leaf.path())}: on the meta device: it has no memory to load into"
+            problems = [_memory_problem(t, donate) for t in tensors_of(x)]
+            yield from (f"{dotted(leaf.path())}: {problem}" for problem in problems if problem)
 
     def _form(self, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
         if isinstance(x, PerRank):
@@ -220,6 +220,13 @@ class Loading:
                 names = [self._entry(leaf, slot.name) for slot in leaf.value.layout.buffers[key].slots]
                 if all(entry for _, entry in names):
                     yield key, {name: self.reader.plain(name) for name, _ in names}
+
+
+def _memory_problem(x: Tensor, donate: bool) -> str:
+    """Why there is no memory like that of ``x`` to load into, or none of ``x`` itself; empty if there is."""
+    if x.is_meta:
+        return "on the meta device: it has no memory to load into" if donate else ""
+    return tensor_problem(x)
 
 
 def _shape(slot: Slot) -> tuple[int, ...]:

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..layout.trees import Sharded
+from ..sharding.lazy_tensor import Lazy
 
 Path = tuple[str | int, ...]
 _LONGEST_INT = 2039  # bits; a pickle stores the length of such an int in one byte
@@ -82,6 +84,16 @@ def plain_problem(value: Any) -> str:
     if isinstance(value, dict) and type(value) is dict:
         return next(filter(None, (plain_problem(x) for pair in value.items() for x in pair)), "")
     return "" if type(value) in _PLAIN else f"got a {type(value).__name__}"
+
+
+def tensor_problem(x: Tensor) -> str:
+    """Why ``x`` cannot be read back as it is, from a file that one rank writes; empty if it can."""
+    if type(x) not in (Tensor, nn.Parameter, Lazy):
+        return f"got a {type(x).__name__}, expected a plain tensor"
+    if x.is_quantized or x.is_nested or x.layout != torch.strided:
+        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
+        return f"got a tensor that is {kind}, expected a plain one"
+    return "without values, on the meta device" if x.is_meta else ""
 
 
 def twice(names: Iterator[str]) -> list[str]:

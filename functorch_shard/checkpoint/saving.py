@@ -19,6 +19,7 @@ from ..layout.layout import Layout
 from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
+from ..sharding.lazy_tensor import Lazy
 from ..storage.atomic_directory import StagingDirectory, older, refuse_existing, remove
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import in_transform
@@ -26,7 +27,7 @@ from .chunks import LocalChunk, aliases_of, chunks_of
 from .dcp.manifest import order_of
 from .dcp.writer import Writer, complete, has_index
 from .log import logged
-from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensors_of, twice
+from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
 
 _POLL = 0.05  # seconds between looks for the index of the last rank
 _ENDING = threading.Event()  # of this process
@@ -74,16 +75,23 @@ class Contents:
         """Raise unless names are unique and all values can be read back without executing code."""
         names = [name for leaf in self.leaves for name in names_of(leaf)]
         reject("save: names", twice(iter(names)), "Each leaf needs a unique name: put one of them under another key.")
-        tensors = [(leaf, x) for leaf in self.leaves for x in tensors_of(leaf.value)]
-        problems = [f"{dotted(leaf.path())}: without values, on the meta device" for leaf, x in tensors if x.is_meta]
-        plain = [(leaf, plain_problem(value)) for leaf, value in self.plain()]
-        problems += [f"{dotted(leaf.path())}: {problem}" for leaf, problem in plain if problem]
+        found = [(leaf, tensor_problem(x)) for leaf in self.leaves for x in tensors_of(leaf.value)]
+        found += [(leaf, plain_problem(value)) for leaf, value in self.plain()]
+        problems = [f"{dotted(leaf.path())}: {problem}" for leaf, problem in found if problem]
         advice = (
             "A checkpoint contains tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, which "
-            "can be read without executing code. Pass the state of an optimizer, and the get_state() of a generator."
+            "can be read without executing code. Pass the state of an optimizer, the get_state() of a generator, and "
+            "of other tensors the plain ones that they are made of."
         )
         reject("save", problems, advice, TypeError)
+        reject("save", self._lazy(), "Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
         reject("save", self._of_other_ranks(), "Save trees of other ranks separately, or reshard them first.")
+
+    def _lazy(self) -> list[str]:
+        """Tensors that the first rank alone would gather, to write them."""
+        several = self.participants.size > 1
+        lazy = [leaf for leaf in self.leaves if several and any(isinstance(x, Lazy) for x in tensors_of(leaf.value))]
+        return [f"{dotted(leaf.path())}: gathered lazily" for leaf in lazy]
 
     def _of_other_ranks(self) -> list[str]:
         """Trees whose ranks are not those that save."""

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import PerRank, latest, load, save, saving, verify
@@ -700,6 +702,29 @@ def test_what_torch_writes_and_does_not_read_back_is_refused(tmp_path: Path) -> 
     fits = [b"x", 2**2039 - 1, -(2**2038), {1, "a"}, (None, 1.5j), float("inf"), set(), ""]
     save(tmp_path / "x", {f"v{i}": value for i, value in enumerate(fits)})
     assert list(load(tmp_path / "x", {f"v{i}": None for i in range(len(fits))}).values()) == fits
+
+
+def not_plain() -> dict[str, Tensor]:
+    with warnings.catch_warnings():  # torch's, once, of prototypes
+        warnings.simplefilter("ignore")
+        made = {"csr": torch.eye(2).to_sparse_csr(), "n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}
+        made |= {"coo": torch.eye(2).to_sparse(), "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)}
+    made["image"] = torch.ones(3).as_subclass(type("Image", (Tensor,), {}))
+    return {**made, "two": TwoTensor(torch.ones(2), torch.ones(2))}  # as torchao's quantized ones are made
+
+
+def test_tensors_that_are_not_plain_are_refused_with_their_names(tmp_path: Path) -> None:
+    text = refused(save, tmp_path / "x", {"frozen": not_plain(), "each": PerRank(not_plain()["two"])})
+    assert text.startswith("TypeError: save: 7 problems\n  each: got a TwoTensor, expected a plain tensor")
+    for line in ("frozen.csr: got a tensor that is torch.sparse_csr", "frozen.two: got a TwoTensor"):
+        assert line in text
+    for line in ("frozen.coo: got a tensor that is torch.sparse_coo", "frozen.n: got a tensor that is nested"):
+        assert line in text
+    for line in ("frozen.q: got a tensor that is quantized", "frozen.image: got a Image"):
+        assert line in text
+    assert list(tmp_path.iterdir()) == []
+    save(tmp_path / "y", {"two": torch.ones(2)})
+    assert "two: got a TwoTensor" in refused(load, tmp_path / "y", {"two": not_plain()["two"]})
 
 
 def test_trees_of_different_ranks_and_hidden_names_are_refused(tmp_path: Path) -> None:

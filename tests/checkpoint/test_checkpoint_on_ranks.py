@@ -376,6 +376,7 @@ def disagree(folder: Path) -> dict[str, str]:
         "another way": error_of(lambda: save(folder / "failed", tree, async_save=last).result()),
         "no plain value": error_of(lambda: save(folder / "failed", wrong if last else tree)),
         "there already": error_of(lambda: save(folder / "good", tree)),
+        "lazy": error_of(lambda: save(folder / "failed", {"model": fs.gather(tree["model"][0])})),
     }
     like = fresh(mesh)
     save(folder / "good too", stepped(tree))  # of the same shapes: only its values differ
@@ -603,6 +604,9 @@ def test_ranks_that_disagree_raise_on_every_rank_and_none_waits(two: Any) -> Non
         assert last[what].startswith(own), what
         assert first[what].startswith(f"RuntimeError: {verb} failed on rank 1, so no rank can go on. There:\n{own}")
     assert first["there already"].startswith("FileExistsError: ")
+    assert first["lazy"] == last["lazy"]
+    assert ": gathered lazily\n" in first["lazy"]
+    assert first["lazy"].endswith("Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
     assert last["there already"].startswith("FileExistsError: ")
 
 
