@@ -53,8 +53,9 @@ class Loading:
         reader, wanted = Reader.open(path), leaves_of(like)
         loading = Loading(reader, like, participants, hints(reader.entries))
         reject(f"load: {path}", [*loading._misfits(wanted, donate)], _FITS)
-        loading.leaves = [loading._made(leaf, donate) for leaf in wanted]
-        problems = [problem for leaf in loading.leaves for problem in loading._places(leaf)]
+        with torch.inference_mode(False), torch.no_grad():  # in any mode, what is loaded can be trained
+            loading.leaves = [loading._made(leaf, donate) for leaf in wanted]
+            problems = [problem for leaf in loading.leaves for problem in loading._places(leaf)]
         reject(f"load: {path}", problems, "The checkpoint is incomplete.", RuntimeError)
         return loading
 
@@ -226,6 +227,8 @@ def _memory_problem(x: Tensor, donate: bool) -> str:
     """Why there is no memory like that of ``x`` to load into, or none of ``x`` itself; empty if there is."""
     if x.is_meta:
         return "on the meta device: it has no memory to load into" if donate else ""
+    if donate and x.is_inference():
+        return "made in torch.inference_mode, whose tensors are not written to outside of it: load without donate"
     return tensor_problem(x)
 
 

@@ -142,7 +142,8 @@ def init_buffers(
     if layout.mesh.in_spmd:
         return buffers
     ranks = tuple(layout.mesh.axes.values())
-    return {name: x.expand(*ranks, *x.shape).contiguous() for name, x in buffers.items()}
+    with torch.inference_mode(False), torch.no_grad():
+        return {name: x.expand(*ranks, *x.shape).contiguous() for name, x in buffers.items()}
 
 
 def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: Fill[T], *options: str) -> T:

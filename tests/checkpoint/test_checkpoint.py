@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,6 +36,7 @@ from functorch_shard.checkpoint import PerRank, latest, load, save, saving, veri
 from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.cli.main import main as command
+from functorch_shard.testing import assert_trees_close
 from tests.support import faults
 from tests.support.checkpoints import tiny
 from tests.support.models import awkward, loss_of, two_layers
@@ -725,6 +727,18 @@ def test_tensors_that_are_not_plain_are_refused_with_their_names(tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
     save(tmp_path / "y", {"two": torch.ones(2)})
     assert "two: got a TwoTensor" in refused(load, tmp_path / "y", {"two": not_plain()["two"]})
+
+
+def test_what_is_loaded_in_inference_mode_can_be_trained(four: Any) -> None:
+    path, params, state = four
+    tree: Any = {"model": params, "optim": {"state": state}, "step": 2}
+    with torch.inference_mode():
+        made = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+        for like in (tree, made):
+            loaded = load(path, like)
+            assert_trees_close(loaded, tree, rtol=0, atol=0)
+            assert not any(x.is_inference() for x in optree.tree_leaves(loaded) if isinstance(x, Tensor))
+        assert "written to outside of it: load without donate" in refused(load, path, made, donate=True)
 
 
 def test_trees_of_different_ranks_and_hidden_names_are_refused(tmp_path: Path) -> None:

@@ -149,6 +149,15 @@ def test_floating_point_is_cast_to_the_layout(tmp_path: Path, stored: torch.dtyp
     assert_same_bits(import_safetensors(tmp_path / "one.safetensors", layout), expected)
 
 
+def test_what_is_imported_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    params = fs.shard(values(), planned(values()))
+    export_safetensors(tmp_path / "x", params)
+    with torch.inference_mode():
+        imported = import_safetensors(tmp_path / "x", params.layout)
+    assert_same_bits(imported, params)
+    assert not any(x.is_inference() for x in imported.values())
+
+
 def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> None:
     whole = values(steps=torch.tensor(3), mask=torch.tensor(True))
     layout = planned(whole)

@@ -129,6 +129,13 @@ def test_statistics_of_a_pretrained_model_are_replicated_on_request(mesh: fs.Mes
     assert_trees_close(dict(model.named_buffers()), before, rtol=0, atol=0)
 
 
+def test_buffers_made_in_inference_mode_can_be_written_to() -> None:
+    model = pretrained()
+    with torch.inference_mode():
+        buffers = fs.init_buffers(model, fs.plan(model, fs.simulated_mesh(2)))
+    assert not any(x.is_inference() for x in buffers.values())
+
+
 def test_a_model_without_statistics_has_none_to_replicate() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

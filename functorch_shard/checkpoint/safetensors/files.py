@@ -205,7 +205,8 @@ def _lines(sources: Mapping[str, _Source]) -> list[str]:
 
 def _read(sources: Mapping[str, _Source], layout: Layout) -> Sharded:
     unequal: dict[str, str] = {}
-    shards = {key: _read_buffer(sources, buffer, layout, unequal) for key, buffer in layout.buffers.items()}
+    with torch.inference_mode(False), torch.no_grad():  # in any mode, what is read can be trained
+        shards = {key: _read_buffer(sources, buffer, layout, unequal) for key, buffer in layout.buffers.items()}
     advice = "Plan a layout in which they are not tied, or map their names to one with names=."
     reject(_IMPORT, list(unequal.values()), advice)
     return Sharded(shards, layout)
