@@ -6,34 +6,26 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
 from ..containers import opened, refuse_opaque
 from ..layout.packing import sparse_explained
-from ..layout.trees import Sharded, take_tensors
-from ..opaque import DIFFERENTIATED, opaque
+from ..layout.trees import take_tensors
 from ..sharding.overlapped_means import Place, order_of_means, overlap_means
 from ..sharding.reduction import mean_at_end_of_grad
 from ..torch_internals.autograd import gradients
 from ..torch_internals.dynamo import trace_in_place_of
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
-from ..torch_internals.pytree import torch_pytree
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
-from ..torch_internals.transforms import (
-    current_level,
-    in_forward_mode_alone,
-    in_transform,
-    without_batches,
-)
-from .differentiated_leaves import Differentiated, carried_wider, is_sharded, places_of, wanted_leaves
+from ..torch_internals.transforms import in_forward_mode_alone, in_transform, without_batches
+from .argnums import Argnums, as_asked, check_scalar, positions
+from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
+from .traced_grad import traced_grad, traced_grad_and_value
 from .usage import is_zero, refuse_unused, unused_arguments
-
-Argnums = int | Sequence[int]
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -134,13 +126,13 @@ def _grad_and_value(
 ) -> Callable[..., Any]:
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        chosen = _positions(argnums, len(args))
+        chosen = positions(argnums, len(args))
         given = Differentiated.of(_opened(args, chosen), chosen)
         unused: dict[int, str] = {}
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             with own_parametrizations():
-                value, aux = _check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
+                value, aux = check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             unused.update(unused_arguments(fn, value, given, tensors))
             if not anchors_here():  # if ranks gathered, others may use it: wait for the gradients
@@ -153,74 +145,14 @@ def _grad_and_value(
         _average_each(grads, places, boundary)
         trees = given.gradients(grads)
         refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_zero(tree))
-        return _as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
+        return as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
 
     return gradient_and_value
 
 
-def _as_asked(trees: Sequence[Any], argnums: Argnums) -> Any:
-    return trees[0] if isinstance(argnums, int) else tuple(trees)
-
-
-def _traced_grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """:func:`grad_and_value` as Dynamo traces it: the function with ``torch.func``, what is around it in one call."""
-
-    def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        chosen = _positions(argnums, len(args))
-        leaves, treedef = torch_pytree.tree_flatten([args[i] for i in chosen])
-        wanted = _wanted_of_all([args[i] for i in chosen])
-
-        def scalar(tensors: Sequence[Tensor]) -> Any:
-            rest = iter(tensors)
-            given = [next(rest) if use else x for x, use in zip(leaves, wanted, strict=True)]
-            call = list(args)
-            for i, tree in zip(chosen, torch_pytree.tree_unflatten(given, treedef), strict=True):
-                call[i] = tree
-            DIFFERENTIATED.append(_level_here())
-            value, aux = _check_scalar(fn(*call, **kwargs), has_aux)
-            DIFFERENTIATED.pop()
-            return value, aux if has_aux else ()
-
-        picked = [x for x, use in zip(leaves, wanted, strict=True) if use]
-        grads, (value, aux) = torch.func.grad_and_value(scalar, has_aux=True)(picked)
-        rest = iter(grads)
-        filled = [next(rest) if use else None for use in wanted]
-        trees = _averaged_all(torch_pytree.tree_unflatten(filled, treedef))
-        return _as_asked(trees, argnums), (value, aux) if has_aux else value
-
-    return gradient_and_value
-
-
-def _traced_grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    both = _traced_grad_and_value(fn, argnums, has_aux)
-
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        grads, value = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return gradient
-
-
-@opaque
-def _level_here() -> int:
-    return current_level()
-
-
-@opaque
-def _wanted_of_all(trees: Sequence[Any]) -> list[bool]:
-    if any(flag for tree in trees for flag in carried_wider(tree)):
-        raise NotImplementedError("fs.grad with MixedPrecision: decorate the step with @mesh.spmd, or use fs.compile.")
-    return [flag for tree in trees for flag in wanted_leaves(tree)]
-
-
-@opaque
-def _averaged_all(trees: Sequence[Any]) -> list[Any]:
-    return [_averaged(tree, Boundary()) for tree in trees]
-
-
-trace_in_place_of(grad, _traced_grad)
-trace_in_place_of(grad_for_tangents, _traced_grad)
-trace_in_place_of(grad_and_value, _traced_grad_and_value)
+trace_in_place_of(grad, traced_grad)
+trace_in_place_of(grad_for_tangents, traced_grad)
+trace_in_place_of(grad_and_value, traced_grad_and_value)
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
@@ -312,37 +244,3 @@ def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary:
         if (place := places[i]) is not None and i not in boundary.averaged:
             key, layout = place
             grads[i] = mean_at_end_of_grad({key: grads[i]}, layout, boundary)[key]
-
-
-def _averaged(tree: Any, boundary: Boundary) -> Any:
-    """``tree`` with the mean over ranks taken of the gradients with respect to ``Sharded`` arguments."""
-
-    def at_end(x: Any) -> Any:
-        return Sharded(mean_at_end_of_grad(x, x.layout, boundary), x.layout) if isinstance(x, Sharded) else x
-
-    return optree.tree_map(at_end, tree, is_leaf=is_sharded, none_is_leaf=True)
-
-
-def _positions(argnums: Argnums, num_args: int) -> list[int]:
-    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
-    if not all(isinstance(i, int) for i in chosen):
-        raise TypeError(f"grad: argnums: got {argnums!r}, expected an int or a sequence of ints")
-    positions = [i % num_args for i in chosen if -num_args <= i < num_args]
-    if not chosen or len(set(positions)) < len(chosen):
-        raise ValueError(
-            f"grad: argnums: got {argnums}, expected one or more different positions, but the function was called with "
-            f"{num_args} positional arguments"
-        )
-    return positions
-
-
-def _check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"grad: has_aux=True: expected the function to return (scalar, aux), got {type(result).__name__}"
-        )
-    value, aux = result if has_aux else (result, None)
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"grad: expected the function to return a floating-point scalar tensor, got {got}")
-    return value, aux

@@ -56,7 +56,7 @@ def signature_of(call: Call) -> Any:
 def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
     if isinstance(x, Tensor):
         # of tensors that share memory only the distance counts: the batches of one tensor are at many places
-        start = x.storage_offset() * x.dtype.itemsize
+        start = int(x.storage_offset()) * x.dtype.itemsize
         memory, origin = first.setdefault(identity_of_storage(x), (i, start))
         return x.shape, x.stride(), x.dtype, x.device, memory, start - origin
     return float if is_traced(x) else (type(x), x)
