@@ -2,7 +2,8 @@
 
 Found are those in the closure and the defaults of a function and in a ``functools.partial``, and the parameters and
 buffers of a module whose call or method it is. A module in a closure is searched while ``functional_call`` or the like
-runs it with other tensors than its own. Not found are globals and attributes of other objects.
+runs it with other tensors than its own. Not found are globals and attributes of other objects. Generators of random
+numbers are found there too, and among globals and the attributes of modules.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 
+from ..containers import opened
 from ..errors import reject
 from ..layout.trees import take_tensors
 from ..torch_internals.lowering import is_differentiated
@@ -30,12 +33,13 @@ class Captured:
     """The ``tensors`` of a value, and ``bound(others, again)``: a context with the value that has others instead.
 
     ``again``: as it was when this was made, and without effects on anything outside. ``finish`` is called after the
-    first run, outside of transforms of it.
+    first run, outside of transforms of it. ``generators`` are those that it may draw from.
     """
 
     tensors: Sequence[Tensor]
     bound: Callable[[Sequence[Tensor], bool], AbstractContextManager[Any]]
     finish: Callable[[], None] = lambda: None
+    generators: Sequence[torch.Generator] = ()
 
 
 def captured(fn: Callable[..., Any]) -> Captured:
@@ -57,7 +61,7 @@ def _of(x: Any, callers: tuple[Any, ...]) -> Captured:
 
 
 def _constant(x: Any) -> Captured:
-    return Captured((), lambda *_: nullcontext(x))
+    return Captured((), lambda *_: nullcontext(x), generators=generators_in(x))
 
 
 def _of_tree(x: Any) -> Captured:
@@ -65,7 +69,14 @@ def _of_tree(x: Any) -> Captured:
     matters = any(without_batches(y) is not y for y in tensors) or is_differentiated(tensors)
     if put_back is None or not matters:
         return _constant(x)
-    return Captured(tensors, lambda others, _: nullcontext(put_back(others)))
+    return Captured(tensors, lambda others, _: nullcontext(put_back(others)), generators=generators_in(x))
+
+
+def generators_in(x: Any) -> list[torch.Generator]:
+    """The generators in a pytree, or among the attributes of a module and of those inside of it."""
+    if isinstance(x, nn.Module):
+        return [y for module in x.modules() for y in vars(module).values() if isinstance(y, torch.Generator)]
+    return [] if callable(x) else [y for y in optree.tree_leaves(opened(x)) if isinstance(y, torch.Generator)]
 
 
 def _together(parts: Sequence[Captured], build: Callable[[Sequence[Any], bool], Any]) -> Captured:
@@ -81,7 +92,8 @@ def _together(parts: Sequence[Captured], build: Callable[[Sequence[Any], bool], 
         for part in parts:
             part.finish()
 
-    return Captured([x for part in parts for x in part.tensors], bound, finish)
+    generators = [x for part in parts for x in part.generators]
+    return Captured([x for part in parts for x in part.tensors], bound, finish, generators)
 
 
 def _of_partial(fn: partial[Any], callers: tuple[Any, ...]) -> Captured:
@@ -123,7 +135,9 @@ def _of_function(fn: FunctionType, callers: tuple[Any, ...]) -> Captured:
         written = [name for (name, _), old, new in zip(tensors, before, after, strict=True) if old != new]
         _refuse_writes([*map(repr, dict.fromkeys(written))])
 
-    return replace(inside, finish=finish)
+    named = [fn.__globals__.get(name) for name in fn.__code__.co_names]
+    globals_ = [x for x in named if isinstance(x, torch.Generator)]
+    return replace(inside, finish=finish, generators=[*inside.generators, *globals_])
 
 
 def _names(fn: FunctionType) -> list[str]:
@@ -175,7 +189,7 @@ def _of_module(module: nn.Module, fn: Any) -> Captured:
             for name in copied:
                 buffers[name].copy_(after[name])
 
-    return Captured([*params.values(), *kept.values()], bound, finish)
+    return Captured([*params.values(), *kept.values()], bound, finish, generators_in(module))
 
 
 def _has_statistics(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from ..torch_internals.lowering import is_differentiated
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import current_level, without_batches
-from .captured import Captured, captured
+from .captured import Captured, captured, generators_in
 from .first_run import FirstRun, first_run
 from .recomputed import Program
 from .save_policy import Policy, Saves, context_fn_of, saves_by
@@ -50,8 +50,9 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True, policy: Policy | None = No
             closure and defaults are inputs too, with the values of the call, and get their gradients. So are the
             parameters and buffers of a module: ``fs.remat(block)(x)`` is run again with those of the
             ``functional_call``, ``fs.call`` or ``fs.apply`` that it runs in.
-        preserve_rng_state: whether ``fn`` may draw random numbers, on the CPU or on the devices of its inputs. Where
-            it draws none, ``False`` does without the states of the generators, 5 KB a call.
+        preserve_rng_state: whether ``fn`` may draw random numbers, on the CPU or on the devices of its inputs, or from
+            a ``torch.Generator`` that is an argument, in its closure, a global that it names, or an attribute of its
+            module. Where it draws none, ``False`` does without the states of the generators, 5 KB a call.
         policy: which results of operators inside are saved too, and not computed again, as
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: a list of operators to save,
             ``[torch.ops.aten.mm.default]``, or a function of ``(context, op, *args, **kwargs)`` that returns a
@@ -123,6 +124,11 @@ class _Call:
     tensors: Sequence[Tensor]
     put_back: Callable[[Sequence[Tensor]], Any]
 
+    @property
+    def generators(self) -> Sequence[torch.Generator]:
+        """Those that the call has of its own, beside torch's."""
+        return [*generators_in((self.args, self.kwargs)), *self.captured.generators]
+
     def run(self, tensors: Sequence[Tensor], again: bool) -> Any:
         num_inputs = len(tensors) - len(self.axes)
         num_given = num_inputs - len(self.captured.tensors)
@@ -142,7 +148,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _rematted(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> Any:
-    surrounded = surroundings(call.tensors, preserve_rng_state)
+    surrounded = surroundings(call.tensors, preserve_rng_state, call.generators)
     versions = [version_of(without_batches(x)) for x in call.tensors]
     first = _first(call, preserve_rng_state, saves)
     call.captured.finish()

@@ -218,9 +218,9 @@ class _Saving(_Run):
     def _computed(self, key: Hashable, func: Any, args: Any, kwargs: Any, whole: bool) -> Any:
         written, known = {identity_of_storage(x) for x in written_by(func, args, kwargs)}, addresses(args, kwargs)
         self._copy_before_writes(written)
-        before = _generators(func, args)
+        before = _generators(func, args, kwargs)
         result = func(*args, **kwargs)
-        drew = any(not torch.equal(a, b) for a, b in zip(before, _generators(func, args), strict=True))
+        drew = any(not torch.equal(a, b) for a, b in zip(before, _generators(func, args, kwargs), strict=True))
         never = written or drew or whole or makes_like(func) or not has_tensors(args, kwargs)
         if not never and returns_fresh(result, known) and self._saves(result, func, args, kwargs):
             call = self._results.setdefault(self._identities.of(key), _kept(result))
@@ -240,9 +240,10 @@ def _kept(result: Any) -> _Call:
     return _Call([detached(x) if isinstance(x, Tensor) else x for x in leaves], form)
 
 
-def _generators(func: Any, args: Any) -> list[Tensor]:
+def _generators(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The states of the generators that ``func`` may draw from."""
     if not may_draw(func):
         return []
     devices = sorted({x.device for x in plain_tensors(args) if x.device.type not in ("cpu", "meta")}, key=str)
-    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]
+    own = [x.get_state() for x in kwargs.values() if isinstance(x, torch.Generator)]
+    return [*own, torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in devices)]

@@ -572,3 +572,52 @@ def test_a_second_backward_draws_the_numbers_of_the_first_run_whatever_the_strid
         return torch.autograd.grad(first.square().sum(), w)[0]
 
     assert_trees_close(second(fs.remat(part, policy=policy)), second(part), rtol=1e-12, atol=1e-12)
+
+
+GENERATOR = torch.Generator()  # a global
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own, as a layer inside of it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = GENERATOR
+
+    def forward(self, w: Tensor) -> Tensor:
+        return drops(w, self.generator)
+
+
+def drops(w: Tensor, generator: torch.Generator) -> Tensor:
+    keep = torch.rand(w.shape, generator=generator) > 0.5
+    return (w @ w * keep).tanh() * w.detach().clone().bernoulli_(0.5, generator=generator)
+
+
+def of_each(generator: torch.Generator) -> dict[str, Callable[[Any], Callable[[Tensor], Tensor]]]:
+    def rebound(wrap: Any) -> Callable[[Tensor], Tensor]:
+        return wrap(lambda w: drops(w, generator))
+
+    return {
+        "argument": lambda wrap: lambda w: wrap(drops)(w, generator),
+        "keyword": lambda wrap: lambda w: wrap(drops)(w, generator=generator),
+        "container": lambda wrap: lambda w: wrap(lambda w, more: drops(w, more["of"][0]))(w, {"of": [generator]}),
+        "closure": rebound,
+        "partial": lambda wrap: wrap(partial(drops, generator=generator)),
+        "default": lambda wrap: wrap(lambda w, generator=generator: drops(w, generator)),
+        "global": lambda wrap: wrap(lambda w: drops(w, GENERATOR)),
+        "module": lambda wrap: wrap(nn.Sequential(Noisy(), nn.Identity())),
+    }
+
+
+@pytest.mark.parametrize("place", of_each(GENERATOR))
+@pytest.mark.parametrize("derive", [fs.grad, grad, lambda f: lambda w: jvp(grad(f), (w,), (V,))[1]])
+def test_numbers_from_a_generator_of_its_own_are_the_same_again(place: str, derive: Any) -> None:
+    results = []
+    for wrap in (plainly, *WRAPS.values()):
+        fn = of_each(GENERATOR)[place](wrap)
+        GENERATOR.manual_seed(3)
+        value = derive(lambda w: fn(w).sin().sum())(W)  # noqa: B023
+        results.append((value, GENERATOR.get_state()))
+    for value, state in results[1:]:
+        assert_trees_close(value, results[0][0], rtol=1e-12, atol=1e-12)
+        assert torch.equal(state, results[0][1])
