@@ -20,6 +20,7 @@ from ..storage.memory_kind import wait_for_copies
 from .optimizer_probe import probe
 from .optimizer_rule import Rule
 from .optimizer_step import PARAM, count_writes
+from .tensor_options import readings_explained
 from .torch_optim import check_options, group_options
 from .whole.plan import Plan, with_owners
 from .whole.probe import probe_whole
@@ -130,6 +131,9 @@ class Optimizer(Static):
     _traits: Mapping[str | None, Any]  # of whole parameters: the numbers that the class keeps in its groups
     whole: bool = False
 
+    def __hash__(self) -> int:  # options may be dicts and lists
+        return hash((self.cls, self.whole))
+
     def __repr__(self) -> str:
         whole = {"whole": True} if self.whole else {}
         options = {**whole, **self.defaults, **({"labels": dict(self.labels)} if self.labels else {})}
@@ -219,7 +223,8 @@ class Optimizer(Static):
         wait_for_copies(donated)
         updated: dict[str, dict[str, Any]] = {}
         for part, buffers in parts:
-            updated.update(part.step(params, grads, state, buffers, donate))
+            with readings_explained(part.cls.__name__, [part.overrides, *part.now.values()]):
+                updated.update(part.step(params, grads, state, buffers, donate))
         count_writes(donated)
         new = {key: updated.get(key, {}).pop(PARAM, leaf) for key, leaf in params.items()}
         return Sharded(new, params.layout), _by_name(updated, params.layout, {}, state)

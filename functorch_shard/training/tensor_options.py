@@ -6,14 +6,15 @@ over them would have no derivative, which is a zero without a word.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from ..torch_internals.tensors import as_number, is_number
-from ..torch_internals.tracing import assert_when_run
+from ..torch_internals.tracing import RefusedError, assert_when_run, untraceable
 from ..torch_internals.transforms import being_traced
 
 OPTIONS = "(options)"  # among the inputs of a step, by key of a buffer
@@ -45,6 +46,26 @@ class TensorOptions:
         new = {id(x): mark(value) for x, value in zip(self.given, values, strict=True)}
         found = {id(each): {name: _replaced(x, new) for name, x in each.items()} for each in options.values()}
         return {key: found[id(each)] for key, each in options.items()}
+
+
+@contextmanager
+def readings_explained(name: str, options: Sequence[Options]) -> Iterator[None]:
+    """A context in which the class of this name updates: if it reads a value while it is traced, an error says so."""
+    try:
+        yield
+    except untraceable() as error:
+        given = {option: x for each in options for option, x in each.items() if option != "lr"}
+        unknown = ", ".join(option for option, x in given.items() if any(isinstance(y, Tensor) for y in _parts(x)))
+        why = _OF_OPTIONS.format(name=name, unknown=unknown) if unknown else _OF_STATE.format(name=name)
+        refused = RefusedError(f"{why} compile the gradients, and call opt.step outside.")
+        raise refused.with_traceback(error.__traceback__) from error
+
+
+_OF_OPTIONS = (
+    "step: {name} reads its options, and the values of {unknown} are not known when a step is recorded. "
+    "Pass an fs.optimizer with the values as an argument of the step, which is recorded anew for each; or"
+)
+_OF_STATE = "step: {name} reads values of its state or of tensors when it updates, which a recorded step cannot do:"
 
 
 _WHAT = "options, for example lr, on all ranks"

@@ -164,6 +164,28 @@ def test_a_schedule_of_betas_tries_the_class_no_more_than_one_of_the_rate(whole:
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"betas": (0.8, 0.9)}])
+def test_a_recorded_step_names_the_options_that_it_cannot_have_as_inputs(options: dict[str, Any]) -> None:
+    mesh = fs.simulated_mesh(2)
+    model, (x, y) = network(), mesh.split(samples())
+    params = fs.shard(model, fs.plan(model, mesh))
+
+    @mesh.spmd
+    def step(opt: Any, params: fs.Sharded, state: Any, x: Tensor, y: Tensor, options: Any) -> Any:
+        grads = fs.grad(lambda params: error(model, fs.gather(params), x, y))(params)
+        return opt.step(params, grads=grads, state=state, lr=0.5, **options)
+
+    opt, recorded = fs.optimizer(torch.optim.AdamW), fs.compile(step, backend="replay")
+    with pytest.raises(NotImplementedError, match=rf"AdamW reads .*{next(iter(options))} .*an fs.optimizer with"):
+        recorded(opt, params, opt.init(params), x, y, options)
+    for chosen in ({}, options):  # with the values in the optimizer, as the error says
+        opt = fs.optimizer(torch.optim.AdamW, **chosen)
+        assert_trees_close(
+            recorded(opt, params, opt.init(params), x, y, {}), step(opt, params, opt.init(params), x, y, {})
+        )
+    assert len(recorded.schedules) == 2
+
+
 DERIVATIVES: list[Any] = [
     lambda after, lr: fs.grad(after)(lr),
     lambda after, lr: torch.func.grad(after)(lr),
