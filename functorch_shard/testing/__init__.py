@@ -76,7 +76,8 @@ def assert_trees_close(actual: Any, expected: Any, *, rtol: float | None = None,
     Args:
         actual: the tree under test.
         expected: what it should be; dtypes count. Mappings are compared by key: a ``Full`` and a ``dict`` are alike.
-        rtol, atol: as in ``torch.testing.assert_close``; by default those of the dtype.
+        rtol, atol: as in ``torch.testing.assert_close``; by default those of the dtype. They count for tensors, arrays
+            of numpy, floats and complex numbers, of which NaN equals NaN; everything else has to be equal.
 
     Raises:
         AssertionError: a line for each leaf that is missing, too much, or different.
@@ -107,10 +108,16 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _difference(path: str, got: Any, want: Any, rtol: float | None, atol: float | None) -> list[str]:
-    if not (isinstance(got, Tensor) and isinstance(want, Tensor)):
+    tensors = isinstance(got, Tensor) and isinstance(want, Tensor)
+    if not tensors and (type(got) is not type(want) or not _has_tolerance(got)):
         return [] if type(got) is type(want) and got == want else [f"{path}: got {got!r}, expected {want!r}"]
     try:
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, equal_nan=True)
     except AssertionError as error:
         return [f"{path}: " + str(error).replace("\n\n", "\n").replace("\n", "\n    ")]
     return []
+
+
+def _has_tolerance(x: Any) -> bool:
+    """Whether it is a float, a complex number, or an array of numbers of numpy."""
+    return isinstance(x, (float, complex)) or getattr(getattr(x, "dtype", None), "kind", None) in {*"biufc"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -104,7 +105,23 @@ def test_equal_trees_pass_whatever_kind_of_mapping_they_are() -> None:
     assert_trees_close(full, {"w": torch.ones(3)})
     assert_trees_close({"b": 1, "a": [None, "x"]}, {"a": (None, "x"), "b": 1})
     assert_trees_close(torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]))
-    assert_trees_close({"x": torch.ones(2)}, {"x": torch.ones(2) + 1e-3}, rtol=0, atol=1e-2)
+    assert_trees_close({"x": torch.ones(2), "y": 1.0}, {"x": torch.ones(2) + 1e-3, "y": 1.001}, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("actual", "close", "far"),
+    [
+        (1.0, 1.0 + 1e-9, 1.001),
+        (float("nan"), float("nan"), 1.0),
+        (1j, 1j + 1e-9, 2j),
+        (numpy.ones(3), numpy.ones(3) + 1e-9, numpy.zeros(3)),
+        (numpy.float32(1), numpy.float32(1), numpy.float32(2)),
+    ],
+)
+def test_floats_and_arrays_of_numpy_are_compared_as_tensors_are(actual: Any, close: Any, far: Any) -> None:
+    assert_trees_close({"x": actual}, {"x": close})
+    with pytest.raises(AssertionError, match=r"1 leaf differs:\n  \['x'\]: .*not close"):
+        assert_trees_close({"x": actual}, {"x": far})
 
 
 def test_every_leaf_that_differs_is_named() -> None:
