@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -39,6 +40,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         The results, in rank order.
 
     Raises:
+        TypeError: the function, its arguments or its result cannot be sent to another process or found there, as what a
+            notebook defines cannot.
         Exception: the first exception of any rank, of its own type, with its rank and traceback; the others are ended.
         RankError: a rank died without an exception, or did not answer in time; the message says which, and has the
             Python stack of each of its threads.
@@ -52,6 +55,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """
     if world_size < 1:
         raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError("run_ranks: called in a rank of run_ranks, or another process that may not start any.")
     work = _pickled((fn, args, kwargs, dict(os.environ)))
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
@@ -151,13 +156,33 @@ def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, 
 
 def _answer(rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> bytes:
     try:
-        fn, args, kwargs, environ = pickle.loads(work)
+        fn, args, kwargs, environ = _found(work)
         os.environ.update(environ)  # the server's is as old as the server
         _join_group(rank, world_size, folder, timeout)
-        return pickle.dumps((True, fn(*args, **kwargs)))
+        return _result(fn(*args, **kwargs))
     except BaseException as error:  # reported to the parent, whatever it is
         text = "".join(traceback.format_exception(error))
         return pickle.dumps((False, (time.time(), _pickle_error(error), text)))
+
+
+def _found(work: bytes) -> tuple[Any, ...]:
+    try:
+        return pickle.loads(work)
+    except Exception as error:
+        raise TypeError(
+            f"run_ranks: the function or its arguments were not found in another process ({error}). Define them at the "
+            'top of a module that can be imported: not in a notebook, and not below `if __name__ == "__main__":`.'
+        ) from error
+
+
+def _result(value: Any) -> bytes:
+    try:
+        return pickle.dumps((True, value))
+    except Exception as error:
+        raise TypeError(
+            f"run_ranks: a {type(value).__name__}, which the function returned, cannot be sent back ({error}). "
+            "Return plain data, tensors and trees of them."
+        ) from error
 
 
 def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None:

@@ -125,7 +125,7 @@ EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "interrupt": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*KeyboardInterrupt"),
     "exit": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*SystemExit: 4"),
     "die": (RankError, "rank 1 died without an answer, exit code 3"),
-    "result": (AttributeError, "Can't (pickle|get) local object"),
+    "result": (TypeError, r"a function, which the function returned, cannot be sent back \(Can't (pickle|get) local"),
     "answer": (RankError, "the answer of rank 1 cannot be unpickled: ValueError"),
 }
 
@@ -191,6 +191,25 @@ def late(seconds: float) -> None:
 def test_of_several_exceptions_the_first_in_time_is_raised() -> None:
     with pytest.raises(ValueError, match="rank 0"):
         run_ranks(late, 3, 0.2)
+
+
+def ranks_in_a_rank() -> Any:
+    return run_ranks(dist.get_rank, 1)
+
+
+def test_a_function_that_only_this_process_has_is_refused_with_where_to_define_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    later = functools.update_wrapper(lambda: None, identity)
+    later.__name__ = later.__qualname__ = "defined_later"
+    monkeypatch.setattr(sys.modules[__name__], "defined_later", later, raising=False)  # as in a cell of a notebook
+    with pytest.raises(TypeError, match=r"not found in another process .*'defined_later'.* not in a notebook"):
+        run_ranks(later, 2)
+
+
+def test_a_rank_cannot_run_ranks() -> None:
+    with pytest.raises(RuntimeError, match="called in a rank of run_ranks"):
+        run_ranks(ranks_in_a_rank, 2)
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
