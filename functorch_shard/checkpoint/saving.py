@@ -165,7 +165,7 @@ class Saving:
         def prepare() -> Saving:
             if in_transform():
                 raise RuntimeError("save: inside a transform or spmd, where a tree is one rank's. Call it outside.")
-            if keep is not None and (not isinstance(keep, int) or keep < 1):
+            if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
                 raise ValueError(f"save: keep: got {keep!r}, expected an int, 1 or more")
             if path.name.startswith("."):
                 raise ValueError(f"save: path: got {path}: names that begin with a dot are hidden from latest()")

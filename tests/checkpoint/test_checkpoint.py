@@ -360,6 +360,16 @@ def test_keep_removes_the_oldest_and_nothing_of_others(tmp_path: Path) -> None:
     assert "keep: got 0" in refused(save, tmp_path / "x", tiny(), keep=0)
 
 
+@pytest.mark.parametrize("keep", [True, False, 0, -1, 2.0, "2"])
+def test_keep_that_is_not_a_number_of_checkpoints_removes_none(keep: Any, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"step-{step}", {"step": step})
+    assert f"ValueError: save: keep: got {keep!r}, expected an int, 1 or more" in refused(
+        save, tmp_path / "step-3", {"step": 3}, keep=keep
+    )
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+
+
 def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:
     save(tmp_path / "x", tiny(1))
     with pytest.raises(FileExistsError, match="was not overwritten"):
