@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layout.rank_trees import participants_of
-from ..storage.atomic_directory import in_order
+from ..storage.atomic_directory import in_order, local_path
 from .dcp.manifest import MANIFEST, order_of
 from .dcp.reader import Reader
 from .loading import Loading
@@ -65,7 +65,7 @@ def save(
     Raises:
         FileExistsError: ``path`` exists, or is valid with ``replace_damaged``; it was not overwritten.
         TypeError: a value that cannot be read back without executing code.
-        ValueError: two leaves of one name, trees of other ranks, a hidden ``path``, or ``keep`` below 1.
+        ValueError: two leaves of one name, trees of other ranks, a hidden ``path`` or a URL, or ``keep`` below 1.
         OSError: for example a full disk; this checkpoint is removed.
         RuntimeError: inside a transform; or another rank failed: every rank reports which one and why.
 
@@ -86,7 +86,7 @@ def save(
                 [2.],
                 [3.]]))
     """
-    target = Path(path).absolute()
+    target = local_path("save: path", path)
     if replace_damaged:
         participants = participants_of(tree)
         participants.agree("save", lambda: _rename_damaged(target, participants.rank), lambda _: [str(target)])
@@ -142,7 +142,7 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
 def _existing(path: str | os.PathLike[str] | None) -> Path:
     if path is None:
         raise FileNotFoundError("load: path: got None, which latest() returns without a checkpoint: start anew.")
-    return Path(path).absolute()
+    return local_path("load: path", path)
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
@@ -166,7 +166,7 @@ def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None
         ...     sorted(os.listdir(runs)), latest(runs).name
         (['step-10', 'step-9'], 'step-10')
     """
-    folders = in_order(Path(path).absolute(), order_of)[::-1]
+    folders = in_order(local_path("latest: path", path), order_of)[::-1]
     return next((folder for folder in folders if not verify or not _problems(folder)), None)
 
 
@@ -190,7 +190,7 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
         ...     verify(f"{runs}/step-8"), len(verify(f"{runs}/step-9"))
         ([], 1)
     """
-    return _problems(Path(path).absolute())
+    return _problems(local_path("verify: path", path))
 
 
 def _problems(path: Path) -> list[str]:

@@ -9,6 +9,7 @@ belongs to a process that was killed, and is removed.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ except ImportError:  # without locks, staging directories of other processes are
 
 _STAGING, _REMOVED = ".functorch_shard.staging", ".functorch_shard.removed"
 _ORDER, _FAILED = "order", "failed"  # files in a staging directory, not in the target
+_URL = re.compile(r"[A-Za-z][\w+.-]*:/")  # pathlib leaves one slash of two
 Order = Callable[[Path], int | None]
 
 
@@ -90,6 +92,21 @@ class StagingDirectory:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
+
+
+def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
+    """``path`` as an absolute one; errors name ``argument``.
+
+    Raises:
+        ValueError: it is a URL, or begins with a ``~`` that no shell has expanded: a folder of this name would be made.
+    """
+    found, text = Path(path), os.fspath(path)
+    if _URL.match(text):
+        advice = "expected a path of a file system. Mount the bucket, or copy complete directories there."
+        raise ValueError(f"{argument}: got the URL {text!r}, {advice}")
+    if text == "~" or text.startswith("~/"):
+        raise ValueError(f"{argument}: got {text!r}, in which nothing expands ~. Pass os.path.expanduser(path).")
+    return found.absolute()
 
 
 def refuse_existing(target: Path) -> None:

@@ -29,7 +29,7 @@ from ..layout.rank_trees import participants_of, path_text
 from ..layout.trees import Full, Sharded, take_tensors
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
-from .atomic_directory import sync, write_durably
+from .atomic_directory import local_path, sync, write_durably
 from .memory_kind import SUFFIX, UNNAMED, disk_full, fill_file, map_file, nbytes_of, new_file
 
 _FORMAT = 1
@@ -211,7 +211,7 @@ class _RankFolder:
         if isinstance(where, str) and _is_device(where):
             advice = f"'cpu', or a directory; Path({where!r}) for one of this name"
             raise ValueError(f"offload: where: got {where!r}, expected {advice}. The mesh has a device of its own.")
-        return _RankFolder(Path(where).resolve() / _folder_name(mesh), mesh)
+        return _RankFolder(local_path("offload: where", where).resolve() / _folder_name(mesh), mesh)
 
     def versions(self) -> list[int]:
         return sorted(int(entry.name) for entry in self.folder.iterdir() if entry.name.isdecimal())

@@ -32,7 +32,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 import functorch_shard as fs
-from functorch_shard.checkpoint import PerRank, latest, load, save, saving, verify
+from functorch_shard.checkpoint import (
+    PerRank,
+    export_safetensors,
+    import_safetensors,
+    latest,
+    load,
+    save,
+    saving,
+    verify,
+)
 from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.cli.main import main as command
@@ -368,6 +377,30 @@ def test_keep_that_is_not_a_number_of_checkpoints_removes_none(keep: Any, tmp_pa
         save, tmp_path / "step-3", {"step": 3}, keep=keep
     )
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/run", Path("gs://bucket/run"), "file:///tmp/run", "~/run", "~", Path("~/run")]
+)
+def test_a_path_that_would_name_a_folder_of_another_place_is_refused(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.simulated_mesh(2)))
+    said = "Mount the bucket" if ":" in str(path) else "Pass os.path.expanduser(path)"
+    for text in (
+        refused(save, path, {"step": 1}),
+        refused(load, path, {"step": 1}),
+        refused(latest, path),
+        refused(verify, path),
+        refused(export_safetensors, path, params),
+        refused(import_safetensors, path, params.layout),
+        refused(fs.offload, params, path),
+        refused(fs.reopen, params, path),
+    ):
+        assert text.startswith("ValueError: ")
+        assert said in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_ever_overwritten(tmp_path: Path) -> None:

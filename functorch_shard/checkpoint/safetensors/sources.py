@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...storage.atomic_directory import local_path
 from .format import LONGEST_JSON, Place, parse_json, read_header, reason
 
 INDEX, SINGLE, SUFFIX = "model.safetensors.index.json", "model.safetensors", ".safetensors"
@@ -41,7 +42,7 @@ def _given(files: Any) -> list[Path]:
     given: list[Any] = list(files) if several else [files]
     if not given or not all(isinstance(path, (str, os.PathLike)) for path in given):
         raise TypeError(f"files: got {files!r}, expected a path or several: of files, an index or a directory")
-    return [Path(path) for path in given]
+    return [local_path("import_safetensors: files", path) for path in given]
 
 
 def _look(path: Path, found: _Found) -> None:

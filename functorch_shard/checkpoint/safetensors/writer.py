@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import reject
-from ...storage.atomic_directory import StagingDirectory, sync
+from ...storage.atomic_directory import StagingDirectory, local_path, sync
 from ...storage.memory_kind import disk_full, write_numbers
 from .format import CODES, METADATA, Place, header_of
 from .sources import INDEX, SINGLE, StrPath
@@ -105,7 +105,7 @@ class NewFiles:
     def begin(verb: str, entries: Sequence[Entry], path: StrPath, max_shard_size: int) -> NewFiles:
         """Validate ``entries``, and write the headers."""
         _check(verb, entries, max_shard_size)
-        staging = StagingDirectory(Path(path).absolute())
+        staging = StagingDirectory(local_path(f"{verb}: path", path))
         try:
             staging.open()
             places = _start_files(staging.folder, _split(entries, max_shard_size))
