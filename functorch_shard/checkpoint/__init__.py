@@ -86,20 +86,21 @@ def save(
                 [2.],
                 [3.]]))
     """
-    target = local_path("save: path", path)
     if replace_damaged:
         participants = participants_of(tree)
-        participants.agree("save", lambda: _rename_damaged(target, participants.rank), lambda _: [str(target)])
-    saving = Saving.begin(target, tree, keep, async_save)
+        participants.agree("save", lambda: _rename_damaged(path, participants.rank), lambda target: [str(target)])
+    saving = Saving.begin(path, tree, keep, async_save)
     if async_save:
         return saving.start()
     saving.result()
     return saving
 
 
-def _rename_damaged(path: Path, rank: int) -> None:
-    if rank == 0 and (path / MANIFEST).exists() and _problems(path):
-        path.rename(path.with_name(f".{path.name}.damaged-{time.time_ns()}"))
+def _rename_damaged(path: str | os.PathLike[str], rank: int) -> Path:
+    target = local_path("save: path", path)
+    if rank == 0 and (target / MANIFEST).exists() and _problems(target):
+        target.rename(target.with_name(f".{target.name}.damaged-{time.time_ns()}"))
+    return target
 
 
 def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> Any:

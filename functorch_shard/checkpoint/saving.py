@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
-from ..storage.atomic_directory import StagingDirectory, older, refuse_existing, remove
+from ..storage.atomic_directory import StagingDirectory, local_path, older, refuse_existing, remove
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import in_transform
 from .chunks import LocalChunk, aliases_of, chunks_of
@@ -157,29 +158,33 @@ class Saving:
     _complete: bool = field(default=False, repr=False)
 
     @staticmethod
-    def begin(path: Path, tree: Any, keep: int | None, async_save: bool) -> Saving:
+    def begin(path: str | os.PathLike[str], tree: Any, keep: int | None, async_save: bool) -> Saving:
         """Validate everything on every rank before writing."""
-        contents = Contents.of(tree)
-        staging = StagingDirectory(path)
+        contents, begun = Contents.of(tree), list[StagingDirectory]()
 
         def prepare() -> Saving:
             if in_transform():
                 raise RuntimeError("save: inside a transform or spmd, where a tree is one rank's. Call it outside.")
             if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
                 raise ValueError(f"save: keep: got {keep!r}, expected an int, 1 or more")
-            if path.name.startswith("."):
-                raise ValueError(f"save: path: got {path}: names that begin with a dot are hidden from latest()")
+            target = local_path("save: path", path)
+            if target.name.startswith("."):
+                raise ValueError(f"save: path: got {target}: names that begin with a dot are hidden from latest()")
             contents.check()
-            refuse_existing(path)
+            refuse_existing(target)
+            begun.append(staging := StagingDirectory(target))
             if contents.participants.rank == 0:
                 staging.open(order_of)
-            return Saving(path, contents.of_this_moment(), keep, staging, contents.versions())
+            return Saving(target, contents.of_this_moment(), keep, staging, contents.versions())
+
+        def lines(saving: Saving) -> list[str]:
+            return [str(saving.path), f"keep={keep}, async_save={async_save}", *contents.lines()]
 
         try:
-            options = [str(path), f"keep={keep}, async_save={async_save}"]
-            return contents.participants.agree("save", prepare, lambda _: [*options, *contents.lines()])
+            return contents.participants.agree("save", prepare, lines)
         except BaseException:
-            staging.abandon()
+            for staging in begun:
+                staging.abandon()
             raise
 
     def start(self) -> Saving:

@@ -374,6 +374,8 @@ def disagree(folder: Path) -> dict[str, str]:
         "another path": error_of(lambda: save(folder / ("other" if last else "failed"), tree)),
         "another keep": error_of(lambda: save(folder / "failed", tree, keep=2 if last else 3)),
         "another way": error_of(lambda: save(folder / "failed", tree, async_save=last).result()),
+        "no path": error_of(lambda: save(None if last else folder / "failed", tree)),  # pyright: ignore[reportArgumentType]
+        "no path to replace": error_of(lambda: save(None if last else folder / "failed", tree, replace_damaged=True)),  # pyright: ignore[reportArgumentType]
         "no plain value": error_of(lambda: save(folder / "failed", wrong if last else tree)),
         "there already": error_of(lambda: save(folder / "good", tree)),
         "lazy": error_of(lambda: save(folder / "failed", {"model": fs.gather(tree["model"][0])})),
@@ -596,11 +598,13 @@ def test_ranks_that_disagree_raise_on_every_rank_and_none_waits(two: Any) -> Non
         assert first[what] == last[what]
         assert first[what].startswith("RuntimeError: load: the ranks disagree. First difference:"), what
     for what, own in {
+        "no path": "TypeError: expected str, bytes or os.PathLike object, not NoneType",
+        "no path to replace": "TypeError: expected str, bytes or os.PathLike object, not NoneType",
         "no plain value": "TypeError: save: 1 problem\n  more: got a object",
         "no checkpoint": "FileNotFoundError: ",
         "unreadable": "OSError: [Errno 28]",
     }.items():
-        verb = "save" if what == "no plain value" else "load"
+        verb = "load" if what in ("no checkpoint", "unreadable") else "save"
         assert last[what].startswith(own), what
         assert first[what].startswith(f"RuntimeError: {verb} failed on rank 1, so no rank can go on. There:\n{own}")
     assert first["there already"].startswith("FileExistsError: ")
