@@ -69,6 +69,7 @@ class Call:
         self.memory: SharedMemory | None = None
         self._line = line
         self._work: Any = None
+        self._arrived: Any = None
         self._buffers: tuple[Tensor, ...] = ()
 
     @property
@@ -88,6 +89,7 @@ class Call:
             sent[:, HEAD : HEAD + message.shape[-1]] = message
         self.begin()
         self._work = self._line.exchange(sent, got)
+        self._arrived = self._work.get_future()
         self._line.sent(self)
 
     def wait(self) -> None:
@@ -102,7 +104,12 @@ class Call:
         return _heads(buffers)[0] if buffers else ()
 
     def has_arrived(self) -> bool:
-        return self._work.is_completed()
+        """Whether the envelopes of all ranks are there.
+
+        It asks the future, which takes no lock. ``is_completed`` of the Work waits, with Python's lock, for a lock that
+        gloo's thread holds while a profiler's record ends, and to free saved-tensor hooks that thread needs Python's.
+        """
+        return self._arrived.done()
 
     def slots(self) -> Sequence[int]:
         """Where each rank's message is."""

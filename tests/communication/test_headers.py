@@ -23,8 +23,11 @@ class Interrupted:
     def __init__(self, moment: str, other: Callable[[], None]) -> None:
         self._moment, self._other = moment, other
 
-    def is_completed(self) -> bool:
-        return self._at("is_completed")
+    def get_future(self) -> Interrupted:
+        return self
+
+    def done(self) -> bool:
+        return self._at("done")
 
     def wait(self) -> bool:
         return self._at("wait")
@@ -57,7 +60,7 @@ class OneRank(Line):
             call.close()
 
 
-@pytest.mark.parametrize("moment", ["is_completed", "wait", "never"])
+@pytest.mark.parametrize("moment", ["done", "wait", "never"])
 @pytest.mark.parametrize("num_waited", [NUM_CALLS, NUM_CALLS - 1])
 def test_another_thread_may_wait_for_calls_while_the_line_looks_at_them(moment: str, num_waited: int) -> None:
     line = OneRank(num_waited)

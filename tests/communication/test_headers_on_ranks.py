@@ -12,6 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
@@ -47,6 +49,19 @@ def test_every_rank_reports_the_first_collective_that_differs_and_what_each_issu
 @cache
 def differences(num_ranks: int) -> list[dict[str, tuple[str, str]]]:
     return run_ranks(different_on_this_rank, num_ranks)
+
+
+def profiled_on_this_rank() -> None:
+    mesh, x = fs.init_mesh(), torch.ones(5)
+    with profile(activities=[ProfilerActivity.CPU]):
+        for _ in range(200):
+            with saved_tensors_hooks(lambda x: x, lambda x: x):  # which what is recorded keeps, and frees at its end
+                works = [mesh["shard"].issue("psum", x) for _ in range(3)]
+            assert all(work.wait().tolist() == [2.0] * 5 for work in works)
+
+
+def test_a_profiler_does_not_hang_ranks_that_look_whether_collectives_have_begun() -> None:
+    run_ranks(profiled_on_this_rank, 2, timeout=60)
 
 
 def again_on_this_rank() -> list[tuple[str, str]]:
