@@ -25,7 +25,7 @@ from .loading import Loading
 from .log import logged
 from .names import PerRank
 from .safetensors.files import export_safetensors, import_safetensors
-from .saving import Saving
+from .saving import SAME, Saving
 
 __all__ = ["PerRank", "Saving", "verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
 
@@ -88,7 +88,7 @@ def save(
     """
     if replace_damaged:
         participants = participants_of(tree)
-        participants.agree("save", lambda: _rename_damaged(path, participants.rank), lambda target: [str(target)])
+        participants.agree("save", lambda: _rename_damaged(path, participants.rank), lambda target: [str(target)], SAME)
     saving = Saving.begin(path, tree, keep, async_save)
     if async_save:
         return saving.start()
@@ -135,7 +135,8 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         {'scale': tensor(2.)}
     """
     participants = participants_of(like)
-    loading = participants.agree("load", lambda: Loading.of(_existing(path), like, participants, donate), Loading.lines)
+    begin = lambda: Loading.of(_existing(path), like, participants, donate)  # noqa: E731
+    loading = participants.agree("load", begin, Loading.lines, SAME)
     with logged("load", path, participants.rank):
         return loading.tree(participants.agree("load", loading.read, lambda _: []))
 

@@ -30,6 +30,7 @@ from .dcp.writer import Writer, complete, has_index
 from .log import logged
 from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
 
+SAME = "Every rank must pass the same path, options and tree. A path that contains the time may differ between ranks."
 _POLL = 0.05  # seconds between looks for the index of the last rank
 _ENDING = threading.Event()  # of this process
 _THREADS: WeakSet[threading.Thread] = WeakSet()
@@ -181,7 +182,7 @@ class Saving:
             return [str(saving.path), f"keep={keep}, async_save={async_save}", *contents.lines()]
 
         try:
-            return contents.participants.agree("save", prepare, lines)
+            return contents.participants.agree("save", prepare, lines, SAME)
         except BaseException:
             for staging in begun:
                 staging.abandon()

@@ -594,6 +594,7 @@ def test_ranks_that_disagree_raise_on_every_rank_and_none_waits(two: Any) -> Non
     for what in ("another tree", "another path", "another keep", "another way"):
         assert first[what] == last[what]
         assert first[what].startswith("RuntimeError: save: the ranks disagree. First difference:"), what
+        assert "\nEvery rank must pass the same path, options and tree." in first[what]
     for what in ("another tree to load", "another checkpoint"):
         assert first[what] == last[what]
         assert first[what].startswith("RuntimeError: load: the ranks disagree. First difference:"), what
