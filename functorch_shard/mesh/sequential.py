@@ -15,6 +15,7 @@ from ..communication.turns import Turns
 from ..communication.writes import Gathered
 from ..containers import opened
 from ..torch_internals.lowering import in_forward_mode
+from ..torch_internals.module_changes import keep_changes
 from ..torch_internals.process_settings import keep_what_all_changed
 from ..torch_internals.taking_turns import OwnState, taking_turns
 from ..torch_internals.thread_state import inherited
@@ -81,6 +82,7 @@ def _run(
         streams.restore()
         raise
     keep_what_all_changed([state.settings for state in states])
+    keep_changes([state.changes for state in states])
     streams.go_on([state.states for state in states])
     return results
 

@@ -6,6 +6,7 @@ changes for the duration of a call, and a turn may end inside of such a call, at
 - ``functional_call`` and :class:`Swap` replace the tensors of a module. All that the module and those inside of it have
   as attributes is replaced by what they had before the call, and by what they had at the end of the turn when the
   next turn of this rank begins. So no rank sees the tensors of another one.
+- modules are put into evaluation mode, or have hooks, for some of their calls: module_changes.py
 - the random number generators: each rank has a state of its own
 - settings of the process that programs change for a while: Note [Process settings] in process_settings.py
 - ``torch.func.jvp`` and tracers have globals of their modules, and tracers replace methods of ``nn.Module``:
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import wraps
 from threading import Lock
 from typing import Any
 
@@ -31,6 +33,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.utils import stateless
 
 from .called_module import CalledModule
+from .module_changes import ModuleChanges
 from .process_settings import ProcessSettings
 from .while_it_runs import Globals, Replaced
 
@@ -58,7 +61,7 @@ class OwnState:
         self.number, self.generators, self.states, self.alone = number, generators, states, alone
         self.called: list[CalledModule] = []  # outermost first
         self.tracers = Replaced()
-        self.settings = ProcessSettings()
+        self.settings, self.changes = ProcessSettings(), ModuleChanges()
         self._globals = Globals()
 
     @contextmanager
@@ -77,6 +80,7 @@ class OwnState:
             generator.set_state(state)
         self.settings.exchange()
         self._globals.exchange()
+        self.changes.exchange()
         for module in self.called:
             module.put_back()
         self.tracers.put_back()
@@ -85,6 +89,7 @@ class OwnState:
         self.tracers.put_away()
         for module in reversed(self.called):
             module.put_away()
+        self.changes.exchange()
         self._globals.exchange()
         self.settings.exchange()
         self.states = [generator.get_state() for generator in self.generators]
@@ -134,6 +139,8 @@ class _Replacements:
     def _replace(self) -> None:
         for module, name, wrap in (
             (stateless, "_reparametrize_module", _noticed),
+            (nn.Module, "train", _with_mode_noted),
+            (nn.modules.module, "RemovableHandle", _with_hooks_noted),
             (_symbolic_trace, "_new_patcher", _kept),
             (forward_ad, "enter_dual_level", _shared_level),
             (forward_ad, "exit_dual_level", _ends_with_last),
@@ -149,6 +156,27 @@ def _noticed(reparametrize: Callable[..., Any]) -> Callable[..., Any]:
             yield value
 
     return reparametrize_and_notice
+
+
+def _with_mode_noted(train: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @wraps(train)
+    def train_of_rank(self: nn.Module, mode: bool = True) -> nn.Module:
+        own = _OWN.get()
+        if own is not None:
+            own.changes.will_set_mode(self)
+        return train(self, mode)
+
+    return train_of_rank
+
+
+def _with_hooks_noted(handle: Callable[..., Any]) -> Callable[..., Any]:
+    def handle_of_rank(hooks: dict[int, Any], **more: Any) -> Any:
+        own = _OWN.get()
+        if own is not None:
+            own.changes.will_add_hook(hooks)
+        return handle(hooks, **more)
+
+    return handle_of_rank
 
 
 def _kept(new_patcher: Callable[[], Any]) -> Callable[[], Any]:
