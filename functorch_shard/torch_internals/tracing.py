@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from traceback import FrameSummary, extract_tb
 from typing import Any
@@ -24,7 +24,7 @@ from torch.random import fork_rng
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from .autograd import backward_pass
-from .tensors import arguments_of, is_number, is_written
+from .tensors import arguments_of, identity_of_storage, is_number, is_written
 
 aten = torch.ops.aten
 _NO_SEED = 0x5EED0FF5EED0FF  # that nobody else would take
@@ -64,6 +64,12 @@ _GENERATOR = (
 )
 
 
+_ASSIGNED = (
+    "The step assigns {names}. Python runs when a step is recorded, and not when the recording runs: later calls would "
+    "assign nothing, and read the old values. Pass such values as arguments, and return the new ones."
+)
+
+
 def refuse_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """Raise for an operator that draws random numbers which a graph could not draw."""
     if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
@@ -86,12 +92,19 @@ def mode_of(fakes: Sequence[Tensor]) -> FakeTensorMode | None:
     return next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
 
 
-def trace(fn: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler: bool) -> GraphModule:
+def trace(
+    fn: Callable[..., list[Tensor]],
+    fakes: Sequence[Tensor],
+    for_compiler: bool,
+    left: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: (),
+) -> GraphModule:
     """The operators that ``fn(*fakes)`` runs, below autograd and every transform. No real tensor is changed.
 
     Args:
         for_compiler: whether optimizers are traced as arithmetic; else as the fused kernels that they run eagerly,
             which torch's compilers refuse.
+        left: the tensors that ``fn`` has made and assigned to variables outside of it, with the names of those. If one
+            of them has no values, or not those that the program computes, this raises.
     """
 
     differentiates = torch.is_grad_enabled()
@@ -103,7 +116,10 @@ def trace(fn: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler
             recorder.writes_undone(),
             torch.set_grad_enabled(differentiates),
         ):
-            return fn(*inputs)
+            results = fn(*inputs)
+            if names := dict.fromkeys(name for name, x in left() if recorder.lacks_values(x)):
+                raise RefusedError(_ASSIGNED.format(names=", ".join(names)))
+            return results
 
     return make_fx(traced)(*fakes)
 
@@ -150,6 +166,12 @@ class _Recorder(TorchDispatchMode):
         if func is aten.add_.Tensor and isinstance((kwargs or {}).get("alpha"), torch.SymFloat):
             return args[0].add_(args[1] * kwargs["alpha"])  # its shape function reads alpha
         return func(*args, **(kwargs or {}))
+
+    def lacks_values(self, x: Tensor) -> bool:
+        """Whether a tensor that was made while tracing has no values, or was written to, which is undone."""
+        return isinstance(x, FakeTensor) or identity_of_storage(x) in {
+            identity_of_storage(y) for y, _ in self._before.values()
+        }
 
     def _keep(self, written: Any) -> None:
         for x in written if isinstance(written, (list, tuple)) else [written]:

@@ -7,7 +7,7 @@ schedule and frees what they free. Python runs once: whatever it decides is fixe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ...torch_internals.tracing import (
     untraceable,
 )
 from ...torch_internals.transforms import is_watched
+from .assignments import memory_outside
 from .signature import Call, is_traced
 from .simplification import place, simplify
 
@@ -108,7 +109,13 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
         found[:] = structure, _outputs(results, inputs)
         return [x for x, kind in zip(results, found[1], strict=True) if type(kind) is Computed]
 
-    graph = _traced(flat, fakes, for_compiler)
+    outside = memory_outside(fn)
+
+    def left() -> Iterator[tuple[str, Tensor]]:
+        """What was assigned outside, and is not in memory that was there before."""
+        return (each for memory, tensors in memory_outside(fn).items() if memory not in outside for each in tensors)
+
+    graph = _traced(flat, fakes, for_compiler, left)
     structure, outputs = found
     written = [i for i, (x, version) in enumerate(zip(fakes, versions, strict=True)) if version_of(x) != version]
     return Recording(graph, structure, outputs, written, simplify(graph))
@@ -119,10 +126,10 @@ def as_inputs(values: Sequence[Any]) -> list[Tensor]:
     return [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
 
 
-def _traced(flat: Callable[..., list[Tensor]], fakes: Sequence[Tensor], for_compiler: bool) -> GraphModule:
+def _traced(flat: Callable[..., list[Tensor]], *how: Any) -> GraphModule:
     try:
         with checkpoints_explained("compile"):
-            return trace(flat, fakes, for_compiler)
+            return trace(flat, *how)
     except untraceable() as error:
         raise NotImplementedError(_explained(ON_VALUES, error)) from error
     except RefusedError as error:

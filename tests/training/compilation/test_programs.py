@@ -462,3 +462,74 @@ def test_floats_of_numpy_are_inputs_as_those_of_python() -> None:
         assert torch.equal(result, torch.ones(3) * float(lr))
         assert same is lr
     assert len(compiled.schedules) == 1
+
+
+class Trainer:
+    """Keeps parameters, and what it logs, as attributes."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        self.params, self.loss = of(mesh, Net())
+        self.opt = fs.optimizer(torch.optim.AdamW)
+        self.state, self.mask, self.logged = self.opt.init(self.params), None, []
+
+    def step(self, x: Tensor) -> Tensor:
+        grads, loss = fs.grad_and_value(self.loss)(self.params, x)
+        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
+        return loss
+
+    def donated_step(self, x: Tensor) -> Tensor:
+        grads, loss = fs.grad_and_value(self.loss)(self.params, x)
+        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state, donate=True)
+        return loss
+
+    def evaluation(self, x: Tensor) -> Tensor:
+        loss = self.loss(self.params, x)
+        self.logged.append(loss.detach())
+        return loss
+
+    def masked(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(WIDTH) % 2
+        return self.loss(self.params, x * self.mask)
+
+
+def trainers(mesh: fs.Mesh) -> None:
+    x = rows(mesh, 0)
+    for step, names in (("step", "self.params, self.state"), ("evaluation", "self.logged")):
+        with pytest.raises(NotImplementedError, match=f"The step assigns {names}. Python runs when a step is recorded"):
+            fs.compile(getattr(Trainer(mesh), step), backend="replay")(x)
+    for step in ("donated_step", "masked"):  # writes to the same memory at each call; a constant
+        trainer, other = Trainer(mesh), Trainer(mesh)
+        compiled = fs.compile(getattr(trainer, step), backend="replay")
+        for _ in range(3):
+            assert torch.equal(compiled(x), getattr(other, step)(x))
+        assert_trees_close(trainer.params, other.params, rtol=0, atol=0)
+        assert_trees_close(trainer.state, other.state, rtol=0, atol=0)
+
+
+def test_a_step_that_assigns_what_it_computes_to_variables_outside_is_refused() -> None:
+    gloo(2)[0].run(trainers)
+
+
+def test_variables_of_a_closure_and_of_the_module_are_found_too() -> None:
+    last, history = torch.zeros(()), {"losses": [torch.zeros(())]}
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal last
+        last = x.sum()
+        history["losses"].append(last)
+        return last
+
+    with pytest.raises(NotImplementedError, match="The step assigns history, last"):
+        fs.compile(step, backend="replay")(torch.ones(2))
+    with pytest.raises(NotImplementedError, match="The step assigns LAST"):
+        fs.compile(assigns_a_global, backend="replay")(torch.ones(2))
+
+
+def assigns_a_global(x: Tensor) -> Tensor:
+    global LAST
+    LAST = x.sum()
+    return LAST
+
+
+LAST: Tensor | None = None
