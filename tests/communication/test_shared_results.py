@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import random
@@ -295,6 +296,16 @@ def raising_at(event: int) -> Callable[..., None]:
     return raise_at
 
 
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """An exception in a finalizer that the garbage collector calls would not be raised."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collections")
 def test_an_exception_at_any_moment_of_choosing_keeps_nobody_from_choosing() -> None:
     (rank,), kept = memories(1), list[BaseException]()  # and with them all that their frames have
     for event in count():
