@@ -45,7 +45,12 @@ class Sharded(Mapping[str, Any]):
         self.layout = layout
 
     def __getitem__(self, key: str) -> Any:
+        if key not in self._shards:
+            raise KeyError(_not_a_buffer(key, self))
         return self._shards[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._shards
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
@@ -132,6 +137,11 @@ def take_tensors(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Any]], Any
         return optree.tree_unflatten(treedef, [next(rest) if isinstance(x, Tensor) else x for x in leaves])
 
     return [x for x in leaves if isinstance(x, Tensor)], put_back
+
+
+def _not_a_buffer(key: str, tree: Sharded) -> str:
+    whole = f"; the whole parameter: fs.gather(params, lazy=False)[{key!r}]" if key in tree.layout.slots else ""
+    return f"{key!r}: the keys of a Sharded are buffers, {', '.join(map(repr, [*tree][:5]))}{whole}"
 
 
 def _describe(kind: str, leaves: Mapping[str, Any], what: str, layout: Layout) -> str:

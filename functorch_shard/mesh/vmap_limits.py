@@ -44,9 +44,10 @@ _REASONS = (
     ),
     (
         r"attempting to call Tensor\.requires_grad_",
-        "autograd was asked by hand: requires_grad_() was called, as models of transformers that checkpoint themselves "
-        "do. Differentiate with fs.grad or torch.func.grad. Recompute with fs.remat, or turn checkpointing off "
-        "(model.gradient_checkpointing_disable()).",
+        "autograd was asked by hand: requires_grad_() was called, for a derivative by inputs (a gradient penalty, a "
+        "differential equation) or by a model of transformers that checkpoints itself. Differentiate with fs.grad or "
+        "torch.func.grad: torch.func.grad(lambda x: f(x).sum())(x) is that of f by x, of any order. Recompute with "
+        "fs.remat, or turn checkpointing off (model.gradient_checkpointing_disable()).",
     ),
     (
         r"backward\(\) called inside a functorch transform|attempting to call Tensor\.retain_grad",

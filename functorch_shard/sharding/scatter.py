@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..errors import first_difference
 from ..layout.dtensor import local_grads
 from ..layout.layout import Layout
-from ..layout.trees import Full, Sharded
+from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_grads, check_layout, check_ranked
 from ..opaque import opaque
 from ..storage.memory_kind import to_working_device
 from .reduction import reduced_and_cast
+
+Tree = TypeVar("Tree", Full, Sharded)
 
 
 @opaque
@@ -81,23 +84,27 @@ def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
 
 
 @opaque
-def accumulate(total: Full | None, grads: Full) -> Full:
-    """``total + grads``: full gradients of microbatches, added up in the dtype that they are reduced in.
+def accumulate(total: Tree | None, grads: Tree) -> Tree:
+    """``total + grads``: gradients of microbatches, added up.
 
-    ``scatter_grads`` of the sum reduces once, and communicates nothing before that: FSDP's ``no_sync``.
+    Full gradients are added up in the dtype that they are reduced in. ``scatter_grads`` of the sum reduces once, and
+    communicates nothing before that: FSDP's ``no_sync``. Sharded gradients are reduced already, each microbatch by
+    itself, and take the memory of one shard.
 
     Args:
         total: the sum so far; ``None`` before the first microbatch.
-        grads: full gradients, as ``fs.grad`` of a function of a ``Full`` returns them.
+        grads: of a microbatch, as ``fs.grad`` returns them: a ``Full`` of a function of a ``Full``, or a ``Sharded``.
 
     Returns:
-        A new ``Full`` in each unit's ``reduce_dtype``, or as ``grads`` come. ``None`` counts as zeros.
+        A new ``Full`` in each unit's ``reduce_dtype``, or as ``grads`` come; or a new ``Sharded`` in the dtypes of
+        ``grads``. ``None`` counts as zeros.
 
     Raises:
-        TypeError: ``grads`` or ``total`` is not a ``Full``.
+        TypeError: ``grads`` is neither a ``Full`` nor a ``Sharded``, or ``total`` is not of the class of ``grads``.
+        ValueError: ``total`` has another layout than ``grads``.
 
     Cost:
-        No collectives; the memory of one set of full gradients in that dtype.
+        No collectives; the memory of one set of full gradients in that dtype, or of sharded ones.
 
     Example:
         >>> bf16 = fs.MixedPrecision(torch.bfloat16, torch.float32)
@@ -106,13 +113,16 @@ def accumulate(total: Full | None, grads: Full) -> Full:
         >>> accumulate(accumulate(None, large), small)["w"]    # 256 in bfloat16
         tensor([257.])
     """
-    for name, tree in (("total", total), ("grads", grads)):
-        if not isinstance(tree, Full) and not (tree is None and name == "total"):
-            raise TypeError(f"accumulate: {name}: got {type(tree).__name__}, expected a Full of gradients.")
-    total = Full(dict.fromkeys(grads), grads.layout) if total is None else total
-    return Full(
-        {name: _add(total[name], x, _reduce_dtype(name, x, grads.layout)) for name, x in grads.items()}, grads.layout
-    )
+    if not isinstance(grads, (Full, Sharded)):
+        raise TypeError(f"accumulate: grads: got {type(grads).__name__}, expected a Full or a Sharded of gradients.")
+    if total is None:
+        total = type(grads)(dict.fromkeys(grads), grads.layout)
+    if type(total) is not type(grads):
+        raise TypeError(f"accumulate: total: got {type(total).__name__}, but grads is a {type(grads).__name__}.")
+    if total.layout != grads.layout:
+        mine, theirs = first_difference(total.layout.lines(), grads.layout.lines()) or ("", "")
+        raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")
+    return map_items(lambda name, x: _add(total[name], x, _sum_dtype(name, x, grads)), grads)
 
 
 def _add(total: Tensor | None, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
@@ -121,7 +131,8 @@ def _add(total: Tensor | None, x: Tensor | None, dtype: torch.dtype | None) -> T
     return x.to(dtype, copy=True) if total is None else total + x.to(total.device, dtype)
 
 
-def _reduce_dtype(name: str, grad: Tensor | None, layout: Layout) -> torch.dtype | None:
-    if grad is None or not grad.is_floating_point():
+def _sum_dtype(name: str, grad: Tensor | None, grads: Full | Sharded) -> torch.dtype | None:
+    if grad is None or not grad.is_floating_point() or isinstance(grads, Sharded):
         return None if grad is None else grad.dtype
+    layout = grads.layout
     return layout.precision_of[layout.key_of[name]].reduce_dtype or grad.dtype

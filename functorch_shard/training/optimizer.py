@@ -84,7 +84,8 @@ def optimizer(
         (torch.Size([2, 8]), ['(root)/rest'])
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class such as torch.optim.AdamW")
+        got = f"an object of {type(cls).__name__}" if isinstance(cls, torch.optim.Optimizer) else repr(cls)
+        raise TypeError(f"optimizer: cls: got {got}, expected a class such as torch.optim.AdamW")
     labels = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
     own = {label: {**defaults, **x} for label, x in labels.items() if not isinstance(x, Optimizer)}
     variants: dict[str | None, dict[str, Any]] = {None: defaults, **own}

@@ -123,6 +123,9 @@ def initial_state(
 
 def check_options(cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
     """Raise unless ``cls`` has options of these names."""
+    if callable(options.get("lr")):
+        problem = "'lr': got a function. A schedule is called by the program, and its value is an option of each step"
+        reject("optimizer", [problem], "opt.step(params, grads=grads, state=state, lr=schedule(i))", TypeError)
     _, *parameters = inspect.signature(cls).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return

@@ -172,5 +172,20 @@ def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
     some = fs.accumulate(fs.accumulate(None, fs.Full(dict.fromkeys(values), layout)), first)
     assert_trees_close(some, fs.accumulate(None, first), rtol=0, atol=0)
     assert_trees_close(fs.accumulate(some, fs.Full(dict.fromkeys(values), layout)), some, rtol=0, atol=0)
-    for wrong in ((None, dict(first)), (dict(first), first), (None, fs.shard(values, layout))):
+    for wrong in ((None, dict(first)), (dict(first), first), (fs.shard(values, layout), first)):
         assert refused(fs.accumulate, *wrong).startswith("TypeError: accumulate: ")
+
+
+def test_sharded_gradients_are_added_in_their_dtypes() -> None:
+    mesh = fs.simulated_mesh(2)
+    values = {"a.w": torch.zeros(3, dtype=BF16), "b.w": torch.zeros(3)}
+    layout = fs.plan(values, mesh, precision=fs.MixedPrecision(BF16, F32))
+    one = fs.shard({name: torch.ones_like(x) for name, x in values.items()}, layout)
+    none = fs.Sharded(dict.fromkeys(one), layout)
+    total = fs.accumulate(fs.accumulate(fs.accumulate(None, one), none), one)
+    assert {key: x.dtype for key, x in total.items()} == {key: x.dtype for key, x in one.items()}
+    assert_trees_close(total, fs.Sharded({key: 2 * x for key, x in one.items()}, layout))
+    assert_trees_close(fs.accumulate(none, none), none)
+    assert fs.accumulate(None, one)["a"] is not one["a"]
+    other = fs.shard(values, fs.plan(values, mesh, labels={"b.w": "x"}))
+    assert refused(fs.accumulate, other, one).startswith("ValueError: accumulate: total and grads have different layou")

@@ -40,6 +40,23 @@ def full() -> fs.Full:
     return fs.Full({name: x.detach() for name, x in model().named_parameters()}, layout)
 
 
+def test_a_parameter_is_not_a_key_of_shards_and_the_error_says_how_to_get_it() -> None:
+    tree = sharded()
+    name = next(name for name in tree.layout.slots if name not in tree)
+    with pytest.raises(KeyError, match=r"the keys of a Sharded are buffers, .*; the whole parameter: fs.gather"):
+        tree[name]
+    with pytest.raises(KeyError, match="'no such': the keys of a Sharded are buffers, ") as error:
+        tree["no such"]
+    assert "whole parameter" not in str(error.value)
+    assert tree.get("no such") is None
+
+
+def test_names_of_jax_and_fsdp_say_what_they_are_here() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'value_and_grad'; it is fs\.grad_and_value"):
+        fs.value_and_grad  # noqa: B018
+    assert not hasattr(fs, "unshard")
+
+
 TREES: dict[str, Callable[[], Any]] = {"Sharded": sharded, "Full": full}
 both = pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 

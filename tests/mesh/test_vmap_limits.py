@@ -59,7 +59,7 @@ def by_hand(x: Tensor) -> Tensor | None:
 VALUE, SHAPE = "a tensor was asked for its value", "the shape of a result depends on values"
 WRITTEN, MEMORY = "what differs between ranks was written into a tensor that they share", "was asked for its memory"
 FUNCTION, DRAWN = "an autograd.Function without setup_context or vmap", "random numbers were drawn into a tensor that"
-BY_A_MODEL = "requires_grad_() was called, as models of transformers that checkpoint themselves do. Differentiate with"
+BY_A_MODEL = "by a model of transformers that checkpoints itself. Differentiate with fs.grad"
 HAND, RULE = "autograd was asked by hand. Differentiate with fs.grad", "an operation has no rule for a batch of ranks"
 CASES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "item": (lambda x: x.sum().item(), VALUE),

@@ -98,6 +98,13 @@ def test_label_options_of_a_step_win_over_all_others() -> None:
     assert rates == [(1.0, 2.0), (4.0, 2.0), (4.0, 8.0)]
 
 
+def test_a_schedule_in_place_of_a_rate_and_an_object_in_place_of_a_class_are_explained() -> None:
+    with pytest.raises(TypeError, match=r"'lr': got a function. A schedule is called .*\n.*lr=schedule\(i\)"):
+        fs.optimizer(torch.optim.AdamW, lr=lambda i: 1e-3)
+    with pytest.raises(TypeError, match=r"^optimizer: cls: got an object of SGD, expected a class such as torch.optim"):
+        fs.optimizer(torch.optim.SGD([torch.zeros(1)]))  # pyright: ignore[reportArgumentType]
+
+
 def test_a_label_that_no_buffer_has_is_refused_in_a_step_as_in_init() -> None:
     layout = fs.plan({"x": torch.zeros(3), "y": torch.zeros(3)}, fs.simulated_mesh(2), labels={"y": "no_decay"})
     params = fs.shard({"x": torch.zeros(3), "y": torch.zeros(3)}, layout)
