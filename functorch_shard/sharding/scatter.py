@@ -101,7 +101,7 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
 
     Raises:
         TypeError: ``grads`` is neither a ``Full`` nor a ``Sharded``, or ``total`` is not of the class of ``grads``.
-        ValueError: ``total`` has another layout than ``grads``.
+        ValueError: sharded gradients have another layout than their ``total``.
 
     Cost:
         No collectives; the memory of one set of full gradients in that dtype, or of sharded ones.
@@ -119,7 +119,7 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
         total = type(grads)(dict.fromkeys(grads), grads.layout)
     if type(total) is not type(grads):
         raise TypeError(f"accumulate: total: got {type(total).__name__}, but grads is a {type(grads).__name__}.")
-    if total.layout != grads.layout:
+    if isinstance(grads, Sharded) and total.layout != grads.layout:  # full gradients are by name in any layout
         mine, theirs = first_difference(total.layout.lines(), grads.layout.lines()) or ("", "")
         raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")
     return map_items(lambda name, x: _add(total[name], x, _sum_dtype(name, x, grads)), grads)

@@ -176,6 +176,16 @@ def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
         assert refused(fs.accumulate, *wrong).startswith("TypeError: accumulate: ")
 
 
+def test_full_gradients_are_added_by_name_whatever_their_layouts() -> None:
+    values, mesh = {"a.w": torch.zeros(3), "b.w": torch.zeros(2)}, fs.simulated_mesh(2)
+    one, other = (fs.plan(values, mesh, units=units) for units in ("auto", 1 << 20))
+    assert one != other
+    ones = {name: torch.ones_like(x) for name, x in values.items()}
+    total = fs.accumulate(fs.Full(ones, one), fs.Full(ones, other))
+    assert_trees_close(total, {name: 2 * x for name, x in ones.items()})
+    assert total.layout is other
+
+
 def test_sharded_gradients_are_added_in_their_dtypes() -> None:
     mesh = fs.simulated_mesh(2)
     values = {"a.w": torch.zeros(3, dtype=BF16), "b.w": torch.zeros(3)}
