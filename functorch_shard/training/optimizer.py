@@ -306,7 +306,8 @@ class Optimizer(Static):
         check_options(self.cls, overrides)
         for label, options in labels.items():
             check_options(self._of(label).cls, options)
-        reject("step: labels", _without_buffers(labels, layout), _advice_on_labels(layout))
+        if labels and (problems := _without_buffers(labels, layout)):  # at every step: large layouts take time
+            reject("step: labels", problems, _advice_on_labels(layout))
 
 
 _START_AGAIN = (
