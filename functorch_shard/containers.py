@@ -203,6 +203,15 @@ def _attributes(x: Any) -> list[tuple[str, Any]]:
     return named + list(getattr(x, "__dict__", {}).items())
 
 
+def is_hashable(x: Any) -> bool:
+    """Whether ``x`` and what it holds can be the key of a dict: a tuple with a list in it cannot."""
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
 def is_array(x: Any) -> bool:
     """Whether ``x`` is an array of another library; arrays without dims count as numbers."""
     return not isinstance(x, Tensor) and hasattr(x, "__dlpack__") and getattr(x, "ndim", 0) > 0

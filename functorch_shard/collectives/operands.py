@@ -34,9 +34,9 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 def axis_of(node: Any) -> Axis | None:
     """The axis that a node of the graph communicates over, if it does."""
-    held = [node, *getattr(node, "static", ())]
-    candidates = [*held, *(getattr(x, "axis", None) for x in held)]
-    return next((x for x in candidates if isinstance(x, Axis)), None)
+    held = (node, *getattr(node, "static", ()))  # an axis, or what has one
+    axes = (x if isinstance(x, Axis) else getattr(x, "axis", None) for x in held)
+    return next((x for x in axes if isinstance(x, Axis)), None)
 
 
 def aside(x: Tensor, batch_dim: int | None, to: int = 0) -> tuple[Tensor, int | None, int]:

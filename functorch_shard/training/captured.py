@@ -107,7 +107,7 @@ def _of_partial(fn: partial[Any], callers: tuple[Any, ...]) -> Captured:
 
 
 def _of_function(fn: FunctionType, callers: tuple[Any, ...]) -> Captured:
-    cells = [cell for cell in fn.__closure__ or () if _is_filled(cell)]
+    cells = [cell for cell in fn.__closure__ or () if is_filled(cell)]
     defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
     values = [*(cell.cell_contents for cell in cells), *defaults, *keywords.values()]
     split = len(cells), len(cells) + len(defaults)
@@ -145,14 +145,15 @@ def _names(fn: FunctionType) -> list[str]:
     pairs = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     positional = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     with_default = positional[len(positional) - len(fn.__defaults__ or ()) :]
-    return [*(name for name, cell in pairs if _is_filled(cell)), *with_default, *(fn.__kwdefaults__ or {})]
+    return [*(name for name, cell in pairs if is_filled(cell)), *with_default, *(fn.__kwdefaults__ or {})]
 
 
 def _tensors(value: Any) -> list[Tensor]:
     return [] if callable(value) else take_tensors(value)[0]
 
 
-def _is_filled(cell: CellType) -> bool:
+def is_filled(cell: CellType) -> bool:
+    """Whether a variable of a closure has a value."""
     try:
         return cell.cell_contents is cell.cell_contents
     except ValueError:  # a variable that is not assigned yet

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..containers import is_hashable
 from ..torch_internals.dynamo import without_compiling
 from ..torch_internals.tensors import TorchDispatchMode
 from ..torch_internals.tracing import untraced
@@ -69,7 +70,7 @@ def once(probe: Probe[T]) -> Probe[T]:
         options = with_nonzero_lr({name: _as_number(x) for name, x in plain_options(options).items()})
         key = tuple((name, type(value), value) for name, value in sorted(options.items()))
         try:
-            return remembered(cls, key) if _is_hashable(key) else probe(cls, options)
+            return remembered(cls, key) if is_hashable(key) else probe(cls, options)
         except Refusal as error:
             raise TypeError(str(error)) from error.__cause__
 
@@ -117,14 +118,6 @@ def _as_number(x: Any) -> Any:
     if type(x) in (tuple, list):
         return type(x)(_as_number(each) for each in x)
     return x.item() if isinstance(x, Tensor) and x.numel() == 1 and not x.is_meta else x
-
-
-def _is_hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:  # for example a list of betas
-        return False
-    return True
 
 
 def on_cpu() -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...containers import Static, opened
 from ...torch_internals.tensors import FakeTensor, identity_of_storage
+from ..captured import is_filled
 
 _DEPTH = 2  # objects inside of each other whose attributes are searched
 _IGNORED = (nn.Module, Static, torch.optim.Optimizer, type, ModuleType)
@@ -44,7 +45,7 @@ def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
     """What is in ``x``, with its name, and how many objects inside of each other are searched there."""
     if isinstance(x, FunctionType):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        yield from ((variable, cell.cell_contents, depth) for variable, cell in cells if _is_filled(cell))
+        yield from ((variable, cell.cell_contents, depth) for variable, cell in cells if is_filled(cell))
         for variable in dict.fromkeys(name for name in x.__code__.co_names if name in x.__globals__):
             value = x.__globals__[variable]
             if not isinstance(value, FunctionType) or value.__globals__ is x.__globals__:
@@ -59,10 +60,3 @@ def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
             yield from ((name, leaf, depth) for leaf in leaves if isinstance(leaf, Tensor) or hasattr(leaf, "__dict__"))
         elif depth:
             yield from ((f"{name}.{attribute}", y, depth - 1) for attribute, y in getattr(x, "__dict__", {}).items())
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is cell.cell_contents
-    except ValueError:  # a variable that is not assigned yet
-        return False

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...containers import opaque_problem, opened, place
+from ...containers import is_hashable, opaque_problem, opened, place
 from ...errors import listed
 from ...layout.trees import Full, Sharded
 from ...storage.memory_kind import memory_kind_of
@@ -78,21 +78,13 @@ def is_traced(x: Any) -> bool:
 def refusal(x: Any) -> str:
     """Why a recorded step cannot take a leaf; empty if it can."""
     if not isinstance(x, Tensor):
-        return opaque_problem(x) or ("" if _has_hash(x) else f"a {type(x).__name__}, which has no hash to be told by")
+        return opaque_problem(x) or ("" if is_hashable(x) else f"a {type(x).__name__}, which has no hash to be told by")
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return f"a {type(x).__name__}; expected a plain tensor"
     kind = memory_kind_of(x)
     if kind.pinned or kind.directory is not None:
         return "offloaded (fs.offload); a graph computes in the memory of the device"
     return ""
-
-
-def _has_hash(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
 
 
 def changes(before: Any, after: Any) -> str:
