@@ -56,8 +56,7 @@ def _mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
     single = any("::" in arg for arg in config.args)  # then files are not collected as a whole
-    if stale := [] if single else slow_cases.unknown(listed, (item.nodeid for item in items)):
-        raise pytest.UsageError(f"{slow_cases.LIST}: no test has these names; drop them, or rename: {stale}")
+    config.stash[slow_cases.STALE] = [] if single else slow_cases.unknown(listed, (item.nodeid for item in items))
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -20,8 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
+import pytest
+
 LONG = 0.15  # seconds
 LIST = Path(__file__).parent.parent / "slow_cases.txt"
+STALE = pytest.StashKey[list[str]]()  # of the configuration of pytest: listed names that no collected test has
 _RANKS = re.compile(r"(?:shard|replicate|dp|cp)'?[=:] ?(\d+)")
 _LINE = re.compile(r"\s*([\d.]+)s (?:call|setup|teardown) +(tests/\S+::.*)")
 

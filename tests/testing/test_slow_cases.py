@@ -33,6 +33,10 @@ def test_a_listed_name_that_no_test_has_is_reported_if_its_file_was_collected() 
     assert unknown(["a.py::old", "a.py::new", "b.py::other"], ["a.py::new", "a.py::more"]) == ["a.py::old"]
 
 
+def test_every_listed_name_is_that_of_a_test(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.stash[slow_cases.STALE] == [], "drop these from tests/slow_cases.txt, or rename them"
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_parts_are_the_whole_and_have_nothing_in_common(parts: int) -> None:
     names = [f"tests/a.py::test[{i}]" for i in range(100)]
