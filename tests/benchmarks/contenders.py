@@ -33,6 +33,7 @@ def ours(
     codec: Any = None,
     through: Sequence[Callable[[fs.Axis], Backend]] = (),
     compiled: str | None = None,
+    donate: bool = True,
     replicas: int = 1,
 ) -> Step:
     axes = {"shard": -1} if replicas == 1 else {"replicate": replicas, "shard": -1}
@@ -50,7 +51,7 @@ def ours(
 
     def train(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
         grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
-        return *opt.step(params, grads=grads, state=state, donate=True), loss
+        return *opt.step(params, grads=grads, state=state, donate=donate), loss
 
     update = fs.compile(train, backend=compiled) if compiled else train
 
