@@ -22,8 +22,9 @@ from .placing import Granularity, Size, granularity_of, place
 from .precision import MixedPrecision
 from .serialization import Reduction
 from .sources import source_problems, sparse_problems
+from .stacks import prefixes_of
 from .trees import Sharded
-from .units import Units, assign, merge_small, prefixes_of
+from .units import Units, assign, merge_small, warn_of_large
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
 Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], MixedPrecision | None] | None
@@ -78,11 +79,14 @@ def plan(
         source: the model, which may be on the meta device, or a mapping name -> tensor. Parameters with
             ``requires_grad=False``, integers and bools are frozen; plain tensors of a mapping are trainable.
         mesh: the ranks; an axis that it does not have has size 1.
-        units: what is gathered together. ``"blocks"``: each entry of the outermost ``ModuleList`` and ``Sequential``
-            stacks, and the rest by module. ``"auto"``: the same, with neighbours as one unit, named by the first, while
-            they have no more than 4 MiB and a 16th of the model together; not where ``precision`` is by unit. Module
-            classes or a callable ``(name, module) -> bool``: each such module, innermost first, and the rest in one
-            unit. Lists of names of parameters or modules. An int: the maximal number of bytes.
+        units: what is gathered together. ``"blocks"``: each entry of the outermost stacks, and the rest by module.
+            Stacks are ``ModuleList``, ``Sequential``, a ``ModuleDict`` of one class or with numbers as keys, and
+            attributes of one class that are numbered (``block1``, ``block2``); an entry of more than a quarter of the
+            model that has a stack of blocks inside gives way to them. ``"auto"``: the same, with neighbours as one
+            unit, named by the first, while they have no more than 4 MiB and a 16th of the model together; not where
+            ``precision`` is by unit. Module classes or a callable ``(name, module) -> bool``: each such module,
+            innermost first, and the rest in one unit. Lists of names of parameters or modules. An int: the maximal
+            number of bytes.
         labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
             and have their own optimizer options.
         shard_axis: the axis that buffers are sharded over; or several that are one for this, the outermost first, for
@@ -177,9 +181,12 @@ def _plan(
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-    unit_of = assign(parts, source if isinstance(source, nn.Module) else None, units)
+    module = source if isinstance(source, nn.Module) else None
+    unit_of = assign(parts, module, units)
     if units == "auto" and not _names_units(precision):
         unit_of = merge_small(tensors, unit_of)
+    if isinstance(units, str):
+        warn_of_large(parts, module, unit_of)
     label_of = _labels(tensors, labels)
     cuts = _granularities(parts, granularity)
     whole = {aliases.get(name, name) for name in _below_any(every, ignored)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import reject
+from .stacks import large_units, prefixes_of, stack_entries
 
 Units = (
     str
@@ -28,7 +29,7 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
     if isinstance(units, str):
         if units not in ("auto", "blocks"):
             raise ValueError(f"plan: units: got {units!r}, expected 'auto' or 'blocks', if it is a string")
-        return _by_stack(tensors, _stack_entries(tensors, module))
+        return _by_stack(tensors, stack_entries(tensors, module))
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):
         raise ValueError(f"plan: units: got {units!r}, expected a positive number of bytes")
     if isinstance(units, int):
@@ -61,32 +62,14 @@ def merge_small(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> dict
     return {name: merged[unit] for name, unit in units.items()}
 
 
-def below(name: str, prefix: str) -> bool:
-    """Whether ``name`` is ``prefix`` or inside of it; every name is inside of the root, ``""``."""
-    return not prefix or name == prefix or name.startswith(prefix + ".")
-
-
-def prefixes_of(name: str) -> list[str]:
-    """Every prefix of ``name``: the root, the modules around it from the outside in, and the name itself."""
-    return ["", *accumulate(name.split("."), lambda prefix, part: f"{prefix}.{part}")]
-
-
-def _stack_entries(names: Iterable[str], module: nn.Module | None) -> set[str]:
-    """The entries of ModuleList and Sequential stacks, by name; the outermost around a parameter is its unit.
-
-    For a mapping of tensors, which has no modules, a number in a name denotes an entry of a stack.
-    """
-    if module is None:
-        return {entry for entry in map(_numbered_prefix, names) if entry}
-    modules = module.named_modules(remove_duplicate=False)
-    stacks = {name: child for name, child in modules if isinstance(child, (nn.ModuleList, nn.Sequential))}
-    children = [(stack, entry) for stack, child in stacks.items() for entry, _ in child.named_children()]
-    return {f"{stack}.{entry}" if stack else entry for stack, entry in children}
-
-
-def _numbered_prefix(name: str) -> str:
-    modules = name.split(".")[:-1]
-    return next((".".join(modules[: i + 1]) for i, part in enumerate(modules) if part.isdigit()), "")
+def warn_of_large(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Mapping[str, str]) -> None:
+    """Warn of units with several blocks that hold more than a quarter of the model, which is then whole at once."""
+    for unit, part in large_units(tensors, module, units, _MERGED_BYTES).items():
+        warnings.warn(
+            f"plan: unit {unit!r} holds {part:.0%} of the model, which each rank gathers at once: name the "
+            "class of its blocks, units=Block, or lists of names.",
+            stacklevel=2,
+        )
 
 
 def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:

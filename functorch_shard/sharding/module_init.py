@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout.dtensor import local_part
-from ..layout.units import below
+from ..layout.stacks import below
 from ..torch_internals.tensors import identity_of_storage
 from ..torch_internals.transforms import outside_transforms
 from .blank_modules import count_nan, has_nan, owner_of, title_of, unfit, without_values

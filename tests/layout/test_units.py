@@ -94,6 +94,26 @@ AUTO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "no stack": (lambda: nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 2)}), {"a": 2, "b": 2}),
     "a dict is no stack": (lambda: inside("towers", nn.ModuleDict({"a": nn.Linear(2, 3)})), {"towers": 2}),
     "a stack with a parameter": (lambda: inside("stack", Scaled()), {"stack": 1, "stack.0": 2, "stack.1": 2}),
+    "a dict of one class": (
+        lambda: nn.ModuleDict({"towers": nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})}),
+        {"towers.a": 2, "towers.b": 2},
+    ),
+    "a dict with numbers as keys": (
+        lambda: inside("layers", nn.ModuleDict({"0": nn.Linear(2, 3), "1": nn.Sequential(*linears(2))})),
+        {"layers.0": 2, "layers.1": 4},
+    ),
+    "numbered attributes": (
+        lambda: inside("net", nn.ModuleDict({"block1": Block(), "block2": Block(), "head": nn.Linear(3, 3)})),
+        {"net.block1": 6, "net.block2": 6, "net.head": 2},
+    ),
+    "numbered stages of blocks": (
+        lambda: nn.ModuleDict({f"layer{i}": nn.Sequential(Block(), Block()) for i in (1, 2)}),
+        {f"layer{i}.{j}": 6 for i in (1, 2) for j in (0, 1)},
+    ),
+    "an entry of more than a quarter with a stack of blocks inside": (
+        lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(3, 3)),
+        {"0.0": 6, "0.1": 6, "1": 2},
+    ),
     "one module": (lambda: nn.Linear(2, 3), {"(root)": 2}),
     "an empty stack": (lambda: nn.ModuleDict({"a": nn.ModuleList(), "b": nn.Linear(2, 3)}), {"b": 2}),
     "names like numbers": (lambda: nn.Sequential(*linears(11)), {str(i): 2 for i in range(11)}),
@@ -104,6 +124,22 @@ AUTO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 def test_auto_finds_the_outermost_stacks(case: str) -> None:
     make, expected = AUTO[case]
     assert outline(make()) == expected
+
+
+def hidden(num_blocks: int, width: int) -> nn.Module:
+    """Blocks whose names do not say that they are a stack."""
+    with torch.device("meta"):
+        body = nn.Module()
+        for name in "abcdefgh"[:num_blocks]:
+            body.add_module(name, inside("fc", nn.Linear(width, width)))
+        return nn.ModuleDict({"body": body, "head": nn.Linear(width, 2)})
+
+
+def test_several_blocks_in_one_unit_of_more_than_a_quarter_are_a_warning_that_names_it() -> None:
+    with pytest.warns(UserWarning, match=r"plan: unit 'body' holds 100% of the model, .* units=Block"):
+        fs.plan(hidden(5, 600), MESH)
+    for model, units in ((hidden(3, 600), "auto"), (hidden(5, 60), "auto"), (hidden(5, 600), [["body"]])):
+        fs.plan(model, MESH, units=units)  # two blocks, a small model, and units that were asked for
 
 
 def layers(number: int, width: int) -> nn.Module:
