@@ -3,7 +3,8 @@
 Note [Boundary]: each rank's program returns a value of its own, and what is differentiated is the mean of them (or the
 sum). ``fs.grad`` takes that mean once, at its boundary: inside, every gather is an exact all-gather whose transpose is
 an exact ``psum_scatter``, so a derivative that goes through several gathers, a training step say, is exact as well. At
-the end, gradients with respect to ``Sharded`` arguments are summed over copies and divided by the number of ranks.
+the end, gradients with respect to ``Sharded`` arguments are summed over copies and divided by the number of ranks: in
+place where a reduction made the memory and handed it to the boundary, and nowhere else.
 
 A derivative by anybody else (``torch.func.grad``, ``backward()``) has no such end. There the backward of each gather
 takes the mean, which is the same where a path of the derivative goes through one gather, and is refused where it goes
@@ -15,7 +16,7 @@ of torch.func has a number above the one around it. ``fs.grad`` opens a boundary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -33,29 +34,41 @@ class Boundary:
     """One call of ``fs.grad``, at its level. While its function runs, derivatives there are somebody else's.
 
     Args:
+        inputs: the leaves to differentiate with respect to, if the caller adds :attr:`totals` to their gradients.
         tangents_alone: whether the caller uses only the tangent of the gradient, in the jvp around the call.
     """
 
-    def __init__(self, tangents_alone: bool = False) -> None:
+    def __init__(self, inputs: Sequence[Tensor] = (), tangents_alone: bool = False) -> None:
         self.tangents_alone = tangents_alone
+        self.totals: dict[int, Tensor] = {}  # terms of gradients of inputs by position, in memory that is this one's
+        self._positions = {id(x): i for i, x in enumerate(inputs)}
         self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
         self.anchors: list[Tensor] = []  # outputs to differentiate along with the result, see Note [Unused units]
         self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
-        self._made: dict[int, Tensor] = {}
 
-    def made(self, x: Tensor) -> Tensor:
-        """``x``, which this derivative made and returns: no other tensor has its memory."""
-        self._made[id(x)] = x
-        return x
+    def take(self, total: Tensor, edge: Any) -> Tensor | None:
+        """Add ``total``, which its caller made, to the gradient of the input at ``edge``; return it if none is there.
 
-    def has_made(self, x: Tensor) -> bool:
-        """Whether the gradient ``x`` may be written to, asked once. A sum of several gradients is another tensor."""
-        return self._made.pop(id(x), None) is x
+        What is taken does not pass through autograd, which may hand one tensor to several inputs.
+        """
+        leaf = getattr(edge, "variable", None)
+        i = self._positions.get(id(leaf))
+        if i is None or leaf is None or hooks_of(leaf):
+            return total
+        self.totals[i] = plus(total, self.totals.get(i))
+        return None
 
     def take_anchors(self) -> list[Tensor]:
         """The anchors, which are let go here: their nodes know this boundary."""
         anchors, self.anchors = self.anchors, []
         return anchors
+
+
+def plus(total: Tensor, other: Tensor | None) -> Tensor:
+    """The sum of both, written to ``total`` if that has its dtype."""
+    if other is None:
+        return total
+    return total.add_(other) if torch.promote_types(total.dtype, other.dtype) == total.dtype else total + other
 
 
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
@@ -68,9 +81,9 @@ _TRACED.reached = True
 
 
 @contextmanager
-def new_boundary(tangents_alone: bool = False) -> Iterator[Boundary]:
+def new_boundary(inputs: Sequence[Tensor] = (), tangents_alone: bool = False) -> Iterator[Boundary]:
     """A boundary at the current level, around the function that is differentiated."""
-    boundary = Boundary(tangents_alone)
+    boundary = Boundary(inputs, tangents_alone)
     token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
     try:
         yield boundary

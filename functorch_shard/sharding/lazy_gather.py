@@ -22,7 +22,7 @@ from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import backward_pass, differentiate_at_once, signed
+from ..torch_internals.autograd import backward_pass, differentiate_at_once, nodes_behind, signed
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.tensors import without_torch_function
 from ..torch_internals.transforms import in_transform
@@ -216,10 +216,11 @@ class _Join(Function):
         boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
         _reduce_zeros(session, session.owed.rest(now), now, averages=boundary is None)
         results = [session.reductions.wait(key, now) for key in ctx.keys]
-        if boundary is not None:
-            results = [None if x is None else boundary.made(x) for x in results]
-            boundary.averaged.update(session.reductions.means.means.taken)
-        return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))
+        if boundary is None:
+            return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))
+        boundary.averaged.update(session.reductions.means.means.taken)
+        reduced = zip(results, grads, nodes_behind(ctx), strict=True)
+        return None, None, None, *(grad if x is None else boundary.take(x, edge) for x, grad, edge in reduced)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..collectives.boundary import Boundary, anchors_here
+from ..collectives.boundary import anchors_here
 from ..collectives.codecs import Codec
 from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum, psum_scatter
@@ -75,26 +75,27 @@ def reduced_encoded(
     return _returned(across(total, plan, layout.mesh), buffer, layout), lost
 
 
-def mean_at_end_of_grad(grads: Mapping[str, Any], layout: Layout, boundary: Boundary) -> dict[str, Any]:
-    """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary].
+def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:
+    """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary]."""
+    return {key: None if x is None else mean_of_shard(x, layout.buffers[key], layout) for key, x in grads.items()}
 
-    Summed over copies and divided by the number of ranks. Outside of ``spmd`` all ranks return one value, and copies
-    are dims. What ``boundary`` made is overwritten: fresh memory costs as much as the division.
+
+def mean_of_shard(
+    x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False, tangents_alone: bool = False
+) -> Tensor:
+    """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
+
+    Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: ``x`` may be overwritten, as
+    fresh memory costs as much as the division.
     """
     if not layout.mesh.in_spmd:
-        return {key: None if x is None else _sum_of_stack(x, layout.buffers[key], layout) for key, x in grads.items()}
-    return {
-        key: None if x is None else _mean_of_rank(x, layout.buffers[key], layout, boundary) for key, x in grads.items()
-    }
-
-
-def _mean_of_rank(x: Tensor, buffer: Buffer, layout: Layout, boundary: Boundary) -> Tensor:
-    plan, in_place = _schedule_of_shard(x, buffer, layout), boundary.has_made(x)
+        return _sum_of_stack(x, buffer, layout)
+    plan = _schedule_of_shard(x, buffer, layout)
     has_copies = any(isinstance(op, AllReduce) for op in plan.across)
     if in_place and not has_copies and x.dtype == plan.dtypes.returned:
         return x.div_(prod(op.by for op in plan.across if isinstance(op, Divide))) if plan.has_mean else x
     there = to_working_device(x, layout.mesh.device) if has_copies else x
-    average = _returned(across(there, plan, layout.mesh, boundary.tangents_alone), buffer, layout)
+    average = _returned(across(there, plan, layout.mesh, tangents_alone), buffer, layout)
     return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
 
 

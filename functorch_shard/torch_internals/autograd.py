@@ -65,16 +65,13 @@ def backward_comes_to(node: Any) -> bool:
     return _will_engine_execute_node(node)
 
 
-def gradients(outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """``torch.autograd.grad(outputs, inputs, seeds)``, but with the active function modes, which it would disable."""
-    grads = gradients_or_none(outputs, seeds, inputs)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=True)]
-
-
 def gradients_or_none(
     outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], create_graph: bool = False
 ) -> Sequence[Tensor | None]:
-    """:func:`gradients`, with ``None`` for inputs that no output depends on."""
+    """``torch.autograd.grad(outputs, inputs, seeds)``, but with the active function modes, which it would disable.
+
+    ``None`` for inputs that no output depends on.
+    """
     how = create_graph, create_graph  # retain_graph, create_graph
     return _engine_run_backward(
         tuple(outputs), tuple(seeds), *how, tuple(inputs), allow_unreachable=True, accumulate_grad=False

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary
+from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary, plus
 from ..containers import opened, refuse_opaque
 from ..layout.packing import sparse_explained
 from ..layout.trees import take_tensors
 from ..sharding.overlapped_means import Place, order_of_means, overlap_means
-from ..sharding.reduction import mean_at_end_of_grad
-from ..torch_internals.autograd import gradients
+from ..sharding.reduction import mean_of_shard
+from ..torch_internals.autograd import gradients_or_none
 from ..torch_internals.dynamo import trace_in_place_of
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
@@ -166,7 +166,7 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
 
     def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         _allow_wider_gradients(inputs, wide)
-        with new_boundary(tangents_alone) as boundary:
+        with new_boundary(tangents_alone=tangents_alone) as boundary:
             value, aux = scalar(inputs)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)
@@ -189,18 +189,26 @@ def _without_graph(
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in inputs]
         _allow_wider_gradients(inputs, wide)
-        with new_boundary() as boundary:
+        with new_boundary(inputs) as boundary:
             value, aux = scalar(inputs)
         anchors = boundary.take_anchors()
         overlap_means(value, anchors, inputs, places)
         outputs = [x for x in (value, *anchors) if x.requires_grad]
         if inputs and outputs:
             with checkpoints_explained("grad"), sparse_explained("grad"), only_what_forward_used(value):
-                grads = gradients(outputs, [torch.ones_like(x) for x in outputs], inputs)
+                grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], inputs)
         else:
-            grads = [torch.zeros_like(x) for x in inputs]
+            grads = [None] * len(inputs)
+        grads = [_sum(x, boundary.totals.get(i), grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
     tensors, put_back = take_tensors(aux)
     return grads, value.detach(), put_back(x.detach() for x in tensors), boundary
+
+
+def _sum(x: Tensor, total: Tensor | None, grad: Tensor | None) -> Tensor:
+    """The gradient with respect to ``x``, of the ``total`` that reductions made of it, which is overwritten."""
+    if total is None:
+        return torch.zeros_like(x) if grad is None else grad
+    return plus(total, grad)
 
 
 def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
@@ -243,4 +251,5 @@ def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary:
     for i in order_of_means(places):
         if (place := places[i]) is not None and i not in boundary.averaged:
             key, layout = place
-            grads[i] = mean_at_end_of_grad({key: grads[i]}, layout, boundary)[key]
+            in_place = boundary.totals.pop(i, None) is not None
+            grads[i] = mean_of_shard(grads[i], layout.buffers[key], layout, in_place, boundary.tangents_alone)

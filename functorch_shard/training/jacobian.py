@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
-from ..collectives.boundary import Boundary, new_boundary
+from ..collectives.boundary import new_boundary
 from ..collectives.primitives import psum, psum_scatter
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
@@ -66,16 +66,12 @@ def jacrev(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
     """
 
     def of_trainable(trainable: Sharded, of: Of) -> Any:
-        boundaries: list[Boundary] = []
+        def exact(p: Sharded) -> Any:
+            with new_boundary():
+                return of(p)
 
-        def noted(p: Sharded) -> Any:
-            with new_boundary() as boundary:
-                outputs = of(p)
-            boundaries.append(boundary)
-            return outputs
-
-        rows = torch.func.jacrev(noted, chunk_size=chunk_size)(trainable)
-        mean = lambda x: Sharded(mean_at_end_of_grad(x, x.layout, boundaries[0]), x.layout)  # noqa: E731
+        rows = torch.func.jacrev(exact, chunk_size=chunk_size)(trainable)
+        mean = lambda x: Sharded(mean_at_end_of_grad(x, x.layout), x.layout)  # noqa: E731
         return optree.tree_map(mean, rows, is_leaf=_is_sharded)
 
     return _jacobian("jacrev", fn, argnums, of_trainable)

@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import Boundary
 from ..layout.trees import Sharded
 from ..opaque import DIFFERENTIATED, opaque
 from ..sharding.reduction import mean_at_end_of_grad
@@ -76,6 +75,6 @@ def _averaged(trees: Sequence[Any]) -> list[Any]:
     """``trees`` with the mean over ranks taken of the gradients with respect to ``Sharded`` arguments."""
 
     def at_end(x: Any) -> Any:
-        return Sharded(mean_at_end_of_grad(x, x.layout, Boundary()), x.layout) if isinstance(x, Sharded) else x
+        return Sharded(mean_at_end_of_grad(x, x.layout), x.layout) if isinstance(x, Sharded) else x
 
     return [optree.tree_map(at_end, tree, is_leaf=is_sharded, none_is_leaf=True) for tree in trees]
