@@ -220,7 +220,14 @@ class Loading:
             if not isinstance(x, Tensor):
                 names = [self._entry(leaf, slot.name) for slot in leaf.value.layout.buffers[key].slots]
                 if all(entry for _, entry in names):
-                    yield key, {name: self.reader.plain(name) for name, _ in names}
+                    yield key, {name: self._number(name) for name, _ in names}
+
+    def _number(self, name: str) -> Any:
+        """Read a plain value that all parameters of a buffer share: what has a short text, and compares at once."""
+        x = self.reader.plain(name)
+        problem = "" if isinstance(x, (bool, int, float, complex, type(None))) else f"got a {type(x).__name__}"
+        reject("load: numbers", [f"{name!r}: {problem}"] if problem else [], _FITS)
+        return x
 
 
 def _memory_problem(x: Tensor, donate: bool) -> str:

@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import resource
-import struct
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, save, verify
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.checkpoint.regions import Region, first_overlap, regions
@@ -208,13 +208,59 @@ def test_a_value_takes_no_more_memory_than_its_bytes(tmp_path: Path, bomb: str) 
     assert resident() - before < 1 << 28
 
 
-def test_an_archive_that_programs_read_in_two_ways_is_refused(tmp_path: Path) -> None:
-    raw = saved(torch.ones(4))
-    at = len(raw) - 98
-    elsewhere = raw[: len(raw) - 42] + struct.pack("<4sIQI", b"PK\6\7", 0, at - 1, 1) + raw[-22:]
-    assert len(elsewhere) == len(raw)
-    for i, other in enumerate((elsewhere, b"more" + raw, raw + b"more", raw[:-2] + b"\1\0c")):
-        assert "archive" in refusal(one(tmp_path / f"{i}", other))
+def nested(kind: Callable[[Any], Any], depth: int = 60) -> Any:
+    """A value of a few hundred bytes, with 2**60 elements."""
+    value = kind([1])
+    for _ in range(depth):
+        value = kind([value, value])
+    return value
+
+
+def as_key(value: Any) -> bytes:
+    """The pickle of ``{value: 1}``, made without hashing ``value``."""
+    return b"\x80\x02}" + pickle.dumps(value, protocol=2)[2:-1] + b"K\x01s."
+
+
+def test_a_key_that_would_be_hashed_for_ever_is_refused_at_once(tmp_path: Path) -> None:
+    bomb = as_key(nested(tuple))
+    begun = time.perf_counter()
+    assert "far more elements than the pickle has bytes" in refused(entries_of, bomb)
+    doubled = b"\x80\x02}K\x01" + b"2\x86" * 60 + b"K\x01s."  # by DUP, without a memo
+    assert "far more elements" in refused(entries_of, doubled)
+    folder = foreign(tmp_path / "x", {}, {"p": rewritten(saved(1), data=bomb)})
+    assert "far more elements" in refusal(folder, {"p": 0})
+    params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.simulated_mesh(2)))
+    folder = foreign(tmp_path / "y", {}, {"w": saved(nested(list))})  # of which an error would print 2**60 elements
+    like = fs.Sharded(dict.fromkeys(params), params.layout)
+    assert "'w': got a list" in refused(load, folder, like)
+    key = rewritten(saved(torch.ones(4)), data=storage_named(nested(list)))
+    assert "not a storage of a tensor" in refusal(one(tmp_path / "z", key))
+    assert time.perf_counter() - begun < 5
+
+
+def storage_named(key: Any) -> bytes:
+    """The pickle of a tensor's storage with any object in the place of its key."""
+    return b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n" + pickle.dumps(key, 2)[2:-1] + b"X\3\0\0\0cpuK\4tQ."
+
+
+def test_a_tuple_that_many_groups_share_is_read(tmp_path: Path) -> None:
+    betas = (0.9, 0.999)
+    value = {(betas, "a"): [{"betas": betas} for _ in range(1000)], "pairs": ((betas, betas), (betas, betas))}
+    assert load(foreign(tmp_path / "x", {}, {"p": saved(value)}), {"p": 0})["p"] == value
+
+
+@pytest.mark.parametrize("name", [FILE, ".metadata", "functorch_shard.json"])
+def test_a_sparse_file_that_claims_gigabytes_is_refused_before_it_is_read(tmp_path: Path, name: str) -> None:
+    folder = foreign(tmp_path / "x", {}, {"p": saved(1)})
+    with (folder / name).open("ab") as file:
+        file.truncate(3 << 30)
+    if name == FILE:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        metadata.storage_data[described.MetadataIndex("p")].length = 3 << 30
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    before = resident()
+    assert "3,221,225,472 bytes" in refusal(folder, {"p": 0})
+    assert resident() - before < 1 << 26
 
 
 def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ...errors import reject
 from .values import open_regular
 
 METADATA, MANIFEST, FORMAT = ".metadata", "functorch_shard.json", 1
+LARGEST = 1 << 30  # bytes of these two files
 ALTERED = "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
 
 
@@ -26,6 +27,8 @@ def lengths_of(folder: Path) -> dict[str, int]:
 def read_plain(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
     """Read a regular file."""
     what = "missing" if name not in lengths else "not a regular file" if lengths[name] < 0 else ""
+    if lengths.get(name, 0) > LARGEST:  # a sparse file takes no space for what it claims
+        what = f"{lengths[name]:,} bytes, expected at most {LARGEST:,}"
     reject(f"{folder}: damaged", [f"{name}: {what}"] if what else [], ALTERED, RuntimeError)
     with open_regular(folder / name) as file:
         return file.read()

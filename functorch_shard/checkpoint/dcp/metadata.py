@@ -92,6 +92,7 @@ _ADMITTED = {f"{cls.__module__}.{cls.__name__}" for cls in _CLASSES} | {
     "torch.serialization._get_layout",
     "collections.OrderedDict",
 }
+_MOST_DIMS = 64
 _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
 
 
@@ -148,8 +149,8 @@ def _text(x: Any) -> str:
 
 def _integers(x: Any) -> tuple[int, ...]:
     found = tuple(x.args[0] if _is(x, torch.Size) else x)
-    if not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError("sizes or offsets that are not non-negative integers")
+    if len(found) > _MOST_DIMS or not all(type(n) is int and n >= 0 for n in found):
+        raise ValueError("sizes or offsets that are not non-negative integers, 64 at most")
     return found
 
 
@@ -174,7 +175,7 @@ def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:
 
 def _value(region: Region, info: Any) -> Value:
     fields = _fields(info, StorageInfo)
-    if transforms := fields.get("transform_descriptors"):
-        raise ValueError(f"values with transforms ({transforms}) are not supported")
+    if fields.get("transform_descriptors"):
+        raise ValueError("values with transforms, for example compressed ones, are not supported")
     start, nbytes = _integers((fields["offset"], fields["length"]))
     return Value(region, _text(fields["relative_path"]), start, nbytes)

@@ -9,7 +9,6 @@ the rest. A checkpoint of another program does not have one, and only its struct
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -24,7 +23,7 @@ from .manifest import ALTERED, MANIFEST, METADATA, lengths_of, read_manifest, re
 from .metadata import Entry, Value, entries_of
 from .unpickler import NotPlainError
 from .validation import length_problems, place_problems
-from .values import parse, read_bytes
+from .values import checksum, parse
 
 # Without a manifest the original contents are unknown.
 _UNKNOWN = "The checkpoint is damaged, or was not written as torch.distributed.checkpoint writes it. Load another one."
@@ -110,16 +109,16 @@ class Reader:
 
     def _verify_value(self, name: str, entry: Entry, value: Value) -> None:
         if (value.file, value.start) in self.checks:
-            self._bytes(name, value)
+            self._check(name, value)
         elif entry.dtype is None:
             self._value(name, value)
         else:
             self.tensor(name, value)
 
     def _value(self, name: str, value: Value) -> Any:
-        raw = self._bytes(name, value)
+        self._check(name, value)
         try:
-            return parse(raw)
+            return parse(self.folder / value.file, value)
         except NotPlainError as error:
             what = f"not a tensor and not a plain value, and nothing else is loaded: {error}"
             raise self._damaged(name, value, what, "Load the others without it.") from error
@@ -128,13 +127,11 @@ class Reader:
             what = f"not a tensor and not a plain value ({type(error).__name__}: {reason})"
             raise self._damaged(name, value, what) from error
 
-    def _bytes(self, name: str, value: Value) -> bytearray:
-        """The bytes of a value, which match their checksum."""
-        raw = read_bytes(self.folder / value.file, value)
+    def _check(self, name: str, value: Value) -> None:
+        """Raise unless the bytes of a value match their checksum, if there is one."""
         expected = self.checks.get((value.file, value.start))
-        if expected is not None and (found := zlib.crc32(raw)) != expected:
+        if expected is not None and (found := checksum(self.folder / value.file, value)) != expected:
             raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
-        return raw
 
     def _damaged(self, name: str, value: Value, what: str, unproven: str = _UNKNOWN) -> RuntimeError:
         where = f"{value.nbytes:,} bytes at {value.start:,}"

@@ -8,6 +8,8 @@ from ...errors import shown
 from ..regions import first_overlap
 from .metadata import Entry, Value
 
+LARGEST_PLAIN = 1 << 28  # bytes of a plain value, and of what a tensor's value has beside its elements
+
 
 def length_problems(found: Mapping[str, int], expected: Mapping[str, int]) -> list[str]:
     """Files that are missing or have another length than the manifest says; ``-1`` is not a regular file."""
@@ -28,7 +30,7 @@ def place_problems(entries: Mapping[str, Entry], lengths: Mapping[str, int]) -> 
         f"{shown(value.file)}: {problem} ({name!r})"
         for name, entry in entries.items()
         for value in entry.values
-        if (problem := _file_problem(value, lengths))
+        if (problem := _file_problem(value, lengths) or _size_problem(value, entry))
     }
     tensors = ((name, entry) for name, entry in entries.items() if entry.dtype is not None)
     return sorted(problems.union(*(_tensor_problems(name, entry) for name, entry in tensors)))
@@ -42,6 +44,13 @@ def _file_problem(value: Value, lengths: Mapping[str, int]) -> str:
     if value.start < 0 or value.nbytes < 0 or value.start + value.nbytes > lengths[value.file]:
         return f"{lengths[value.file]:,} bytes, expected {value.nbytes:,} at {value.start:,}"
     return ""
+
+
+def _size_problem(value: Value, entry: Entry) -> str:
+    """Whether reading would allocate far more than the tensor: a sparse file takes no space for what it claims."""
+    needed = value.region.numel * entry.dtype.itemsize if entry.dtype else 0
+    kind = f"a tensor of {needed:,} bytes" if entry.dtype else "a plain value"
+    return f"{value.nbytes:,} bytes for {kind}" if value.nbytes > needed + LARGEST_PLAIN else ""
 
 
 def _tensor_problems(name: str, entry: Entry) -> list[str]:

@@ -2,20 +2,21 @@
 
 Note [Values]: a value is a zip archive of a pickle and one record of bytes for each storage. The pickle is read into
 inert objects (``unpickler``); from these, the functions in ``_MAKERS`` make tensors and plain values, and nothing else
-can be made. Records have to be uncompressed and inside the archive, and a tensor shares the memory that the archive
-was read into. So a value takes no more memory than its bytes.
+can be made. Records are uncompressed, and all of them together have at most the bytes of the archive, which is inside
+its file. So a value takes no more memory than its bytes.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import zipfile
+import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from struct import unpack_from
 from typing import IO, Any
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch import Tensor
 from .metadata import Value
 from .unpickler import DTYPES, InertObject, is_class, read
 
+_PIECE = 1 << 20  # bytes
 _STORAGES = (
     {"Untyped": torch.uint8, "Byte": torch.uint8, "Char": torch.int8, "Bool": torch.bool}
     | {"Half": torch.float16, "BFloat16": torch.bfloat16, "Float": torch.float32, "Double": torch.float64}
@@ -38,89 +40,78 @@ def open_regular(path: Path) -> IO[bytes]:
     return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
 
 
-def read_bytes(path: Path, value: Value) -> bytearray:
-    """Read the bytes of one value; fewer, if the file is shorter."""
-    raw = bytearray(value.nbytes)
+class Part(io.RawIOBase):
+    """The bytes of one value, as a file."""
+
+    def __init__(self, file: IO[bytes], value: Value) -> None:
+        self._file, self._value, self._at = file, value, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(offset + (0, self._at, self._value.nbytes)[whence], 0)
+        return self._at
+
+    def readinto(self, memory: Any) -> int:
+        memory = memoryview(memory)[: max(self._value.nbytes - self._at, 0)]
+        self._file.seek(self._value.start + self._at)
+        count = self._file.readinto(memory)  # pyright: ignore[reportAttributeAccessIssue]
+        self._at += count
+        return count
+
+
+def checksum(path: Path, value: Value) -> int:
+    """Return the CRC-32 of the bytes of one value."""
+    crc = 0
     with open_regular(path) as file:
-        file.seek(value.start)
-        del raw[file.readinto(raw) :]  # pyright: ignore[reportAttributeAccessIssue]
-    return raw
+        part = Part(file, value)
+        while piece := part.read(_PIECE):
+            crc = zlib.crc32(piece, crc)
+    return crc
 
 
-def parse(raw: bytearray) -> Any:
-    """Make the tensor, on the CPU, or the plain value that ``raw`` holds. A tensor shares the memory of ``raw``.
+def parse(path: Path, value: Value) -> Any:
+    """Read one value: a tensor, on the CPU, or a plain value.
 
     Raises:
         NotPlainError: it contains anything else.
-        Exception: any other, where ``raw`` is not an archive of ``torch.save``.
+        Exception: any other, where it is not an archive of ``torch.save``.
     """
-    archive = _Archive.of(raw)
-    return _made(read(bytes(archive.record("data.pkl")), _ADMITTED, archive.storage), {})
+    with open_regular(path) as file, ZipFile(Part(file, value)) as archive:
+        infos = archive.infolist()
+        if any(info.compress_type != ZIP_STORED or info.flag_bits & 1 for info in infos):
+            raise ValueError("compressed or encrypted: torch.save stores values unchanged")
+        if sum(info.file_size for info in infos) > value.nbytes:  # overlapping records
+            raise ValueError("an archive whose records have more bytes than it")
+        records = _Records(archive, f"{infos[0].filename.partition('/')[0]}/", {})
+        return _made(read(archive.read(f"{records.prefix}data.pkl"), _ADMITTED, records.storage), {})
 
 
 @dataclass(frozen=True)
-class _Archive:
-    raw: bytearray
-    records: Mapping[str, zipfile.ZipInfo]  # by name, without that of the archive
+class _Records:
+    """The storages of an archive; ``found``: those that were read."""
 
-    @staticmethod
-    def of(raw: bytearray) -> _Archive:
-        with zipfile.ZipFile(_MemoryFile(raw)) as archive:
-            infos = archive.infolist()
-        if _is_ambiguous(raw, infos):
-            raise ValueError("not an archive as torch.save writes it")
-        if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in infos):
-            raise ValueError("compressed or encrypted: torch.save stores values as they are")
-        prefix = infos[0].orig_filename.partition("/")[0] + "/"
-        return _Archive(raw, {info.orig_filename.removeprefix(prefix): info for info in infos})
-
-    def record(self, name: str) -> memoryview:
-        info = self.records[name]
-        length_of_name, length_of_extra = unpack_from("<26xHH", self.raw, info.header_offset)
-        start = info.header_offset + 30 + length_of_name + length_of_extra
-        found = memoryview(self.raw)[start : start + info.file_size]
-        if len(found) != info.file_size:
-            raise ValueError(f"record {name!r} is outside of the archive")
-        return found
+    archive: ZipFile
+    prefix: str
+    found: dict[str, bytearray]
 
     def storage(self, pid: Any) -> Tensor:
-        """The numbers of a storage, in one dimension."""
+        """Return the numbers of a storage, in one dimension."""
         kind, storage, key, _, numel = pid
-        if kind != "storage" or not is_class(storage):
+        if kind != "storage" or not is_class(storage) or type(key) is not str or type(numel) is not int:
             raise ValueError("not a storage of a tensor")
-        dtype, data = _STORAGE_OF[storage.name], self.record(f"data/{key}")
-        if type(numel) is not int or numel * dtype.itemsize != len(data):
+        dtype, info = _STORAGE_OF[storage.name], self.archive.getinfo(f"{self.prefix}data/{key}")
+        if numel * dtype.itemsize != info.file_size:
             raise ValueError(f"{numel} numbers of {storage.name}, which its record does not have")
-        return torch.frombuffer(data, dtype=dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def _is_ambiguous(raw: bytearray, infos: list[zipfile.ZipInfo]) -> bool:
-    """Whether programs would read other records: some search for the directory elsewhere, some take the first of two.
-
-    The directory has to be followed by the end records alone, the records have to begin with the archive.
-    """
-    locator = raw[-42:-22]
-    astray = locator[:4] == b"PK\6\7" and locator[8:16] != (len(raw) - 98).to_bytes(8, "little", signed=True)
-    around = raw[-22:-18] != b"PK\5\6" or raw[-2:] != b"\0\0" or min(info.header_offset for info in infos) != 0
-    return astray or around or len({info.orig_filename.lower() for info in infos}) < len(infos)
-
-
-class _MemoryFile:
-    """Reads from memory like a file; ``io.BytesIO`` of a bytearray would copy it."""
-
-    def __init__(self, raw: bytearray) -> None:
-        self._raw, self._at = memoryview(raw), 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(offset + (0, self._at, len(self._raw))[whence], 0)
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        start, self._at = self._at, len(self._raw) if size < 0 else self._at + size
-        return bytes(self._raw[start : self._at])
+        if key not in self.found:
+            self.found[key] = bytearray(info.file_size)
+            with self.archive.open(info) as file:
+                file.readinto(self.found[key])  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.frombuffer(self.found[key], dtype=dtype) if numel else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def _made(x: Any, made: dict[int, Any]) -> Any:
@@ -157,7 +148,7 @@ def _parameter(x: Tensor, grad: bool, _: Any) -> Tensor:
 
 def _bytes(text: str, codec: str) -> bytes:
     if codec != "latin1":  # others can make many bytes of few
-        raise ValueError(f"bytes encoded by {codec!r}, expected 'latin1'")
+        raise ValueError("bytes in another encoding than latin1")
     return text.encode("latin1")
 
 

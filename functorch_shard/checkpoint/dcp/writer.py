@@ -19,6 +19,7 @@ from ..names import Path as TreePath
 from ..regions import Region
 from .manifest import FORMAT, MANIFEST, METADATA
 from .metadata import metadata_of
+from .validation import LARGEST_PLAIN
 
 
 class Writer:
@@ -42,6 +43,10 @@ class Writer:
     def plain(self, path: TreePath, value: Any) -> None:
         """Append a plain value."""
         self._save(value, {"paths": [path], "shape": [], "dtype": None, "region": SCALAR})
+        if (nbytes := self.rows[-1]["nbytes"]) > LARGEST_PLAIN:
+            raise ValueError(
+                f"save: {path}: {nbytes:,} bytes of a plain value, which load refuses. Save it as a tensor."
+            )
 
     def close(self) -> None:
         """Sync the file to the disk, and write its index for :func:`complete`."""
