@@ -3,7 +3,7 @@
 layout = plan(model, mesh)        which element of which parameter is on which rank
 params = shard(model, layout)     this rank's part: a pytree of flat buffers
 full = gather(params)             the whole parameters: a dict for torch.func.functional_call; differentiable
-out = call(model, params, x)      call the model with them, also one that checkpoints itself
+out = bind(model, params)(x)      the model with these parameters; the model itself is not touched
 grads = scatter_grads(full_grads) gradients, reduced and sharded
 step = compile(step)              the whole step as one graph
 """
@@ -30,6 +30,7 @@ from .sharding.shard import shard
 from .sharding.stream import stream
 from .storage.offloading import offload, reopen
 from .training.apply import apply
+from .training.bind import bind
 from .training.call import call
 from .training.estimate import Estimate, estimate
 from .training.finite import all_finite
@@ -63,6 +64,7 @@ __all__ = [
     "accumulate",
     "all_finite",
     "apply",
+    "bind",
     "call",
     "checkpoint",
     "clip_by_global_norm",

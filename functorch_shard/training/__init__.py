@@ -1,8 +1,9 @@
 """The parts of a training step: derivatives, model calls, optimizers, norms and loss scales.
 
 ``grad``: ``grad`` and ``grad_and_value`` (``argnums``, ``forward_over_reverse``, ``differentiated_leaves``, and for
-``torch.compile`` ``traced_grad``); ``jacobian``; ``usage``: whether a loss uses its parameters. ``call`` and ``apply``:
-the model as a function. ``remat``: recomputation; ``first_run``, and ``recomputed`` with its derivatives;
+``torch.compile`` ``traced_grad``); ``jacobian``; ``usage``: whether a loss uses its parameters. ``bind``: the
+model with other parameters; ``call`` and ``apply``: the model as a function. ``remat``: recomputation; ``first_run``,
+and ``recomputed`` with its derivatives;
 ``save_policy``, ``saved_results`` and ``identities``: what it does not compute again; ``captured``: what a function
 uses besides its arguments; ``surroundings``: random numbers and autocast. ``optimizer``, ``optimizer_step`` and
 ``torch_optim``: ``torch.optim`` classes on shards; ``optimizer_probe``: which of them are refused, and why;

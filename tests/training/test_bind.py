@@ -1,0 +1,273 @@
+"""bind: a model with other parameters, on any ranks; what is replaced in it and what is shared."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
+from tests.support.refusals import refused
+
+again = partial(checkpoint, use_reentrant=False)
+
+
+def doubled(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 2 * x.detach() for name, x in model.named_parameters()}
+
+
+class Late(nn.Module):
+    """Returns a function that reads parameters later, and recomputes a part in backward if it is told to."""
+
+    def __init__(self, recurrent: bool = True, how: Callable[..., Tensor] = lambda fn, *args: fn(*args)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.head = nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2)
+        self.rnn, self.how = nn.LSTM(4, 4, 2) if recurrent else None, how
+        self.double()
+
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        h = self.how(lambda x: self.body(self.embed(x).tanh()).tanh(), x)
+        h = self.how(lambda x, rnn=self.rnn: rnn(x)[0], h) if self.rnn else h
+        return lambda: self.head(h).square().mean()
+
+
+def late_loss(model: Late, params: Any, x: Tensor) -> Tensor:
+    return fs.bind(model, params)(x)()
+
+
+def gradients(mesh: fs.Mesh, batched: bool) -> Any:
+    """Under fs.grad and, where plain autograd can, under backward(); without and with checkpoints."""
+    models = (Late(not batched), *(() if batched else (Late(how=again),)))  # torch's vmap has no rule for either
+    params = fs.shard(models[0], fs.plan(models[0], mesh))
+    x = mesh.split(torch.randn(mesh.size, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    results = [mesh.spmd(fs.grad(partial(late_loss, model)))(params, x) for model in models]
+    for model in models if not mesh.is_simulated else ():
+        leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
+        late_loss(model, leaves, x).backward()
+        results.append(fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout))
+    return [fs.gather(grads, lazy=False) for grads in results]
+
+
+@pytest.mark.parametrize("ranks", [*simulated(1, 3, HYBRID), *sequential(1, 2), *gloo(2)], ids=str)
+def test_what_reads_parameters_after_forward_reads_the_given_ones(ranks: Ranks) -> None:
+    batched, n = ranks.kind == "batched", ranks.size
+    model = Late(not batched)
+    total = torch.zeros((), dtype=torch.float64)
+    x = torch.randn(n, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for part in x.split(1):
+        total = total + model(part)() / n
+    total.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for results in ranks.run(gradients, batched):
+        assert len(results) == (1 if batched else 4 if ranks.real else 2)
+        for grads in results:
+            assert_trees_close(dict(grads), expected, rtol=1e-12, atol=1e-14)
+
+
+class Holding(nn.Module):
+    """Uses its layers through attributes of all kinds, three times each; ``again`` refers to the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.twice = nn.ModuleList([self.a, self.b, self.a])
+        self.tied = nn.Linear(2, 2)
+        self.tied.weight = self.b.weight
+        self.again = [self]
+        by_name: dict[str, Any] = {"b": self.b, "deep": [{"a": self.a}]}
+        self.by_name, self.pair, self.method = by_name, (self.a, "text"), self.b.forward
+        self.bound, self.closure = partial(_call, self.a), _closing_over(self.b)
+        self.b.register_forward_hook(self._add)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.twice, self.tied, self.again[0].a, self.by_name["b"], self.by_name["deep"][0]["a"]):
+            x = layer(x).tanh()
+        return self.closure(self.bound(self.method(self.pair[0](x))))
+
+    def _add(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out + self.tied.weight.sum()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self(x) + 1
+
+
+def _call(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x)
+
+
+def _closing_over(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module(x) * 3
+
+
+def test_modules_in_attributes_of_any_kind_are_those_of_the_copy() -> None:
+    model, x = Holding(), torch.randn(3, 2)
+    given = doubled(model)
+    other = Holding()
+    other.load_state_dict(given, strict=False)
+    expected = other(x)
+    own = [(id(p), p._version) for p in model.parameters()]
+    bound = fs.bind(model, given)
+    assert type(bound) is Holding
+    assert bound.again[0] is bound
+    assert torch.equal(bound(x), expected)
+    assert torch.equal(bound.encode(x), expected + 1)
+    assert not bound(x).requires_grad
+    assert [(id(p), p._version) for p in model.parameters()] == own
+
+
+def test_what_is_changed_in_the_copy_does_not_reach_the_model() -> None:
+    model, seen = Holding(), []
+    before = [dict(m.__dict__) for m in model.modules()]
+    bound = fs.bind(model, doubled(model)).eval()
+    handle = bound.a.register_forward_hook(lambda *_: seen.append(1), prepend=True)
+    bound.again.append(bound)
+    bound.note = bound.twice.append(nn.Identity())
+    model(torch.ones(1, 2))
+    assert (seen, model.training, len(model.again), len(model.twice)) == ([], True, 1, 3)
+    assert [dict(m.__dict__) for m in model.modules()] == before
+    bound(torch.ones(1, 2))
+    assert seen
+    handle.remove()
+
+
+def test_the_copy_is_of_the_class_also_where_that_cannot_be_called() -> None:
+    class Odd(nn.Linear):
+        __slots__ = ("scale",)
+
+        def __new__(cls, *args: Any) -> Odd:
+            assert args, "called without the arguments of __init__"
+            return super().__new__(cls)
+
+    model = Odd(2, 2)
+    model.scale = 3
+    bound = fs.bind(model, {"weight": torch.eye(2)})
+    assert (bound.scale, bound.weight.tolist()) == (3, torch.eye(2).tolist())
+    assert bound.bias is model.bias
+
+
+def test_buffers_that_forward_writes_to_are_the_copys() -> None:
+    x = torch.randn(4, 2)
+    model: Any = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    model[1].running_mean = model[0].running_mean
+    bound: Any = fs.bind(model, {})
+    given = {"0.running_var": torch.full((2,), 3.0)}
+    bound(x)
+    assert bound[0].num_batches_tracked == 1
+    assert bound[0].running_mean is bound[1].running_mean
+    assert not any(module.num_batches_tracked or module.running_mean.any() for module in model)
+    other = fs.bind(model, {}, given)
+    other(x)
+    assert dict(other.named_buffers())["0.running_var"] is given["0.running_var"]
+    torch.testing.assert_close(given["0.running_var"], 3 * 0.9 + 0.1 * x.var(0))
+
+
+def test_parametrized_weights_are_computed_from_the_given_ones_also_where_torch_caches_them() -> None:
+    model, x = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.LSTM(3, 2)), torch.randn(2, 3)
+    results = []
+    with parametrize.cached():
+        for scale in (1, 2, 3):
+            given = {name: scale * p.detach() for name, p in model.named_parameters()}
+            results.append((fs.bind(model, given)(x)[0], functional_call(model, given, (x,))[0]))
+            parametrize._cache.clear()  # functional_call's
+            assert torch.equal(*results[-1])
+            fs.bind(model, given)[0](x)  # cached, then freed
+    assert not torch.equal(results[0][0], results[1][0])
+
+
+class Scripted(nn.Module):
+    """As e3nn does it: the weight is the outer module's, the kernel has buffers."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.kernel: Any = torch.jit.script(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x * self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_torchscript_is_shared_where_its_tensors_are_not_given_and_refused_where_they_are() -> None:
+    model = Scripted(nn.BatchNorm1d(2, affine=False).eval())
+    bound = fs.bind(model, {"weight": torch.full((2,), 2.0)})
+    assert bound.kernel is model.kernel
+    assert torch.allclose(bound(torch.ones(1, 2)), torch.full((1, 2), 2.0))
+    text = refused(fs.bind, Scripted(nn.Linear(2, 2)), {"kernel.weight": torch.ones(2, 2)})
+    assert "'kernel.weight': of a TorchScript module, which keeps its own" in text
+    assert "Bind a module before torch.jit.script" in text
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_module_is_bound_as_what_was_compiled(in_place: bool) -> None:
+    def backend(*_: Any) -> Any:
+        raise AssertionError("runs what was compiled with the model's own parameters")
+
+    layer: Any = nn.Linear(2, 2, bias=False)
+    if in_place:
+        layer.compile(backend=backend)
+    compiled: Any = layer if in_place else torch.compile(layer, backend=backend)
+    model = nn.Sequential(compiled)
+    given = {name: torch.eye(2) for name, _ in model.named_parameters()}
+    bound = fs.bind(model, given)
+    assert type(bound[0]) is nn.Linear
+    assert torch.equal(bound(torch.ones(1, 2)), torch.ones(1, 2))
+
+
+def test_a_loss_that_holds_the_model_and_a_model_on_meta_are_bound() -> None:
+    class Loss(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x).square().sum()
+
+    loss, mesh, x = Loss(nn.Linear(2, 1)), fs.init_mesh(), torch.ones(1, 2)
+    params = fs.shard(loss, fs.plan(loss, mesh))
+    expected = loss(x)
+    loss.to("meta")
+    assert torch.equal(fs.bind(loss, params)(x), expected)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        loss(x).item()
+
+
+def test_tied_parameters_go_by_any_of_their_names_and_what_does_not_fit_is_reported_at_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    x = torch.randn(2, 3)
+    for name in ("0.weight", "1.weight"):
+        assert torch.equal(fs.bind(model, {name: 2 * torch.eye(3)})(x), 4 * x)
+    both = {"0.weight": torch.eye(3), "1.weight": torch.zeros(3, 3)}
+    assert "'1.weight': tied to '0.weight' in the model, but given another tensor" in refused(fs.bind, model, both)
+    text = refused(fs.bind, nn.Linear(2, 2), {"wieght": torch.ones(2, 2), "other": torch.ones(2)})
+    assert text.startswith("ValueError: bind: 2 problems")
+    assert "'wieght': not in the model (did you mean 'weight'?)" in text
+    assert "TypeError: bind: 1 problem\n  '0.weight': got int" in refused(fs.bind, model, {"0.weight": 3})
+    assert "TypeError: bind: model: got dict" in refused(fs.bind, {}, {})
+    assert "TypeError: bind: params: got list" in refused(fs.bind, model, [])
+    assert "TypeError: bind: buffers: got list" in refused(fs.bind, model, {}, [])
+
+
+def test_nothing_of_the_copy_stays_once_it_is_dropped() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model, weight = nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 2)), torch.eye(2)
+        bound = fs.bind(model, {"1.weight": weight})
+        count = len(gc.get_referrers(weight))
+        del bound
+        assert len(gc.get_referrers(weight)) == count - 1
+    finally:
+        gc.enable()
