@@ -149,11 +149,12 @@ class Optimizer(Static):
         Returns:
             ``{name: Sharded}``, for example ``{"step": ..., "exp_avg": ...}``. Each leaf is a shard, in the memory kind
             of the parameters' shard (:func:`offload`), or a scalar, for example a step count or a number that the class
-            keeps in its parameter groups (``"group.step"``). ``None`` stands for state that the class creates from the
-            first gradient (SGD's momentum). State of whole parameters is a ``Sharded`` of another layout, with the
-            state's own shapes and the key ``"(owners)"``: a rank has what belongs to the parameters that it owns, all
-            ranks as much memory as the one that needs most. ``"owner.started"`` is false for a parameter whose class
-            creates its state from the first gradient and has not done so.
+            keeps in its parameter groups (``"group.step"``). ``None`` stands for state that the class creates in the
+            first step, from the gradient (SGD's momentum) or the learning rate (ASGD, Rprop). State of whole parameters
+            is a ``Sharded`` of another layout, with the state's own shapes and the key ``"(owners)"``: a rank has what
+            belongs to the parameters that it owns, all ranks as much memory as the one that needs most.
+            ``"owner.started"`` is false for a parameter whose class creates its state in the first step and has not
+            done so.
 
         Raises:
             ValueError: ``params`` do not fit their layout, or no buffer has a label that options are given for.

@@ -20,6 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar
 
+import optree
 import torch
 from torch import Tensor
 
@@ -51,11 +52,13 @@ class Traits:
         state: the names of its state for a parameter.
         carried: the names of numbers in its parameter groups that a step changes.
         writes_grads: whether a step writes to the gradients.
+        starts_from_rate: whether the first step creates the state from its learning rate.
     """
 
     state: tuple[str, ...]
     carried: tuple[str, ...]
     writes_grads: bool
+    starts_from_rate: bool
 
 
 def once(probe: Probe[T]) -> Probe[T]:
@@ -87,8 +90,15 @@ def probe(cls: Class, options: Mapping[str, Any]) -> Traits:
         carried = changed(cls, whole.before, whole.after)
         parts = _tried(cls, lambda: [_parts(cls, options, carried, *cuts) for cuts in _CUTS])
         _check_equal(cls, options, whole, parts)
+        late = starts_from_rate(cls, options, torch.zeros(1))
     names = dict.fromkeys(name for part in parts for state in part.states for name in state)
-    return Traits(tuple(names), carried, whole.writes_grads)
+    return Traits(tuple(names), carried, whole.writes_grads, late)
+
+
+def starts_from_rate(cls: Class, options: Mapping[str, Any], param: Tensor) -> bool:
+    """Whether the state of ``param`` before the first update depends on the learning rate of that update."""
+    states: list[Any] = [initial_state(cls, param, options, changes=changes)[0] for changes in ({}, {"lr": 0.75})]
+    return any(not same(*pair) for pair in zip(*map(optree.tree_leaves, states), strict=True))
 
 
 def switched(cls: Class, options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class InitCall:
 
     def _state(self, key: str, param: Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
         traits = self.traits[key]
+        if traits.starts_from_rate:  # the first step creates it
+            return dict.fromkeys(state_names(traits))
         state, carried = initial_state(self.cls, param, self.options[key], traits.carried)
         state = {**dict.fromkeys(traits.state), **state, **_as_state(carried)}
         return {name: _in_memory_kind(_expand(state[name], rows), param) for name in state_names(traits)}

@@ -102,12 +102,16 @@ def _is_count(x: Any) -> bool:
 
 
 def initial_state(
-    cls: type[torch.optim.Optimizer], param: Tensor, options: Mapping[str, Any], carried: Iterable[str] = ()
+    cls: type[torch.optim.Optimizer],
+    param: Tensor,
+    options: Mapping[str, Any],
+    carried: Iterable[str] = (),
+    changes: Mapping[str, Any] = _NONE,
 ) -> tuple[State, State]:
     """Return the state of ``param`` before its first update, and the ``carried`` numbers of its groups.
 
     torch creates state in the first ``step``. A step with zero gradients would change counters and averages, so the
-    step is stopped before its first write.
+    step is stopped before its first write. A schedule has made ``changes`` in the options before it.
     """
     state = _FirstValues()
     group = Group(param, torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param), state, options, {})
@@ -115,7 +119,7 @@ def initial_state(
     entries = dict(optimizer.param_groups[0])
     try:
         with _UntilWrite(group), without_compiling():
-            _step(optimizer, [group])
+            _step(optimizer, [group], changes)
     except _AboutToWrite:
         pass
     return {**state, **state.first}, {name: entries.get(name) for name in carried}

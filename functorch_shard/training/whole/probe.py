@@ -31,6 +31,7 @@ from ..optimizer_probe import (
     once,
     refusal,
     same,
+    starts_from_rate,
     with_nonzero_lr,
 )
 from ..optimizer_step import CARRIED, NUMBER_DTYPES
@@ -212,6 +213,8 @@ def _found(trial: _Trial) -> Spec:
 def _begins_as_known(trial: _Trial, form: tuple[Any, Any], after: Any) -> bool:
     """Whether a first step from :func:`begin` is the first step from nothing: parameter and state are ``after`` it."""
     state, numbers = initial_state(trial.cls, torch.zeros_like(trial.param()), trial.options, trial.carried)
+    if starts_from_rate(trial.cls, trial.options, trial.param()):
+        return False
     if _flattened(trial, {**state, **_prefixed(numbers)}) != form:
         return False
     param = trial.param()
