@@ -103,7 +103,7 @@ class _Gather(Function):
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
         buffers, dtypes = session.add(part, shards), [part.plan(buffer).dtypes.gathered for buffer in part.buffers]
         return tuple(
-            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), dtype)
+            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), dtype, slot.offset)
             for i, (buffer, shard, dtype) in enumerate(zip(part.buffers, shards, dtypes, strict=True))
             for slot in buffer.slots
         )

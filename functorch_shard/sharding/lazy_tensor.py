@@ -49,12 +49,16 @@ _FORM_ONLY = {
 
 
 class Lazy(Tensor):
-    """A view of one whole buffer of a unit, by its shape, strides and offset; it holds no data."""
+    """A view of a parameter in a whole buffer, by its shape, strides and offset there; it holds no data.
+
+    Its ``storage_offset()`` counts from the ``start`` of its parameter in the buffer, as that of a tensor of its own.
+    """
 
     _session: Session
     _buffers: UnitBuffers
     _index: int
     _place: tuple[Sequence[int], Sequence[int], int]  # its shape, strides and offset, as numbers that Python has
+    _start: int
 
     @staticmethod
     def __new__(
@@ -66,10 +70,11 @@ class Lazy(Tensor):
         strides: Sequence[int],
         offset: int,
         dtype: torch.dtype,
+        start: int,
     ) -> Lazy:
-        self = without_memory(cls, shape, strides, offset, dtype, buffers.device)
+        self = without_memory(cls, shape, strides, offset - start, dtype, buffers.device)
         self._session, self._buffers, self._index = session, buffers, index
-        self._place = shape, strides, offset
+        self._place, self._start = (shape, strides, offset), start
         refuse_pointers(self)
         return self
 
@@ -106,7 +111,20 @@ class Lazy(Tensor):
         return self._at(shape[::-1], strides[::-1], offset)
 
     def _at(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> Lazy:
-        return Lazy(self._session, self._buffers, self._index, shape, strides, offset, self.dtype)
+        return Lazy(self._session, self._buffers, self._index, shape, strides, offset, self.dtype, self._start)
+
+    def _as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
+        """A copy of elements of its parameter; as_strided counts from the start of memory."""
+        shape, _, offset = self._place
+        offset = offset if storage_offset is None else self._start + storage_offset
+        slot = next(x for x in self._buffers.part.buffers[self._index].slots if x.offset == self._start and x.numel)
+        last = offset - self._start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        whole = self._session.data(self._buffers, self._index)
+        if whole.ndim == 1 and 0 not in size and last >= slot.numel:
+            raise RuntimeError(
+                f"as_strided: element {last} of a parameter of {slot.numel}: {slot.name}, {tuple(shape)}"
+            )
+        return whole.clone().as_strided(size, stride, offset)
 
     def _form(self) -> Tensor:
         """Its shape, dtype and device, over one element of memory where strides say no more than the shape."""
@@ -169,8 +187,8 @@ def _rule(func: Any) -> Callable[[Any, Any, Any], Any]:
     """What an operator does with lazy tensors among its arguments, as a function of it, its args and its kwargs."""
     if func in _COMPARES_FORM:
         return lambda func, args, kwargs: _COMPARES_FORM[func](*args)
-    if func is aten.as_strided.default:  # no view: it counts from the start of memory
-        return _of_first(lambda x, args, kwargs: func(x._data(own=True), *args, **kwargs))
+    if func is aten.as_strided.default:
+        return _of_first(lambda x, args, kwargs: x._as_strided(*args, **kwargs))
     if func in _FORM_ONLY:
         return _of_first(lambda x, args, kwargs: func(x._form(), *args, **kwargs))
     if func is aten.t.default:  # every linear layer, twice

@@ -123,6 +123,8 @@ OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "cast": lambda p: p["fc.weight"].to(torch.float32),
     "cat": lambda p: torch.cat([p["fc.weight"].flatten(), p["fc.bias"], p["fc.scalar"][None]]),
     "as_strided": lambda p: p["fc.weight"][1:].as_strided((2, 2), (1, 5)),
+    "as_strided from an offset": lambda p: p["fc.weight"].as_strided((3,), (2,), 1),
+    "as_strided from its own offset": lambda p: (w := p["fc.weight"][1]).as_strided((2,), (1,), w.storage_offset() + 1),
     "bytes": lambda p: p["fc.weight"].view(torch.int64),
     "real view": lambda p: torch.view_as_real(p["fc.wave"]),
     "real part": lambda p: p["fc.wave"].real,
@@ -145,6 +147,11 @@ def test_any_other_operation_gives_plain_tensors(name: str) -> None:
     assert_trees_close(actual, expected, rtol=0, atol=0)
     pairs = zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True)
     assert all(x.stride() == y.stride() for x, y in pairs)
+
+
+def test_as_strided_does_not_reach_another_parameter() -> None:
+    with pytest.raises(RuntimeError, match=r"as_strided: element 15 of a parameter of 15: fc.weight"):
+        gathered()["fc.weight"].as_strided((16,), (1,))
 
 
 @pytest.mark.parametrize("name", [*VIEWS, *OPERATIONS])
