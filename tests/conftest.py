@@ -17,6 +17,8 @@ from tests.support.ranks import DEFAULT, Ranks, also_sequential
 
 # Files of few tests that take long.
 LONG = (
+    "test_laws.py",
+    "test_on_ranks.py",
     "test_fullgraph.py",
     "test_launching_on_ranks.py",
     "test_examples.py",

@@ -39,9 +39,15 @@ KINDS = {"batched": batched_axes, "sequential": sequential_axes}  # of simulated
 
 
 def with_index(device: torch.device) -> torch.device:
-    """CUDA without a number is the current device, as tensors have it."""
-    unnumbered = device.type == "cuda" and device.index is None
-    return torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
+    """Return ``device`` with its number, as tensors have it: an accelerator without one is the current device."""
+    numbered = device.index is not None or not is_accelerator(device)
+    return device if numbered else torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether ``device`` is of the kind of accelerator that this build of torch has."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
 
 
 def check_axes(verb: str, sizes: Mapping[str, int]) -> None:

@@ -18,7 +18,7 @@ from ..communication.gloo import group_backend
 from ..communication.lost_ranks import naming_lost_ranks
 from ..errors import axes_text
 from ..torch_internals.process_groups import set_timeout, timeout_of
-from .axes import check_axes, with_index
+from .axes import check_axes, is_accelerator, with_index
 from .launchers import Job, job_of
 from .mesh import Mesh
 from .rendezvous import join_job
@@ -75,7 +75,7 @@ def init_mesh(
         return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), with_index(where))
     select_device(where, job)
     if job is not None:
-        join_job(job, "nccl" if where.type == "cuda" else "gloo", patience)
+        join_job(job, with_index(where), patience)
     sizes = _fill(axes, dist.get_world_size())
     made = init_device_mesh(where.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for group in made.get_all_groups():  # torch made those of several axes with its default
@@ -117,20 +117,21 @@ def _asks_for_one(axes: int | Mapping[str, int] | None) -> bool:
 
 
 def select_device(device: torch.device, job: Job | None) -> None:
-    """Make the CUDA device that was asked for, or the launcher's, the current one, as torch does under torchrun."""
-    if device.type != "cuda":
+    """Make the accelerator that was asked for, or the launcher's, the current one, as torch does under torchrun."""
+    if not is_accelerator(device):
         return
     if device.index is not None:
-        torch.cuda.set_device(device)
-    elif job is not None and job.local_rank is not None and not torch.cuda.is_initialized():
-        torch.cuda.set_device(job.local_rank % torch.cuda.device_count())
+        torch.accelerator.set_device_index(device)
+    elif job is not None and job.local_rank is not None and not torch.get_device_module(device).is_initialized():
+        torch.accelerator.set_device_index(job.local_rank % torch.accelerator.device_count())
 
 
 def job_mesh() -> Mesh:
     """All ranks of the process group as one axis, in the group that is there; one rank where there is none."""
     if not _has_group():
         return Mesh((Axis("job", 1, DetachedBackend()),), torch.device("cpu"))
-    device = with_index(torch.device("cpu" if "cpu:" in dist.get_backend_config() else "cuda"))  # of the group
+    served = dist.get_backend_config()
+    device = with_index(torch.device("cpu" if "cpu:" in served else served.partition(":")[0]))
     group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
     return Mesh((Axis("job", group.size, naming_lost_ranks(group)),), device)
 

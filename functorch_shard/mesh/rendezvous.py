@@ -24,6 +24,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..errors import reject
@@ -35,8 +36,11 @@ LINGER = 5.0  # seconds, where somebody is missing
 DEFAULT = timedelta(minutes=30)  # torch's, for a store
 
 
-def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
-    """Make the default process group of a job that torchrun started, or anything else that says where rank 0 is."""
+def join_job(job: Job, device: torch.device, timeout: timedelta | None) -> None:
+    """Make the default process group of a job that torchrun started, or anything else that says where rank 0 is.
+
+    It is bound to an accelerator: torch guesses a device from the number of the rank otherwise, and connects later.
+    """
     unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     advice = "RANK and WORLD_SIZE are set: so is to be where rank 0 is found. torchrun sets all four."
     reject("init_mesh: the environment", [f"{name}: not set" for name in unset], advice)
@@ -45,7 +49,9 @@ def join_job(job: Job, backend: str, timeout: timedelta | None) -> None:
     prefix = meet(dist.PrefixStore("functorch_shard/start", store), job.rank, job.size, patience)
     fresh = dist.PrefixStore(prefix, store)
     import_module("torch.distributed.nn.functional")  # Note [Default arguments]
-    dist.init_process_group(backend, store=fresh, rank=job.rank, world_size=job.size, timeout=timeout)
+    backend, bound = dist.get_default_backend_for_device(device), device if device.index is not None else None
+    options: dict[str, Any] = {"store": fresh, "rank": job.rank, "world_size": job.size, "timeout": timeout}
+    dist.init_process_group(backend, device_id=bound, **options)
 
 
 def _store(job: Job, timeout: timedelta) -> Any:

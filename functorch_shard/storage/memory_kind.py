@@ -81,7 +81,7 @@ def to_memory_kind_of(x: Tensor, given: Tensor) -> Tensor:
 def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Wait for asynchronous copies that read from ``tensors``, before they are written to."""
     if not in_transform() and any(isinstance(x, Tensor) and x.is_pinned() for x in tensors):
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
 
 def nbytes_of(x: Tensor) -> int:

@@ -134,7 +134,7 @@ def reopen(like: Any, where: str | os.PathLike[str]) -> Any:
 
 
 def _to_cpu(x: Tensor) -> Tensor:
-    pinned = torch.cuda.is_available()
+    pinned = torch.accelerator.is_available()
     if x.is_cpu and (x.is_pinned() or not pinned):
         return x
     return torch.empty_like(x, device="cpu", pin_memory=pinned).copy_(x)

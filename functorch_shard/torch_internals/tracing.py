@@ -132,8 +132,9 @@ def traced_for_compiler() -> bool:
 @contextmanager
 def _generators_untouched(inputs: Sequence[Tensor]) -> Iterator[None]:
     """Draw no numbers from the default generators, and refuse to seed them: a graph could not."""
-    devices = {x.device for x in inputs if x.device.type == "cuda"}
-    with fork_rng(devices):
+    devices = {x.device for x in inputs if x.device.type not in ("cpu", "meta")}
+    kind = next((device.type for device in devices), "cpu")
+    with fork_rng(devices, device_type=kind):
         torch.manual_seed(_NO_SEED)
         yield
         if torch.initial_seed() != _NO_SEED:

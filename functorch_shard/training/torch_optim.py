@@ -155,7 +155,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _implementation(cls: type[torch.optim.Optimizer], groups: Sequence[Group]) -> dict[str, Any]:
     """The fastest that the class has, unless the user selected one; traced, one that reads no tensor on the host."""
     chosen = any(group.options.get(name) is not None for group in groups for name in _IMPLEMENTATIONS)
-    fits = all(group.param.is_floating_point() and group.param.device.type in ("cpu", "cuda") for group in groups)
+    fits = all(group.param.is_floating_point() and not group.param.is_meta for group in groups)
     known = inspect.signature(cls).parameters
     fuses = fits and not chosen and "fused" in known
     if being_traced() and not (fuses and traced_as_it_runs()):

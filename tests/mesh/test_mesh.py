@@ -16,8 +16,7 @@ from torch.func import vmap
 
 import functorch_shard as fs
 from functorch_shard.collectives import axis_index, pmean, psum
-from functorch_shard.mesh.init import choose_device, select_device
-from functorch_shard.mesh.launchers import Job
+from functorch_shard.mesh.init import choose_device
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 from tests.support.scripts import exit_code_of
@@ -116,17 +115,6 @@ def test_gloo_ranks_stay_on_the_cpu_of_a_machine_that_has_cuda() -> None:
 
 def test_the_number_of_a_cuda_device_is_kept() -> None:
     assert fs.init_mesh(device="cuda:1").device == torch.device("cuda", 1)
-    selected: list[Any] = []
-    with (
-        patch("torch.cuda.set_device", selected.append),
-        patch("torch.cuda.device_count", lambda: 4),
-        patch("torch.cuda.is_initialized", lambda: False),
-    ):
-        select_device(torch.device("cuda", 1), Job(0, 2))
-        select_device(torch.device("cuda"), Job(5, 8, local_rank=5))  # the launcher's, of those that it lets us see
-        select_device(torch.device("cuda"), Job(5, 8))
-        select_device(torch.device("cpu"), Job(5, 8, local_rank=1))
-    assert selected == [torch.device("cuda", 1), 1]
 
 
 def test_the_size_of_one_axis_is_enough() -> None:

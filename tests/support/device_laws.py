@@ -74,7 +74,7 @@ def steps_are_those_of_torch(device: torch.device, make: Callable[[torch.device]
     params = steps.run(steps.optimizer(case), steps.planned(make(device)))
     assert devices_of(params) == {device}
     full = on_cpu(dict(fs.gather(params, lazy=False)))
-    assert_trees_close(full, {**steps.stock(case), **steps.FROZEN}, rtol=1e-9, atol=1e-11)
+    assert_trees_close(full, {**on_cpu(steps.stock(case, device=device)), **steps.FROZEN}, rtol=1e-9, atol=1e-11)
 
 
 def clipping_is_that_of_torch(device: torch.device, make: Callable[[torch.device], fs.Mesh]) -> None:

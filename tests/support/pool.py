@@ -32,19 +32,21 @@ from functorch_shard.testing.rank_process import RankProcess, start
 
 SEED = torch.initial_seed()  # of every process that has not chosen one
 
-_pool: list[RankProcess] = []  # the first n of them are the ranks of a call of n
+_pools: dict[str, list[RankProcess]] = {}  # the first n of one are the ranks of a call of n
 _calls = count()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
-    """``fs.testing.run_ranks``, on processes that serve later calls too; those of a call that fails are ended."""
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, pool: str = "", **kwargs: Any
+) -> list[Any]:
+    """``fs.testing.run_ranks``, on processes of ``pool`` that serve later calls too; a call that fails ends its own."""
     work = processes._pickled((fn, args, kwargs, dict(os.environ)))
     deadline = time.monotonic() + timeout
-    ranks = _first(world_size)
+    ranks = _first(world_size, _pools.setdefault(pool, []))
     try:
         return _collect(ranks, work, deadline, timeout)
     except BaseException:
-        _end(ranks)
+        _end(ranks, _pools[pool])
         raise
 
 
@@ -58,10 +60,10 @@ def _collect(ranks: list[RankProcess], work: bytes, deadline: float, timeout: fl
     return results
 
 
-def _first(world_size: int) -> list[RankProcess]:
-    while len(_pool) < world_size:
-        _pool.append(start(_serve))
-    return _pool[:world_size]
+def _first(world_size: int, pool: list[RankProcess]) -> list[RankProcess]:
+    while len(pool) < world_size:
+        pool.append(start(_serve))
+    return pool[:world_size]
 
 
 @cache
@@ -70,9 +72,9 @@ def _store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _end(ranks: list[RankProcess]) -> None:
+def _end(ranks: list[RankProcess], pool: list[RankProcess]) -> None:
     for process in ranks:
-        _pool.remove(process)
+        pool.remove(process)
         process.end()
 
 

@@ -77,15 +77,20 @@ def run(opt: fs.Optimizer, layout: fs.Layout, num_steps: int = NUM_STEPS, wrap: 
     return params
 
 
-def stock(case: str, num_steps: int = NUM_STEPS, lr: Callable[[int], float] | None = None) -> dict[str, Tensor]:
+def stock(
+    case: str,
+    num_steps: int = NUM_STEPS,
+    lr: Callable[[int], float] | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
     """The same by torch, on plain parameters."""
     cls, options = CASES[case]
-    params = {name: x.requires_grad_() for name, x in values().items()}
+    params = {name: x.to(device).requires_grad_() for name, x in values().items()}
     optimizer: Any = cls(params.values(), **options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr) if lr else None
     for i in range(num_steps):
         for name, grad in values(i + 1).items():
-            params[name].grad = grad
+            params[name].grad = grad.to(device)
         optimizer.step()
         if schedule:
             schedule.step()
