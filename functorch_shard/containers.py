@@ -9,9 +9,10 @@ node, and unflattening that node makes the container again. A container without 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -219,3 +220,12 @@ def is_array(x: Any) -> bool:
 
 def _has_tensor(tree: Any) -> bool:
     return any(isinstance(x, Tensor) for x in optree.tree_leaves(tree, none_is_leaf=True))
+
+
+def filled_variables(fn: FunctionType) -> dict[str, Any]:
+    """Return the variables of the closure of ``fn`` that have a value, by name."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not assigned yet
+            found[name] = cell.cell_contents
+    return found

@@ -12,7 +12,7 @@ from ..containers import Static
 from ..opaque import refuse_dynamo
 from ..torch_internals.transforms import being_traced
 from .backend import Backend, DetachedBackend
-from .collective import Splits, collective, record, send_by
+from .collective import Splits, collective, record
 from .recorded import issue_recorded
 from .work import Work
 
@@ -64,7 +64,7 @@ class Axis(Static):
         if being_traced() and not self.backend.simulated:
             return issue_recorded(op, x, self.size, self.backend)
         record(op)
-        return send_by(self.backend.issue, op, x)
+        return self.backend.issue(op, x)
 
     def _numel(self, kind: str, x: Tensor) -> int:
         """Elements of the operand of one rank, or of one row of it."""

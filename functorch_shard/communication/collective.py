@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,7 +13,6 @@ from torch.nn import Parameter
 
 from ..torch_internals.tensors import FakeTensor, TorchDispatchMode
 from ..torch_internals.transforms import is_watched
-from .work import Work
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.
@@ -76,9 +73,6 @@ class Collective:
         return f"{self.kind} of {self.numel:,} {str(self.dtype).removeprefix('torch.')}{purpose}"
 
 
-Send = Callable[[Collective, Tensor], Work]
-Issuer = Callable[[Collective, Tensor, Send], Work]
-_ISSUED: ContextVar[Issuer | None] = ContextVar("who sees collectives with their operands", default=None)
 collective = lru_cache(maxsize=4096)(Collective)  # a program issues the same few again and again
 describe = lru_cache(maxsize=4096)(str)
 
@@ -92,23 +86,6 @@ def record(op: Collective) -> None:
 def started_by(args: Sequence[Any]) -> Collective:
     """What ``start`` with these arguments starts, as :data:`RECORD` shows it."""
     return Collective(*args[2:7])
-
-
-@contextmanager
-def issued_by(issue: Issuer) -> Iterator[None]:
-    """A context in which ``issue`` sends each collective of this thread, by the function that it gets."""
-    outer = _ISSUED.get()
-    token = _ISSUED.set(issue if outer is None else lambda op, x, send: issue(op, x, lambda op, x: outer(op, x, send)))
-    try:
-        yield
-    finally:
-        _ISSUED.reset(token)
-
-
-def send_by(send: Send, op: Collective, x: Tensor) -> Work:
-    """``send(op, x)``, seen by :func:`issued_by`."""
-    issue = _ISSUED.get()
-    return send(op, x) if issue is None else issue(op, x, send)
 
 
 class RecordMode(TorchDispatchMode):

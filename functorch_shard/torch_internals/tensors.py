@@ -19,7 +19,6 @@ __all__ = [
     "TorchDispatchMode",
     "arguments_of",
     "as_number",
-    "detached",
     "hooks_of",
     "identity_of_storage",
     "is_number",
@@ -57,12 +56,6 @@ def is_on_cpu(x: Tensor) -> bool:
 def version_of(x: Tensor) -> int:
     """The version counter of ``x``; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else x._version
-
-
-def detached(x: Tensor) -> Tensor:
-    """``x.detach()`` for a dispatch mode: with the version counter of ``x``, which it would not have below autograd."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return x.detach()
 
 
 def identity_of_storage(x: Tensor) -> int:

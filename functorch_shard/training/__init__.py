@@ -2,10 +2,8 @@
 
 ``grad``: ``grad`` and ``grad_and_value`` (``argnums``, ``forward_over_reverse``, ``differentiated_leaves``, and for
 ``torch.compile`` ``traced_grad``); ``jacobian``; ``usage``: whether a loss uses its parameters. ``bind``: the
-model with other parameters; ``call`` and ``apply``: the model as a function. ``remat``: recomputation; ``first_run``,
-and ``recomputed`` with its derivatives;
-``save_policy``, ``saved_results`` and ``identities``: what it does not compute again; ``captured``: what a function
-uses besides its arguments; ``surroundings``: random numbers and autocast. ``optimizer``, ``optimizer_step`` and
+model with other parameters; ``call`` and ``apply``: the model as a function. ``remat``: recomputation, and
+``recomputed``: its derivatives. ``optimizer``, ``optimizer_step`` and
 ``torch_optim``: ``torch.optim`` classes on shards; ``optimizer_probe``: which of them are refused, and why;
 ``optimizer_rule``: one class and the buffers that it updates; ``tensor_options``: options that are tensors; ``whole``:
 classes that need whole parameters. ``vectors``: trees as vectors; ``curvature``: operators on them. ``norms``,

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..torch_internals.autograd import nodes
 from ..torch_internals.transforms import lacks_forward_mode, requires_grad_anywhere
 
-# Without a graph their backward reads the LU decomposition of forward, which has no tangent: in silence the tangent of
-# the gradient would be wrong. With a graph it decomposes the matrix again.
-_READ_AN_LU_WITHOUT_TANGENT = {"LinalgSolveExBackward0", "LinalgDetBackward0", "LinalgSlogdetBackward0"}
+# Without a graph the backward of the first three reads the LU decomposition of forward, which has no tangent: the
+# tangent of the gradient would be wrong in silence. With a graph it decomposes the matrix again. Dropout on a device
+# has no forward mode without a graph, and a second run of the function would draw other random numbers.
+_NEED_A_GRAPH = {"LinalgSolveExBackward0", "LinalgDetBackward0", "LinalgSlogdetBackward0", "NativeDropoutBackward0"}
 
 
 def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable
 
     Forward mode around it goes through backward as it goes through forward; nothing has to be kept for it. Without a
     graph torch uses the fused backward of some operators (SiLU, group norm), of which a few have no forward mode: then
-    ``fn`` runs again, with a graph. Determinants and solutions of linear systems keep their graph in any case.
+    ``fn`` runs again, with a graph. Determinants, solutions of linear systems and dropout keep their graph in any case.
     """
 
     def gradient_and_value(inputs: Sequence[Tensor]) -> Any:
@@ -29,7 +30,7 @@ def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable
 
         def looked_at(inputs: Sequence[Tensor]) -> Any:
             result = fn(inputs)
-            needs_graph.append(_reads_an_lu(result[0] if has_aux else result))
+            needs_graph.append(_needs_a_graph(result[0] if has_aux else result))
             return result
 
         value, pull, *rest = torch.func.vjp(looked_at, inputs, has_aux=has_aux)
@@ -46,5 +47,5 @@ def grad_and_value_freeing(fn: Callable[..., Any], *, has_aux: bool) -> Callable
     return gradient_and_value
 
 
-def _reads_an_lu(value: Tensor) -> bool:
-    return any(node.name() in _READ_AN_LU_WITHOUT_TANGENT for node in nodes(value.grad_fn))
+def _needs_a_graph(value: Tensor) -> bool:
+    return any(node.name() in _NEED_A_GRAPH for node in nodes(value.grad_fn))

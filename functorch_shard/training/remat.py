@@ -1,85 +1,64 @@
-"""``remat``: a function whose derivatives keep its inputs alone, and run it again."""
+"""``remat``: a function whose derivatives save its inputs and run it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from inspect import getclosurevars, unwrap
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import CellType, FunctionType, MethodType
+from typing import Any, TypeVar, cast
 
 import optree
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ..collectives.boundary import means_noted
 from ..communication.simulated import Index, as_ranks, running_ranks
-from ..containers import opened, place, refuse_opaque
+from ..containers import filled_variables, opened, place, refuse_opaque
 from ..errors import reject
 from ..layout.trees import take_tensors
 from ..torch_internals.lowering import is_differentiated
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import current_level, without_batches
-from .captured import Captured, captured, generators_in
-from .first_run import FirstRun, first_run
-from .recomputed import Program
-from .save_policy import Policy, Saves, context_fn_of, saves_by
-from .surroundings import surroundings
-
-if TYPE_CHECKING:
-    from .saved_results import Saved
+from .bind import bind
+from .recomputed import Program, first_run
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def remat(fn: Fn, *, preserve_rng_state: bool = True, policy: Policy | None = None) -> Fn:
-    """Return ``fn`` with derivatives that keep its inputs alone and run it again: activation checkpointing.
+def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
+    """Return ``fn`` with derivatives that save its inputs only and run it again: activation checkpointing.
 
-    The values and the derivatives are those of ``fn``, of every order, in both modes, in any nesting of ``fs.grad``,
-    ``backward()`` and ``torch.func``'s ``grad``, ``vjp``, ``jvp``, ``vmap``, ``jacrev`` and the like, also on simulated
-    ranks, where ``torch.utils.checkpoint`` cannot be used. *Saved* are the tensors that go in; of a ``Sharded`` and of
-    a lazily gathered parameter that is the shard. *Recomputed* is everything else: activations, and the gathers inside,
-    which every rank issues again in backward in the same order. Random numbers are the same each time.
+    Values and derivatives are those of ``fn``, of every order, in both modes, in any nesting of ``fs.grad``,
+    ``backward()`` and the transforms of ``torch.func``, also on simulated ranks, where ``torch.utils.checkpoint``
+    cannot be used. *Saved* are the tensors that go in; of a ``Sharded`` and of a lazily gathered parameter the shard.
+    *Recomputed* are activations and the gathers inside, which every rank issues again in backward in the same order.
 
     Args:
-        fn: a pure function of pytrees: a function, a ``functools.partial``, a module or a method of one. Tensors in its
-            closure and defaults are inputs too, with the values of the call, and get their gradients. So are the
-            parameters and buffers of a module: ``fs.remat(block)(x)`` is run again with those of the
-            ``functional_call``, ``fs.call`` or ``fs.apply`` that it runs in.
-        preserve_rng_state: whether ``fn`` may draw random numbers, on the CPU or on the devices of its inputs, or from
-            a ``torch.Generator`` that is an argument, in its closure, a global that it names, or an attribute of its
-            module. Where it draws none, ``False`` does without the states of the generators, 5 KB a call.
-        policy: which results of operators inside are saved too, and not computed again, as
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: a list of operators to save,
-            ``[torch.ops.aten.mm.default]``, or a function of ``(context, op, *args, **kwargs)`` that returns a
-            ``CheckpointPolicy`` or a bool, called in the first run alone. Operators are those below all transforms;
-            under a vmap, and so on batched simulated ranks, a list with ``mm`` or ``addmm`` has ``bmm`` too. Never
-            saved are views, random numbers, constants, and what is computed from gathered parameters alone.
+        fn: a pure function of pytrees: a function, a ``functools.partial``, a module or a method of one. Inputs are the
+            tensors in its arguments, and the parameters and buffers of a module that is ``fn``, has the method, or is
+            an argument: ``fs.remat(block)(x)``. Inside of ``functional_call`` these are the given ones.
+        preserve_rng_state: whether ``fn`` may draw random numbers, which are then the same each time: from the
+            generators of the CPU and of the devices of its inputs, or from a ``torch.Generator`` that is an argument,
+            a variable that ``fn`` closes over, or an attribute of a module among these. ``False`` saves 5 KB a call.
 
     Returns:
-        A function with the arguments of ``fn``. Results that are not floating-point tensors are those of the first run.
-        Where nothing is differentiated it calls ``fn``. Compiled, it is ``torch.utils.checkpoint``, and inside a
-        transform ``fn``.
+        A function with the arguments of ``fn``. Where nothing is differentiated it calls ``fn``. Compiled, it is
+        ``torch.utils.checkpoint``, and inside a transform ``fn``.
 
     Raises:
-        ValueError: results depend on a tensor that needs a gradient and is none of these inputs: a global, an
-            attribute, a module's own parameter in a closure; the message names it. Or ``fn`` writes to an input in
-            place (:func:`apply` returns new buffers instead); only the statistics of a BatchNorm in the module that
-            ``fn`` is, or is a method of, may be written to: they are at first, and not again.
-        TypeError: an argument with tensors to differentiate, or a result with tensors, is not a supported container. Or
-            ``policy`` has something else than operators with their overload.
-        RuntimeError: run again, ``fn`` returned other shapes or dtypes; or an input, or what ``policy`` saved, was
-            written to since.
+        ValueError: results depend on a tensor that needs a gradient and is not an input, which the message names. Or
+            ``fn`` writes to an input in place, such as the statistics of BatchNorm: :func:`apply` returns new ones.
+        TypeError: an argument with tensors to differentiate, or a result with tensors, is not a supported container.
+        RuntimeError: run again, ``fn`` returned other shapes or dtypes; or an input was written to since.
 
     Cost:
         A gradient runs ``fn`` twice: two all-gathers for each one inside, and one reduction. Every further derivative,
         forward mode too, runs what it differentiates once more. Memory: the inputs, and while it is run again the
-        activations of this one call; what ``policy`` saves. ``torch.func.grad`` also keeps the gradients of its results
-        until it ends, as ``fs.grad`` does inside another transform.
+        activations of this one call. ``torch.func.grad`` also keeps the gradients of its results until it ends.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -91,161 +70,220 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True, policy: Policy | None = No
         (tensor([[10.],
                 [20.]]), 2)
 
-    The recomputation of ``jax.checkpoint``, under torch's transforms; ``policy`` is its ``policy``.
+    The recomputation of ``jax.checkpoint``, under torch's transforms.
     """
-
-    saves = None if policy is None else saves_by(policy)
 
     @wraps(fn, updated=())
     def rematted(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state, **context_fn_of(policy)}
-            return fn(*args, **kwargs) if current_level() else checkpoint(fn, *args, **options, **kwargs)
+            again = partial(checkpoint, fn, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+            return (fn if current_level() else again)(*args, **kwargs)
         call = _call(fn, args, kwargs)
         if is_differentiated(call.tensors):
-            return _rematted(call, preserve_rng_state, saves() if saves else None)
+            return _rematted(call, preserve_rng_state)
         result = fn(*args, **kwargs)
         if is_differentiated(take_tensors(result)[0]):
-            reject("remat", _others(fn), _PASS_IT)
+            reject("remat", _not_inputs(call), _PASS_IT)
         return result
 
     return rematted  # pyright: ignore[reportReturnType]
 
 
+Put = Callable[[Iterator[Tensor], bool], Any]  # takes tensors, and whether the function is run again
+
+
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call: all ``tensors`` that go in, and :meth:`run` with others in their place."""
+    """A call as a function of ``tensors``: those of each leaf of ``tree`` by name, and the indices of running ranks."""
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    captured: Captured
-    axes: Sequence[Index]
-    tensors: Sequence[Tensor]
-    put_back: Callable[[Sequence[Tensor]], Any]
+    tree: Any  # the function or the owner of the method, the arguments, the keyword arguments
+    method: Any  # the method as a function of its owner; None for a function
+    taken: Sequence[tuple[Mapping[str, Tensor], Put]]
+    ranks: Mapping[Index, Tensor]
+    variables: Sequence[tuple[str, Any]]  # that its functions close over
 
     @property
-    def generators(self) -> Sequence[torch.Generator]:
-        """Those that the call has of its own, beside torch's."""
-        return [*generators_in((self.args, self.kwargs)), *self.captured.generators]
+    def tensors(self) -> list[Tensor]:
+        return [*(x for tensors, _ in self.taken for x in tensors.values()), *self.ranks.values()]
+
+    @property
+    def closed_over(self) -> list[tuple[str, Tensor]]:
+        return [(name, x) for name, value in self.variables for x in _tensors(value)]
 
     def run(self, tensors: Sequence[Tensor], again: bool) -> Any:
-        num_inputs = len(tensors) - len(self.axes)
-        num_given = num_inputs - len(self.captured.tensors)
-        given, others, indices = tensors[:num_given], tensors[num_given:num_inputs], tensors[num_inputs:]
-        args, kwargs = self.put_back(given)
-        ranks = dict(zip(self.axes, indices, strict=True)) if again else {}
-        with as_ranks(ranks), own_parametrizations(), self.captured.bound(others, again) as fn:
-            return fn(*args, **kwargs)
+        rest = iter(tensors)
+        leaves = [put(rest, again) for _, put in self.taken]
+        form = optree.tree_structure(self.tree, none_is_leaf=True)
+        owner, args, kwargs = cast("tuple[Any, Any, Any]", optree.tree_unflatten(form, leaves))
+        with as_ranks(dict(zip(self.ranks, rest, strict=True)) if again else {}), own_parametrizations():
+            result = (MethodType(self.method, owner) if self.method else owner)(*args, **kwargs)
+        given, modules = {id(x) for x in tensors}, [x for x in leaves if isinstance(x, nn.Module)]
+        assigned = [name for module in modules for name, x in module.named_buffers() if id(x) not in given]
+        reject("remat", [f"{name!r}: written to by the function" for name in assigned], _RETURN_IT)
+        return result
 
 
 def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    tree = opened((args, kwargs))
-    refuse_opaque("remat", tree, "arguments", matters=lambda x: isinstance(x, Tensor) and is_differentiated([x]))
-    given, put_back = take_tensors(tree)
-    inside, ranks = captured(fn), running_ranks()
-    return _Call(fn, args, kwargs, inside, [*ranks], [*given, *inside.tensors, *ranks.values()], put_back)
+    while isinstance(fn, partial):
+        fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+    owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
+    tree = opened((owner, args, kwargs))
+    refuse_opaque("remat", tree[1:], "arguments", matters=lambda x: isinstance(x, Tensor) and is_differentiated([x]))
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    variables = [pair for x in (method, *leaves) for pair in _variables(x)]
+    swapped = [f"{name}, a {type(x).__name__}: called with other parameters" for name, x in variables if _is_swapped(x)]
+    reject("remat", swapped, _PASS_IT)
+    return _Call(tree, method, [_taken(x) for x in leaves], running_ranks(), variables)
 
 
-def _rematted(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> Any:
-    surrounded = surroundings(call.tensors, preserve_rng_state, call.generators)
-    versions = [version_of(without_batches(x)) for x in call.tensors]
-    first = _first(call, preserve_rng_state, saves)
-    call.captured.finish()
-    _refuse_writes(call, versions)
-    if first.run.on_others:
-        reject("remat", _others(call.fn), _PASS_IT)
-    again = _again(call, surrounded, first.saved.known(), _forms(first.run.results))
-    program = Program(again, averages=first.averages)
-    return first.rebuild(first.run.attached(program, call.tensors, first.saved.tensors))
+def _taken(x: Any) -> tuple[Mapping[str, Tensor], Put]:
+    """Return the tensors of a leaf by name, and what makes a leaf with others."""
+    if isinstance(x, Tensor):
+        return {"": x}, lambda rest, again: next(rest)
+    if isinstance(x, nn.Module):
+        own = dict(x.named_parameters()) | dict(x.named_buffers())
+        return own, lambda rest, again: bind(x, {name: next(rest) for name in own})
+    now = _as_now(x)
+    return {}, lambda rest, again: now if again else x
 
 
-@dataclass(frozen=True, eq=False)
-class _First:
-    """The first run of a call: its results and what rebuilds the tree of them, what it saved, whether it took means."""
-
-    run: FirstRun
-    rebuild: Callable[..., Any]
-    saved: Saved
-    averages: bool
-
-
-def _first(call: _Call, preserve_rng_state: bool, saves: Saves | None) -> _First:
-    from .saved_results import saving  # when it is used: importing the package stays fast
-
-    rebuild: list[Callable[..., Any]] = []
-    kept: list[Saved] = []
+def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
+    tensors, closed_over, put_back = call.tensors, call.closed_over, list[Callable[..., Any]]()
+    surrounded = _surroundings(tensors, _generators(call) if preserve_rng_state else None)
+    versions = [version_of(without_batches(x)) for x in (*tensors, *(x for _, x in closed_over))]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        with saving(saves, tensors, preserve_rng_state) as saved:
-            result = opened(call.run(tensors, again=False))
-        kept.append(saved())
+        result = opened(call.run(tensors, again=False))
         refuse_opaque("remat", result, "the result", matters=lambda x: isinstance(x, Tensor) and x.is_floating_point())
-        results, put_back = take_tensors(result)
-        rebuild.append(put_back)
+        results, rebuild = take_tensors(result)
+        put_back.append(rebuild)
         return results
 
     with means_noted() as means:
-        first = first_run(run, call.tensors)
-    return _First(first, rebuild[0], kept[-1], bool(means))
+        first = first_run(run, tensors)
+    now = [version_of(without_batches(x)) for x in (*tensors, *(x for _, x in closed_over))]
+    written = [name for name, old, new in zip(_names(call), versions, now, strict=True) if old != new]
+    reject("remat", [f"{name}: written to by the function" for name in dict.fromkeys(written)], _RETURN_IT)
+    if first.on_others:
+        reject("remat", _not_inputs(call), _PASS_IT)
+    forms = [(tuple(x.shape), x.dtype) for x in first.results]
 
-
-def _again(
-    call: _Call, surrounded: Callable[[], AbstractContextManager[None]], known: Saved, forms: Sequence[Any]
-) -> Callable[[Sequence[Tensor]], list[Tensor | None]]:
-    """The call again, as a function of its tensors and of those that were saved."""
-    num_inputs = len(call.tensors)
-
-    def run(tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        inputs = tensors[:num_inputs]
-        with surrounded(), known.reused(inputs, tensors[num_inputs:]):
-            results, _ = take_tensors(call.run(inputs, again=True))
-        _refuse_other_forms(forms, _forms(results))
+    def run_again(tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        with surrounded():
+            results, _ = take_tensors(call.run(tensors, again=True))
+        if (found := [(tuple(x.shape), x.dtype) for x in results]) != forms:
+            raise RuntimeError(_OTHER_FORMS.format(found, forms))
         return [*results]
 
-    return run
+    batched = [name for name, x in closed_over if without_batches(x) is not x]
+    return put_back[0](first.attached(Program(run_again, averages=bool(means), batched=batched)))
 
 
-def _forms(results: Sequence[Tensor]) -> list[Any]:
-    return [(tuple(x.shape), x.dtype) for x in results]
+def _names(call: _Call) -> list[str]:
+    """Return a name for each tensor of ``call`` and for each that it closes over."""
+    paths, _, _ = optree.tree_flatten_with_path(call.tree, none_is_leaf=True)
+    labels = [f"{('', 'args', 'kwargs')[path[0]]}{place(path[1:])}" for path in paths]
+    pairs = zip(labels, call.taken, strict=True)
+    own = [f"{label} {name!r}".strip() if name else label for label, (tensors, _) in pairs for name in tensors]
+    return [*own, *("" for _ in call.ranks), *(name for name, _ in call.closed_over)]
 
 
-def _refuse_writes(call: _Call, versions: Sequence[int]) -> None:
-    paths, leaves, _ = optree.tree_flatten_with_path(opened((call.args, call.kwargs)), none_is_leaf=True)
-    places = [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
-    changed = [version_of(without_batches(x)) != before for x, before in zip(call.tensors, versions, strict=True)]
-    written = [path for path, wrong in zip(places, changed, strict=False) if wrong]  # arguments come first
-    problems = [f"{'kwargs' if path[0] else 'args'}{place(path[1:])}: written to by the function" for path in written]
-    advice = "It is run again in backward, and would write again. Return new values; fs.apply does so for buffers."
-    reject("remat", problems, advice)
+def _variables(fn: Any, inside: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:
+    """Return what a function closes over, by name, and what functions there do; of globals modules and tensors."""
+    if isinstance(fn, MethodType):
+        return [("the owner of a method", fn.__self__), *_variables(fn.__func__, inside)]
+    if isinstance(fn, partial):
+        given = [("an argument of a partial", x) for x in (*fn.args, *fn.keywords.values())]
+        return [*given, *_variables(fn.func, inside)]
+    if not isinstance(fn, FunctionType) or fn in inside:
+        return []
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    closure = [*filled_variables(fn).items(), *(("a default", x) for x in defaults)]
+    globals_ = [(name, fn.__globals__.get(name)) for name in fn.__code__.co_names]
+    own = [(repr(name), x) for name, x in closure]
+    own += [(f"global {name!r}", x) for name, x in globals_ if isinstance(x, (Tensor, nn.Module, Generator))]
+    return own + [pair for _, x in closure for pair in _variables(x, (*inside, fn))]
 
 
-def _refuse_other_forms(forms: Sequence[Any], again: Sequence[Any]) -> None:
-    if forms != again:
-        raise RuntimeError(
-            f"remat: run again in backward, the function returned tensors of other shapes or dtypes: {again}, at first "
-            f"{forms}. It has to compute the same from the same arguments: pass what it depends on as arguments."
-        )
+def _as_now(fn: Any, inside: tuple[Any, ...] = ()) -> Any:
+    """Return a function with the variables of its closure as they are now; anything else unchanged."""
+    if not isinstance(fn, FunctionType) or not fn.__closure__ or fn in inside:
+        return fn
+    values = {name: _as_now(x, (*inside, fn)) for name, x in filled_variables(fn).items()}
+    cells = zip(fn.__code__.co_freevars, fn.__closure__, strict=True)
+    closure = tuple(CellType(values[name]) if name in values else cell for name, cell in cells)
+    made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    made.__kwdefaults__ = fn.__kwdefaults__
+    made.__dict__.update(fn.__dict__)
+    return made
 
 
-def _others(fn: Any) -> list[str]:
-    """The variables of ``fn`` that it may depend on and that are not inputs."""
-    inner = unwrap(fn.func if isinstance(fn, partial) else fn)
-    used = getclosurevars(inner) if isinstance(inner, FunctionType) else None
-    named = {f"global {name!r}": x for name, x in used.globals.items()} if used else {}
-    named |= {repr(name): x for name, x in used.nonlocals.items()} if used else {}
-    found = [
-        f"{name}, a {type(x).__name__}: not an input" for name, x in named.items() if is_differentiated(_inside(x))
-    ]
+def _tensors(x: Any) -> list[Tensor]:
+    return [] if callable(x) else take_tensors(x)[0]
+
+
+def _is_swapped(x: Any) -> bool:
+    """Return whether ``x`` is a module that ``functional_call`` calls: afterwards it has its own parameters again."""
+    return isinstance(x, nn.Module) and any(not isinstance(p, nn.Parameter) for p in x.parameters())
+
+
+def _not_inputs(call: _Call) -> list[str]:
+    """Return a line for each variable with a tensor that needs a gradient."""
+    pairs = [(name, x, [*x.parameters()] if isinstance(x, nn.Module) else _tensors(x)) for name, x in call.variables]
+    found = [f"{name}, a {type(x).__name__}: not an input" for name, x, inside in pairs if is_differentiated(inside)]
     return found or ["the result depends on a tensor that needs a gradient and is not an input"]
 
 
-def _inside(x: Any) -> list[Tensor]:
-    return [*x.parameters()] if isinstance(x, nn.Module) else take_tensors(x)[0]
+def _generators(call: _Call) -> list[Generator]:
+    """Return the generators of its own that the call may draw from."""
+    found = []
+    for x in (call.tree, *(x for _, x in call.variables)):
+        leaves = [x] if callable(x) else optree.tree_leaves(opened(x), none_is_leaf=True)
+        modules = [module for leaf in leaves if isinstance(leaf, nn.Module) for module in leaf.modules()]
+        found += [y for y in (*leaves, *(y for m in modules for y in vars(m).values())) if isinstance(y, Generator)]
+    return found
+
+
+def _surroundings(
+    tensors: Sequence[Tensor], generators: Sequence[Generator] | None
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context, to be entered any number of times, with autocast and with the random numbers of now.
+
+    Afterwards generators go on as if nothing had been drawn; ``None`` leaves them alone.
+    """
+    kinds = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
+    casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", *kinds)]
+    all_ = [] if generators is None else [torch.default_generator, *generators]
+    states = [x.get_state() for x in all_]
+    devices, on_devices = get_device_states(*tensors) if kinds and all_ else ([], [])
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with ExitStack() as stack:
+            for kind, dtype, enabled in casts:
+                if (dtype, enabled) != (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            if devices:
+                stack.enter_context(torch.random.fork_rng([*set(devices)], device_type=kinds[0]))
+                set_device_states(devices, on_devices, device_type=kinds[0])
+            for x, state in zip(all_, states, strict=True):
+                stack.callback(x.set_state, x.get_state())
+                x.set_state(state)
+            yield
+
+    return again
 
 
 _PASS_IT = (
-    "What the function uses would get no gradient when it is run again. Pass it as an argument, "
-    "fs.remat(lambda params, x: functional_call(block, params, (x,)))(params, x), or let remat call the module, "
-    "fs.remat(block)(x), which takes its parameters along."
+    "Run again in backward, the function would use other values, or their gradient would be lost. Pass what it uses as "
+    "an argument: fs.remat(lambda params, x: functional_call(block, params, (x,)))(params, x). Or let remat call the "
+    "module: fs.remat(block)(x), and outside of the model fs.remat(fs.bind(block, params))(x)."
+)
+_RETURN_IT = (
+    "It is run again in backward, and would write again. Return new values: fs.apply(module, params, buffers, x) does "
+    "so for buffers that are arguments."
+)
+_OTHER_FORMS = (
+    "remat: run again in backward, the function returned tensors of other shapes or dtypes: {}, at first {}. It has to "
+    "compute the same from the same arguments: pass what it depends on as arguments."
 )

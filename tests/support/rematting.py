@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
-from tests.support.convention import model, plain_loss, sharded_loss
+from tests.support.convention import model, sharded_loss
 
 Tree = Any
 Wrap = Callable[[Any], Any]
@@ -27,30 +25,6 @@ def plainly(fn: Any) -> Any:
 def twice(fn: Any) -> Any:
     """A part of a part."""
     return fs.remat(fs.remat(fn))
-
-
-PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-POLICIES: dict[str, Wrap] = {
-    "products saved": partial(fs.remat, policy=PRODUCTS),
-    "everything saved": partial(fs.remat, policy=lambda context, op, *args, **kwargs: True),
-}
-
-
-class Operators(TorchDispatchMode):
-    """How often each operator ran below all transforms, by name without overload."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ran[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def products(self) -> int:
-        """Of matrices, batched or not."""
-        return sum(self.ran[name] for name in ("mm", "addmm", "bmm", "baddbmm"))
 
 
 def _layer(i: int, p: Any, x: Tensor) -> Tensor:
@@ -82,12 +56,6 @@ def gathered_outside(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
     return ((x - y) ** 2).mean()
 
 
-def captured(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
-    """Whole parameters in the closure of a part."""
-    full = fs.gather(p)
-    return wrap(lambda x: plain_loss(full, x, y))(x)
-
-
 def called(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
     """A module that runs parts of itself again."""
     return ((fs.call(Wrapped(wrap, model()), {f"inner.{n}": w for n, w in fs.gather(p).items()}, x) - y) ** 2).mean()
@@ -99,7 +67,7 @@ class Wrapped(torch.nn.Module):
         self.wrap, self.inner = wrap, inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.wrap(self.inner[2])(self.wrap(lambda x: self.inner[1](self.inner[0](x)))(x))
+        return self.wrap(self.inner[2])(self.wrap(self.inner[:2])(x))
 
 
 WAYS: dict[str, Callable[[Wrap, Tree, Tensor, Tensor], Tensor]] = {
@@ -107,6 +75,5 @@ WAYS: dict[str, Callable[[Wrap, Tree, Tensor, Tensor], Tensor]] = {
     "gathered in each": gathered_in_each,
     "gathered at once inside": gathered_at_once_inside,
     "gathered outside": gathered_outside,
-    "captured": captured,
     "called": called,
 }

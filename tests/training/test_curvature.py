@@ -234,6 +234,20 @@ def test_forward_over_reverse_of_determinants_and_solutions_is_reverse_over_reve
         assert_trees_close(by_hessian, twice_reverse, rtol=1e-10, atol=1e-12)
 
 
+def test_a_hessian_product_draws_the_numbers_of_dropout_once() -> None:
+    """By the operator that dropout is on a device, whose backward has no forward mode without a graph."""
+    w = torch.linspace(-1, 1, 30, dtype=torch.float64)
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(w.sin(), 0.5, True)[0].square().sum()
+
+    products = []
+    for gradient in (fs.grad, torch.func.grad):
+        torch.manual_seed(0)
+        products.append((torch.func.jvp(gradient(loss), (w,), (w,))[1], torch.rand(1)))
+    assert_trees_close(products[0], products[1], rtol=0, atol=0)
+
+
 def recorded_around(mesh: fs.Mesh) -> Any:
     """A product that plain autograd differentiates: by the vector, and by a tensor that the loss closes over."""
     made = small(mesh)

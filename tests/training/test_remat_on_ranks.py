@@ -1,4 +1,4 @@
-"""remat on simulated and on gloo ranks: every derivative, collectives, random numbers, memory, beside checkpoint."""
+"""remat on simulated and on gloo ranks: every derivative, collectives, random numbers, memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.support.gradients import LOCAL, ON_RANK, Data, Sides
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.pairs import in_pairs
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated, slow
-from tests.support.recomputing import STYLES, WITHOUT_REENTRY, build, inputs
 from tests.support.refusals import text_of
 from tests.support.rematting import WAYS, plainly, twice
 
@@ -51,7 +50,7 @@ def test_derivatives_through_gradients_steps_and_penalties_are_those_of_the_unsh
 
 
 @pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "called"])
 def test_a_part_of_a_part_has_the_same_derivatives(way: str, ranks: Ranks) -> None:
     tasks = ("plain gradient", "forward over reverse", "reverse over reverse", "penalty on the gradient by inputs")
     want = convention.expected(ranks.size, tasks)
@@ -123,6 +122,10 @@ def blocks_and_shards(mesh: fs.Mesh, num: int = 4) -> tuple[list[nn.Module], lis
     return blocks, [fs.shard(block, fs.plan(block, mesh, units=[["0"]])) for block in blocks]
 
 
+def drawn_inputs(rows: int) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
 def through_blocks(wrap: Any, blocks: list[nn.Module], params: list[fs.Sharded], x: Tensor) -> Tensor:
     """Each block is a part, with the gather of its parameters inside."""
     for block, own in zip(blocks, params, strict=True):
@@ -142,7 +145,7 @@ DERIVATIVES: dict[str, Callable[[Any, Any], Any]] = {
 def blockwise(mesh: fs.Mesh, wrap: str, randomness: str = "different") -> dict[str, Any]:
     """What is derived, the state of the generator after it, and what was communicated."""
     blocks, params = blocks_and_shards(mesh)
-    x, results = mesh.split(inputs(4 * mesh.size)), {}
+    x, results = mesh.split(drawn_inputs(4 * mesh.size)), {}
     for name, derive in DERIVATIVES.items():
         torch.manual_seed(3)
         with count_collectives() as seen:
@@ -171,60 +174,6 @@ def test_a_gradient_gathers_each_part_twice_and_reduces_it_once(ranks: Ranks) ->
         assert result["jvp"][2] == {"all_gather": 12}
 
 
-HOWS = {"remat": lambda fn, *args: fs.remat(fn)(*args), "checkpoint": WITHOUT_REENTRY, "plain": None}
-
-
-def each_styled(mesh: fs.Mesh, hows: list[str], style: str, call: str) -> dict[str, Any]:
-    return {how: styled(mesh, how, style, call) for how in hows}
-
-
-def styled(mesh: fs.Mesh, how: str, style: str, call: str) -> Any:
-    """Loss and gradients, buffers, and collectives of a model that recomputes parts of itself."""
-    model = build(style, HOWS[how])
-    params = fs.shard(model, fs.plan(model, mesh))
-    with count_collectives() as seen:
-        value = CALLS[call](model, params, mesh.split(inputs()))
-    return value, dict(model.named_buffers()), dict(seen.by_kind)
-
-
-def _leaves_backward(model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
-    torch.manual_seed(0)
-    leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-    loss = fs.call(model, leaves, x).square().mean()
-    loss.backward()
-    return {key: x.grad for key, x in leaves.items()}, loss.detach()
-
-
-def _differentiated(call: Any, model: nn.Module, params: fs.Sharded, x: Tensor) -> Any:
-    torch.manual_seed(0)
-    return fs.grad_and_value(lambda p: call(model, p, x).square().mean())(params)
-
-
-CALLS: dict[str, Callable[[nn.Module, fs.Sharded, Tensor], Any]] = {
-    "call": partial(_differentiated, fs.call),
-    "functional_call": partial(_differentiated, lambda model, p, x: functional_call(model, fs.gather(p), (x,))),
-    "backward": _leaves_backward,
-}
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("style", STYLES)
-def test_beside_checkpoint_it_has_bitwise_the_same_gradients_and_statistics(
-    style: str, call: str, ranks: Ranks
-) -> None:
-    others = ["plain"] if call == "functional_call" else ["plain", "checkpoint"]  # which functional_call cannot call
-    for results in ranks.run(each_styled, ["remat", *others], style, call):
-        *actual, kinds = results["remat"]
-        for other in others:
-            *expected, kinds_of_other = results[other]
-            assert_trees_close(actual, expected, rtol=0, atol=0)
-            # a part of a part is gathered once more than by checkpoint, which stops where it has what it needs
-            more = {"all_gather": style == "nested", "psum_scatter": 0}
-            if other == "checkpoint":
-                assert kinds == {kind: number + more[kind] for kind, number in kinds_of_other.items()}
-
-
 def refusals(mesh: fs.Mesh, way: str) -> list[str]:
     """A gradient through a step, by a derivative that would take the mean twice."""
     loss = partial(WAYS[way], fs.remat)
@@ -244,7 +193,7 @@ def different_units(mesh: fs.Mesh) -> list[Any]:
     """Gradients by parts that gather at once: each rank uses another block of each of them, or none."""
     blocks, _ = blocks_and_shards(mesh)
     model = nn.ModuleList(block[0] for block in blocks)  # pyright: ignore[reportIndexIssue]
-    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(inputs(4 * mesh.size))
+    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(drawn_inputs(4 * mesh.size))
 
     def part(params: fs.Sharded, x: Tensor, i: int) -> Tensor:
         full = fs.gather(params, lazy=False)
@@ -264,20 +213,6 @@ def test_ranks_may_use_different_units_of_what_a_part_gathers(ranks: Ranks) -> N
     for expected, *others in ranks.run(different_units):
         for actual in others:
             assert_trees_close(actual, expected, rtol=1e-12, atol=1e-15)
-
-
-def one_rank_without(mesh: fs.Mesh) -> str:
-    """Ranks that disagree: rank 0 runs parts again, the others do not."""
-    blocks, params = blocks_and_shards(mesh)
-    wrap = fs.remat if mesh.rank == 0 else plainly
-    return text_of(fs.grad(lambda p: through_blocks(wrap, blocks, p, inputs(4))), params)
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_ranks_that_disagree_raise_an_error(ranks: Ranks) -> None:
-    for text in ranks.run(one_rank_without):
-        assert "RuntimeError" in text
-        assert "collective" in text
 
 
 WIDTH, SAMPLES, PARTS = 64, 512, 6

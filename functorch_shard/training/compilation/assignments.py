@@ -15,9 +15,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ...containers import Static, opened
+from ...containers import Static, filled_variables, opened
 from ...torch_internals.tensors import FakeTensor, identity_of_storage
-from ..captured import is_filled
 
 _DEPTH = 2  # objects inside of each other whose attributes are searched
 _IGNORED = (nn.Module, Static, torch.optim.Optimizer, type, ModuleType)
@@ -44,8 +43,7 @@ def _tensors(name: str, x: Any, depth: int, seen: set[int]) -> Iterator[tuple[st
 def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:
     """What is in ``x``, with its name, and how many objects inside of each other are searched there."""
     if isinstance(x, FunctionType):
-        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        yield from ((variable, cell.cell_contents, depth) for variable, cell in cells if is_filled(cell))
+        yield from ((variable, value, depth) for variable, value in filled_variables(x).items())
         for variable in dict.fromkeys(name for name in x.__code__.co_names if name in x.__globals__):
             value = x.__globals__[variable]
             if not isinstance(value, FunctionType) or value.__globals__ is x.__globals__:
