@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,9 @@ def main() -> None:
         params, state, first, losses = loaded["model"], loaded["optim"]["state"], loaded["step"], loaded["losses"]
         data.set_state(loaded["data"])
         say(f"resumed from {path}")
+        for newer in Path(args.checkpoint).glob("step-*") if mesh.rank == 0 else ():
+            if newer.name > path.name:  # damaged; its step is saved again
+                newer.rename(newer.with_name(f".damaged-{time.time_ns()}-{newer.name}"))
 
     batch_size, start = args.global_batch or mesh.size * args.batch_size, time.perf_counter()
     tokens_per_s = 0.0
@@ -118,7 +122,7 @@ def main() -> None:
         if args.checkpoint and (done % args.every == 0 or done == args.steps):
             tree = {"model": params, "optim": opt.state_dict(state, params, lr=lr), "step": done, "losses": losses}
             tree["data"] = data.get_state()
-            fs.checkpoint.save(f"{args.checkpoint}/step-{done:06d}", tree, keep=args.keep, replace_damaged=True)
+            fs.checkpoint.save(f"{args.checkpoint}/step-{done:06d}", tree, keep=args.keep)
 
     model.eval()  # without dropout
     starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, 512 // mesh.size * mesh.size).long()

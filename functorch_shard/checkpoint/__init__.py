@@ -3,9 +3,9 @@
 Parameters are saved under their own names and in their original shapes, each rank's regions in its own file. So
 ``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
-``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
-``regions``: shards as regions of tensors. ``log``: what takes long. ``dcp`` and ``safetensors``: the two formats, where
-files are untrusted: pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in
+``saving`` and ``loading``: trees to files and back. ``host_copies``: what a thread saves. ``names``: the names of
+leaves in files. ``chunks`` and ``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats,
+where files are untrusted: pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in
 ``safetensors/format``.
 Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
@@ -13,21 +13,19 @@ Imports ``sharding`` and below; only the top and ``cli`` import it.
 from __future__ import annotations
 
 import os
-import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from ..layout.rank_trees import participants_of
 from ..storage.atomic_directory import in_order, local_path
-from .dcp.manifest import MANIFEST, order_of
+from .dcp.manifest import order_of
 from .dcp.reader import Reader
 from .loading import Loading
-from .log import logged
-from .names import PerRank
 from .safetensors.files import export_safetensors, import_safetensors
 from .saving import SAME, Saving
 
-__all__ = ["PerRank", "Saving", "verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
+__all__ = ["verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
 
 
 def save(
@@ -36,8 +34,7 @@ def save(
     *,
     keep: int | None = None,
     async_save: bool = False,
-    replace_damaged: bool = False,
-) -> Saving:
+) -> Future[Path]:
     """Write a tree to a new directory, which becomes visible when it is complete and synced to the disk.
 
     ``load(path, tree)`` equals ``tree`` bitwise, and so does a load into any other layout of the same parameters, name
@@ -49,21 +46,19 @@ def save(
         tree: a dict of ``Sharded`` trees, optimizer states, tensors, numbers, strings. ``{"model": params, "optim":
             opt.state_dict(state, params)}`` has the names that torch's ``get_model_state_dict`` and
             ``get_optimizer_state_dict`` give. A tuple of trees is one dict: ``"model": (params, buffers)``. Tensors and
-            plain values are saved by the first rank, :class:`PerRank` ones by each. On a simulated mesh, the stacked
-            trees outside ``spmd``.
+            plain values are saved by the first rank. On a simulated mesh, the stacked trees outside ``spmd``.
         keep: the number of checkpoints to keep in the parent directory, including this one. The oldest of those begun
             earlier are removed; checkpoints of other programs are not. ``None``: all.
-        async_save: write in a thread, and return at once. The tensors must not be written to until ``done()``; a step
-            without ``donate=True`` does not. No tensor is copied.
-        replace_damaged: rename what is at ``path`` to ``.NAME.damaged-TIME`` first, if it is a checkpoint that
-            :func:`verify` finds damaged: one that ``latest(runs, verify=True)`` has skipped when a run resumed.
+        async_save: copy the values of this rank to the host, and write them in a thread. Tensors on an accelerator are
+            copied on a side stream, which the host does not wait for; later steps may donate them. A process that ends
+            finishes its saves.
 
     Returns:
-        A :class:`Saving`: its ``result()`` waits for all ranks and returns the path. Without ``async_save`` the save is
-        complete.
+        A ``concurrent.futures.Future`` of the path. It is done when the checkpoint of all ranks is complete; without
+        ``async_save`` at once.
 
     Raises:
-        FileExistsError: ``path`` exists, or is valid with ``replace_damaged``; it was not overwritten.
+        FileExistsError: ``path`` exists; it was not overwritten.
         TypeError: a value that cannot be read back without executing code.
         ValueError: two leaves of one name, trees of other ranks, a hidden ``path`` or a URL, or ``keep`` below 1.
         OSError: for example a full disk; this checkpoint is removed.
@@ -71,7 +66,8 @@ def save(
 
     Cost:
         No gather: each rank writes the regions of its shards, at most ``2 * ndim - 1`` for a parameter; replicas are
-        written once. Memory: the tree and one region. Three all-gathers of 32 bytes per axis.
+        written once. Memory: one region; with ``async_save`` a copy of this rank's shards. Four all-gathers of 32 bytes
+        per axis; two with ``async_save``, whose threads see by the files when the other ranks are done.
 
     Example:
         >>> import tempfile
@@ -86,21 +82,12 @@ def save(
                 [2.],
                 [3.]]))
     """
-    if replace_damaged:
-        participants = participants_of(tree)
-        participants.agree("save", lambda: _rename_damaged(path, participants.rank), lambda target: [str(target)], SAME)
     saving = Saving.begin(path, tree, keep, async_save)
     if async_save:
         return saving.start()
-    saving.result()
-    return saving
-
-
-def _rename_damaged(path: str | os.PathLike[str], rank: int) -> Path:
-    target = local_path("save: path", path)
-    if rank == 0 and (target / MANIFEST).exists() and _problems(target):
-        target.rename(target.with_name(f".{target.name}.damaged-{time.time_ns()}"))
-    return target
+    done: Future[Path] = Future()
+    done.set_result(saving.finish())
+    return done
 
 
 def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> Any:
@@ -137,8 +124,7 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
     participants = participants_of(like)
     begin = lambda: Loading.of(_existing(path), like, participants, donate)  # noqa: E731
     loading = participants.agree("load", begin, Loading.lines, SAME)
-    with logged("load", path, participants.rank):
-        return loading.tree(participants.agree("load", loading.read, lambda _: []))
+    return loading.tree(participants.agree("load", loading.read, lambda _: []))
 
 
 def _existing(path: str | os.PathLike[str] | None) -> Path:
@@ -197,7 +183,6 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
 def _problems(path: Path) -> list[str]:
     try:
-        with logged("verify", path):
-            return Reader.open(path).verify()
+        return Reader.open(path).verify()
     except (OSError, RuntimeError) as error:
         return [str(error)]

@@ -14,7 +14,7 @@ from ..layout.rank_trees import ranks_here
 from ..layout.transfer_plan import ranks_by_shard
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
-from .names import Leaf, Path, PerRank
+from .names import Leaf, Path
 from .regions import Region, regions
 
 SCALAR = Region((), ())
@@ -51,8 +51,6 @@ def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[LocalChunk]:
     """The local chunks of one leaf; none for a plain value. ``participants``: the ranks that save or load."""
     if isinstance(leaf.value, Sharded):
         yield from _of_sharded(leaf, leaf.value, participants)
-    elif isinstance(leaf.value, PerRank):
-        yield from _of_each_rank(leaf, leaf.value.tensor, participants)
     elif isinstance(leaf.value, Tensor):
         x = leaf.value.detach()
         yield LocalChunk(leaf.path(), tuple(x.shape), _all_of(x.shape), x, participants.rank, participants.rank == 0)
@@ -109,15 +107,6 @@ def _of_shard(
     for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):  # in files, not in shards
         empty, aliases = x.new_empty(slot.shape), aliases_of(leaf, slot.name)
         yield LocalChunk(leaf.path(slot.name), slot.shape, _all_of(slot.shape), empty, rank, place.rank == 0, aliases)
-
-
-def _of_each_rank(leaf: Leaf, x: Tensor, participants: Mesh) -> Iterator[LocalChunk]:
-    simulated = participants.is_simulated
-    rows = x.detach().reshape(participants.size, *x.shape[len(participants.axes) :]) if simulated else x.detach()[None]
-    shape = (participants.size, *rows.shape[1:])
-    for rank, row in zip(ranks_here(participants), rows.split(1), strict=True):
-        region = Region((rank, *(0 for _ in shape[1:])), (1, *shape[1:]))
-        yield LocalChunk(leaf.path(), shape, region, row, rank, True)
 
 
 def _places(layout: Layout) -> list[_Place]:

@@ -18,7 +18,7 @@ from ..torch_internals.transforms import in_transform
 from .chunks import LocalChunk, aliases_of, chunks_of, is_number
 from .dcp.metadata import Entry, Value
 from .dcp.reader import Reader
-from .names import Leaf, PerRank, dotted, leaves_of, tensor_problem, tensors_of, with_values
+from .names import Leaf, dotted, leaves_of, tensor_problem, tensors_of, with_values
 
 _FITS = (
     "Load into a tree of the same model, for example of shard(model, layout) and opt.init(params), without what is not "
@@ -91,15 +91,10 @@ class Loading:
                     yield from self._buffer_misfits(leaf, key, shard)
             else:
                 name = dotted(leaf.path())
-                yield from self._misfit(name, self.reader.entries.get(name), *self._form(x))
+                form = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (None, None)
+                yield from self._misfit(name, self.reader.entries.get(name), *form)
             problems = [_memory_problem(t, donate) for t in tensors_of(x)]
             yield from (f"{dotted(leaf.path())}: {problem}" for problem in problems if problem)
-
-    def _form(self, x: Any) -> tuple[tuple[int, ...] | None, torch.dtype | None]:
-        if isinstance(x, PerRank):
-            shape = x.tensor.shape[len(self.participants.axes) :] if self.participants.is_simulated else x.tensor.shape
-            return (self.participants.size, *shape), x.tensor.dtype
-        return (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (None, None)
 
     def _buffer_misfits(self, leaf: Leaf, key: str, shard: Any) -> Iterator[str]:
         layout = leaf.value.layout
@@ -151,8 +146,6 @@ class Loading:
         if isinstance(x, Sharded):
             made = {key: self._made_buffer(leaf, key, t, own) for key, t in x.items()}
             return leaf._replace(value=Sharded(made, x.layout))
-        if isinstance(x, PerRank):
-            return leaf._replace(value=PerRank(own(x.tensor)))
         return leaf._replace(value=own(x)) if isinstance(x, Tensor) else leaf
 
     def _made_buffer(self, leaf: Leaf, key: str, x: Any, own: Callable[[Tensor], Tensor]) -> Any:
@@ -212,7 +205,7 @@ class Loading:
         x = leaf.value
         if isinstance(x, Sharded):
             return Sharded({**x, **{key: next(iter(found.values())) for key, found in plain.items()}}, x.layout)
-        return x if isinstance(x, (Tensor, PerRank)) else self.reader.plain(dotted(leaf.path()))
+        return x if isinstance(x, Tensor) else self.reader.plain(dotted(leaf.path()))
 
     def _plain_of_buffers(self, leaf: Leaf) -> Iterator[tuple[str, dict[str, Any]]]:
         """Plain values, by buffer and parameter: equal within a buffer, if the checkpoint fits."""

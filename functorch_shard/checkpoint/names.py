@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import optree
@@ -25,17 +24,6 @@ from ..sharding.lazy_tensor import Lazy
 Path = tuple[str | int, ...]
 _LONGEST_INT = 2039  # bits; a pickle stores the length of such an int in one byte
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """A tensor with a value of its own on each rank, for example the state of a random generator; one shape on all.
-
-    A checkpoint stores one tensor of shape ``(ranks, *shape)``, which the same number of ranks can load. On a simulated
-    mesh the tensor has leading rank dims.
-    """
-
-    tensor: Tensor
 
 
 class Leaf(NamedTuple):
@@ -55,7 +43,7 @@ def dotted(path: Path) -> str:
 
 
 def leaves_of(tree: Any) -> list[Leaf]:
-    """List the leaves of a tree: ``Sharded``, :class:`PerRank`, tensors, and plain values."""
+    """List the leaves of a tree: ``Sharded``, tensors, and plain values."""
     found: list[Leaf] = []
     _visit(tree, (), found.append)
     return found
@@ -69,7 +57,6 @@ def with_values(tree: Any, values: Iterator[Any]) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a leaf's value."""
     values = value.values() if isinstance(value, Sharded) else [value]
-    values = [x.tensor if isinstance(x, PerRank) else x for x in values]
     return [x for x in values if isinstance(x, Tensor)]
 
 
@@ -131,7 +118,7 @@ def _is_union(x: Any) -> bool:
 
 def _is_leaf(x: Any) -> bool:
     """Dicts are always entered, other containers where they contain tensors or dicts, as in torch's format."""
-    if isinstance(x, (Sharded, PerRank, Tensor)) or optree.tree_is_leaf(x, none_is_leaf=True):
+    if isinstance(x, (Sharded, Tensor)) or optree.tree_is_leaf(x, none_is_leaf=True):
         return True
     return not isinstance(x, Mapping) and not any(
         map(_is_worth_a_name, optree.tree_flatten_one_level(x, none_is_leaf=True)[0])
@@ -139,4 +126,4 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _is_worth_a_name(x: Any) -> bool:
-    return isinstance(x, (Tensor, Sharded, PerRank, Mapping)) or not _is_leaf(x)
+    return isinstance(x, (Tensor, Sharded, Mapping)) or not _is_leaf(x)

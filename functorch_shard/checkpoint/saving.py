@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
+import logging
 import os
-import threading
-import warnings
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 
@@ -22,18 +21,15 @@ from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
 from ..storage.atomic_directory import StagingDirectory, local_path, older, refuse_existing, remove
-from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import in_transform
 from .chunks import LocalChunk, aliases_of, chunks_of
 from .dcp.manifest import order_of
-from .dcp.writer import Writer, complete, has_index
-from .log import logged
-from .names import Leaf, PerRank, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
+from .dcp.writer import Writer, complete, has_index, is_abandoned
+from .host_copies import HostCopies
+from .names import Leaf, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
 
 SAME = "Every rank must pass the same path, options and tree. A path that contains the time may differ between ranks."
-_POLL = 0.05  # seconds between looks for the index of the last rank
-_ENDING = threading.Event()  # of this process
-_THREADS: WeakSet[threading.Thread] = WeakSet()
+_POLL = 0.05  # seconds between looks at the files of other ranks
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,18 @@ class Contents:
     def of(tree: Any) -> Contents:
         return Contents(leaves_of(tree), participants_of(tree))
 
-    def of_this_moment(self) -> Contents:
-        """Copy plain values, which a program may change while they are saved; tensors are not copied."""
+    def of_this_moment(self) -> tuple[Contents, Callable[[], None]]:
+        """Copy all values, tensors to the host; the result's function waits until they are there."""
+        copies = HostCopies()
 
         def copied(leaf: Leaf) -> Leaf:
-            has_tensors = isinstance(leaf.value, (Sharded, Tensor, PerRank))
-            return leaf if has_tensors else leaf._replace(value=deepcopy(leaf.value))
+            x = leaf.value
+            if isinstance(x, Sharded):
+                return leaf._replace(value=Sharded({key: copies.copy(t) for key, t in x.items()}, x.layout))
+            return leaf._replace(value=copies.copy(x) if isinstance(x, Tensor) else deepcopy(x))
 
-        return replace(self, leaves=[copied(leaf) for leaf in self.leaves])
+        leaves = [copied(leaf) for leaf in self.leaves]
+        return replace(self, leaves=leaves), copies.started()
 
     def chunks(self) -> Iterator[LocalChunk]:
         for leaf in self.leaves:
@@ -65,13 +65,8 @@ class Contents:
         for leaf in self.leaves:
             if isinstance(leaf.value, Sharded):
                 yield from _plain_of(leaf, leaf.value)
-            elif not isinstance(leaf.value, (Tensor, PerRank)):
+            elif not isinstance(leaf.value, Tensor):
                 yield leaf, leaf.value
-
-    def versions(self) -> Sequence[tuple[Leaf, Tensor, int]]:
-        """Each tensor with autograd's count of writes to it; inference tensors do not have one."""
-        tensors = [(leaf, x) for leaf in self.leaves for x in tensors_of(leaf.value) if not x.is_inference()]
-        return [(leaf, x, version_of(x)) for leaf, x in tensors]
 
     def check(self) -> None:
         """Raise unless names are unique and all values can be read back without executing code."""
@@ -110,7 +105,7 @@ class Contents:
         """Lines that have to be equal on all ranks."""
         for leaf in self.leaves:
             kind = type(leaf.value).__name__
-            x = leaf.value.tensor if isinstance(leaf.value, PerRank) else leaf.value
+            x = leaf.value
             yield f"{dotted(leaf.path())}: {kind}" + (f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else "")
         for layout in dict.fromkeys(leaf.value.layout for leaf in self.leaves if isinstance(leaf.value, Sharded)):
             yield from layout.places() if not layout.tensor_meshes else _whole_shapes(layout)
@@ -139,24 +134,15 @@ def _plain_of(leaf: Leaf, tree: Sharded) -> Iterator[tuple[Leaf, Any]]:
                 yield Leaf(x, leaf.path(slot.name)), x
 
 
-@dataclass
+@dataclass(frozen=True)
 class Saving:
-    """A checkpoint that is being saved; ``save`` returns it.
-
-    Every rank calls ``result()``, at the same point of the program, which waits for all ranks and returns the path.
-    """
+    """A checkpoint that this rank is saving."""
 
     path: Path
-    _contents: Contents = field(repr=False)
-    _keep: int | None = field(repr=False)
-    _staging: StagingDirectory = field(repr=False)
-    _versions: Sequence[tuple[Leaf, Tensor, int]] = field(repr=False)  # when ``save`` was called
-    _thread: threading.Thread | None = field(default=None, repr=False)
-    _error: BaseException | None = field(default=None, repr=False)
-    _result_called: threading.Event = field(default_factory=threading.Event, repr=False)
-    _tensors_read: threading.Event = field(default_factory=threading.Event, repr=False)
-    _published: bool = field(default=False, repr=False)
-    _complete: bool = field(default=False, repr=False)
+    contents: Contents
+    keep: int | None
+    staging: StagingDirectory
+    writers: dict[int, Writer] = field(default_factory=dict)
 
     @staticmethod
     def begin(path: str | os.PathLike[str], tree: Any, keep: int | None, async_save: bool) -> Saving:
@@ -176,7 +162,7 @@ class Saving:
             begun.append(staging := StagingDirectory(target))
             if contents.participants.rank == 0:
                 staging.open(order_of)
-            return Saving(target, contents.of_this_moment(), keep, staging, contents.versions())
+            return Saving(target, contents, keep, staging)
 
         def lines(saving: Saving) -> list[str]:
             return [str(saving.path), f"keep={keep}, async_save={async_save}", *contents.lines()]
@@ -188,112 +174,97 @@ class Saving:
                 staging.abandon()
             raise
 
-    def start(self) -> Saving:
-        """Write in a daemon thread: a process that exits before ``result()`` may leave no checkpoint."""
-        self._thread = threading.Thread(target=self._in_background, name=f"save {self.path.name}", daemon=True)
-        _THREADS.add(self._thread)
-        self._thread.start()
-        return self
-
-    def done(self) -> bool:
-        """Whether this rank has written all of its values, or failed: its tensors may be written to again."""
-        return self._thread is None or self._tensors_read.is_set()
-
-    def result(self) -> Path:
-        """Wait for all ranks, and return the path of the checkpoint.
-
-        Raises:
-            OSError: for example a full disk. This checkpoint is removed, earlier ones are unchanged.
-            RuntimeError: a tensor was written to meanwhile, for example by ``opt.step(donate=True)``; or another rank
-                failed.
-        """
-        if self._complete:
-            return self.path
-        agree = self._contents.participants.agree
+    def finish(self) -> Path:
+        """Write and publish, each when the step before succeeded on every rank."""
+        agree = self.contents.participants.agree
         try:
-            agree("save", self._written, lambda _: [])
+            agree("save", self._open, lambda _: [])
+            agree("save", self._write, lambda _: [])
             agree("save", self._publish, lambda _: [])
         except BaseException:
-            self._staging.abandon()
+            self._abandon()
             raise
-        self._complete = True
-        self._contents, self._versions = Contents((), self._contents.participants), ()  # frees the tensors
+        self.staging.close()
         return self.path
 
-    def _written(self) -> None:
-        if self._thread is None:
-            self._write()
-        else:
-            self._result_called.set()
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _in_background(self) -> None:
+    def start(self) -> Future[Path]:
+        """Copy the values to the host, and go on in a thread, which other ranks' threads see by files alone."""
         try:
+            contents, wait = self.contents.of_this_moment()
+            self.contents.participants.agree("save", self._open, lambda _: [])
+        except BaseException:
+            self._abandon()
+            raise
+        executor = ThreadPoolExecutor(1, f"save {self.path.name}")
+        future = executor.submit(replace(self, contents=contents)._in_background, wait)
+        executor.shutdown(wait=False)
+        return future
+
+    def _open(self) -> None:
+        if self._rank:
+            self.staging.follow()
+        for rank in ranks_here(self.contents.participants):
+            self.writers[rank] = Writer(self.staging.folder, rank)
+
+    @property
+    def _rank(self) -> int:
+        return self.contents.participants.rank
+
+    def _in_background(self, wait: Callable[[], None]) -> Path:
+        try:
+            wait()
             self._write()
-            self._tensors_read.set()
-            if self._contents.participants.rank == 0 and self._wait_for_others():
-                self._publish()
-        except BaseException as error:  # raised by result(), on this rank and on the others
-            self._error = error
-            self._staging.note_failure()
-        finally:
-            self._tensors_read.set()
+            self._wait_for_others()
+        except BaseException as error:
+            self.staging.note_failure(f"rank {self._rank}: {type(error).__name__}: {error}")
+            logging.getLogger("functorch_shard").error("save: %s: %r", self.path, error)  # result() may not be called
+            if not self._rank and len(self.writers) < self.contents.participants.size:
+                time.sleep(20 * _POLL)  # until the others have read the reason
+            self._abandon()
+            raise
+        self.staging.close()
+        return self.path
 
-    def _wait_for_others(self) -> bool:
-        """Wait until all ranks have written; False if one failed or ``result()`` was called, which continues."""
-        while not all(has_index(self._staging.folder, rank) for rank in range(self._contents.participants.size)):
-            if self._staging.has_failed() or self._result_called.wait(_POLL) or _ENDING.is_set():
-                return False
-        return True
+    def _wait_for_others(self) -> None:
+        """Publish when all ranks have written, or wait until rank 0 has; raise if one of them failed or ended."""
+        others = [rank for rank in range(self.contents.participants.size) if rank not in self.writers]
+        while self._rank and not self.staging.is_published():
+            self._raise_failure()
+            time.sleep(_POLL)
+        while not self._rank and (missing := [r for r in others if not has_index(self.staging.folder, r)]):
+            self._raise_failure()
+            if gone := [rank for rank in missing if is_abandoned(self.staging.folder, rank)]:
+                self._raise_failure()
+                raise RuntimeError(f"save failed on rank {gone[0]}, so no rank can go on. There:\nthe process ended")
+            time.sleep(_POLL)
+        self._publish()
 
-    def __del__(self) -> None:
-        """Warn of a failure that ``result()`` did not raise, and free the path for another save."""
-        if self._error is not None and not self._result_called.is_set():
-            self._staging.abandon()
-            warnings.warn(f"save: {self.path}: {self._error!r}; result() was not called", stacklevel=1)
+    def _raise_failure(self) -> None:
+        if text := self.staging.failure():
+            where, _, reason = text.partition(": ")
+            raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
 
     def _write(self) -> None:
-        with logged("save: write", self.path, self._contents.participants.rank):
-            self._write_files()
-
-    def _write_files(self) -> None:
-        writers = {rank: Writer(self._staging.folder, rank) for rank in ranks_here(self._contents.participants)}
-        try:
-            for chunk in self._contents.chunks():
-                if _ENDING.is_set():
-                    raise RuntimeError("the process ends")
-                if chunk.writes:
-                    writers[chunk.rank].tensor(chunk.path, chunk.shape, chunk.region, chunk.values, chunk.aliases)
-            if self._contents.participants.rank == 0:
-                for leaf, value in self._contents.plain():
-                    writers[0].plain(leaf.path(), value)
-            changed = sorted({dotted(leaf.path()) for leaf, x, version in self._versions if version_of(x) != version})
-            advice = "A step with donate=True writes into its inputs: use donate=False until done(), or save copies."
-            reject("save: written to while being saved", changed, advice, RuntimeError)
-            for writer in writers.values():
-                writer.close()
-        finally:
-            for writer in writers.values():
-                writer.abandon()
+        for chunk in self.contents.chunks():
+            if chunk.writes:
+                self.writers[chunk.rank].tensor(chunk.path, chunk.shape, chunk.region, chunk.values, chunk.aliases)
+        if not self._rank:
+            for leaf, value in self.contents.plain():
+                self.writers[0].plain(leaf.path(), value)
+        for writer in self.writers.values():
+            writer.close()
 
     def _publish(self) -> None:
-        if self._published or self._contents.participants.rank:
+        if self._rank:
             return
-        parent = self.path.parent
-        order = self._staging.order
-        with logged("save: publish", self.path):
-            complete(self._staging.folder, range(self._contents.participants.size), order)
-            self._staging.publish()
-        self._published = True
-        if self._keep is not None:
-            remove(older(parent, order_of, order, self._keep))
+        parent, order = self.path.parent, self.staging.order
+        complete(self.staging.folder, range(self.contents.participants.size), order)
+        self.staging.publish()
+        if self.keep is not None:
+            remove(older(parent, order_of, order, self.keep))
 
-
-@atexit.register
-def _end() -> None:
-    """A thread that is in torch when Python ends aborts the process, and its exit code is lost."""
-    _ENDING.set()
-    for thread in [*_THREADS]:
-        thread.join()
+    def _abandon(self) -> None:
+        """Close what is open; rank 0 removes the files."""
+        for writer in self.writers.values():
+            writer.abandon()
+        self.staging.abandon() if not self._rank else self.staging.close()

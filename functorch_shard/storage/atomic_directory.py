@@ -33,7 +33,7 @@ class StagingDirectory:
 
     target: Path
     order: int = 0  # in which the directories next to it were begun
-    lock: int | None = None
+    handle: int | None = None  # of the folder, locked by its owner
 
     @property
     def folder(self) -> Path:
@@ -60,9 +60,13 @@ class StagingDirectory:
             self.folder.mkdir()
         except FileExistsError as error:
             raise FileExistsError(f"{self.target} is being written by another process. Nothing was changed.") from error
-        self.lock = _open(self.folder)
-        _try_to_lock(self.lock)
+        self.handle = _open(self.folder)
+        try_to_lock(self.handle)
         (self.folder / _ORDER).write_text(str(self.order))
+
+    def follow(self) -> None:
+        """Watch the folder, which another process has made."""
+        self.handle = _open(self.folder)
 
     def publish(self) -> None:
         """Rename the folder to the target, and sync it to the disk."""
@@ -72,26 +76,42 @@ class StagingDirectory:
             refuse_existing(self.target)
             self.folder.rename(self.target)
         sync(self.target.parent)
-        self._unlock()
+        self.close()
 
-    def note_failure(self) -> None:
-        """Record, for the other processes that write into it, that it will not be complete."""
-        with suppress(OSError):
-            (self.folder / _FAILED).touch()
+    def is_published(self) -> bool:
+        """Whether the folder became the target."""
+        return self._is(self.target)
 
-    def has_failed(self) -> bool:
-        return (self.folder / _FAILED).exists()
+    def note_failure(self, text: str) -> None:
+        """Tell the other processes that write into it that it will not be complete, unless one has told them."""
+        with suppress(OSError), (self.folder / _FAILED).open("x") as file:
+            file.write(text)
+
+    def failure(self) -> str:
+        """Return what a process noted, or that the owner has ended; empty if nothing has failed."""
+        if not self._is(self.folder):
+            return "" if self.is_published() else "rank 0: the folder was removed"
+        with suppress(FileNotFoundError):
+            return (self.folder / _FAILED).read_text()
+        orphaned = not self.order and self.handle is not None and try_to_lock(self.handle, shared=True)
+        return "rank 0: the process ended" if orphaned and self._is(self.folder) else ""
 
     def abandon(self) -> None:
-        """Remove the folder, if this process has opened and not published it."""
-        if self.lock is not None:
+        """Remove the folder, if this process has made and not published it."""
+        if self.handle is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self._unlock()
+            self.close()
 
-    def _unlock(self) -> None:
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
+    def close(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    def _is(self, path: Path) -> bool:
+        try:
+            return self.handle is not None and os.path.samestat(os.fstat(self.handle), path.stat())
+        except FileNotFoundError:
+            return False
 
 
 def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
@@ -167,11 +187,12 @@ def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
 
 
-def _try_to_lock(handle: int) -> bool:
+def try_to_lock(handle: int, shared: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; False if another process has it, or nothing can be locked."""
     try:
         if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # another process has it, or the file system does not support locks
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:
         return False
     return fcntl is not None
 
@@ -204,7 +225,7 @@ def _remove_orphan(folder: Path) -> None:
     except OSError:  # another process has removed it
         return
     try:
-        if _try_to_lock(handle):
+        if try_to_lock(handle):
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(handle)

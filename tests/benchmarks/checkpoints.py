@@ -116,10 +116,10 @@ def _in_flight(ours: Ours, folder: Path, rounds: int) -> Times:
         times["step"].append(_seconds(ours.step))
         dist.barrier()
         start = time.perf_counter()
-        saving = save(folder / f"async-{i}", ours.tree(), async_save=True)
+        future = save(folder / f"async-{i}", ours.tree(), async_save=True)
         times["until save returns"].append(time.perf_counter() - start)
         times["step, saving"].append(_seconds(ours.step))
-        saving.result()
+        future.result()
         times["until it is there"].append(time.perf_counter() - start)
         _remove(folder / f"async-{i}")
     return times

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
@@ -33,13 +32,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import (
-    PerRank,
     export_safetensors,
     import_safetensors,
     latest,
     load,
     save,
-    saving,
     verify,
 )
 from functorch_shard.checkpoint.dcp import writer
@@ -194,12 +191,12 @@ def test_momentum_that_is_not_there_yet_stays_none(tmp_path: Path) -> None:
     assert load(tmp_path / "x", {"optim": state})["optim"] == state
 
 
-def test_plain_values_tensors_and_what_each_rank_has_for_itself_come_back(tmp_path: Path) -> None:
+def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
     params = fs.shard(two_layers(), fs.plan(two_layers(), mesh))
     tree = {
         "model": params,
-        "rng": {"torch": torch.get_rng_state(), "python": random.getstate(), "own": PerRank(torch.rand(2, 3, 5))},
+        "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
         "numbers": [1, 2.5, None, "text", (True, b"bytes")],
         "tensors": [torch.tensor(3), {"deep": torch.rand(2, 2)}, torch.rand(0, 4), torch.rand(3).to(torch.complex64)],
         "scale": fs.LossScale.dynamic().init(params),
@@ -207,20 +204,16 @@ def test_plain_values_tensors_and_what_each_rank_has_for_itself_come_back(tmp_pa
     save(tmp_path / "x", tree)
     like = {
         **tree,
-        "rng": {"torch": torch.zeros_like(tree["rng"]["torch"]), "python": 0, "own": PerRank(torch.zeros(2, 3, 5))},
+        "rng": {"torch": torch.zeros_like(tree["rng"]["torch"]), "python": 0},
     }
     loaded = load(tmp_path / "x", like)
     assert random.getstate() == loaded["rng"]["python"]
     assert torch.equal(loaded["rng"]["torch"], tree["rng"]["torch"])
-    assert torch.equal(loaded["rng"]["own"].tensor, tree["rng"]["own"].tensor)
     assert loaded["numbers"] == tree["numbers"]
     assert loaded["tensors"][0] == 3
     assert torch.equal(loaded["tensors"][1]["deep"], tree["tensors"][1]["deep"])
     assert torch.equal(loaded["tensors"][3], tree["tensors"][3])
     assert torch.equal(loaded["scale"]["scale"], tree["scale"]["scale"])
-    two = fs.shard(two_layers(), planned({"shard": 2}, two_layers()))
-    text = refused(load, tmp_path / "x", {"model": two, "rng": {"own": PerRank(torch.zeros(2, 5))}})
-    assert "'rng.own': got shape (2, 5), torch.float32, the checkpoint has shape (6, 5), torch.float32" in text
 
 
 def test_partitions_and_buffers_of_a_model_are_saved_under_one_name(tmp_path: Path) -> None:
@@ -461,44 +454,24 @@ def test_a_second_writer_of_a_checkpoint_is_refused(tmp_path: Path, monkeypatch:
     assert load(first.result(), tiny())["step"] == 1
 
 
-def test_an_asynchronous_save_has_the_values_of_its_moment(tmp_path: Path) -> None:
-    params, state = trained(planned({"shard": 3}))
-    saving_ = save(tmp_path / "x", {"model": params, "optim": state}, async_save=True)
-    new, _ = OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state)
-    assert saving_.result() == tmp_path / "x" == latest(tmp_path)
-    assert saving_.result() == tmp_path / "x"
-    assert_equal(load(tmp_path / "x", {"model": new})["model"], params)
-
-
-def test_an_asynchronous_save_becomes_visible_by_itself(tmp_path: Path) -> None:
-    saving_ = save(tmp_path / "x", tiny(1), async_save=True)
-    assert saving_._thread is not None
-    saving_._thread.join(60)
-    assert latest(tmp_path, verify=True) == tmp_path / "x"
-    assert saving_.done()
-
-
-def test_tensors_that_are_written_to_while_they_are_saved_are_an_error(
+def test_an_asynchronous_save_has_the_values_of_its_moment_whatever_is_donated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, go_on = threading.Event(), threading.Event()
-    real = saving.ranks_here
-
-    def slow(mesh: fs.Mesh) -> Any:
-        inside.set()
-        assert go_on.wait(60)
-        return real(mesh)
-
-    monkeypatch.setattr(saving, "ranks_here", slow)
-    params, state = trained(planned({"shard": 2}))
-    save_ = save(tmp_path / "x", {"model": params}, async_save=True)
-    assert inside.wait(60)
-    OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state, donate=True)
-    go_on.set()
-    text = refused(save_.result)
-    assert "save: written to while being saved: 1 problem\n  model" in text
-    assert "donate=False" in text
-    assert list(tmp_path.iterdir()) == []
+    params, state = trained(planned({"shard": 3}))
+    before = {key: x.clone() for key, x in params.items()}
+    losses, seen = [1.0], {"names": {"a"}}
+    with held_back(monkeypatch) as go:
+        tree = {"model": params, "optim": state, "losses": losses, "seen": [seen]}
+        future = save(tmp_path / "x", tree, async_save=True)
+        OPT.step(params, grads=fs.shard(awkward(seed=2), params.layout), state=state, donate=True)
+        losses.append(2.0)
+        seen["names"].add("b")
+        assert not future.done()
+        go()
+        assert future.result() == tmp_path / "x" == latest(tmp_path, verify=True)
+    loaded = load(tmp_path / "x", {"model": params, "losses": [], "seen": [{"names": set()}]})
+    assert all(torch.equal(loaded["model"][key], x) for key, x in before.items())
+    assert (loaded["losses"], loaded["seen"]) == ([1.0], [{"names": {"a"}}])
 
 
 @contextmanager
@@ -528,53 +501,29 @@ def test_a_save_that_was_begun_later_and_is_faster_stays_the_newest(
     assert files_of(tmp_path) == ["step-3"]
 
 
-def test_lists_that_grow_while_they_are_saved_are_those_of_the_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses, seen = [1.0], {"names": {"a"}}
-    with held_back(monkeypatch) as go:
-        saving_ = save(tmp_path / "x", {"t": torch.ones(3), "losses": losses, "seen": [seen]}, async_save=True)
-        losses.append(2.0)
-        seen["names"].add("b")
-        go()
-        saving_.result()
-    loaded = load(tmp_path / "x", {"losses": [], "seen": [{"names": set()}]})
-    assert loaded == {"losses": [1.0], "seen": [{"names": {"a"}}]}
-
-
-def test_done_is_about_this_ranks_tensors_and_comes_after_a_failure_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with held_back(monkeypatch) as go:
-        saving_ = save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)
-        assert not saving_.done()
-        go()
-        saving_.result()
-        assert saving_.done()
-    monkeypatch.setattr(writer.Writer, "tensor", lambda *_: 1 / 0)
-    saving_ = save(tmp_path / "y", {"t": torch.ones(3)}, async_save=True)
-    assert saving_._thread is not None
-    saving_._thread.join(60)
-    assert saving_.done()
-    with pytest.raises(ZeroDivisionError):
-        saving_.result()
-
-
-def drop(held: list[Any]) -> None:
-    held[0]._thread.join(60)
-    held.clear()
-    gc.collect()  # an error refers to where it was raised
-
-
-def test_a_failure_without_a_call_of_result_is_a_warning_and_leaves_the_path_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failure_in_the_thread_is_raised_by_result_and_leaves_the_path_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(writer.Writer, "tensor", lambda *_: 1 / 0)
-        with pytest.warns(UserWarning, match="ZeroDivisionError.*result.. was not called"):
-            drop([save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)])
+        future = save(tmp_path / "x", {"t": torch.ones(3)}, async_save=True)
+        assert isinstance(future.exception(60), ZeroDivisionError)
+    assert "ZeroDivisionError" in caplog.text  # result() need not be called
     assert files_of(tmp_path) == []
     save(tmp_path / "x", {"t": torch.ones(3)})
+
+
+ENDS = """
+import sys, torch, functorch_shard as fs
+values = {f"{i}.w": torch.ones(300, 300) for i in range(50)}
+fs.checkpoint.save(sys.argv[1], fs.shard(values, fs.plan(values, fs.init_mesh())), async_save=True)
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_finishes_its_saves_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    assert exit_code_of(ENDS, str(tmp_path / "x")) == 3
+    assert verify(tmp_path / "x") == []
 
 
 def test_links_are_not_counted_as_checkpoints_and_not_touched(tmp_path: Path) -> None:
@@ -759,7 +708,7 @@ def not_plain() -> dict[str, Tensor]:
 
 
 def test_tensors_that_are_not_plain_are_refused_with_their_names(tmp_path: Path) -> None:
-    text = refused(save, tmp_path / "x", {"frozen": not_plain(), "each": PerRank(not_plain()["two"])})
+    text = refused(save, tmp_path / "x", {"frozen": not_plain(), "each": not_plain()["two"]})
     assert text.startswith("TypeError: save: 7 problems\n  each: got a TwoTensor, expected a plain tensor")
     for line in ("frozen.csr: got a tensor that is torch.sparse_csr", "frozen.two: got a TwoTensor"):
         assert line in text

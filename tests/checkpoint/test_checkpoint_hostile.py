@@ -390,7 +390,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_an_invalid_manifest_is_damage_although_its_digest_matches(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = save(tmp_path / "bad", {"x": torch.ones(4)}).path
+    folder = save(tmp_path / "bad", {"x": torch.ones(4)}).result()
     file = folder / "functorch_shard.json"
     changed = MANIFESTS[kind](json.loads(file.read_text().split("\n", 1)[1]))
     body = (changed if isinstance(changed, str) else json.dumps(changed)).encode()
@@ -405,7 +405,7 @@ def test_an_invalid_manifest_is_damage_although_its_digest_matches(
 
 
 def test_a_manifest_of_a_later_version_is_named_as_such(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", {"x": torch.ones(4)}).path
+    folder = save(tmp_path / "x", {"x": torch.ones(4)}).result()
     body = b'{"format": 2}'
     (folder / "functorch_shard.json").write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
     assert "format 2, this version reads format 1" in refusal(folder)

@@ -50,7 +50,6 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "Compiled": compiled,
         "Counter": counter,
         "Traffic": counter["shard", "all_gather"],
-        "Saving": fs.checkpoint.save(tmp_path_factory.mktemp("runs") / "c", {"model": params}),
         "Sharded": params,
         "Full": fs.gather(params),
     }
@@ -72,7 +71,6 @@ EXPECTED = {
     "Estimate": "Estimate(replicate=2 x shard=4: peak ",
     "Counter": "Counter",
     "Traffic": "Traffic(number=14, nbytes=",
-    "Saving": "Saving(path=",
 }
 
 

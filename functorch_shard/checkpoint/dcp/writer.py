@@ -13,7 +13,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ...storage.atomic_directory import write_durably
+from ...storage.atomic_directory import try_to_lock, write_durably
 from ..chunks import SCALAR
 from ..names import Path as TreePath
 from ..regions import Region
@@ -29,6 +29,7 @@ class Writer:
         self.name = f"__{rank}_0.distcp"
         self.rows: list[dict[str, Any]] = []
         self._file = _ChecksumFile((folder / self.name).open("xb"))
+        try_to_lock(self._file.file.fileno())  # until it is closed, or the process ends
 
     def tensor(
         self, path: TreePath, shape: Sequence[int], region: Region, values: Tensor, aliases: Sequence[TreePath]
@@ -50,9 +51,10 @@ class Writer:
 
     def close(self) -> None:
         """Sync the file to the disk, and write its index for :func:`complete`."""
-        self._file.close()
+        self._file.sync()
         index = {"file": self.name, "nbytes": self._file.total, "rows": self.rows}
         write_durably(_index_file(self._file.folder, self.name), json.dumps(index).encode())
+        self._file.file.close()
 
     def abandon(self) -> None:
         self._file.file.close()
@@ -90,6 +92,12 @@ def has_index(folder: Path, rank: int) -> bool:
     return _index_file(folder, f"__{rank}_0.distcp").exists()
 
 
+def is_abandoned(folder: Path, rank: int) -> bool:
+    """Whether the process that wrote the values of a rank has ended before all were written."""
+    with (folder / f"__{rank}_0.distcp").open("r+b") as file:
+        return try_to_lock(file.fileno()) and not has_index(folder, rank)
+
+
 def _index_file(folder: Path, name: str) -> Path:
     return folder / f"{name}.index"
 
@@ -115,7 +123,6 @@ class _ChecksumFile:
     def flush(self) -> None:
         self.file.flush()
 
-    def close(self) -> None:
+    def sync(self) -> None:
         self.file.flush()
         os.fsync(self.file.fileno())
-        self.file.close()

@@ -16,7 +16,6 @@ from ...layout.validation import check_sharded, check_shards
 from ...sharding.gather import gather
 from ...sharding.slicing import shards_here, stacked
 from ...torch_internals.transforms import in_transform
-from ..log import logged
 from .format import Place, read_numbers
 from .sources import Paths, StrPath, locate
 from .writer import MAX_SHARD_SIZE, Entry, NewFiles, Nowhere, Sink
@@ -75,8 +74,7 @@ def import_safetensors(files: Paths, layout: Layout, *, names: Names = None) -> 
     _refuse_transforms(_IMPORT)
     mesh = layout.mesh
     sources = mesh.agree(_IMPORT, lambda: _sources(files, layout, names), _lines)
-    with logged(_IMPORT, str(files), mesh.rank):
-        return mesh.agree(_IMPORT, lambda: _read(sources, layout), lambda _: [])
+    return mesh.agree(_IMPORT, lambda: _read(sources, layout), lambda _: [])
 
 
 def export_safetensors(
@@ -134,10 +132,9 @@ def export_safetensors(
     for name, entry in entries:
         by_name.setdefault(name, []).append(entry)
     try:
-        with logged(_EXPORT, path, mesh.rank):
-            for unit in by_unit(Sharded(params, params.layout.as_stored())):
-                _write(unit, by_name, sink)
-            mesh.agree(_EXPORT, sink.publish, lambda _: [])
+        for unit in by_unit(Sharded(params, params.layout.as_stored())):
+            _write(unit, by_name, sink)
+        mesh.agree(_EXPORT, sink.publish, lambda _: [])
     except BaseException:
         sink.abandon()
         raise
