@@ -1,4 +1,4 @@
-"""What a step assigns outside of itself: Python runs at a recording alone, so no later call would assign it.
+"""What a step reaches besides its arguments: tensors that it assigns, which no later call would do, and modules.
 
 Found are attributes of objects whose methods are called, variables of closures and of the module, and what lists and
 dicts there hold. Attributes of modules are not: what a forward leaves there is usually read in the same step.
@@ -19,25 +19,32 @@ from ...containers import Static, filled_variables, opened
 from ...torch_internals.tensors import FakeTensor, identity_of_storage
 
 _DEPTH = 2  # objects inside of each other whose attributes are searched
-_IGNORED = (nn.Module, Static, torch.optim.Optimizer, type, ModuleType)
+_IGNORED = (Static, torch.optim.Optimizer, type, ModuleType)
 
 
 def memory_outside(fn: Callable[..., Any]) -> dict[int, list[tuple[str, Tensor]]]:
     """The tensors that ``fn`` reaches besides its arguments, with the names of their variables, by their memory."""
     found: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, x in _tensors("", fn, _DEPTH, set()):
+    for name, x in _reached("", fn, _DEPTH, set()):
         if type(x) in (Tensor, nn.Parameter, FakeTensor) and x.layout == torch.strided:
             found.setdefault(identity_of_storage(x), []).append((name, x))
     return found
 
 
-def _tensors(name: str, x: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(x, Tensor):
+def modules_outside(fn: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that ``fn`` reaches besides its arguments, and all inside of them."""
+    found = (x for _, x in _reached("", fn, _DEPTH, set()) if isinstance(x, nn.Module))
+    return list(dict.fromkeys(inner for x in found for inner in x.modules()))
+
+
+def _reached(name: str, x: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The tensors and modules in ``x``, with the names of their variables."""
+    if isinstance(x, (Tensor, nn.Module)):
         yield name, x
     elif not isinstance(x, _IGNORED) and id(x) not in seen:
         seen.add(id(x))
         for each, value, inside in _inside(name, x, depth):
-            yield from _tensors(each, value, inside, seen)
+            yield from _reached(each, value, inside, seen)
 
 
 def _inside(name: str, x: Any, depth: int) -> Iterator[tuple[str, Any, int]]:

@@ -8,7 +8,7 @@ from functools import reduce, update_wrapper
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.fx import GraphModule
 
@@ -17,6 +17,7 @@ from ...errors import reject
 from ...torch_internals.tracing import untraced
 from ...torch_internals.transforms import being_traced, in_transform
 from .agreement import agreed
+from .assignments import modules_outside
 from .backends import Backend, Run, check_backend, runner
 from .recording import Recording, as_inputs, record
 from .schedule import StepSchedule, schedule_of
@@ -24,6 +25,7 @@ from .signature import Call, changes, flatten, refusal, signature_of
 
 Pass = Callable[[GraphModule], GraphModule]
 _MANY = 8  # recordings of one step, from which a warning says what changes
+_MOST = 16  # recordings of one step that are kept: those that were called last
 
 
 def compile(  # noqa: A001  (as torch.compile)
@@ -40,8 +42,10 @@ def compile(  # noqa: A001  (as torch.compile)
     results are bitwise those of ``step``; a compiler rounds differently.
 
     Tensors and floats in the arguments are inputs of the graph; everything else (integers, strings, dtypes, structure,
-    shapes) is fixed in it, and another value is recorded anew. So is what the step reads from outside: Python runs at a
-    recording alone. Tensors that the step closes over are read, and written (the buffers of a BatchNorm), at each call.
+    shapes, attributes of objects, the modes of modules) is fixed in it, and another value is recorded anew. The 16
+    recordings that were called last are kept. What the step reads from outside is fixed too, and another value is not
+    seen, except the modes of modules (``model.eval()``): Python runs at a recording alone. Tensors that the step closes
+    over are read, and written (the buffers of a BatchNorm), at each call.
 
     Backends of real ranks (:meth:`Mesh.with_backend`) see the collectives of each call; those of simulated ranks see a
     recording alone, since their collectives are arithmetic.
@@ -101,14 +105,14 @@ class Compiled:
     ) -> None:
         update_wrapper(self, step)
         self._step, self._backend, self._options, self._passes = step, backend, options, passes
-        self._recorded: dict[Any, tuple[Recording, Run]] = {}
+        self._recorded: dict[Any, tuple[Recording, Run]] = {}  # the one called last is the last
+        self._modules: list[nn.Module] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = flatten(args, kwargs)
         if _is_inside(call):
             return self._step(*args, **kwargs)
-        key = signature_of(call)
-        recording, run = self._found(key, call) or self._record(key, call)
+        recording, run = self._found(call) or self._record(call)
         inputs = call.inputs
         recording.show_simulated()
         with torch.no_grad():
@@ -126,7 +130,7 @@ class Compiled:
 
     @property
     def schedules(self) -> list[StepSchedule]:
-        """What each recording does, in the order of recording; ``print`` shows a table."""
+        """What each recording does, the one called last at the end; ``print`` shows a table."""
         return [schedule_of(recording) for recording, _ in self._recorded.values()]
 
     def __repr__(self) -> str:
@@ -137,9 +141,12 @@ class Compiled:
     def __str__(self) -> str:
         return "\n\n".join([repr(self), *map(str, self.schedules)])
 
-    def _found(self, key: Any, call: Call) -> tuple[Recording, Run] | None:
+    def _found(self, call: Call) -> tuple[Recording, Run] | None:
         try:
-            return self._recorded.get(key)
+            key = signature_of(call, self._modules)
+            if found := self._recorded.pop(key, None):
+                self._recorded[key] = found
+            return found
         except TypeError:  # an argument has no hash
             _check(call)
             raise
@@ -148,21 +155,26 @@ class Compiled:
         with untraced():  # modes see what runs
             return record(self._step, call, for_compiler=self._backend != "replay")
 
-    def _record(self, key: Any, call: Call) -> tuple[Recording, Run]:
+    def _record(self, call: Call) -> tuple[Recording, Run]:
         _check(call)
+        self._modules = modules_outside(self._step)
+        key = signature_of(call, self._modules)
         self._warn_of_many(key)
         recording = agreed(lambda: self._trace(call), call.meshes)
         graph = reduce(_changed, self._passes, recording.graph)
         with untraced():
             self._recorded[key] = recording, runner(graph, as_inputs(call.inputs), self._backend, self._options)
+        if len(self._recorded) > _MOST:
+            del self._recorded[next(iter(self._recorded))]
         return self._recorded[key]
 
     def _warn_of_many(self, key: Any) -> None:
         if len(self._recorded) == _MANY:
             last = next(reversed(self._recorded))
             warnings.warn(
-                f"compile: this is recording {_MANY + 1} of one step. From the last call to this one changed: "
-                f"{changes(last, key)}. Pass numbers that change as floats or tensors, and batches of one shape.",
+                f"compile: this is recording {_MANY + 1} of one step, and {_MOST} are kept. From the last call to this "
+                f"one changed: {changes(last, key)}. Pass numbers that change as floats or tensors, and batches of one "
+                "shape.",
                 stacklevel=4,
             )
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...containers import is_hashable, opaque_problem, opened, place
+from ...containers import Static, is_hashable, opaque_problem, opened, place
 from ...errors import listed
 from ...layout.trees import Full, Sharded
 from ...storage.memory_kind import memory_kind_of
@@ -44,13 +44,14 @@ def _has_mesh(x: Any) -> bool:
     return isinstance(x, (Sharded, Full))
 
 
-def signature_of(call: Call) -> Any:
+def signature_of(call: Call, modules: Iterable[nn.Module]) -> Any:
     """Equal for calls that one recording serves: numbers of type ``float`` may differ, everything else is static.
 
     Meshes are compared by identity: layouts are equal on handles with other backends.
     """
     first: dict[int, tuple[int, int]] = {}
-    return call.treedef, tuple(_of_leaf(x, i, first) for i, x in enumerate(call.leaves)), _settings(), call.meshes
+    leaves = tuple(_of_leaf(x, i, first) for i, x in enumerate(call.leaves))
+    return call.treedef, leaves, _settings(), call.meshes, tuple(x.training for x in modules)
 
 
 def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
@@ -58,8 +59,17 @@ def _of_leaf(x: Any, i: int, first: dict[int, tuple[int, int]]) -> Any:
         # of tensors that share memory only the distance counts: the batches of one tensor are at many places
         start = int(x.storage_offset()) * x.dtype.itemsize
         memory, origin = first.setdefault(identity_of_storage(x), (i, start))
-        return x.shape, x.stride(), x.dtype, x.device, memory, start - origin
-    return float if is_traced(x) else (type(x), x)
+        return x.shape, x.stride(), x.dtype, x.device, memory, start - origin, x.is_conj(), x.is_neg()
+    return float if is_traced(x) else (type(x), x, *_attributes(x))
+
+
+def _attributes(x: Any) -> tuple[Any, ...]:
+    """The modes of a module; the attributes of another object that may change, where they have a hash."""
+    if isinstance(x, nn.Module):
+        return tuple(inner.training for inner in x.modules())
+    if isinstance(x, (Static, type)) or callable(x):
+        return ()
+    return tuple((name, type(y), y) for name, y in getattr(x, "__dict__", {}).items() if is_hashable(y))
 
 
 def _settings() -> Any:
@@ -95,6 +105,8 @@ def changes(before: Any, after: Any) -> str:
         return "the default dtype, autocast, grad mode or deterministic algorithms"
     if before[3] != after[3]:
         return "the mesh"
+    if before[4] != after[4]:
+        return "train() or eval() of a module"
     names = [f"args{place(path[1:])}" if path[0] == 0 else place(path[1:]) for path in before[0].paths()]
     different = [name for name, x, y in zip(names, before[1], after[1], strict=True) if x != y]
     return listed(different)

@@ -291,6 +291,39 @@ def test_many_recordings_warn_with_what_changes() -> None:
         compiled(x, 8)
 
 
+def test_the_sixteen_recordings_that_were_called_last_are_kept() -> None:
+    recorded: list[int] = []
+
+    def step(x: Tensor, i: int) -> Tensor:
+        recorded.append(i)
+        return x * i
+
+    compiled, x = fs.compile(step, backend="replay"), torch.ones(2)
+    for i in range(8):
+        compiled(x, i)
+    with pytest.warns(UserWarning, match="16 are kept"):
+        compiled(x, 8)
+    for i in [*range(9, 16), 0, 16, 0, 1]:
+        assert torch.equal(compiled(x, i), x * i)
+    assert recorded == [*range(17), 1]
+
+
+class Scale:
+    factor: float
+
+
+def test_the_modes_of_modules_and_attributes_of_arguments_are_part_of_what_is_recorded() -> None:
+    dropout, scale, x = nn.Dropout(0.5), Scale(), torch.ones(64)
+    of_closure = fs.compile(lambda x: dropout(x), backend="replay")
+    of_argument = fs.compile(lambda x, layer, scale: layer(x) * scale.factor, backend="replay")
+    for training, factor in ((False, 1), (True, 1), (False, 3), (False, 1)):
+        dropout.train(training)
+        scale.factor = factor
+        for result in (of_closure(x), of_argument(x, dropout, scale) / factor):
+            assert bool((result == x).all()) is not training
+    assert (len(of_closure.schedules), len(of_argument.schedules)) == (2, 3)
+
+
 def test_grad_mode_and_autocast_around_a_call_have_recordings_of_their_own() -> None:
     compiled = fs.compile(lambda x: (x @ x, torch.is_grad_enabled()), backend="replay")
     x = torch.ones(2, 2)
@@ -341,6 +374,9 @@ def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of() -> None:
     x = torch.tensor([1 + 2j, 3 - 1j])
     recorded = fs.compile(lambda x: torch.view_as_real(x.conj().resolve_conj()), backend="replay")
     assert torch.equal(recorded(x), torch.view_as_real(x.conj().resolve_conj()))
+    reads = fs.compile(lambda z: (z * 2j).real.sum() + z.imag.sum(), backend="replay")
+    for z in (x, x.conj(), x, x.conj()):  # a conjugate that is an input too
+        assert torch.equal(reads(z), (z * 2j).real.sum() + z.imag.sum())
 
 
 def test_a_trace_takes_arguments_without_numbers() -> None:
