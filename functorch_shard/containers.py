@@ -14,7 +14,6 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import Any
-from weakref import WeakValueDictionary
 
 import optree
 import torch
@@ -31,16 +30,8 @@ KNOWN = (
 )
 
 
-OBJECTS: WeakValueDictionary[int, Static] = WeakValueDictionary()  # by id: what a compiled function refers to
-
-
 class Static:
     """Base of objects that are options and not data, such as a layout: never opened, passed through as they are."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        made = super().__new__(cls)
-        OBJECTS[id(made)] = made
-        return made
 
 
 class Attribute(str):

@@ -19,7 +19,6 @@ from tests.support.ranks import DEFAULT, Ranks, also_sequential
 LONG = (
     "test_laws.py",
     "test_on_ranks.py",
-    "test_fullgraph.py",
     "test_launching_on_ranks.py",
     "test_examples.py",
     "test_transforms.py",

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..opaque import traced_levels
 from ..torch_internals.autograd import backward_comes_to, differentiates_twice, nodes, nodes_behind
 from ..torch_internals.tensors import hooks_of
 from ..torch_internals.transforms import current_level
@@ -74,10 +73,6 @@ def plus(total: Tensor, other: Tensor | None) -> Tensor:
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
 _NOTED: ContextVar[list[bool] | None] = ContextVar("whether nodes that take the mean were made", default=None)
 _BEHIND: ContextVar[Mapping[int, Tensor]] = ContextVar("inputs with a mean behind them", default={})  # noqa: B039
-
-
-_TRACED = Boundary()  # of a function that Dynamo traced, whose derivative is taken after the calls that are asked for
-_TRACED.reached = True
 
 
 @contextmanager
@@ -137,13 +132,12 @@ def averaged_behind(inputs: Mapping[int, Tensor]) -> Iterator[None]:
 
 def inside() -> bool:
     """Whether a function that ``fs.grad`` differentiates is running."""
-    return bool(_OPEN.get()) or bool(traced_levels())
+    return bool(_OPEN.get())
 
 
 def here() -> Boundary | None:
     """The boundary of the level that a ``setup_context`` is called for."""
-    level = current_level()
-    return _OPEN.get().get(level) or (_TRACED if level in traced_levels() else None)
+    return _OPEN.get().get(current_level())
 
 
 def anchors_here() -> list[Tensor] | None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
+from ..eager import eager
 from ..errors import reject
 from ..mesh.mesh import Mesh
-from ..opaque import opaque
 from .operands import place_of
 from .rules import Linear, Pmax, Psum
 
@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 Over = Axis | Mesh
 
 
-@opaque
+@eager
 def psum(x: Tree, axis: Over, /) -> Tree:
     """Sum over the ranks of ``axis``.
 
@@ -55,7 +55,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
     return _over("psum", x, axis, lambda x, axis: Psum.apply(x, *place_of(axis), axis), prepare=_countable)
 
 
-@opaque
+@eager
 def pmean(x: Tree, axis: Over, /) -> Tree:
     """Mean over the ranks of ``axis``: ``psum`` divided by their number. Linear; its own transpose.
 
@@ -82,7 +82,7 @@ def pmean(x: Tree, axis: Over, /) -> Tree:
     return optree.tree_map(lambda leaf: leaf / axis.size, total)  # pyright: ignore[reportReturnType]
 
 
-@opaque
+@eager
 def pmax(x: Tree, axis: Over, /) -> Tree:
     """Largest value over the ranks of ``axis``, elementwise.
 
@@ -110,7 +110,7 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
     return _over("pmax", x, axis, lambda x, axis: Pmax.apply(x, *place_of(axis), axis))
 
 
-@opaque
+@eager
 def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     """The values of all ranks of ``axis``, laid side by side along ``dim`` in rank order.
 
@@ -147,7 +147,7 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     return _over("all_gather", x, axis, gather, inner_axis_first=True)
 
 
-@opaque
+@eager
 def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     """Sum over the ranks of ``axis``, each rank keeping its own part of ``dim``.
 
@@ -185,7 +185,7 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
     return _over("psum_scatter", x, axis, scatter, prepare=_countable)
 
 
-@opaque
+@eager
 def axis_index(axis: Over, /) -> Tensor:
     """This rank's position on ``axis``, from 0: an integer tensor without dims, without a derivative.
 

@@ -15,7 +15,7 @@ Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backe
 ``dtypes``: the backends; ``at_exit``: what is under way when a process ends; ``axis`` is an axis with its backend,
 ``joint`` several as one; ``recorded``: what tracers record, and ``c10d``: the same as operators of torch; ``wrapper``,
 ``counter``, ``order_check``, ``lost_ranks``, ``separate_groups`` stand before a backend; ``writes`` finds writes into
-what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``opaque`` alone; imported by
+what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``eager`` alone; imported by
 ``mesh`` and above.
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..containers import Static
-from ..opaque import refuse_dynamo
+from ..eager import eager
 from ..torch_internals.transforms import being_traced
 from .backend import Backend, DetachedBackend
 from .collective import Splits, collective, record
@@ -36,6 +36,7 @@ class Axis(Static):
         """The same ranks, for what belongs to buffer ``key``."""
         return replace(self, key=key)
 
+    @eager
     def issue(
         self,
         kind: str,
@@ -57,7 +58,6 @@ class Axis(Static):
             dtype, key, dim, device, source, transient, splits: see :class:`Collective`; the dtype is that of ``x``
                 unless given.
         """
-        refuse_dynamo()
         numel = self._mean_sent(x, splits) if splits else self._numel(kind, x)
         what = kind, self.name, numel, dtype or x.dtype, key or self.key
         op = collective(*what, dim, device, source, transient, splits)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ..containers import opened
 from ..errors import table
 from ..mesh.mesh import Mesh
-from ..opaque import has_layout
 from ..torch_internals.checkpointing import swaps_of_functional_call
 from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
 from ..torch_internals.recomputation import plain_tensors_watched
@@ -185,5 +184,3 @@ def _register(cls: type[Sharded] | type[Full]) -> None:
 
 _register(Sharded)
 _register(Full)
-has_layout(Sharded)
-has_layout(Full)

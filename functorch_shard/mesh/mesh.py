@@ -26,8 +26,8 @@ from ..communication.sequential import SequentialBackend
 from ..communication.simulated import StackedBackend
 from ..communication.wrapper import transport
 from ..containers import Static
+from ..eager import eager
 from ..errors import axes_text
-from ..opaque import opaque
 from ..torch_internals.process_groups import whole_mesh
 from .axes import KINDS, check_axes, with_index
 from .consensus import agree, gather_texts
@@ -175,10 +175,8 @@ class Mesh(Static):
         if fn is None:
             return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
         if backends := self._sequential():
-            fn = spmd_in_turns(fn, backends, in_dims, out_dims, randomness, self.device)
-        elif self.is_simulated:
-            fn = spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device)
-        return opaque(fn)
+            return eager(spmd_in_turns(fn, backends, in_dims, out_dims, randomness, self.device))
+        return eager(spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device)) if self.is_simulated else fn
 
     def split(self, tree: Any, dim: int = 0) -> Any:
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.

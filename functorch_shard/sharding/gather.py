@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -13,20 +14,22 @@ from torch.autograd import Function
 from ..collectives.boundary import prepare, takes_mean
 from ..collectives.codecs import Codec, as_codec, recode
 from ..containers import opened
+from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.dtensor import with_dtensors
 from ..layout.layout import Layout
 from ..layout.packing import unpack
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
-from ..opaque import opaque
 from ..storage.memory_kind import memory_kind_of, working_device
+from ..torch_internals.compilers import frame_compiler
 from .data_parallel import averaged, gathered
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
 from .slicing import in_shard_order
 
 
+@partial(eager, recursive=False)
 def gather(
     params: Sharded,
     *more: Sharded,
@@ -95,13 +98,18 @@ def gather(
 
     Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
     """
-    trees = (params, *more)
+    plain = lazy is None and frame_compiler() is not None  # what Dynamo compiles behind this call takes plain tensors
+    return _gather((params, *more), False if plain else lazy, dtype, codec)
+
+
+@eager
+def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | None, codec: Any) -> Full:
     for tree in trees:
         check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     codec = None if codec is None else as_codec("gather", codec)
-    layout = params.layout.merge([tree.layout for tree in more]) if more else params.layout
+    layout = trees[0].layout.merge([tree.layout for tree in trees[1:]]) if len(trees) > 1 else trees[0].layout
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
     stacked = not layout.mesh.in_spmd
@@ -148,13 +156,6 @@ def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype
     for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
         x = _FirstCopy.apply(x, dim, i == 0)
     return (in_shard_order(x, layout) if buffer.num_shards > 1 else x).flatten().clone()
-
-
-def _gather_now(*trees: Sharded, lazy: bool | None = None, **options: Any) -> Full:
-    return gather(*trees, lazy=False, **options)  # a graph cannot have lazy tensors
-
-
-opaque(gather, _gather_now)
 
 
 class _FirstCopy(Function):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from ..collectives.without_derivative import refuse_derivatives
+from ..eager import eager
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, by_unit
 from ..layout.validation import check_sharded, check_shards
-from ..opaque import opaque
 from .gather import gather
 
 
-@opaque
+@eager
 def gather_to(
     params: Sharded, rank: int = 0, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> Full | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ..eager import eager
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded
-from ..opaque import opaque
 
 
-@opaque
+@eager
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:
     """``(trainable, frozen)``: two trees that :func:`combine` makes one again.
 
@@ -41,7 +41,7 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
     return mine, others
 
 
-@opaque
+@eager
 def combine(tree: Sharded, *more: Sharded) -> Sharded:
     """One tree of the buffers of several: the inverse of :func:`partition`.
 

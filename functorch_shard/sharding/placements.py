@@ -17,19 +17,19 @@ from torch import Tensor
 
 from ..collectives.primitives import all_gather
 from ..communication.axis import Axis
+from ..eager import eager
 from ..errors import first_difference, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded
 from ..mesh.mesh import Mesh
-from ..opaque import opaque
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from .reduction import over_replicas, part_over_replicas
 from .replicas import without_replicas
 
 
-@opaque
+@eager
 def parts_of(tree: Sharded, layout: Layout) -> Sharded:
     """This rank's part of what it has a copy of: from ``layout.with_copies(...)`` to ``layout``.
 
@@ -68,7 +68,7 @@ def parts_of(tree: Sharded, layout: Layout) -> Sharded:
     return _each(tree, layout, layout.mesh, parts_of, part)
 
 
-@opaque
+@eager
 def copies_of(tree: Sharded, layout: Layout) -> Sharded:
     """Copies of what ranks have parts of: from ``states`` to ``layout``, which is ``states.with_copies(...)``.
 
@@ -105,7 +105,7 @@ def copies_of(tree: Sharded, layout: Layout) -> Sharded:
     return _each(tree, layout, states.mesh, copies_of, copies)
 
 
-@opaque
+@eager
 def reduce_to_parts(grads: Sharded, layout: Layout) -> Sharded:
     """The other half of the reduction of the gradients of ``within_replicas(params)``, each rank keeping its part.
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..eager import eager
 from ..errors import first_difference, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
-from ..opaque import opaque
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from .reduction import over_replicas
 
 _NO_AXIS = ""  # no mesh has an axis of this name, and one that a mesh lacks has size 1
 
 
-@opaque
+@eager
 def within_replicas(params: Sharded) -> Sharded:
     """``params`` whose gradients are reduced over the shard axis alone, each replica for itself.
 
@@ -52,7 +52,7 @@ def within_replicas(params: Sharded) -> Sharded:
     return Sharded(params, without_replicas(params.layout))
 
 
-@opaque
+@eager
 def across_replicas(grads: Sharded, layout: Layout) -> Sharded:
     """The mean over replicas of gradients that :func:`within_replicas` left apart: the other half of the reduction.
 

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..eager import eager
 from ..errors import first_difference
 from ..layout.dtensor import local_grads
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_grads, check_layout, check_ranked
-from ..opaque import opaque
 from ..storage.memory_kind import to_working_device
 from .reduction import reduced_and_cast
 
 Tree = TypeVar("Tree", Full, Sharded)
 
 
-@opaque
+@eager
 def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sharded:
     """Full gradients to reduced, sharded ones: the mean over ranks (or the sum), each rank keeping its part.
 
@@ -83,7 +83,7 @@ def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
     return layout
 
 
-@opaque
+@eager
 def accumulate(total: Tree | None, grads: Tree) -> Tree:
     """``total + grads``: gradients of microbatches, added up.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule, Node
 
@@ -14,6 +15,11 @@ from .tracing import fake_copies, mode_of
 # Inductor would put every start just before its wait, and weight gradients and reductions last: the recorded order is
 # the one that overlaps and frees. Random numbers are those that the step draws eagerly.
 _AS_RECORDED = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "fallback_random": True}
+
+
+# What Dynamo does with each frame that begins, None outside of compiled functions; torch.compiler.is_compiling is true
+# only while it traces. Without this, what it compiles would take lazy tensors. A builtin: it has no frame of its own.
+frame_compiler: Callable[[], Any] = eval_frame.get_eval_frame_callback
 
 
 def compile_with(compiler: Any, graph: GraphModule, inputs: Sequence[Tensor]) -> Any:

@@ -29,8 +29,8 @@ class Tracer(TorchDispatchMode):
 
 
 def in_transform() -> bool:
-    """Whether a ``torch.func`` transform is active, or Dynamo reads this."""
-    return maybe_current_level() is not None or torch.compiler.is_dynamo_compiling()
+    """Whether a ``torch.func`` transform is active."""
+    return maybe_current_level() is not None
 
 
 def is_watched() -> bool:
@@ -50,7 +50,7 @@ def in_forward_mode_alone() -> bool:
     """Whether the active transforms, of which there is one, are all ``jvp``, and nothing is traced."""
     keys = [level.key() for level in get_interpreter_stack() or ()]
     forward = bool(keys) and all(key == TransformType.Jvp for key in keys)
-    return forward and not torch.compiler.is_dynamo_compiling() and not being_traced()
+    return forward and not being_traced()
 
 
 def with_outer_tangents() -> AbstractContextManager[object]:

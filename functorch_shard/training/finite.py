@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.primitives import psum
+from ..eager import eager
 from ..errors import reject
 from ..layout.dtensor import local_part
 from ..layout.packing import without_padding
@@ -15,7 +16,6 @@ from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.ranks import axis_sizes, shard_index, shards_of_ranks
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_shards
-from ..opaque import opaque
 from ..sharding.gather import materialize
 from ..storage.memory_kind import to_working_device
 from .norms import wide
@@ -72,7 +72,7 @@ def assert_finite(tree: Sharded | Full, what: str = "tree") -> None:
     reject(f"assert_finite: {what}", problems, advice, FloatingPointError)
 
 
-@opaque
+@eager
 def all_finite(tree: Sharded) -> Tensor:
     """Return whether every value on every rank is finite, as a tensor: to skip a step on all ranks or on none.
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary, plus
 from ..containers import opened, refuse_opaque
+from ..eager import eager
 from ..layout.packing import sparse_explained
 from ..layout.trees import take_tensors
 from ..sharding.overlapped_means import Place, order_of_means, overlap_means
 from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import gradients_or_none
-from ..torch_internals.dynamo import trace_in_place_of
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
@@ -24,7 +24,6 @@ from ..torch_internals.transforms import in_forward_mode_alone, in_transform, wi
 from .argnums import Argnums, as_asked, check_scalar, positions
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
-from .traced_grad import traced_grad, traced_grad_and_value
 from .usage import is_zero, refuse_unused, unused_arguments
 
 
@@ -56,6 +55,7 @@ def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) ->
     """
     both = grad_and_value(fn, argnums, has_aux)
 
+    @eager
     @wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         grads, value = both(*args, **kwargs)
@@ -124,6 +124,7 @@ def grad_for_tangents(fn: Callable[..., Tensor]) -> Callable[..., Any]:
 def _grad_and_value(
     fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, tangents_alone: bool = False
 ) -> Callable[..., Any]:
+    @eager
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         chosen = positions(argnums, len(args))
@@ -148,11 +149,6 @@ def _grad_and_value(
         return as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
 
     return gradient_and_value
-
-
-trace_in_place_of(grad, traced_grad)
-trace_in_place_of(grad_for_tangents, traced_grad)
-trace_in_place_of(grad_and_value, traced_grad_and_value)
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]

@@ -16,18 +16,18 @@ from torch import Tensor
 from ..collectives.one_value import max_as_one_value, sum_as_one_value
 from ..collectives.primitives import pmax, psum
 from ..communication.axis import Axis
+from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import of_rank, slot_of_each, without_padding
 from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
-from ..opaque import opaque
 from ..sharding.gather import gather
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 
 
-@opaque
+@eager
 def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     """Compute the p-norm of all parameters of a tree, as one vector.
 
@@ -73,7 +73,7 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     return kind.root(kind.join([*sharded, *parts[False]], layout))
 
 
-@opaque
+@eager
 def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tuple[Sharded, Tensor]:
     """Scale ``grads`` down to a norm of at most ``max_norm``; also return their norm before.
 

@@ -10,12 +10,12 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..containers import Static
+from ..eager import eager
 from ..errors import first_difference, hint, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
-from ..opaque import opaque
 from ..storage.memory_kind import wait_for_copies
 from .optimizer_probe import probe
 from .optimizer_rule import Rule
@@ -105,21 +105,9 @@ def _named(step: Step) -> Step:
                 f"step: got {len(others)} positional arguments after the parameters. Gradients and parameters have the "
                 "same structure, and swapping them would go unnoticed. Call opt.step(params, grads=grads, state=state)."
             )
-        if torch.compiler.is_dynamo_compiling():
-            return _opaque_step(self, params, **named)
         return step(self, params, **named)
 
     return cast(Step, checked)
-
-
-@opaque
-def _opaque_step(optimizer: Optimizer, params: Sharded, **named: Any) -> tuple[Sharded, OptState]:
-    return optimizer.step(params, **named)
-
-
-@opaque
-def _opaque_init(optimizer: Optimizer, params: Sharded) -> OptState:
-    return optimizer.init(params)
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,6 +128,7 @@ class Optimizer(Static):
         options = {**whole, **self.defaults, **({"labels": dict(self.labels)} if self.labels else {})}
         return ", ".join([f"Optimizer({self.cls.__name__}", *(f"{name}={x!r}" for name, x in options.items())]) + ")"
 
+    @eager
     def init(self, params: Sharded) -> OptState:
         """Return the state before the first step, as the class itself initializes it.
 
@@ -164,8 +153,6 @@ class Optimizer(Static):
             No collectives; memory for the state. For whole parameters the class takes three steps for each of their
             shapes, once, to see what it keeps.
         """
-        if torch.compiler.is_dynamo_compiling():
-            return _opaque_init(self, params)
         _check_params("init", params)
         self._check_labels(params.layout)
         state: dict[str, dict[str, Any]] = {}
@@ -175,6 +162,7 @@ class Optimizer(Static):
             owned = _joined(owned, part.owned(params, buffers))
         return _by_name(state, params.layout, owned)
 
+    @eager
     @_named
     def step(
         self,

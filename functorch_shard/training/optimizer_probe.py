@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..containers import is_hashable
-from ..torch_internals.dynamo import without_compiling
+from ..eager import without_compiling
 from ..torch_internals.tensors import TorchDispatchMode
 from ..torch_internals.tracing import untraced
 from ..torch_internals.transforms import outside_transforms

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..eager import without_compiling
 from ..errors import reject
-from ..torch_internals.dynamo import without_compiling
 from ..torch_internals.tensors import TorchDispatchMode, arguments_of, is_number, is_written, returns_anything
 from ..torch_internals.tracing import as_under_compiler, traced_as_it_runs
 from ..torch_internals.transforms import being_traced

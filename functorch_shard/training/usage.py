@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from ..errors import reject
@@ -33,8 +32,6 @@ def unused_arguments(
         given: the arguments to differentiate with respect to.
         inputs: their leaves, as the function was called with them.
     """
-    if torch.compiler.is_compiling():
-        return {}
     rest = iter(inputs)
     problems = {}
     for i, wanted in given.wanted.items():

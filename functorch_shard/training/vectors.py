@@ -12,6 +12,7 @@ from torch import Tensor
 from ..collectives.one_value import sum_as_one_value
 from ..collectives.primitives import psum
 from ..communication.axis import Axis
+from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.element_bits import element_bits, normal, second, signs
 from ..layout.layout import Layout
@@ -19,12 +20,11 @@ from ..layout.packing import without_padding
 from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
-from ..opaque import opaque
 from ..storage.memory_kind import to_working_device
 from .norms import wide
 
 
-@opaque
+@eager
 def vdot(a: Sharded, b: Sharded) -> Tensor:
     """Compute the inner product of two trees as vectors: ``sum(conj(a) * b)`` over all parameters and ranks.
 
@@ -64,7 +64,7 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
     return _added_up(products, a.layout)
 
 
-@opaque
+@eager
 def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     """Draw a tree of independent standard normal numbers, which depend on seed, names and indices only.
 
@@ -96,7 +96,7 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     return _random("randn_like", tree, seed, _normal)
 
 
-@opaque
+@eager
 def rademacher_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     """Draw a tree of independent signs, -1 or 1, which depend on seed, names and indices only.
 

@@ -26,7 +26,7 @@ FLOORS = [
     {"svg"},
     {"torch_internals"},
     {"containers"},
-    {"opaque"},
+    {"eager"},
     {"communication"},
     {"mesh"},
     {"layout", "collectives"},

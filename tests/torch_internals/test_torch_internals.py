@@ -20,7 +20,7 @@ from functorch_shard.torch_internals.autograd import (
     backward_pass,
     differentiate_at_once,
     differentiates_twice,
-    gradients,
+    gradients_or_none,
 )
 from functorch_shard.torch_internals.checkpointing import (
     checkpointed_regions,
@@ -225,12 +225,6 @@ def leaf_hooked(x: Tensor, seen: Seen) -> Tensor:
     y = x * 2
     y.register_hook(lambda _: look(seen))
     return y
-
-
-def test_a_compiler_is_a_transform() -> None:
-    compiled = torch.compile(lambda x: x + (2 if in_transform() else 1), backend="eager", fullgraph=True)
-    assert compiled(torch.zeros(())) == 2
-    assert in_transform() is False
 
 
 def test_backward_goes_through_a_node_at_once_however_early_it_was_made() -> None:
@@ -562,7 +556,9 @@ def test_gradients_are_those_of_autograd_and_modes_see_what_is_computed_for_them
     x, unused = torch.ones(2).requires_grad_(), torch.ones(3).requires_grad_()
     y = checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False).sum()
     with Seeing() as mode:
-        actual = gradients([y], [torch.ones_like(y)], [x, unused])
+        actual = gradients_or_none([y], [torch.ones_like(y)], [x, unused])
     assert {"sin", "exp"} <= set(mode.seen)
-    expected = torch.autograd.grad(x.sin().exp().sum(), [x, unused], materialize_grads=True)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), [x])
+    assert actual[0] is not None
+    assert torch.equal(actual[0], expected)
+    assert actual[1] is None

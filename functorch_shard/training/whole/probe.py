@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ...torch_internals.dynamo import without_compiling
+from ...eager import without_compiling
 from ...torch_internals.transforms import outside_transforms
 from ..optimizer_probe import (
     NUMBERS,

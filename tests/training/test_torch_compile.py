@@ -1,0 +1,110 @@
+"""``torch.compile`` of a step breaks its graph at each call of the library: the numbers are those of the eager step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jvp
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.differentiated import Program, data
+from tests.support.ranks import Ranks, gloo, on_each, simulated
+
+EXACT: Any = {"rtol": 1e-12, "atol": 1e-14}
+
+
+class Plain(Program):
+    """Steps whose transforms Dynamo would trace, if it could read what they call."""
+
+    def _loss(self, x: Tensor, frozen: fs.Sharded) -> Callable[[fs.Sharded], Tensor]:
+        return lambda params: self.loss(fs.combine(params, frozen), x)
+
+    def jvp(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        tangents: Any = optree.tree_map(torch.sin, trainable)  # type: ignore[arg-type]
+        return jvp(self._loss(x, frozen), (trainable,), (tangents,))
+
+    def autograd(self, params: fs.Sharded, x: Tensor) -> Any:
+        trainable, frozen = fs.partition(params)
+        leaves = {key: shard.detach().requires_grad_() for key, shard in trainable.items()}
+        value = self._loss(x, frozen)(fs.Sharded(leaves, trainable.layout))
+        return list(torch.autograd.grad(value, list(leaves.values())))
+
+
+def check(mesh: fs.Mesh, name: str) -> None:
+    torch._dynamo.reset()
+    program = Plain(mesh)
+    run: Any = getattr(program, name)
+    step = mesh.spmd(run) if mesh.is_simulated else lambda params, x: run(params, x)
+    compiled = torch.compile(step, backend="aot_eager")
+    for seed in (1, 2):
+        x = data(mesh, seed, 3)
+        result = compiled(program.params, x)
+        assert_trees_close(result, step(program.params, x), **EXACT)
+        assert any(bool(leaf.any()) for leaf in optree.tree_leaves(result))
+
+
+QUICK = {("gloo shard=2", "jvp"), ("shard=3", "hvp")}
+CASES = [(ranks, name) for ranks in [*simulated(3), *gloo(2)] for name in ("grad", "jvp", "hvp", "clipped")]
+CASES += [(ranks, "autograd") for ranks in gloo(2)]  # requires_grad_ is not for batched ranks
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo")  # about what it does not trace
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, id=f"{ranks}-{name}", marks=() if (str(ranks), name) in QUICK else pytest.mark.slow)
+        for ranks, name in CASES
+    ],
+)
+def test_a_compiled_step_has_the_derivatives_of_the_eager_one(ranks: Ranks, name: str) -> None:
+    ranks.run(check, name)
+
+
+@on_each([*simulated(2), *gloo(2)])
+def test_a_compiled_step_of_adamw_trains_as_the_eager_one(mesh: fs.Mesh) -> None:
+    torch._dynamo.reset()
+    program, opt = Program(mesh), fs.optimizer(torch.optim.AdamW, lr=1e-2)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, lr: float) -> Any:
+        grads, loss = fs.grad_and_value(program.loss)(params, x)
+        params, state = opt.step(params, grads=grads, state=state, lr=lr)
+        return params, state, fs.collectives.pmean(loss, mesh)
+
+    results = []
+    steps: list[Any] = [step, torch.compile(step, backend="aot_eager")]
+    for each in steps:
+        trees: Any = program.params, opt.init(program.params)
+        for i in range(3):
+            *trees, _ = each(*trees, data(mesh, i), 0.01 / (i + 1))
+        results.append(trees)
+    assert_trees_close(*results, **EXACT)
+
+
+@on_each(gloo(2))
+def test_what_a_compiled_function_gathers_is_plain(mesh: fs.Mesh) -> None:
+    torch._dynamo.reset()
+    params = fs.shard({"w": torch.arange(3.0)}, fs.plan({"w": torch.zeros(3)}, mesh))
+    kinds = []
+
+    @torch.compile(backend="eager")
+    def double(params: fs.Sharded) -> Tensor:
+        w = fs.gather(params)["w"]
+        kinds.append(type(w))
+        return w * 2
+
+    assert double(params).tolist() == [0, 2, 4]
+    assert kinds == [Tensor]
+
+
+def test_spmd_leaves_functions_as_they_are_on_real_ranks() -> None:
+    mesh = fs.init_mesh()
+    assert mesh.spmd(torch.vmap) is torch.vmap
+    assert mesh.spmd(mesh.split).__func__ is fs.Mesh.split
