@@ -1,0 +1,167 @@
+"""A program as a value, and how one is drawn from an integer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.models import CLASSES, INPUTS, PARTS, REPEATS, Stack
+
+Whole = dict[str, Tensor]
+
+# Those whose first result is a tree like the parameters, that an optimizer may take for a gradient.
+BASIC = ("grad", "grad and value", "aux", "torch grad", "backward", "scatter", "by inputs too")
+HIGHER = ("hvp", "grad of grad", "grad of jvp", "hessian", "maml", "per sample", "vjp", "jacrev", "both trees")
+FORWARD = ("value", "jvp", "vmap over models", "vmap over directions")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1},
+    "SGD momentum": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "Adam": {"lr": 0.01, "eps": 1e-3},
+    "AdamW": {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1, "amsgrad": True},
+    "RMSprop": {"lr": 0.01, "eps": 1e-3, "momentum": 0.5, "centered": True},
+    "Adagrad": {"lr": 0.1, "eps": 1e-3},
+    "Adadelta": {"lr": 1.0, "eps": 1e-3},
+    "NAdam": {"lr": 0.01, "eps": 1e-3},
+    "RAdam": {"lr": 0.01, "eps": 1e-3},
+    "Adamax": {"lr": 0.01, "eps": 1e-3},
+    "ASGD": {"lr": 0.1, "t0": 1.0},
+    "Rprop": {"lr": 0.01},
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, a loss, a derivative of it by sharded parameters, and steps with what it returns."""
+
+    seed: int = 0  # of all values
+    axes: tuple[tuple[str, int], ...] = (("shard", 2),)
+    width: int = 3
+    samples: int = 2  # of a rank
+    parts: tuple[str, ...] = ()
+    container: str = "list"
+    frozen: tuple[int, ...] = ()  # of the parts
+    loss: str = "mse"
+    penalties: tuple[str, ...] = ()
+    derivative: str = "grad"
+    trees: str = "one"
+    call: str = "functional_call"
+    meta: bool = False  # the model, once it is sharded
+    lazy: bool | None = None
+    remat: bool = False
+    partition: bool = False
+    units: str = "auto"
+    align: int = 16
+    reshard: bool = True
+    reduction: str = "mean"
+    steps: int = 0
+    optimizer: str = "SGD"
+    schedule: bool = False
+    donate: bool = False
+    inside: bool = True  # steps, of spmd
+    clip: bool = False
+    scale: bool = False
+    accumulate: bool = False
+
+    @property
+    def size(self) -> int:
+        product = 1
+        for _, n in self.axes:
+            product *= n
+        return product
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        return Stack(self.parts, self.width, self.container, self.frozen).double().eval()
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Of all ranks, which are dim 0."""
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        shape = (self.size, self.samples)
+        x = torch.randn(*shape, INPUTS, generator=generator, dtype=torch.float64)
+        return x, torch.randint(CLASSES, shape, generator=generator)
+
+    def weights(self, number: int) -> Tensor:
+        return torch.rand(number, generator=torch.Generator().manual_seed(self.seed + 2), dtype=torch.float64) + 0.5
+
+    def direction(self, like: Whole, scale: float, salt: int) -> Whole:
+        """Random values for what has derivatives, and zeros for the rest."""
+        generator = torch.Generator().manual_seed(self.seed + salt)
+
+        def one(x: Tensor) -> Tensor:
+            known = x.dtype in (torch.float64, torch.complex128)
+            return scale * torch.randn(x.shape, generator=generator, dtype=x.dtype) if known else torch.zeros_like(x)
+
+        return {name: one(x.detach()) for name, x in like.items()}
+
+    @property
+    def plain_numbers(self) -> bool:
+        return "constants" not in self.parts and not self.frozen
+
+    def __str__(self) -> str:
+        """What differs from the simplest one."""
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"Program({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in changed)})"
+
+
+def draw(seed: int) -> Program:
+    """The program of ``seed``, always the same."""
+    rng = random.Random(seed)
+    sizes = [(("shard", n),) for n in (1, 2, 2, 3, 4, 5, 6)]
+    hybrid = [(("replicate", r), ("shard", s)) for r, s in ((2, 1), (2, 2), (2, 3), (3, 2))] + [(("replicate", 2),)]
+    parts = tuple(rng.choice([*PARTS, "linear", "linear", *REPEATS]) for _ in range(rng.randint(0, 5)))
+    trainable = [i for i, name in enumerate(parts) if name not in REPEATS]
+    steps = rng.choice([0, 0, 1, 3])
+    program = Program(
+        seed=seed,
+        axes=rng.choice(sizes if rng.random() < 0.7 else hybrid),
+        width=rng.choice([1, 3, 4, 7]),
+        samples=rng.choice([2, 4]),
+        parts=parts,
+        container=rng.choice(["list", "sequential", "dict"]),
+        frozen=tuple(i for i in trainable if rng.random() < 0.15),
+        loss=rng.choice(["mse", "cross entropy", "root", "centered"]),
+        penalties=tuple(name for name in ("inputs", "weights", "norm") if rng.random() < 0.15),
+        derivative=rng.choice([*BASIC, *HIGHER, *(FORWARD if not steps else ())]),
+        trees=rng.choice(["one", "one", "sum", "two gathers", "twice"]),
+        call=rng.choice(["functional_call", "bind"]),
+        meta=rng.random() < 0.2,
+        lazy=rng.choice([None, None, True, False]),
+        remat=rng.random() < 0.15,
+        partition=rng.random() < 0.4,
+        units=rng.choice(["auto", "blocks", "one", "bytes", "each"]),
+        align=rng.choice([16, 16, 0]),
+        reshard=rng.random() < 0.7,
+        reduction=rng.choice(["mean", "mean", "sum"]),
+        steps=steps,
+        optimizer=rng.choice([*OPTIMIZERS]),
+        **{name: rng.random() < 0.4 for name in ("schedule", "donate", "inside", "clip", "scale", "accumulate")},
+    )
+    return sensible(program)
+
+
+def sensible(p: Program) -> Program:
+    """``p`` without what cannot go together: what torch has no derivative of, or what would be another program."""
+    if "conv" in p.parts or ({"tied", "again"} & {*p.parts} and p.call == "functional_call"):
+        p = replace(p, meta=False)  # buffers would be on meta too, and torch unties parameters
+    if p.derivative == "scatter" or p.derivative == "aux":
+        p = replace(p, trees="one")
+    if p.derivative == "scatter":
+        p = replace(p, penalties=tuple(name for name in p.penalties if name != "norm"), remat=False)
+    if p.derivative == "both trees" and p.trees not in ("sum", "two gathers"):
+        p = replace(p, trees="sum")
+    if p.derivative not in BASIC or "norm" in p.penalties:
+        p = replace(p, partition=p.partition or not p.plain_numbers)
+    if "complex" in p.parts and p.derivative in ("grad of grad", "hessian"):
+        p = replace(p, derivative="hvp")  # an inner product with real results is another one there
+    if p.derivative not in ("grad", "grad and value", "torch grad", "backward", "scatter"):
+        p = replace(p, scale=False)
+    if p.derivative in ("torch grad", "backward", "per sample", "vjp"):  # there a norm counts once a shard
+        p = replace(p, penalties=tuple(name for name in p.penalties if name != "norm"))
+    if not p.steps:
+        p = replace(p, **dict.fromkeys(("schedule", "donate", "clip", "scale", "accumulate"), False), inside=True)
+        p = replace(p, optimizer="SGD")
+    return p

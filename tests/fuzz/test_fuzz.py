@@ -1,0 +1,82 @@
+"""Programs of fixed seeds are right or refused, and bugs that are planted below the library are noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from functorch_shard.communication import Collective, Work, wrap
+from tests.fuzz.__main__ import KINDS
+from tests.fuzz.outcomes import outcome_of
+from tests.fuzz.programs import draw
+
+
+def outcomes(seeds: range) -> Counter[str]:
+    """Of programs that take turns on the kinds of ranks."""
+    found = {seed: outcome_of(draw(seed), KINDS[seed % len(KINDS)]) for seed in seeds}
+    assert not {seed: x for seed, x in found.items() if x.kind in ("WRONG", "raw", "hang")}
+    return Counter(x.kind for x in found.values())
+
+
+def test_forty_programs_are_those_of_the_unsharded_model() -> None:
+    assert outcomes(range(40))["right"] >= 36
+
+
+@pytest.mark.slow
+def test_six_hundred_programs_are_those_of_the_unsharded_model() -> None:
+    counts = outcomes(range(40, 640))
+    assert counts["right"] >= 540, counts
+
+
+Issue = Callable[[Collective, Tensor], Work]
+
+
+def on_result(kind: str, change: Callable[[Tensor, Collective, int], Tensor]) -> Callable[..., Work]:
+    """A collective of this kind whose result is changed; simulated ranks pass the values of all, stacked."""
+
+    def mutated(op: Collective, x: Tensor, send: Issue) -> Work:
+        work = send(op, x)
+        return work.then(lambda y: change(y, op, x.shape[0])) if op.kind == kind else work
+
+    return mutated
+
+
+def _without_one_rank(op: Collective, x: Tensor, send: Issue) -> Work:
+    return send(op, x.index_fill(0, torch.tensor(0), 0) if op.kind == "psum_scatter" else x)
+
+
+def _every_second_gather_doubled() -> Callable[..., Work]:
+    seen = Counter[str]()
+
+    def mutated(op: Collective, x: Tensor, send: Issue) -> Work:
+        seen[op.kind] += 1
+        work = send(op, x)
+        return work.then(lambda y: y * 2) if op.kind == "all_gather" and seen[op.kind] % 2 == 0 else work
+
+    return mutated
+
+
+MUTANTS: dict[str, Callable[..., Work]] = {
+    "a mean is dropped": on_result("psum_scatter", lambda y, op, n: y * n),
+    "a shard is another rank's": on_result("psum_scatter", lambda y, op, n: y.roll(1, 0)),
+    "shards change places": on_result("all_gather", lambda y, op, n: y.roll(y.shape[op.dim] // n, op.dim)),
+    "the addend of a rank is lost": _without_one_rank,
+    "a tangent, or a second gather, is doubled": _every_second_gather_doubled(),
+    "a number loses its last digits": on_result("all_gather", lambda y, op, n: (y + y * 1e-8).to(y.dtype)),
+    "padding is not zero": on_result("psum_scatter", lambda y, op, n: torch.cat([y[..., :-1], y[..., -1:] + 1], -1)),
+    "a sum of a norm is counted twice": on_result("psum", lambda y, op, n: y * 2),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_planted_bug_is_noticed(mutant: str) -> None:
+    def wrapped(mesh: fs.Mesh) -> fs.Mesh:
+        return mesh.with_backend(wrap(MUTANTS[mutant]))
+
+    seeds = (seed for seed in range(40) if draw(seed).size > 1)
+    assert any(outcome_of(draw(seed), "batched", wrapped).kind == "WRONG" for seed in seeds)
