@@ -28,7 +28,7 @@ from .sharding.reshard import reshard
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import shard
 from .sharding.stream import stream
-from .storage.offloading import offload, reopen
+from .storage.offloading import offload
 from .training.apply import apply
 from .training.bind import bind
 from .training.call import call
@@ -95,7 +95,6 @@ __all__ = [
     "rademacher_like",
     "randn_like",
     "remat",
-    "reopen",
     "replicas",
     "reshard",
     "scatter_grads",

@@ -389,7 +389,6 @@ def test_a_path_that_would_name_a_folder_of_another_place_is_refused(
         refused(export_safetensors, path, params),
         refused(import_safetensors, path, params.layout),
         refused(fs.offload, params, path),
-        refused(fs.reopen, params, path),
     ):
         assert text.startswith("ValueError: ")
         assert said in text

@@ -58,6 +58,11 @@ def largest_file(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def can_mount() -> bool:
+    command = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
+
+
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(3)]
@@ -69,11 +74,6 @@ def gradient_of(params: fs.Sharded, x: Tensor = SAMPLES[0]) -> fs.Sharded:
         return functional_call(model_of(), fs.gather(params), (x,)).square().mean()
 
     return fs.grad(loss)(params)
-
-
-def can_mount() -> bool:
-    command = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def example(seed: int = 0) -> dict[str, Any]:
