@@ -3,7 +3,7 @@
 Note [Remat]: the function runs on inputs that are detached at every level, and one Function puts the results into the
 graph of each. The derivative of such a function, in either mode, is a function of the same inputs, and is treated
 alike: a derivative of any order saves inputs. Such a function is a ``Program``: tensors in, tensors out, and everything
-else as it was at the first call: also context variables, which an autograd thread of a device does not have.
+else as it was at the first call.
 
 A program is run again inside of other levels than at first: a vmap that has ended is done anew around it, with the same
 randomness; one that has begun since, such as that over the rows of a Jacobian, draws no random numbers of its own.
@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +26,9 @@ from ..torch_internals.autograd import gradients_or_none, leaves_behind
 from ..torch_internals.lowering import active_transforms, constants, in_common, is_differentiated
 from ..torch_internals.transforms import in_transform
 
+Tensors = Sequence[Tensor]
 Results = Sequence["Tensor | None"]
+Attach = Callable[["Program"], "list[Tensor]"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +40,7 @@ class Program:
         transforms: those that were active at the first call, ``None`` for those of now.
         averages: whether it gathers, and so may take the mean over ranks in backward: Note [Boundary].
         kept: the positions of the results that are differentiated.
-        batched: names of batched tensors that are not inputs, so that it cannot run outside of their vmap.
+        batched: names of batched tensors that are not inputs: it cannot run outside of their vmap.
     """
 
     run: lowering.Run
@@ -48,78 +49,73 @@ class Program:
     kept: tuple[int, ...] = ()
     batched: Sequence[str] = ()
 
-    def results(self, tensors: Sequence[Tensor]) -> list[Any]:
+    def results(self, tensors: Tensors) -> list[Any]:
         results = self.run(tensors)
         return [results[i] for i in self.kept]
 
-
-@dataclass(frozen=True, eq=False)
-class FirstRun:
-    """Results without a graph, which of them depend on differentiated inputs, and on which of these."""
-
-    inputs: Sequence[Tensor]
-    results: list[Tensor]
-    depends: Sequence[bool]
-    used: Sequence[bool]
-    has_anchors: bool  # Note [Unused units]
-    on_others: bool  # whether results depend on tensors that need a gradient and are not inputs
-
-    def attached(self, program: Program) -> list[Tensor]:
-        """Return the results in the graph of the inputs that they depend on; where there are anchors, with one more."""
-        device = self.inputs[self.used.index(True) if any(self.used) else 0].device
-
-        def masked(results: Results) -> list[Tensor | None]:
-            kept = [x if depends else None for x, depends in zip(results, self.depends, strict=True)]
-            return [*kept, torch.empty(0, device=device) if self.has_anchors else None]
-
-        pairs = zip(self.inputs, constants(self.inputs), self.used, strict=True)
-        inputs = [x if used else constant for x, constant, used in pairs]
-        program = replace(program, run=lambda tensors, run=program.run: masked(run(tensors)))
-        *graph, anchor = _attached(program, masked(self.results), inputs)
-        if anchor is not None and (outer := anchors_here()) is not None:
-            outer.append(anchor)
-        return [x if new is None else new for x, new in zip(self.results, graph, strict=True)]
+    def without_batches(self, tensors: Tensors) -> Any:
+        raise RuntimeError(
+            "remat: a derivative outside of a vmap runs the function again, which closes over tensors that are batched "
+            f"there: {', '.join(self.batched)}. Pass them as arguments."
+        )
 
 
-def first_run(run: Callable[[Sequence[Tensor]], list[Tensor]], inputs: Sequence[Tensor]) -> FirstRun:
-    """Run on constants, and look at a graph of this run only, which is freed."""
+def first_run(run: Callable[[Tensors], list[Tensor]], inputs: Tensors) -> tuple[list[Tensor], bool, Attach]:
+    """Run on constants, and look at a graph of this run only, which is freed.
+
+    Returns:
+        The results, without a graph; whether they depend on a tensor that needs a gradient and is not an input; and
+        what puts them into the graph of the inputs that they depend on. A function with anchors gets one there, so that
+        it is run again on every rank: Note [Unused units].
+    """
     wanted, by_gradient = [i for i, x in enumerate(inputs) if is_differentiated([x])], torch.is_grad_enabled()
-    num_results: list[int] = []
+    anchors: list[Tensor] = []
 
-    def anchored(tensors: Sequence[Tensor]) -> list[Tensor]:
+    def anchored(tensors: Tensors) -> list[Tensor]:
         with new_boundary() as boundary:
             results = run(tensors)
-        num_results.append(len(results))
-        return [*results, *boundary.take_anchors()]
+        anchors[:] = boundary.take_anchors()
+        return [*results, *anchors]
 
     ran = _recorded(anchored, constants(inputs), wanted, in_transform())
-    results, depends = ran.results[: num_results[0]], ran.depends[: num_results[0]]
-    if in_transform():
-        on_others = is_differentiated(results)
-    else:
-        on_others = (by_gradient and ran.on_others) or lowering.has_tangents(results)
-    uses = dict(zip(wanted, ran.used, strict=True))
+    has_anchors, num = any(x.requires_grad for x in anchors), len(ran.results) - len(anchors)
+    anchors.clear()  # their nodes know the boundary
+    others = is_differentiated(ran.results[:num]) if in_transform() else by_gradient and ran.on_others
+    others = others or (not in_transform() and lowering.has_tangents(ran.results[:num]))
+    results, depends, used = [x.detach() for x in ran.results[:num]], ran.depends, {*wanted}
     if lowering.in_forward_mode():  # which goes through torch.no_grad() too, where no graph is recorded
-        depends, uses = [x.is_floating_point() or x.is_complex() for x in results], dict.fromkeys(wanted, True)
-    results = [x.detach() for x in results]
-    used = [uses.get(i, False) for i in range(len(inputs))]
-    return FirstRun(inputs, results, depends, used, any(ran.depends[num_results[0] :]), on_others)
+        depends = [x.is_floating_point() or x.is_complex() for x in results]
+    else:
+        used = {i for i, use in zip(wanted, ran.used, strict=True) if use}
+    device = inputs[min(used or wanted)].device
+
+    def masked(results: Results) -> list[Tensor | None]:
+        kept = [x if depends[i] else None for i, x in enumerate(results)]
+        return [*kept, torch.empty(0, device=device)] if has_anchors else kept
+
+    def attach(program: Program) -> list[Tensor]:
+        tensors = [x if i in used else constants([x])[0] for i, x in enumerate(inputs)]
+        graph = _attached(replace(program, run=lambda tensors: masked(program.run(tensors))), masked(results), tensors)
+        if has_anchors and (outer := anchors_here()) is not None and graph[-1] is not None:
+            outer.append(graph[-1])
+        return [x if new is None else new for x, new in zip(results, graph, strict=False)]
+
+    return results, others, attach
 
 
-def _rematerialized(program: Program, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def _rematerialized(program: Program, tensors: Tensors) -> list[Tensor | None]:
     """Return the results of ``program``; their derivatives run it again."""
     known = active_transforms() if program.transforms is None else program.transforms
     return _attached(program, lowering.run_in(known, program.run, constants(tensors)), tensors)
 
 
-def _attached(program: Program, results: Results, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def _attached(program: Program, results: Results, tensors: Tensors) -> list[Tensor | None]:
     """Return ``results`` of ``program``, which ran on constants, in the graph of ``tensors`` at every level."""
     kept = tuple(i for i, x in enumerate(results) if x is not None and (x.is_floating_point() or x.is_complex()))
     if not kept or not is_differentiated(tensors):
         return [*results]
     again = _Again.apply(replace(program, kept=kept), len(kept), *(results[i] for i in kept), *tensors)
-    differentiated = dict(zip(kept, again, strict=True))
-    return [differentiated.get(i, x) for i, x in enumerate(results)]
+    return _with_others(results, kept, again)
 
 
 class _Again(Function):
@@ -144,106 +140,73 @@ class _Again(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        inputs, tangents = ctx.saved_tensors, tangents[2 + ctx.num_results :]
+        program, inputs, tangents = ctx.program, ctx.saved_tensors, tangents[2 + ctx.num_results :]
         given = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        pushed = replace(ctx.program, run=partial(_pushed, ctx.program, len(inputs), given))
-        return tuple(_rematerialized(pushed, [*inputs, *(tangents[i] for i in given)]))
+
+        def push(tensors: Tensors) -> list[Tensor | None]:
+            inputs, tangents = tensors[: len(tensors) - len(given)], tensors[len(tensors) - len(given) :]
+            of = lambda *primals: tuple(program.results(_with_others(inputs, given, primals)))  # noqa: E731
+            return [*lowering.tangents_of(of, [inputs[i] for i in given], tangents)]
+
+        return tuple(_rematerialized(replace(program, run=push), [*inputs, *(tangents[i] for i in given)]))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Program, num_results: int, *tensors: Tensor) -> Any:
-        dims = in_dims[2:]
-        of_results, of_inputs = dims[:num_results], dims[num_results:]
+        of_results, of_inputs = in_dims[2 : 2 + num_results], in_dims[2 + num_results :]
         known, inside = program.transforms, (*active_transforms(), ("Vmap", info.batch_size))
         randomness = info.randomness if known is None or in_common(inside, known) == inside else "same"
         run = lowering.batched(program.results, of_inputs, of_results, info.batch_size, randomness)
-        run = partial(_refuse_batched, program.batched) if program.batched else run
-        program = replace(program, run=run, kept=tuple(range(num_results)))
-        return _Again.apply(program, num_results, *tensors), of_results
-
-
-def _refuse_batched(names: Sequence[str], _: Any) -> Any:
-    raise RuntimeError(
-        f"remat: a derivative outside of a vmap runs the function again, which closes over tensors that are batched "
-        f"there: {', '.join(names)}. Pass them as arguments."
-    )
+        run = program.without_batches if program.batched else run
+        return _Again.apply(
+            replace(program, run=run, kept=tuple(range(num_results))), num_results, *tensors
+        ), of_results
 
 
 def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
-    inputs, first = ctx.saved_tensors, 2 + ctx.num_results
+    program, inputs, first = ctx.program, ctx.saved_tensors, 2 + ctx.num_results
     given = [i for i, grad in enumerate(grads) if grad is not None]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[first:]) if needed]
     if not given:
         return (None,) * len(ctx.needs_input_grad)
-    by_grad = ctx.boundary is not None and ctx.boundary.reached
-    edges: Any = ctx.next_functions[ctx.num_results :] if ctx.averages and not by_grad else ()
-    behind = [i for i, (node, _) in enumerate(edges) if has_mean_behind(node)]
-    known = ctx.transforms if ctx.program.transforms is None else in_common(ctx.transforms, ctx.program.transforms)
-    run = partial(_transposed, ctx.program, len(inputs), wanted, given, behind, by_grad)
-    results = _rematerialized(replace(ctx.program, run=run, transforms=known), [*inputs, *(grads[i] for i in given)])
-    by_input = dict(zip(wanted, results, strict=True))
-    return *(None,) * first, *(by_input.get(i) for i in range(len(inputs)))
+    by_grad = ctx.boundary is not None and ctx.boundary.reached  # fs.grad takes the mean, and not the gathers
+    edges: Any = ctx.next_functions[ctx.num_results :] if program.averages and not by_grad else ()
+    behind = [i for i, (node, _) in enumerate(edges) if has_mean_behind(node)]  # where another mean is taken
+    known = ctx.transforms if program.transforms is None else in_common(ctx.transforms, program.transforms)
 
-
-def _pushed(program: Program, num_inputs: int, given: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the tangents of the results, from the inputs and the tangents of those that are ``given``."""
-    inputs, tangents = tensors[:num_inputs], tensors[num_inputs:]
-
-    def of(*primals: Tensor) -> tuple[Tensor, ...]:
-        return tuple(program.results(_with_others(inputs, given, primals)))
-
-    return [*lowering.tangents_of(of, [inputs[i] for i in given], tangents)]
-
-
-def _transposed(
-    program: Program,
-    num_inputs: int,
-    wanted: Sequence[int],
-    given: Sequence[int],
-    behind: Sequence[int],
-    by_grad: bool,
-    tensors: Sequence[Tensor],
-) -> list[Tensor | None]:
-    """Return the gradients of the ``wanted`` inputs, from the inputs and the gradients of the ``given`` results.
-
-    Args:
-        behind: the inputs behind which another mean is taken.
-        by_grad: whether ``fs.grad`` takes the mean of this one, or the gathers do.
-    """
-    inputs, grads = tensors[:num_inputs], tensors[num_inputs:]
-
-    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+    def run_given(tensors: Tensors) -> list[Tensor]:
         with new_boundary() if by_grad else no_boundary() as boundary:
             results = program.results(tensors)
         anchors = [] if boundary is None else boundary.take_anchors()  # Note [Unused units]
         return [*(results[i] for i in given), *anchors]
 
-    again = is_differentiated(tensors)
-    # where it can be without torch.func, in which dropout of a tensor that is not contiguous draws other numbers
-    ran = _recorded(run, inputs, wanted, in_transform() or (again and program.averages), again)
-    seeds = [*grads, *(torch.ones_like(x) for x in ran.results[len(grads) :])]
-    leaves = [leaf for i, leaf in zip(wanted, ran.leaves, strict=True) if i in behind]
-    with averaged_behind({id(leaf): leaf for leaf in leaves}):
-        return ran.pull([seed for seed, depends in zip(seeds, ran.depends, strict=True) if depends])
+    def transpose(tensors: Tensors) -> list[Tensor | None]:
+        inputs, grads = tensors[: len(tensors) - len(given)], tensors[len(tensors) - len(given) :]
+        again = is_differentiated(tensors)
+        # where it can be without torch.func, in which dropout of a tensor that is not contiguous draws other numbers
+        ran = _recorded(run_given, inputs, wanted, in_transform() or (again and program.averages), again)
+        seeds = [*grads, *(torch.ones_like(x) for x in ran.results[len(given) :])]
+        leaves = [leaf for i, leaf in zip(wanted, ran.leaves, strict=True) if i in behind]
+        with averaged_behind({id(leaf): leaf for leaf in leaves}):
+            return ran.pull([seed for seed, depends in zip(seeds, ran.depends, strict=True) if depends])
+
+    transposed = replace(program, run=transpose, transforms=known)
+    results = _rematerialized(transposed, [*inputs, *(grads[i] for i in given)])
+    return *(None,) * first, *_with_others([None] * len(inputs), wanted, results)
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded:
+class _Recorded(NamedTuple):
     """Results of a run whose graph begins at ``leaves``: which depend on any, which of these are used, and others."""
 
     results: list[Tensor]
-    leaves: Sequence[Tensor]
+    leaves: Tensors
     depends: list[bool]
     used: list[bool]
     on_others: bool
-    pull: Callable[[Sequence[Tensor]], list[Tensor | None]]  # of gradients of the results that depend
+    pull: Callable[[Tensors], list[Tensor | None]]  # of gradients of the results that depend
 
 
 def _recorded(
-    run: Callable[[Sequence[Tensor]], list[Tensor]],
-    inputs: Sequence[Tensor],
-    wanted: Sequence[int],
-    by_transform: bool,
-    again: bool = False,
+    run: Callable[[Tensors], list[Tensor]], inputs: Tensors, wanted: Sequence[int], by_func: bool, again: bool = False
 ) -> _Recorded:
     """Run on ``inputs`` with leaves at ``wanted``; ``again``: gradients are differentiated in turn."""
     noted: list[Any] = []
@@ -258,30 +221,24 @@ def _recorded(
         noted[:] = leaves, [x.requires_grad for x in results], used, len(behind) > sum(used)
         return (*(x for x in results if x.requires_grad), torch.zeros(())), results
 
-    if by_transform:
+    if by_func:
         ran: Any = torch.func.vjp(of, *(inputs[i] for i in wanted), has_aux=True)
 
-        def pull(seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        def pull(seeds: Tensors) -> list[Tensor | None]:
             grads = ran[1]((*seeds, torch.zeros(())), retain_graph=False, create_graph=again)
             return [x if use else None for x, use in zip(grads, noted[2], strict=True)]
     else:
         with torch.enable_grad():
-            ran = of(*(_leaf_of(inputs[i], again) for i in wanted))
+            leaves = [(inputs[i].view_as(inputs[i]) if again else inputs[i].detach()) for i in wanted]
+            ran = of(*(x.requires_grad_() for x in leaves))
 
-        def pull(seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        def pull(seeds: Tensors) -> list[Tensor | None]:
             return [*gradients_or_none(ran[0][:-1], seeds, noted[0], again)] if seeds else [None] * len(wanted)
 
-    leaves, depends, used, on_others = noted
-    return _Recorded(ran[-1], leaves, depends, used, on_others, pull)
+    return _Recorded(ran[-1], noted[0], noted[1], noted[2], noted[3], pull)
 
 
-def _leaf_of(x: Tensor, again: bool) -> Tensor:
-    """Return ``x`` to differentiate with respect to; in its graph, if the gradient is differentiated again."""
-    leaf = x.view_as(x) if again else x.detach()
-    return leaf if leaf.requires_grad else leaf.requires_grad_()
-
-
-def _with_others(tensors: Sequence[Tensor], places: Sequence[int], others: Sequence[Tensor]) -> list[Tensor]:
+def _with_others(tensors: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
     """Return ``tensors`` with ``others`` at ``places``."""
     replaced = dict(zip(places, others, strict=True))
     return [replaced.get(i, x) for i, x in enumerate(tensors)]

@@ -103,8 +103,12 @@ class _Call:
     variables: Sequence[tuple[str, Any]]  # that its functions close over
 
     @property
+    def inputs(self) -> list[tuple[str, Tensor]]:
+        return [pair for tensors, _ in self.taken for pair in tensors.items()]
+
+    @property
     def tensors(self) -> list[Tensor]:
-        return [*(x for tensors, _ in self.taken for x in tensors.values()), *self.ranks.values()]
+        return [*(x for _, x in self.inputs), *self.ranks.values()]
 
     @property
     def closed_over(self) -> list[tuple[str, Tensor]]:
@@ -129,20 +133,22 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     owner, method = (fn.__self__, fn.__func__) if isinstance(fn, MethodType) else (fn, None)
     tree = opened((owner, args, kwargs))
     refuse_opaque("remat", tree[1:], "arguments", matters=lambda x: isinstance(x, Tensor) and is_differentiated([x]))
-    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    labels = [f"{('', 'args', 'kwargs')[path[0]]}{place(path[1:])}" for path in paths]
     variables = [pair for x in (method, *leaves) for pair in _variables(x)]
     swapped = [f"{name}, a {type(x).__name__}: called with other parameters" for name, x in variables if _is_swapped(x)]
     reject("remat", swapped, _PASS_IT)
-    return _Call(tree, method, [_taken(x) for x in leaves], running_ranks(), variables)
+    return _Call(tree, method, [*map(_taken, labels, leaves)], running_ranks(), variables)
 
 
-def _taken(x: Any) -> tuple[Mapping[str, Tensor], Put]:
+def _taken(label: str, x: Any) -> tuple[Mapping[str, Tensor], Put]:
     """Return the tensors of a leaf by name, and what makes a leaf with others."""
     if isinstance(x, Tensor):
-        return {"": x}, lambda rest, again: next(rest)
+        return {label: x}, lambda rest, again: next(rest)
     if isinstance(x, nn.Module):
         own = dict(x.named_parameters()) | dict(x.named_buffers())
-        return own, lambda rest, again: bind(x, {name: next(rest) for name in own})
+        named = {f"{label} {name!r}".strip(): x for name, x in own.items()}
+        return named, lambda rest, again: bind(x, {name: next(rest) for name in own})
     now = _as_now(x)
     return {}, lambda rest, again: now if again else x
 
@@ -150,7 +156,8 @@ def _taken(x: Any) -> tuple[Mapping[str, Tensor], Put]:
 def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
     tensors, closed_over, put_back = call.tensors, call.closed_over, list[Callable[..., Any]]()
     surrounded = _surroundings(tensors, _generators(call) if preserve_rng_state else None)
-    versions = [version_of(without_batches(x)) for x in (*tensors, *(x for _, x in closed_over))]
+    named = [(name, without_batches(x)) for name, x in (*call.inputs, *closed_over)]
+    versions = [version_of(x) for _, x in named]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         result = opened(call.run(tensors, again=False))
@@ -160,13 +167,12 @@ def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
         return results
 
     with means_noted() as means:
-        first = first_run(run, tensors)
-    now = [version_of(without_batches(x)) for x in (*tensors, *(x for _, x in closed_over))]
-    written = [name for name, old, new in zip(_names(call), versions, now, strict=True) if old != new]
+        results, on_others, attach = first_run(run, tensors)
+    written = [name for (name, x), version in zip(named, versions, strict=True) if version_of(x) != version]
     reject("remat", [f"{name}: written to by the function" for name in dict.fromkeys(written)], _RETURN_IT)
-    if first.on_others:
+    if on_others:
         reject("remat", _not_inputs(call), _PASS_IT)
-    forms = [(tuple(x.shape), x.dtype) for x in first.results]
+    forms = [(tuple(x.shape), x.dtype) for x in results]
 
     def run_again(tensors: Sequence[Tensor]) -> list[Tensor | None]:
         with surrounded():
@@ -176,16 +182,7 @@ def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
         return [*results]
 
     batched = [name for name, x in closed_over if without_batches(x) is not x]
-    return put_back[0](first.attached(Program(run_again, averages=bool(means), batched=batched)))
-
-
-def _names(call: _Call) -> list[str]:
-    """Return a name for each tensor of ``call`` and for each that it closes over."""
-    paths, _, _ = optree.tree_flatten_with_path(call.tree, none_is_leaf=True)
-    labels = [f"{('', 'args', 'kwargs')[path[0]]}{place(path[1:])}" for path in paths]
-    pairs = zip(labels, call.taken, strict=True)
-    own = [f"{label} {name!r}".strip() if name else label for label, (tensors, _) in pairs for name in tensors]
-    return [*own, *("" for _ in call.ranks), *(name for name, _ in call.closed_over)]
+    return put_back[0](attach(Program(run_again, averages=bool(means), batched=batched)))
 
 
 def _variables(fn: Any, inside: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:
