@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from functorch_shard.torch_internals.while_it_runs import NAMES, Globals
 from tests.support import slow_cases
 from tests.support.fork_server import preload
 from tests.support.ranks import DEFAULT, Ranks, also_sequential
+from tests.support.torch_globals import NAMES, Globals
 
 # Files of few tests that take long.
 LONG = (
@@ -117,5 +117,5 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         after = globals_of_torch()
-        at_end.exchange()
+        at_end.restore()
         assert after == before, f"left behind: {after}, before: {before}"

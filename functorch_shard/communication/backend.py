@@ -87,8 +87,9 @@ class Backend(ABC):
         """The process group whose own collective :meth:`issue` does for ``op`` and nothing else; ``None`` otherwise."""
         return None
 
-    def ready(self) -> None:  # noqa: B027  (real ranks are)
-        """Raise unless the ranks are there."""
+    def ready(self) -> object:
+        """Raise unless the ranks are there; return which one this is where they are threads of this process."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,46 @@
 """Ranks inside this process that run one after the other: a collective is where they wait for each other.
 
-Each rank is a thread, Note [Own state] in torch_internals/taking_turns.py, with a rank number and tensors of its own,
-as a process has. The last rank that comes to a collective computes the results of all.
+Each rank is a thread, and one thread runs at a time, until it ends or waits for a collective; then the first rank that
+can continue does. So the order of turns depends on the program only. The last rank that comes to a collective computes
+the results of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from threading import Event, Lock, Thread, get_ident
 
 import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import backward_pass
-from ..torch_internals.frames import callers
 from .backend import Backend
 from .collective import Collective, describe
 from .process_group import in_memory
-from .simulated import of_all_ranks, sum_in_rank_order
-from .turns import ADVICE, Turns
+from .simulated import of_all_ranks
 from .work import Finished, Work
 from .writes import Gathered
 
-
-@dataclass(frozen=True)
-class Here:
-    """The rank that this thread runs."""
-
-    rank: int
-    coordinates: Mapping[str, int]  # by axis
-    ranks: SequentialRanks
-    gathered: Gathered
+_ADVICE = (
+    "All ranks must issue the same collectives in the same order: look for a branch, a loop or an early return that "
+    "depends on the rank or its data."
+)
 
 
-Running = ContextVar["Here | None"]
+_RANK: ContextVar[int | None] = ContextVar("the simulated rank of this thread", default=None)
+
+
+def rank_of_thread() -> int | None:
+    """Return which rank of the innermost run this thread is; ``None`` outside of all."""
+    return _RANK.get()
+
+
+class Running:
+    """The run of ``spmd`` that the ranks of a mesh are in; any thread may ask, also one of autograd's."""
+
+    run: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -48,197 +54,215 @@ class SequentialBackend(Backend):
     @property
     def simulated(self) -> bool:
         """Outside of ``spmd`` values are those of all ranks, inside of it this rank's."""
-        return self.running.get() is None
+        return self.running.run is None
 
     @property
     def in_rank(self) -> bool:
-        return self.running.get() is not None
+        return self.running.run is not None
 
     @property
     def is_counted(self) -> bool:
-        here = self.running.get()
-        return here is None or here.rank == 0
+        return self.running.run is None or self.running.run.rank == 0
 
     def index(self) -> int:
-        here = self._here()
-        return here.ranks.members_of(here, self.axis).index(here.rank)
+        run = self._run()
+        return run.members(self.axis).index(run.rank)
 
-    def ready(self) -> None:
-        self._here()
+    def ready(self) -> object:
+        run = self._run()
+        return run, run.rank
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        if self.running.get() is None and backward_pass() is None:  # of values of all ranks, outside of spmd
+        if self.running.run is None and backward_pass() is None:  # of values of all ranks, outside of spmd
             return Finished(of_all_ranks(op, x, self.size))
-        here = self._here()
-        return here.ranks.issue(here, self.axis, op, x)
+        return self._run().issue(self.axis, op, x)
 
-    def _here(self) -> Here:
-        here = self.running.get()
-        if here is None:
+    def _run(self) -> Run:
+        if self.running.run is None:
             raise RuntimeError(
                 f"simulated ranks of axis {self.axis!r} only exist inside mesh.spmd: decorate the function that "
                 "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args). What simulated ranks that run one "
-                "after the other computed is differentiated inside too: other threads than theirs are not ranks."
+                "after the other computed is differentiated inside too."
             )
-        return here
+        return self.running.run
 
 
-@dataclass(frozen=True)
-class _Posted:
-    """What one rank passed to a collective."""
-
-    op: Collective
-    x: Tensor
-    where: str
-
-    @property
-    def text(self) -> str:
-        """The same on all ranks, or the collectives are different ones."""
-        per_rank = self.op.kind in ("scatter", "broadcast", "ragged_all_to_all")
-        return describe(self.op) + ("" if per_rank else f" of shape {tuple(self.x.shape)}")
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return self.text, self.op.dim, self.op.source, self.op.splits
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.where})"
-
-
+@dataclass
 class _Meeting:
-    """One collective of some ranks."""
+    """One collective of some ranks: what each passed, and what what those that did not wait for it yet get."""
 
-    def __init__(self, members: Sequence[int], axis: str) -> None:
-        self._members, self._axis = members, axis
-        self.posted: dict[int, _Posted] = {}
-        self._results: dict[int, Tensor] = {}
+    members: Sequence[int]
+    op: Collective
+    name: str
+    given: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def is_ready(self) -> bool:
-        return len(self.posted) == len(self._members)
+        return len(self.given) == len(self.members)
 
-    def of(self, rank: int) -> _Awaited:
-        return _Awaited(self, rank)
-
-    def post(self, rank: int, posted: _Posted) -> None:
-        self.posted[rank] = posted
+    def post(self, rank: int, x: Tensor) -> None:
+        self.given[rank] = x
         if self.is_ready:
-            xs = {member: self.posted[member].x for member in self._members}
-            results = _results(self.posted[rank].op, [*xs.values()], [xs[member] for member in sorted(xs)])
-            self._results = dict(zip(self._members, results, strict=True))
-
-    def result_of(self, rank: int) -> Tensor:
-        return self._results.pop(rank)
-
-    def missing(self) -> Sequence[int]:
-        return [rank for rank in self._members if rank not in self.posted]
-
-
-@dataclass(frozen=True)
-class _Awaited:
-    meeting: _Meeting
-    rank: int
-
-    @property
-    def is_ready(self) -> bool:
-        return self.meeting.is_ready
+            xs = [self.given[member] for member in self.members]
+            results = _results(self.op, xs, [self.given[member] for member in sorted(self.members)])
+            self.results = dict(zip(self.members, results, strict=True))
 
     def __str__(self) -> str:
-        absent = self.meeting.missing()
-        who = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
-        return f"{who} in its {self.meeting.posted[self.rank]}"
+        absent = [str(rank) for rank in self.members if rank not in self.given]
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} in its {self.name}"
 
 
-class SequentialRanks:
-    """The collectives of one run of ``spmd``.
+class Run:
+    """One run of a function as every rank, in threads that take turns.
 
     Args:
-        turns: of the threads of all ranks.
         coordinates: of each rank, by axis.
+        begin: called when a turn of a rank begins.
+        end: called before a rank waits; may raise instead.
     """
 
-    def __init__(self, turns: Turns, coordinates: Sequence[Mapping[str, int]]) -> None:
-        self._turns, self._coordinates = turns, coordinates
-        self._members: dict[tuple[str, int], Sequence[int]] = {}
+    def __init__(
+        self, coordinates: Sequence[Mapping[str, int]], begin: Callable[[int], None], end: Callable[[int], None]
+    ) -> None:
+        self.coordinates, self.rank, self._begin, self._end = coordinates, 0, begin, end
+        self.gathered = [Gathered() for _ in coordinates]
+        self._locks = [Lock() for _ in coordinates]  # a thread whose turn it is not waits to acquire its lock
+        self._threads: dict[int, int] = {}
+        self._waiting: dict[int, _Meeting] = {}  # in the order in which they began to
+        self._ended: set[int] = set()
+        self._errors: list[tuple[int, BaseException]] = []
+        self._all_ended = Event()
+        self._failure = ""  # why no rank can communicate any more
         self._issued: dict[tuple[str, int], int] = {}  # how many, by axis and rank
         self._open: dict[tuple[str, Sequence[int], int], _Meeting] = {}
 
-    def issue(self, here: Here, axis: str, op: Collective, x: Tensor) -> Work:
+    def all_ranks(self, body: Callable[[int], None]) -> None:
+        """Run ``body`` as each rank to its end; raise the first error of any."""
+        for lock in self._locks:
+            lock.acquire()
+        ranks = range(len(self._locks))
+        make = lambda r: Thread(target=copy_context().run, args=(self._one, r, body), name=f"simulated rank {r}")  # noqa: E731
+        threads = [make(rank) for rank in ranks]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
+        self._pass_to(0)
+        try:
+            self._all_ended.wait()
+        except BaseException as error:  # an interrupt; the threads end at their next collective
+            self._failure = self._failure or f"interrupted by {type(error).__name__}"
+            self._all_ended.wait()
+            raise
+        for thread in threads:
+            thread.join()
+        if self._errors:
+            rank, error = self._errors[0]
+            add_note = getattr(error, "add_note", lambda _: None)  # Python 3.10 has none
+            add_note(f"raised by rank {rank} of {len(ranks)} simulated ones")
+            try:
+                raise error
+            finally:
+                self._errors.clear()
+                del error  # it refers to this frame
+
+    def issue(self, axis: str, op: Collective, x: Tensor) -> Work:
         """Of the k-th collective of each rank over an axis, make one."""
-        if self._turns.failure:
-            raise RuntimeError(f"{self._turns.failure}\nRank {here.rank} cannot issue {op} any more.")
-        members, number = self.members_of(here, axis), self._issued.get((axis, here.rank), 0)
-        self._issued[axis, here.rank] = number + 1
-        meeting = self._open.setdefault((axis, members, number), _Meeting(members, axis))
-        posted = _Posted(op, in_memory(x, x.dtype) if op.kind != "broadcast" else x, _caller())
-        self._refuse_difference(meeting, here.rank, posted, axis, number)
-        meeting.post(here.rank, posted)
+        rank, members = self.rank, self.members(axis)
+        if self._failure:
+            raise RuntimeError(f"{self._failure}\nRank {rank} cannot issue {op} any more.")
+        number = self._issued[axis, rank] = self._issued.get((axis, rank), 0) + 1
+        per_rank = op.kind in ("scatter", "broadcast", "ragged_all_to_all")
+        name = describe(op) + ("" if per_rank else f" of shape {tuple(x.shape)}")
+        meeting = self._open.setdefault((axis, members, number), _Meeting(members, op, name))
+        if (name, op.dim, op.source, op.splits) != (meeting.name, meeting.op.dim, meeting.op.source, meeting.op.splits):
+            others = ", ".join(map(str, meeting.given))
+            self._failure = (
+                f"simulated ranks issue different collectives, each as its number {number} over {axis!r}:\n"
+                f"  rank {others}: {meeting.name}\n  rank {rank}: {name}\n{_ADVICE}"
+            )
+            raise RuntimeError(self._failure)
+        meeting.post(rank, in_memory(x, x.dtype) if op.kind != "broadcast" else x)
         if meeting.is_ready:
             del self._open[axis, members, number]
+        return Work(lambda: self._wait(rank, meeting))
 
-        def finish() -> Tensor:
-            self._turns.wait(here.rank, meeting.of(here.rank))
-            return meeting.result_of(here.rank)
+    def members(self, axis: str) -> Sequence[int]:
+        """The ranks that differ from the running one in their place on the axis only, in the order of those places."""
+        names, here = axis.split(","), self.coordinates[self.rank]
+        others = {name: at for name, at in here.items() if name not in names}
+        alike = [rank for rank, each in enumerate(self.coordinates) if others.items() <= each.items()]
+        return tuple(sorted(alike, key=lambda rank: [self.coordinates[rank][name] for name in names]))
 
-        return Work(finish)
+    def _one(self, rank: int, body: Callable[[int], None]) -> None:
+        self._locks[rank].acquire()
+        self._threads[rank] = get_ident()
+        _RANK.set(rank)
+        try:
+            if not self._failure:
+                self._begin(rank)
+                body(rank)
+        except BaseException as error:
+            self._errors.append((rank, error))
+            self._failure = self._failure or f"rank {rank} raised {type(error).__name__}: {error}"
+        self._ended.add(rank)
+        self._pass_to(self._next())
 
-    def members_of(self, here: Here, axis: str) -> Sequence[int]:
-        """The ranks that differ from this one in their place on the axis alone, in the order of those places."""
-        if (axis, here.rank) not in self._members:
-            names = axis.split(",")
-            others = {name: at for name, at in here.coordinates.items() if name not in names}
-            alike = [rank for rank, each in enumerate(self._coordinates) if others.items() <= each.items()]
-            members = tuple(sorted(alike, key=lambda rank: [self._coordinates[rank][name] for name in names]))
-            self._members.update(((axis, rank), members) for rank in members)
-        return self._members[axis, here.rank]
+    def _wait(self, rank: int, meeting: _Meeting) -> Tensor:
+        """Return when ``meeting`` is ready; others have their turns before."""
+        if self._threads[rank] != get_ident():
+            raise RuntimeError(
+                f"rank {rank} waits for a collective in a thread of autograd or of its own, where no other simulated "
+                "rank can have its turn. Communicate in the thread of the rank; in backward on a device, under "
+                "torch.autograd.set_multithreading_enabled(False)."
+            )
+        self._waiting[rank] = meeting
+        try:
+            if (following := self._next()) != rank:
+                self._end(rank)
+                self._pass_to(following)
+                self._locks[rank].acquire()
+                self._begin(rank)
+        finally:
+            del self._waiting[rank]
+        if self._failure:
+            raise RuntimeError(f"{self._failure}\nRank {rank} waits for {meeting}.")
+        return meeting.results.pop(rank)
 
-    def _refuse_difference(self, meeting: _Meeting, rank: int, posted: _Posted, axis: str, number: int) -> None:
-        if all(each.key == posted.key for each in meeting.posted.values()):
-            return
-        lines = [f"  rank {other}: {each}" for other, each in meeting.posted.items()] + [f"  rank {rank}: {posted}"]
-        title = f"simulated ranks issue different collectives, each as its number {number + 1} over {axis!r}:"
-        self._turns.failure = "\n".join([title, *lines, ADVICE])
-        raise RuntimeError(self._turns.failure)
+    def _pass_to(self, rank: int | None) -> None:
+        if rank is None:
+            self._all_ended.set()
+        else:
+            self.rank = rank
+            self._locks[rank].release()
+
+    def _next(self) -> int | None:
+        """The first rank that can continue; after a failure the last that began to wait, so that contexts end in the
+        inverse order of their beginnings."""
+        left = [rank for rank in range(len(self._locks)) if rank not in self._ended]
+        able = [rank for rank in left if rank not in self._waiting or self._waiting[rank].is_ready]
+        if left and not able and not self._failure:
+            lines = [f"  rank {rank} waits for {self._waiting[rank]}" for rank in sorted(self._waiting)]
+            lines += [f"  rank {rank} returned" for rank in sorted(self._ended)]
+            title = "simulated ranks wait for each other, and none can go on:"
+            self._failure = "\n".join([title, *lines, _ADVICE])
+        return ([*self._waiting] or left)[-1] if left and self._failure else min(able, default=None)
 
 
-def _caller() -> str:
-    """The line of the program that communicates."""
-    library = ("functorch_shard", "torch", "optree", "contextlib", "functools")
-    for frame in callers():
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in library:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
-    return "unknown line"
-
-
-def _results(op: Collective, xs: Sequence[Tensor], summed: Sequence[Tensor]) -> Sequence[Tensor]:
+def _results(op: Collective, xs: Sequence[Tensor], in_order: Sequence[Tensor]) -> Sequence[Tensor]:
     """What each rank gets, in new memory; ``op.kind`` is that of Note [Issue].
 
-    ``xs`` are in the order of the axis, and ``summed`` are the same in that of the mesh: they differ on a joint axis.
+    ``xs`` are in the order of the axis, ``in_order`` the same in that of the mesh: they differ on a joint axis.
     """
-    size, device = len(xs), op.device or xs[0].device
-    match op.kind:
-        case "all_gather" | "exchange":
-            whole = torch.cat([x.to(device, op.dtype) for x in xs], op.dim)
-            return _copies(whole, size)
-        case "psum_scatter":
-            total = sum_in_rank_order(summed)
-            return [part.clone().to(device) for part in total.chunk(size, op.dim)]
-        case "psum":
-            return _copies(sum_in_rank_order(summed).to(device), size)
-        case "pmax":
-            return _copies(torch.stack([*xs]).amax(0).to(device), size)
-        case "all_to_all":
-            return [torch.stack([x.select(op.dim, to) for x in xs], op.dim).to(device) for to in range(size)]
-        case "ragged_all_to_all":
-            parts = [x.split(sizes, -1) for x, sizes in zip(xs, op.splits, strict=True)]
-            return [torch.cat([part[to] for part in parts], -1).to(device) for to in range(size)]
-        case "scatter":
-            return [row.to(device, op.dtype).clone() for row in xs[op.source].unbind(0)]
-        case "broadcast":
-            source = xs[op.source].detach().clone()
-            return [x if rank == op.source else x.copy_(source) for rank, x in enumerate(xs)]
-    raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
-
-
-def _copies(x: Tensor, number: int) -> Sequence[Tensor]:
-    return [x, *(x.clone() for _ in range(number - 1))]
+    device, size = op.device or xs[0].device, len(xs)
+    if op.kind == "broadcast":
+        source = xs[op.source].detach().clone()
+        return [x if place == op.source else x.copy_(source) for place, x in enumerate(xs)]
+    if op.kind == "scatter":
+        return [row.clone() for row in xs[op.source].to(device, op.dtype).unbind(0)]
+    if op.kind == "ragged_all_to_all":
+        parts = [x.split(sizes, -1) for x, sizes in zip(xs, op.splits, strict=True)]
+        return [torch.cat([part[to] for part in parts], -1).to(device) for to in range(size)]
+    whole = of_all_ranks(op, torch.stack([*(in_order if op.kind.startswith("psum") else xs)]), size)
+    each = whole.unbind(0) if op.kind in ("psum_scatter", "all_to_all") else [whole] * size
+    return [x.to(device, copy=True, memory_format=torch.contiguous_format) for x in each]

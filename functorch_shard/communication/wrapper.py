@@ -76,8 +76,8 @@ class Wrapped(Backend):
     def others(self) -> Tensor | None:
         return self.inner.others()
 
-    def ready(self) -> None:
-        self.inner.ready()
+    def ready(self) -> object:
+        return self.inner.ready()
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         return self.fn(op, x, self.inner.issue)

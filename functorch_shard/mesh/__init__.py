@@ -3,8 +3,8 @@
 ``mesh``: ``Mesh`` and ``simulated_mesh``; ``joint``: several of its axes as one; ``abstract``: one rank of a job that
 is not there. ``init``: ``init_mesh``; ``launchers`` and ``rendezvous`` are how it finds the other ranks. ``spmd``: a
 function of one rank run on all of them, under a vmap; ``vmap_limits`` says what that refuses. ``sequential``: run as
-one rank after the other, with ``by_rank``: their arguments and results, and ``rank_streams``: their random numbers.
-``rank_dims``: the dims of arguments and results of both; ``row_memory``: where the row of a rank is in memory.
+one rank after the other; ``shared_modules``: what these refuse of modules that they share. ``rank_dims``: the dims of
+arguments and results of both.
 ``axes``: sizes of axes, checked. ``consensus`` and ``fingerprints``: the same on every rank, or the same error on every
 rank.
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..communication.sequential import Here, SequentialBackend
+from ..communication.sequential import Running, SequentialBackend
 from ..communication.simulated import StackedBackend
 from ..communication.writes import Gathered
 from ..errors import axes_text
 
 
 def sequential_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    running = ContextVar[Here | None]("the simulated rank of this thread", default=None)
+    running = Running()
     return tuple(Axis(name, size, SequentialBackend(name, size, running)) for name, size in sizes.items())
 
 

@@ -124,8 +124,7 @@ class Mesh(Static):
         ``fn`` under one vmap per axis: tensors are mapped, everything else is passed through, in both directions. On
         those of kind ``"sequential"`` it is ``fn`` once for each rank, in threads of which one runs at a time: a rank
         runs until it waits for a collective, then the first one that can continue. What a rank returns that is not a
-        tensor has to be the same on all of them. Python objects are shared, except for the parameters in a module while
-        it runs and torch's random numbers, of which each rank has its own.
+        tensor has to be the same on all of them. Python objects are shared, except for torch's random numbers.
 
         Args:
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
@@ -325,8 +324,8 @@ class Mesh(Static):
             if gathered := backend.gathered.get():
                 gathered.add(key, whole, names)
         for backend in self._sequential()[:1]:
-            if here := backend.running.get():
-                here.gathered.add(key, whole, names)
+            if run := backend.running.run:
+                run.gathered[run.rank].add(key, whole, names)
 
     def _several(self) -> list[Axis]:
         return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated and not _is_abstract(axis)]
@@ -365,6 +364,8 @@ def simulated_mesh(
         kind: how ``spmd`` runs a function. ``"batched"``: once, under a vmap over the ranks, which is fast, and
             refuses what a vmap cannot do. ``"sequential"``: once for each rank, one after the other, as processes do,
             with the numbers of real ranks: any program runs, and a step takes as long as those of all ranks together.
+            Ranks are threads: they share modules with their modes and hooks, torch's settings, other Python objects.
+            ``bind(model, params)`` is a module of one rank; a collective inside of ``functional_call`` is refused.
 
     Raises:
         ValueError: a size below 1, or no axis, or no such kind.

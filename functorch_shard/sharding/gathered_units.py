@@ -18,6 +18,7 @@ from ..communication.work import Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.ranks import shard_axis
 from ..layout.schedule import Ops, Schedule, gathered_encoded
 from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
@@ -139,6 +140,7 @@ class Session:
     ) -> None:
         self.layout, self.memory_kinds = layout, memory_kinds or {}
         self._streams = streams
+        self.rank: object = None  # of ranks that are threads, the one that gathered
         self.reductions = Reductions(self.memory_kinds)
         self.owed = Owed()
         self._order = use_order(layout)
@@ -152,6 +154,11 @@ class Session:
 
     def data(self, buffers: UnitBuffers, index: int) -> Tensor:
         """The whole buffer ``index`` of ``buffers``, whose unit is in use from now on."""
+        if self.rank is not None and shard_axis(self.layout).backend.ready() != self.rank:
+            raise RuntimeError(
+                "gather: a simulated rank uses a lazy parameter that another one gathered and put into a module, or "
+                "another object, that they share. Give each rank its own module: fs.bind(model, full)."
+            )
         if buffers.flats is None or buffers.part.unit != self._order.current:
             self._arrive(buffers)
         return buffers.whole(index)

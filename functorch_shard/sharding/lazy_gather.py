@@ -37,7 +37,7 @@ def lazily(
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
     session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
-        shard_axis(layout).backend.ready()
+        session.rank = shard_axis(layout).backend.ready()
     anchors = anchors_here()
     together = anchors is not None and not has_tangents([*shards.values()])
     joined = _joined(session, shards, layout, anchors) if together else {}

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..collectives.without_derivative import CALLED_INSIDE, refuse_derivatives
 from ..communication.lost_ranks import run_on_job
 from ..communication.process_group import connect, exchange
+from ..communication.sequential import rank_of_thread
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
@@ -20,7 +21,6 @@ from ..layout.rank_trees import NOTHING, Holding, holding, is_node, path_text, r
 from ..layout.transfer_plan import Copy, copy_plan
 from ..layout.trees import Sharded, take_tensors
 from ..mesh.mesh import Mesh
-from ..torch_internals.taking_turns import own_state
 
 
 @overload
@@ -78,7 +78,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
 
     Stands for the consolidation scripts of metaseq (``reshard_fsdp``) and DeepSpeed's universal checkpoint.
     """
-    if own_state() is not None:
+    if rank_of_thread() is not None:
         raise RuntimeError(CALLED_INSIDE.format("reshard"))
     refuse_derivatives("reshard", take_tensors(tree)[0])
     if isinstance(layout, Layout) and (_has_owners(tree) or _has_owners(fresh)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch.autograd.forward_ad import unpack_dual
 Transforms = tuple[tuple[str, int], ...]
 Run = Callable[[Sequence[Tensor]], "list[Tensor | None]"]
 _NO_BATCH = -1
+_HELD = ContextVar("how many jvps only hold the level of forward mode", default=0)
 
 
 def active_transforms() -> Transforms:
@@ -59,8 +62,19 @@ def is_differentiated(tensors: Sequence[Tensor]) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether a jvp, or ``torch.autograd.forward_ad``, is active."""
-    return forward_ad._current_level >= 0
+    """Whether a jvp, or ``torch.autograd.forward_ad``, is active, other than those that only hold their level."""
+    held = _HELD.get()
+    return forward_ad._current_level >= 0 and (not held or held < eager_transforms.JVP_NESTING)
+
+
+@contextmanager
+def forward_level_held() -> Iterator[None]:
+    """A context inside of a jvp whose level is only held, for threads whose contexts are copies of this one."""
+    token = _HELD.set(eager_transforms.JVP_NESTING)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
 
 
 def has_tangents(tensors: Sequence[Tensor]) -> bool:

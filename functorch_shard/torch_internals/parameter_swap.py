@@ -23,7 +23,6 @@ from ..errors import hint, reject
 from .checkpointing import checkpointed_regions, reentrant_checkpoint
 from .process_settings import own_parametrizations
 from .rnn import takes_own_weights
-from .taking_turns import called
 from .transforms import in_transform
 
 NEEDS_REAL_RANKS = (
@@ -58,7 +57,7 @@ class Swap:
     @contextmanager
     def running(self, again: Again | None = None) -> Iterator[None]:
         """A context in which the model has the given tensors; ``again``: those of a region's forward."""
-        with self._lock, called(self._verb, self._model), own_parametrizations():
+        with self._lock, own_parametrizations():
             self._refuse_threads()
             entry = _Entry(self, torch.is_grad_enabled(), checkpointed_regions())
             before: list[tuple[_Place | _CompiledCall, Any]] = []

@@ -30,9 +30,9 @@ from functorch_shard.communication import (
 )
 from functorch_shard.communication.wrapper import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
-from functorch_shard.torch_internals.while_it_runs import Globals
 from tests.support.models import awkward, loss_of
 from tests.support.refusals import refused
+from tests.support.torch_globals import Globals
 
 MODEL = awkward()
 AXES = [{"shard": 2}, {"shard": 5}, {"replicate": 2, "shard": 3}]
@@ -255,7 +255,7 @@ def ranks_as_threads(size: int, fn: Callable[[fs.Mesh], Any]) -> list[Any]:
         with ThreadPoolExecutor(size) as pool:
             return list(pool.map(as_rank, range(size)))
     finally:
-        before.exchange()
+        before.restore()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -186,7 +186,7 @@ def collective_in_a_model(mesh: fs.Mesh) -> Any:
 
     def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
         ids, _ = batch
-        logits = functional_call(model, fs.gather(params), (ids, mesh))
+        logits = fs.bind(model, params)(ids, mesh)
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     return trained(mesh, model, loss, tokens(mesh, ragged=True))
@@ -199,7 +199,7 @@ def lazy_parameters(mesh: fs.Mesh) -> Any:
     def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
         ids, lengths = batch
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        logits = functional_call(model, fs.gather(params, lazy=True), (ids, mask))
+        logits = fs.bind(model, fs.gather(params, lazy=True))(ids, mask)
         return F.cross_entropy(logits[mask], ids[mask])
 
     return trained(mesh, model, loss, tokens(mesh))
@@ -222,7 +222,7 @@ def checkpointed(mesh: fs.Mesh) -> Any:
     model = _seeded(Checkpointed)
 
     def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
-        logits = fs.call(model, fs.gather(params, lazy=True), batch[0])
+        logits = fs.bind(model, fs.gather(params, lazy=True))(batch[0])
         return F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
 
     return trained(mesh, model, loss, tokens(mesh, ragged=True))

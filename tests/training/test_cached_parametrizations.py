@@ -12,9 +12,9 @@ from torch.nn.utils import parametrize
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import gloo, on_each, rows_of, sequential, simulated
+from tests.support.ranks import gloo, on_each, rows_of, simulated
 
-KINDS = [*simulated(2), *sequential(2), *gloo(2)]
+KINDS = [*simulated(2), *gloo(2)]
 
 
 class Symmetric(nn.Module):

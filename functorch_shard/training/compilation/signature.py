@@ -10,11 +10,11 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from ...communication.sequential import rank_of_thread
 from ...containers import Static, is_hashable, opaque_problem, opened, place
 from ...errors import listed
 from ...layout.trees import Full, Sharded
 from ...storage.memory_kind import memory_kind_of
-from ...torch_internals.taking_turns import own_state
 from ...torch_internals.tensors import FakeTensor, identity_of_storage
 
 
@@ -75,7 +75,7 @@ def _attributes(x: Any) -> tuple[Any, ...]:
 def _settings() -> Any:
     """What changes the operators of a program from outside."""
     autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
-    rank = None if (own := own_state()) is None else own.number  # a graph has what depends on its rank as constants
+    rank = rank_of_thread()  # a graph has what depends on its rank as constants
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_default_dtype(), autocast, torch.is_grad_enabled(), deterministic, rank
 
