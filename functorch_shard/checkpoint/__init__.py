@@ -4,9 +4,8 @@ Parameters are saved under their own names and in their original shapes, each ra
 ``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
 ``saving`` and ``loading``: trees to files and back. ``host_copies``: what a thread saves. ``names``: the names of
-leaves in files. ``chunks`` and ``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats,
-where files are untrusted: pickles in ``dcp/unpickler``, lengths and regions in ``dcp/validation``, headers in
-``safetensors/format``.
+leaves in files. ``chunks`` and ``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats.
+Files are untrusted: pickles are read by ``dcp/unpickler``, lengths and regions by ``dcp/validation``.
 Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
 
@@ -22,7 +21,7 @@ from ..storage.atomic_directory import in_order, local_path
 from .dcp.manifest import order_of
 from .dcp.reader import Reader
 from .loading import Loading
-from .safetensors.files import export_safetensors, import_safetensors
+from .safetensors import export_safetensors, import_safetensors
 from .saving import SAME, Saving
 
 __all__ = ["verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
