@@ -86,11 +86,11 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
 
     data, s = (tuple(rest), v, delta, x, y, w), scaling.init(p)
     results: Results = {}
-    if not program.donate:
+    if not program.steps:
         results = dict(mesh.spmd(derivative)(p, data, s))
-    if program.steps and program.inside:
+    elif program.inside:
         results["trained"] = mesh.spmd(train)(p, opt.init(p), data, s)
-    elif program.steps:
+    else:
         state = opt.init(p)
         for i in range(program.steps):
             grads = mesh.spmd(gradient)(p, data, s)
@@ -129,12 +129,9 @@ def of_twin(program: Program) -> Results:
     if not program.partition and program.trees != "one":
         frozen |= {n: x + t for n, t in program.direction(every, 0.1, 4).items() if n in frozen for x in [frozen[n]]}
     side = Twin(program, model, frozen, delta)
-    results: Results = {} if program.donate else side.derivative(trainable, v, x, y, w)
-    if program.scale and results:
-        results = {name: tree_map(lambda t: t * SCALE, value) for name, value in results.items()}
     if program.steps:
-        results["trained"] = _trained(program, side, trainable, v, x, y, w)
-    return results
+        return {"trained": _trained(program, side, trainable, v, x, y, w)}
+    return side.derivative(trainable, v, x, y, w)
 
 
 def _trained(program: Program, side: Twin, p: Whole, v: Whole, x: Tensor, y: Tensor, w: Tensor) -> Whole:

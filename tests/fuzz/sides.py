@@ -118,7 +118,10 @@ class Twin(Side):
         return x.mean(0, keepdim=True).expand_as(x)
 
     def norm(self, p: Tree) -> Tensor:
-        return torch.stack([w.abs().square().sum() for w in p.values()]).sum().sqrt().expand(self.program.size)
+        parts = [
+            torch.view_as_real(w) if w.is_complex() else w for w in p.values()
+        ]  # abs has no second derivative at 0
+        return torch.stack([w.square().sum() for w in parts]).sum().sqrt().expand(self.program.size)
 
     def dot(self, a: Tree, b: Tree) -> Tensor:
         return torch.stack([(a[name] * b[name]).sum() for name in a]).sum().expand(self.program.size)
