@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import hint, reject
-from ..layout.trees import Sharded
+from ..layout.trees import Full, Sharded
 from ..sharding.gather import gather
 from ..torch_internals.modules import ModuleTree, attributes_of, renew
 
@@ -47,8 +47,8 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
 
     Raises:
         TypeError: ``model`` is not a module, or ``params`` or ``buffers`` is not a mapping of tensors.
-        ValueError: names that the model does not have or that a TorchScript module has, or two tensors for one tied
-            parameter; all of them are listed.
+        ValueError: names that the model does not have or that a TorchScript module has, two tensors for one tied
+            parameter, or tensors of the model on the meta device that are not given; all of them are listed.
 
     Cost:
         For a ``Sharded``, the collectives of :func:`gather`. A new object for each module, and a copy of the buffers.
@@ -67,6 +67,8 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             raise TypeError(f"bind: {what}: got {type(given).__name__}, expected a mapping name -> tensor")
     full = gather(params) if isinstance(params, Sharded) else params
     tree = ModuleTree(model)
+    if isinstance(full, Full):  # the names that were tied where it was planned: torch's to("meta") unties them
+        full = {**full, **{alias: full[name] for alias, name in full.layout.aliases if alias in tree.parameters}}
     modules = {key: object.__new__(type(m)) for key, m in tree.modules.items()}
     copies: dict[int, Any] = {id(x): x.clone() for x in tree.buffers.values()}  # by the id of the original
     copies |= {**_by_identity(tree, {**full, **(buffers or {})}), **modules}
@@ -95,6 +97,9 @@ def _by_identity(tree: ModuleTree, given: Mapping[str, Tensor]) -> dict[int, Ten
         elif chosen.setdefault(id(own[name]), x) is not x:
             tied = next(other for other in given if own.get(other) is own[name])
             problems.append(f"{name!r}: tied to {tied!r} in the model, but given another tensor")
+    if not all(x.device.type == "meta" for x in given.values() if isinstance(x, Tensor)):
+        left = [name for name, x in own.items() if x.device.type == "meta" and id(x) not in chosen]
+        problems += [f"{name!r}: on the meta device, and not given" for name in left]
     advice = "Pass tensors by the names of the model's own parameters and buffers; tied ones once."
     if any(name in tree.scripted for name in given):
         advice += " Bind a module before torch.jit.script, or leave its parameters out: fs.plan(..., ignored=names)."

@@ -243,6 +243,19 @@ def test_a_loss_that_holds_the_model_and_a_model_on_meta_are_bound() -> None:
         loss(x).item()
 
 
+def test_a_tied_model_that_to_meta_untied_is_bound_as_it_was_planned_and_what_is_left_on_meta_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)).eval()
+    model[1].weight = model[0].weight
+    params, x = fs.shard(model, fs.plan(model, fs.simulated_mesh(2))), torch.randn(2, 3)
+    expected, buffers = model(x), dict(model.named_buffers())
+    model.to("meta")
+    full = fs.gather(params)
+    assert torch.equal(fs.bind(model, full, buffers)(x), expected)
+    text = refused(fs.bind, model, {**full}, buffers)
+    assert text.startswith("ValueError: bind: 1 problem\n  '1.weight': on the meta device, and not given")
+    assert "'2.running_var': on the meta device, and not given" in refused(fs.bind, model, full)
+
+
 def test_tied_parameters_go_by_any_of_their_names_and_what_does_not_fit_is_reported_at_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
