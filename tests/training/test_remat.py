@@ -31,7 +31,6 @@ def drawn(num: int, *shape: int) -> tuple[Tensor, ...]:
     return torch.randn(num, *shape, generator=generator, dtype=torch.float64).unbind()
 
 
-BEFORE_213 = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 13)
 W, V = drawn(2, 3, 3)
 X = torch.stack(drawn(4, 3))
 
@@ -57,12 +56,6 @@ def by_duals(f: Any, w: Tensor) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(w.clone(), V))).tangent
 
 
-def duals_over_plain(f: Any, w: Tensor) -> Any:
-    with forward_ad.dual_level():
-        w = forward_ad.make_dual(w.clone().requires_grad_(), V)
-        return forward_ad.unpack_dual(torch.autograd.grad(f(w), w, create_graph=True)[0]).tangent
-
-
 # Derivatives of f(w), which draws random numbers.
 OF_ONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "backward, three times": plain_thrice,
@@ -81,7 +74,6 @@ OF_ONE: dict[str, Callable[[Any, Tensor], Any]] = {
     "jacfwd of jacrev": lambda f, w: jacfwd(jacrev(f), randomness="same")(w),
     "vmap of vjp": lambda f, w: vmap(vjp(f, w)[1])(torch.arange(5.0, dtype=w.dtype))[0],
     "forward_ad": by_duals,
-    "forward_ad over backward": duals_over_plain,
 }
 
 
@@ -165,11 +157,8 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "make_fx": lambda f: make_fx(grad(f))(W)(V),
     "torch.autograd.functional.jacobian": lambda f: torch.autograd.functional.jacobian(f, W, vectorize=True),
     "torch.autograd.functional.hvp": lambda f: torch.autograd.functional.hvp(f, W, V)[1],
-    "torch.autograd.functional.vhp": lambda f: torch.autograd.functional.vhp(f, W, V)[1],
-    "torch.autograd.functional.jvp": lambda f: torch.autograd.functional.jvp(f, W, V)[1],
     "torch.autograd.functional.hessian": lambda f: torch.autograd.functional.hessian(f, W, vectorize=True),
     "compiled": lambda f: _gradient_of_compiled(f),
-    "saved_tensors_hooks": lambda f: _gradient_with_hooks(f),
     "inference_mode": lambda f: torch.inference_mode()(f)(W).clone(),
 }
 
@@ -180,23 +169,10 @@ def _gradient_of_compiled(f: Any) -> Tensor:
     return w.grad if w.grad is not None else w
 
 
-def _gradient_with_hooks(f: Any) -> Tensor:
-    w = W.clone().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.numpy(force=True), torch.from_numpy):
-        value = f(w)
-    return torch.autograd.grad(value, w)[0]
-
-
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # torch.func.linearize
 @pytest.mark.parametrize("task", OTHERS)
 def test_other_ways_to_differentiate_have_the_same_values(task: str) -> None:
     assert_trees_close(OTHERS[task](fs.remat(wave)), OTHERS[task](wave), rtol=1e-12, atol=1e-12)
-
-
-def test_a_compiled_transform_runs_it_without_recomputation() -> None:
-    if BEFORE_213:
-        pytest.skip("Dynamo of torch before 2.13 does not know at which level of torch.func it is")
-    assert_trees_close(torch.compile(grad(fs.remat(wave)), backend="eager")(W), grad(wave)(W))
 
 
 def test_it_is_the_function_where_nothing_is_differentiated() -> None:
@@ -209,18 +185,8 @@ def test_it_is_the_function_where_nothing_is_differentiated() -> None:
     assert len(runs) == 1
 
 
-def test_backward_may_run_twice() -> None:
-    w = W.clone().requires_grad_()
-    value = fs.remat(wave)(w)
-    value.backward(retain_graph=True)
-    value.backward()
-    assert_trees_close(w.grad, 2 * grad(wave)(W))
-    assert "second time" in refused(value.backward)
-
-
-@pytest.mark.parametrize("around_backward", [False, True])
 @pytest.mark.parametrize("around_forward", [False, True])
-def test_autocast_is_that_of_forward(around_forward: bool, around_backward: bool) -> None:
+def test_autocast_is_that_of_forward(around_forward: bool) -> None:
     def half(w: Tensor) -> Tensor:
         return (X.float() @ w.float()).sin().float().sum()
 
@@ -229,7 +195,7 @@ def test_autocast_is_that_of_forward(around_forward: bool, around_backward: bool
         w = W.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, around_forward):
             value = wrap(half)(w)
-        with torch.autocast("cpu", torch.bfloat16, around_backward):
+        with torch.autocast("cpu", torch.bfloat16, not around_forward):
             results.append((value.detach(), torch.autograd.grad(value, w)[0]))
     assert_trees_close(results[1], results[0], rtol=0, atol=0)
 
@@ -252,13 +218,6 @@ def test_containers_numbers_and_results_without_a_derivative_pass_through() -> N
     assert_trees_close([grads["x"], grads["unused"]], [expected, torch.zeros_like(X)])
     assert grads["index"] is None
     assert torch.equal(results["index"], torch.tensor([1, 2]))
-
-
-def test_an_input_that_is_not_used_gets_no_gradient() -> None:
-    w, unused = W.clone().requires_grad_(), V.clone().requires_grad_()
-    fs.remat(lambda w, unused: wave(w))(w, unused).backward()
-    assert w.grad is not None
-    assert unused.grad is None
 
 
 def test_a_result_may_be_an_input_and_may_be_written_to() -> None:
@@ -560,15 +519,6 @@ def test_it_nests_with_checkpoint(way: str) -> None:
         assert_trees_close(fs.grad(inside if way == "inside" else outside)(W), expected)
 
 
-def test_without_the_state_of_the_generator_nothing_is_restored() -> None:
-    def of(w: Tensor) -> Tensor:
-        return fs.remat(lambda w: F.dropout(w, 0.5).sum(), preserve_rng_state=False)(w)
-
-    torch.manual_seed(0)
-    masks = {tuple(grad(of)(W).flatten().tolist()) for _ in range(3)}
-    assert len(masks) == 3
-
-
 def test_a_second_backward_draws_the_numbers_of_the_first_run_whatever_the_strides() -> None:
     def part(w: Tensor) -> Tensor:
         return F.dropout((w @ w).t(), 0.5).sin().square().sum()
@@ -586,8 +536,6 @@ GENERATOR = torch.Generator()  # a global
 
 
 class Noisy(nn.Module):
-    """Draws from a generator of its own, as a layer inside of it may."""
-
     def __init__(self) -> None:
         super().__init__()
         self.generator = GENERATOR
@@ -597,34 +545,27 @@ class Noisy(nn.Module):
 
 
 def drops(w: Tensor, generator: torch.Generator) -> Tensor:
-    keep = torch.rand(w.shape, generator=generator) > 0.5
-    return (w @ w * keep).tanh() * w.detach().clone().bernoulli_(0.5, generator=generator)
+    return (w @ w * (torch.rand(w.shape, generator=generator) > 0.5)).tanh()
 
 
 def of_each(generator: torch.Generator) -> dict[str, Callable[[Any], Callable[[Tensor], Tensor]]]:
-    def rebound(wrap: Any) -> Callable[[Tensor], Tensor]:
-        return wrap(lambda w: drops(w, generator))
-
     return {
         "argument": lambda wrap: lambda w: wrap(drops)(w, generator),
-        "keyword": lambda wrap: lambda w: wrap(drops)(w, generator=generator),
         "container": lambda wrap: lambda w: wrap(lambda w, more: drops(w, more["of"][0]))(w, {"of": [generator]}),
-        "closure": rebound,
+        "closure": lambda wrap: wrap(lambda w: drops(w, generator)),
         "partial": lambda wrap: wrap(partial(drops, generator=generator)),
-        "default": lambda wrap: wrap(lambda w, generator=generator: drops(w, generator)),
         "global": lambda wrap: wrap(lambda w: drops(w, GENERATOR)),
         "module": lambda wrap: wrap(nn.Sequential(Noisy(), nn.Identity())),
     }
 
 
 @pytest.mark.parametrize("place", of_each(GENERATOR))
-@pytest.mark.parametrize("derive", [fs.grad, grad, lambda f: lambda w: jvp(grad(f), (w,), (V,))[1]])
-def test_numbers_from_a_generator_of_its_own_are_the_same_again(place: str, derive: Any) -> None:
+def test_numbers_from_a_generator_of_its_own_are_the_same_again(place: str) -> None:
     results = []
     for wrap in (plainly, fs.remat, twice):
         fn = of_each(GENERATOR)[place](wrap)
         GENERATOR.manual_seed(3)
-        value = derive(lambda w: fn(w).sin().sum())(W)  # noqa: B023
+        value = jvp(grad(lambda w: fn(w).sin().sum()), (W,), (V,))[1]  # noqa: B023
         results.append((value, GENERATOR.get_state()))
     for value, state in results[1:]:
         assert_trees_close(value, results[0][0], rtol=1e-12, atol=1e-12)

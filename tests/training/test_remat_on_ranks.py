@@ -15,9 +15,8 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
-from tests.support import convention, gradients
+from tests.support import convention
 from tests.support.convention import INNER, TASKS, Side, dot_over_ranks
-from tests.support.gradients import LOCAL, ON_RANK, Data, Sides
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.pairs import in_pairs
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated, slow
@@ -49,15 +48,6 @@ def test_derivatives_through_gradients_steps_and_penalties_are_those_of_the_unsh
         assert_trees_close({task: result[task] for task in SAME_ARITHMETIC}, same, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "called"])
-def test_a_part_of_a_part_has_the_same_derivatives(way: str, ranks: Ranks) -> None:
-    tasks = ("plain gradient", "forward over reverse", "reverse over reverse", "penalty on the gradient by inputs")
-    want = convention.expected(ranks.size, tasks)
-    for result in ranks.run(derived, way, "twice", "fs.grad", tasks):
-        assert_trees_close(result, want, rtol=1e-10, atol=1e-13)
-
-
 def through_rematted_steps(mesh: fs.Mesh, inner: str) -> Any:
     """The whole step is a part, with an inner gradient in it."""
     loss = partial(convention.sharded_loss, lazy=None)
@@ -84,36 +74,6 @@ def test_a_training_step_may_be_a_part(inner: str, ranks: Ranks) -> None:
     expected = convention.expected(ranks.size, ["through one step"])["through one step"]
     for result in ranks.run(through_rematted_steps, inner):
         assert_trees_close(dict(result), expected, rtol=1e-10, atol=1e-13)
-
-
-class Rematted(Sides):
-    """The losses of ``Sides``, run again; the frozen parameters are captured."""
-
-    def of_full(self, full: Any, x: Tensor, y: Tensor) -> Tensor:
-        return fs.remat(super().of_full)(full, x, y)
-
-    def of_shards(self, params: Any, x: Tensor, y: Tensor) -> Tensor:
-        frozen = self.frozen
-        of = lambda params, x, y: gradients.loss_of(self.model, fs.gather(params, frozen), x, y)  # noqa: E731
-        return fs.remat(of)(params, x, y)
-
-
-def derived_on_rank(mesh: fs.Mesh, num_ranks: int) -> dict[str, Any]:
-    results = gradients.on_mesh(mesh, Data(num_ranks), list(ON_RANK), Rematted)
-    return {task: dict(x) if isinstance(x, fs.Full) else x for task, x in results.items()}
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2), *slow(simulated(1, HYBRID))], ids=str)
-def test_every_derivative_is_that_of_the_unsharded_model(ranks: Ranks) -> None:
-    results = ranks.run(derived_on_rank, ranks.size)
-    for task in ON_RANK:
-        rows: Any = optree.tree_map(lambda *leaves: torch.stack(leaves), *(result[task] for result in results))
-        if task not in LOCAL:
-            stacked = {key: x.unflatten(0, tuple(ranks.axes.values())) for key, x in rows.items()}
-            rows = gradients.whole(fs.Sharded(stacked, rows.layout), ranks.axes.get("replicate", 1))
-        actual = dict(rows) if isinstance(rows, dict) else rows
-        expected = gradients.expected(task, Data(ranks.size), "mean")
-        assert_trees_close({task: actual}, {task: expected}, rtol=1e-10, atol=1e-10)
 
 
 def blocks_and_shards(mesh: fs.Mesh, num: int = 4) -> tuple[list[nn.Module], list[fs.Sharded]]:
