@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager as ContextManager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import CellType, FunctionType, MethodType
@@ -12,17 +13,18 @@ from typing import Any, TypeVar, cast
 import optree
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..collectives.boundary import means_noted
 from ..communication.simulated import Index, as_ranks, running_ranks
 from ..containers import filled_variables, opened, place, refuse_opaque
+from ..eager import eager
 from ..errors import reject
 from ..layout.trees import take_tensors
 from ..torch_internals.lowering import is_differentiated
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.tensors import version_of
-from ..torch_internals.transforms import current_level, without_batches
+from ..torch_internals.transforms import without_batches
 from .bind import bind
 from .recomputed import Program, first_run
 
@@ -46,8 +48,8 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
             a variable that ``fn`` closes over, or an attribute of a module among these. ``False`` saves 5 KB a call.
 
     Returns:
-        A function with the arguments of ``fn``. Where nothing is differentiated it calls ``fn``. Compiled, it is
-        ``torch.utils.checkpoint``, and inside a transform ``fn``.
+        A function with the arguments of ``fn``. Where nothing is differentiated it calls ``fn``. ``torch.compile``
+        breaks its graph there.
 
     Raises:
         ValueError: results depend on a tensor that needs a gradient and is not an input, which the message names. Or
@@ -73,11 +75,9 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
     The recomputation of ``jax.checkpoint``, under torch's transforms.
     """
 
+    @eager
     @wraps(fn, updated=())
     def rematted(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            again = partial(checkpoint, fn, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-            return (fn if current_level() else again)(*args, **kwargs)
         call = _call(fn, args, kwargs)
         if is_differentiated(call.tensors):
             return _rematted(call, preserve_rng_state)
@@ -86,7 +86,7 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
             reject("remat", _not_inputs(call), _PASS_IT)
         return result
 
-    return rematted  # pyright: ignore[reportReturnType]
+    return cast(Fn, rematted)
 
 
 Put = Callable[[Iterator[Tensor], bool], Any]  # takes tensors, and whether the function is run again
@@ -220,39 +220,34 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _is_swapped(x: Any) -> bool:
-    """Return whether ``x`` is a module that ``functional_call`` calls: afterwards it has its own parameters again."""
+    """Return whether ``x`` is a module that ``functional_call`` calls, which will have its own parameters again."""
     return isinstance(x, nn.Module) and any(not isinstance(p, nn.Parameter) for p in x.parameters())
 
 
 def _not_inputs(call: _Call) -> list[str]:
     """Return a line for each variable with a tensor that needs a gradient."""
-    pairs = [(name, x, [*x.parameters()] if isinstance(x, nn.Module) else _tensors(x)) for name, x in call.variables]
-    found = [f"{name}, a {type(x).__name__}: not an input" for name, x, inside in pairs if is_differentiated(inside)]
+    inside = lambda x: [*x.parameters()] if isinstance(x, nn.Module) else _tensors(x)  # noqa: E731
+    pairs = [(name, x) for name, x in call.variables if is_differentiated(inside(x))]
+    found = [f"{name}, a {type(x).__name__}: not an input" for name, x in pairs]
     return found or ["the result depends on a tensor that needs a gradient and is not an input"]
 
 
 def _generators(call: _Call) -> list[Generator]:
-    """Return the generators of its own that the call may draw from."""
-    found = []
-    for x in (call.tree, *(x for _, x in call.variables)):
-        leaves = [x] if callable(x) else optree.tree_leaves(opened(x), none_is_leaf=True)
-        modules = [module for leaf in leaves if isinstance(leaf, nn.Module) for module in leaf.modules()]
-        found += [y for y in (*leaves, *(y for m in modules for y in vars(m).values())) if isinstance(y, Generator)]
-    return found
+    """Return the generators of its own that the call may draw from: inputs, variables, attributes of modules."""
+    trees = [call.tree, *(x for _, x in call.variables)]
+    leaves = [leaf for x in trees for leaf in ([x] if callable(x) else optree.tree_leaves(opened(x)))]
+    modules = [module for x in leaves if isinstance(x, nn.Module) for module in x.modules()]
+    found = [*leaves, *(x for module in modules for x in vars(module).values())]
+    return [x for x in found if isinstance(x, Generator)]
 
 
-def _surroundings(
-    tensors: Sequence[Tensor], generators: Sequence[Generator] | None
-) -> Callable[[], AbstractContextManager[None]]:
-    """Return a context, to be entered any number of times, with autocast and with the random numbers of now.
-
-    Afterwards generators go on as if nothing had been drawn; ``None`` leaves them alone.
-    """
+def _surroundings(tensors: Sequence[Tensor], own: Sequence[Generator] | None) -> Callable[[], ContextManager[None]]:
+    """Return what makes contexts with the autocast and random numbers of now; ``None``: with other random numbers."""
     kinds = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
     casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", *kinds)]
-    all_ = [] if generators is None else [torch.default_generator, *generators]
-    states = [x.get_state() for x in all_]
-    devices, on_devices = get_device_states(*tensors) if kinds and all_ else ([], [])
+    generators = [] if own is None else [torch.default_generator, *own]
+    states = [x.get_state() for x in generators]
+    devices, on_devices = get_device_states(*tensors) if kinds and generators else ([], [])
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -263,7 +258,7 @@ def _surroundings(
             if devices:
                 stack.enter_context(torch.random.fork_rng([*set(devices)], device_type=kinds[0]))
                 set_device_states(devices, on_devices, device_type=kinds[0])
-            for x, state in zip(all_, states, strict=True):
+            for x, state in zip(generators, states, strict=True):
                 stack.callback(x.set_state, x.get_state())
                 x.set_state(state)
             yield
@@ -277,8 +272,7 @@ _PASS_IT = (
     "module: fs.remat(block)(x), and outside of the model fs.remat(fs.bind(block, params))(x)."
 )
 _RETURN_IT = (
-    "It is run again in backward, and would write again. Return new values: fs.apply(module, params, buffers, x) does "
-    "so for buffers that are arguments."
+    "It would be written to again in backward. Return new values, as fs.apply(module, params, buffers, x) does."
 )
 _OTHER_FORMS = (
     "remat: run again in backward, the function returned tensors of other shapes or dtypes: {}, at first {}. It has to "

@@ -165,7 +165,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 
 def _gradient_of_compiled(f: Any) -> Tensor:
     w = W.clone().requires_grad_()
-    torch.compile(f, backend="aot_eager", fullgraph=True)(w).backward()
+    torch.compile(f, backend="aot_eager")(w).backward()
     return w.grad if w.grad is not None else w
 
 
