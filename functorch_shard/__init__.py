@@ -116,25 +116,8 @@ _ON_FIRST_USE = {
 }
 
 
-_NAMES_OF_OTHERS = {  # JAX's and FSDP's, and what they are here
-    "all_gather": "fs.collectives.all_gather",
-    "fully_shard": "fs.plan and fs.shard",
-    "jit": "fs.compile",
-    "pmax": "fs.collectives.pmax",
-    "pmean": "fs.collectives.pmean",
-    "psum": "fs.collectives.psum",
-    "psum_scatter": "fs.collectives.psum_scatter",
-    "reduce_scatter": "fs.collectives.psum_scatter",
-    "summon_full_params": "fs.gather(params, lazy=False)",
-    "tree_map": "optree.tree_map",
-    "unshard": "fs.gather",
-    "value_and_grad": "fs.grad_and_value, which returns the gradients first",
-}
-
-
 def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
-        here = f"; it is {_NAMES_OF_OTHERS[name]}" if name in _NAMES_OF_OTHERS else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{here}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_ON_FIRST_USE[name], __name__)
     return module if name == "checkpoint" else getattr(module, name)

@@ -2,9 +2,9 @@
 
 ``mesh``: ``Mesh`` and ``simulated_mesh``; ``joint``: several of its axes as one; ``abstract``: one rank of a job that
 is not there. ``init``: ``init_mesh``; ``launchers`` and ``rendezvous`` are how it finds the other ranks. ``spmd``: a
-function of one rank run on all of them, under a vmap; ``vmap_limits`` says what that refuses. ``sequential``: run as
-one rank after the other; ``shared_modules``: what these refuse of modules that they share. ``rank_dims``: the dims of
-arguments and results of both.
+function of one rank run on all of them, under a vmap. ``sequential``: run as one rank after the other;
+``shared_modules``: what these refuse of modules that they share. ``rank_dims``: the dims of arguments and results of
+both.
 ``axes``: sizes of axes, checked. ``consensus`` and ``fingerprints``: the same on every rank, or the same error on every
 rank.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -19,7 +20,6 @@ from ..errors import reject
 from ..torch_internals.recomputation import checkpoints_explained
 from ..torch_internals.transforms import without_batches
 from .rank_dims import Dim, broadcast, mapped_call
-from .vmap_limits import explained
 
 
 def spmd(
@@ -46,8 +46,7 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        sizes = [axis.size for axis in axes]
-        with _writes_refused(axes[0]), explained(sizes), checkpoints_explained("spmd"):
+        with _writes_refused(axes[0]), _ways_out(), checkpoints_explained("spmd"):
             stacked = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)(
                 *[leaves[i] for i in mapped]
             )
@@ -80,6 +79,25 @@ def _short(tree: Any) -> str:
 def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
     dim = dim % x.ndim
     return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)  # (.., N * n, ..) -> (N, .., n, ..)
+
+
+_LIMITS = re.compile(r"vmap|functorch|setup_context|[Bb]atch(ed|ing| norm)")
+_WAYS_OUT = (
+    "Simulated ranks are one torch.func.vmap, which has no rule for this. simulated_mesh(..., kind='sequential') runs "
+    "any program; guides/errors.md of the docs has what else to write."
+)
+
+
+@contextmanager
+def _ways_out() -> Iterator[None]:
+    """Add to errors of vmap, which torch raises, what the caller can do."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as error:
+        text = str(error)
+        if type(error) in (RuntimeError, NotImplementedError) and _LIMITS.search(text) and "simulated" not in text:
+            raise RuntimeError(f"spmd: {text}\n{_WAYS_OUT}") from error
+        raise
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch._C._functorch import (
     is_functorch_wrapped_tensor,
     maybe_current_level,
 )
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -51,6 +52,15 @@ def in_forward_mode_alone() -> bool:
     keys = [level.key() for level in get_interpreter_stack() or ()]
     forward = bool(keys) and all(key == TransformType.Jvp for key in keys)
     return forward and not being_traced()
+
+
+def autograd_by_hand() -> AbstractContextManager[None]:
+    """A context in which ``requires_grad_()`` works inside of a derivative of ``torch.func``, as outside of one.
+
+    torch refuses it there, since the flag is lost outside; its own derivatives turn the refusal off with this switch.
+    If torch renames it, the import fails.
+    """
+    return enable_inplace_requires_grad(True)
 
 
 def with_outer_tangents() -> AbstractContextManager[object]:

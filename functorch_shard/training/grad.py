@@ -20,7 +20,7 @@ from ..torch_internals.autograd import gradients_or_none
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
-from ..torch_internals.transforms import in_forward_mode_alone, in_transform, without_batches
+from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_alone, in_transform, without_batches
 from .argnums import Argnums, as_asked, check_scalar, positions
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
@@ -170,7 +170,7 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
         return value, tensors
 
     # in inference mode, torch.func of 2.11 gives silent zeros
-    with checkpoints_explained("grad"), sparse_explained("grad"), torch.inference_mode(False):
+    with checkpoints_explained("grad"), sparse_explained("grad"), torch.inference_mode(False), autograd_by_hand():
         differentiate = (
             grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
         )

@@ -61,9 +61,9 @@ def test_a_write_that_would_be_forgotten_is_refused(mesh: fs.Mesh, write: Callab
 
     for step in (mesh.spmd(fs.grad(run)), mesh.spmd(run)):
         said = refused(step, params, x)
-        assert said.startswith("RuntimeError: spmd: ")
         named = "buffer 'a' (a.weight, a.bias): written to inside of the function" in said
-        assert named or "torch says: " in said  # which finds some by itself, where it differentiates or batches
+        by_torch = "is a view and its base or another view of its base has been modified", "accessing `data` under vmap"
+        assert named or any(words in said for words in by_torch)
     assert all(torch.equal(*pair) for pair in zip(params.values(), before, strict=True))
 
 

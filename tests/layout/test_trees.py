@@ -51,12 +51,6 @@ def test_a_parameter_is_not_a_key_of_shards_and_the_error_says_how_to_get_it() -
     assert tree.get("no such") is None
 
 
-def test_names_of_jax_and_fsdp_say_what_they_are_here() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'value_and_grad'; it is fs\.grad_and_value"):
-        fs.value_and_grad  # noqa: B018
-    assert not hasattr(fs, "unshard")
-
-
 TREES: dict[str, Callable[[], Any]] = {"Sharded": sharded, "Full": full}
 both = pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 

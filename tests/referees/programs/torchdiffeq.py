@@ -93,9 +93,9 @@ def of(name: str, solver: str, method: str, kind: Any = Task, **options: Any) ->
 
 
 UNITS = "All ranks must use the same units in the same order"
-WRITTEN = {"batched": "what differs between ranks was written into a tensor that they share"}
+WRITTEN = {"batched": "exists a Tensor"}
 OWN = {
-    "batched": "an autograd.Function without setup_context or vmap",
+    "batched": "setup_context",
     "refused": "grad: an autograd.Function differentiates a module's own parameter",
 }
 REFEREES = [

@@ -179,7 +179,7 @@ def from_meta(where: Where) -> dict[str, Any]:
     return {"parameters": fs.gather(params, lazy=False)}
 
 
-MASKED = "a tensor was asked for its value"
+MASKED = "data-dependent control flow"
 CHECKPOINTED = "gradient_checkpointing_disable()"
 SINGLE = 1e-6  # models that compute norms in float32, whatever they are given: their rounding is amplified
 LLAMA_LIKE = ("Llama", "Llama, tied", "Qwen3")
@@ -206,8 +206,8 @@ REFEREES = [
     referee("Llama", mask_of_every_pair, "a mask of 4 dims"),
     referee("Llama", **CHECKPOINTING),
     referee("GPT-2", **CHECKPOINTING),
-    referee("BERT", padded_text, **CHECKPOINTING),
-    referee("T5", padded_text, **CHECKPOINTING),
+    referee("BERT", padded_text, **CHECKPOINTING | {"batched": MASKED}),
+    referee("T5", padded_text, **CHECKPOINTING | {"batched": MASKED}),
     referee("ViT", pixels, **CHECKPOINTING),
     referee("Whisper", sound, **CHECKPOINTING),
     Referee(
