@@ -31,7 +31,6 @@ from .sharding.stream import stream
 from .storage.offloading import offload
 from .training.apply import apply
 from .training.bind import bind
-from .training.call import call
 from .training.estimate import Estimate, estimate
 from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
@@ -65,7 +64,6 @@ __all__ = [
     "all_finite",
     "apply",
     "bind",
-    "call",
     "checkpoint",
     "clip_by_global_norm",
     "codecs",

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import optree
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..containers import opened
 from ..errors import table
 from ..mesh.mesh import Mesh
-from ..torch_internals.checkpointing import swaps_of_functional_call
 from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
-from ..torch_internals.recomputation import plain_tensors_watched
-from ..torch_internals.rnn import own_weights_again
 from .layout import Layout
 
 Node = TypeVar("Node", "Sharded", "Full")
@@ -72,34 +67,14 @@ class Full(dict[str, Any]):
     the layout; ``torch.save`` writes a plain state dict, which ``torch.load`` reads with its defaults.
     """
 
-    __slots__ = ("_calls", "layout")
+    __slots__ = ("layout",)
 
     def __init__(self, tensors: Mapping[str, Any] | Iterable[tuple[str, Any]], layout: Layout) -> None:
         super().__init__(tensors)
         self.layout = layout
 
     def copy(self) -> Full:
-        if not torch.compiler.is_compiling():
-            self._begin(swaps_of_functional_call())
         return Full(self, self.layout)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        super().update(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            own_weights_again(self)
-            self._end(swaps_of_functional_call())
-
-    def _begin(self, module: nn.Module | None) -> None:
-        """Watch the plain tensors of a ``functional_call``, which copies the mapping before it swaps parameters."""
-        if module is not None and any(type(self.get(name)) is Tensor for name in self.layout.slots):
-            watch = ExitStack()
-            watch.enter_context(plain_tensors_watched(module))
-            self._calls = [*getattr(self, "_calls", ()), watch]
-
-    def _end(self, module: nn.Module | None) -> None:
-        """Stop watching at the end of the ``functional_call``, which updates the mapping."""
-        if module is not None and getattr(self, "_calls", None):
-            self._calls.pop().close()
 
     def __or__(self, other: Mapping[str, Any]) -> Full:
         """Return a ``Full`` with other values for some names, for example ``shard(full | edited, layout)``."""

@@ -17,7 +17,6 @@ from ..communication.simulated import StackedBackend, as_ranks
 from ..communication.writes import Gathered
 from ..containers import KNOWN, opened, place, refuse_opaque
 from ..errors import reject
-from ..torch_internals.recomputation import checkpoints_explained
 from ..torch_internals.transforms import without_batches
 from .rank_dims import Dim, broadcast, mapped_call
 
@@ -46,7 +45,7 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        with _writes_refused(axes[0]), _ways_out(), checkpoints_explained("spmd"):
+        with _writes_refused(axes[0]), _ways_out():
             stacked = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)(
                 *[leaves[i] for i in mapped]
             )

@@ -75,8 +75,7 @@ def gather(
         ValueError: parts of different layouts, or shards that do not fit theirs: missing, extra, of other shapes or
             dtypes; all of them at once.
         RuntimeError: the memory of a lazy parameter is accessed or written to (:func:`materialize` helps), or a lazy
-            parameter is used after its shards were written to, or by a model that checkpoints itself under
-            ``functional_call``: see ``call``.
+            parameter is used after its shards were written to.
             On every rank, over gloo: ranks used different units where they may not.
         KeyError: the layout has DTensors, and its mesh is not a slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.

@@ -6,7 +6,7 @@ Nothing wraps the model; the order of use drives everything. Views stay lazy, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.pytree import tree_map_only
-from ..torch_internals.recomputation import refuse_swapped
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
     arguments_of,
@@ -87,14 +86,10 @@ class Lazy(Tensor):
 
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that must not be written to, or in a copy of that."""
-        refuse_swapped(self._is_in)
         flat = self._session.data(self._buffers, self._index)
         flat = flat.clone() if own else flat
         shape, strides, offset = self._place
         return flat.as_strided(shape, strides, flat.storage_offset() + offset)
-
-    def _is_in(self, values: Iterable[Any]) -> bool:
-        return any(isinstance(x, Lazy) and x._buffers is self._buffers for x in values)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
         shape, strides, offset = self._place

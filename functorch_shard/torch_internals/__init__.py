@@ -1,11 +1,9 @@
 """Private APIs of torch, each in one place, with the reason.
 
 ``transforms``: which ``torch.func`` transforms are active; ``lowering``: what is differentiated at any of them.
-``autograd``: the graph and the running backward pass. ``checkpointing``: regions of ``torch.utils.checkpoint``.
-``modules``: where modules keep tensors, modules and hooks.
-``parameter_swap`` and ``recomputation``: other tensors in place of a module's own, in forward and in recomputation.
+``autograd``: the graph and the running backward pass. ``modules``: where modules keep tensors, modules and hooks.
 ``rank_threads``: what ranks in threads inherit and share; ``process_settings``: the cache of parametrizations.
-``tracing``, ``compilers`` and ``operators``: programs as graphs. ``rnn``, ``frames``, ``tensors``, ``pytree``,
+``tracing``, ``compilers`` and ``operators``: programs as graphs. ``frames``, ``tensors``, ``pytree``,
 ``process_groups``, ``functional_collectives``, ``dcp``: private attributes of those.
 ``tests/torch_internals`` fails when torch changes one of them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from inspect import Signature, signature
 from typing import Any, TypeVar
@@ -93,6 +94,13 @@ def leaves_behind(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The leaves that ``outputs`` depend on in the graph of this level, by id."""
     found = [node.variable for node in nodes(*(x.grad_fn for x in outputs)) if hasattr(node, "variable")]
     return {id(x): x for x in (*found, *(x for x in outputs if x.requires_grad and x.grad_fn is None))}
+
+
+def was_compiled(value: Tensor) -> bool:
+    """Return whether a function that ``torch.compile`` made is part of the graph of ``value``."""
+    if "torch._functorch.aot_autograd" not in sys.modules:  # nothing has been compiled
+        return False
+    return any(node.name() == "CompiledFunctionBackward" for node in nodes(value.grad_fn))
 
 
 def nodes_behind(node: Any) -> list[Any]:

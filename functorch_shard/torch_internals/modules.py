@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,15 +63,18 @@ def attributes_of(module: nn.Module, copies: Mapping[int, Any]) -> tuple[dict[st
     return new, left
 
 
-def renew(modules: Mapping[int, nn.Module]) -> None:
-    """Drop what torch keeps of the originals of ``modules``, or of others that had their ids: compiled calls, weights.
+def detach_copy(copy: nn.Module, module: nn.Module) -> None:
+    """Detach ``copy`` from what torch keeps of ``module``: a compiled call, and weights of ``parametrize.cached``.
 
-    ``modules``: new ones, by the id of the original.
+    Torch knows cached weights by the id of ``module``, which properties of its class close over.
     """
-    for module in modules.values():
-        if "_compiled_call_impl" in module.__dict__:  # of Module.compile()
-            module.__dict__["_compiled_call_impl"] = None
-    if parametrize._cache_enabled:
-        ids = {id(module) for module in modules.values()}
-        for key in [key for key in parametrize._cache if key[0] in ids]:
-            del parametrize._cache[key]
+    if "_compiled_call_impl" in copy.__dict__:  # of Module.compile()
+        copy.__dict__["_compiled_call_impl"] = None
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
+        cls: Any = type(module)
+        computed = {name: _computed(name, getattr(cls, name)) for name in cast("Any", module.parametrizations)}
+        object.__setattr__(copy, "__class__", type(cls.__name__, (cls,), computed))
+
+
+def _computed(name: str, cached: property) -> property:
+    return property(lambda self: self.parametrizations[name](), cached.fset)

@@ -12,9 +12,8 @@ from ..errors import name_problems, reject
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.parameter_swap import Swap
-from ..torch_internals.recomputation import checkpoints_explained
 from ..torch_internals.transforms import marks_every_batch, without_batches
+from .bind import bind
 
 
 def apply(
@@ -24,8 +23,8 @@ def apply(
 
     ``functional_call`` for models whose forward updates buffers, such as BatchNorm. Updates, in place or by assignment,
     are returned: neither ``buffers`` nor the model are written to. ``model.train()`` and ``model.eval()`` have their
-    usual meaning. A model that checkpoints itself is recomputed with the parameters and buffers of its forward, as by
-    :func:`call`; each batch updates the buffers once.
+    usual meaning. A model that checkpoints itself is recomputed with these parameters, as by :func:`bind`; each batch
+    updates the buffers once.
 
     Args:
         model: called as ``model(*args, **kwargs)``; its own values are not used, so it may be on the meta device.
@@ -45,11 +44,9 @@ def apply(
         ValueError: parameters or buffers are missing, or the model does not have them; all of them are listed. Or the
             model added or removed a buffer while it ran. Or, on simulated ranks, ``num_batches_tracked`` of a BatchNorm
             with ``momentum=None``, whose average depends on it, differs between ranks.
-        RuntimeError, NotImplementedError: as :func:`call`.
 
     Cost:
-        A copy of the buffers, and another of those that checkpointed parts read. For a ``Sharded``, the collectives of
-        :func:`gather`.
+        Those of :func:`bind`, and two copies of the buffers.
 
     Example:
         >>> mesh, model = fs.simulated_mesh(2), nn.BatchNorm1d(1, affine=False, momentum=0.5)
@@ -61,12 +58,11 @@ def apply(
     """
     params = gather(params) if isinstance(params, Sharded) else params
     _check(model, params, buffers)
-    given = {**params, **{name: _copy(model, name, x) for name, x in buffers.items()}}
-    with checkpoints_explained("apply"), Swap("apply", model, given, keep=False).running():
-        output = model(*args, **kwargs)
-        after = dict(model.named_buffers(remove_duplicate=False))
+    bound = bind(model, params, {name: _copy(model, name, x) for name, x in buffers.items()})
+    output = bound(*args, **kwargs)
+    after = dict(bound.named_buffers(remove_duplicate=False))
     _check_after(model, after)
-    return output, {name: after[name] for name in buffers}
+    return output, {name: after[name].clone() for name in buffers}  # recomputation in backward writes to the bound ones
 
 
 def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:

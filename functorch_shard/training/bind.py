@@ -13,14 +13,16 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..eager import eager
 from ..errors import hint, reject
 from ..layout.trees import Full, Sharded
 from ..sharding.gather import gather
-from ..torch_internals.modules import ModuleTree, attributes_of, renew
+from ..torch_internals.modules import ModuleTree, attributes_of, detach_copy
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@eager
 def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> Model:
     """Return a copy of ``model`` whose parameters are ``params``; ``model`` is never written to.
 
@@ -68,7 +70,8 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
     full = gather(params) if isinstance(params, Sharded) else params
     tree = ModuleTree(model)
     if isinstance(full, Full):  # the names that were tied where it was planned: torch's to("meta") unties them
-        full = {**full, **{alias: full[name] for alias, name in full.layout.aliases if alias in tree.parameters}}
+        tied = [(alias, name) for alias, name in full.layout.aliases if alias in tree.parameters and name in full]
+        full = {**{alias: full[name] for alias, name in tied}, **full}
     modules = {key: object.__new__(type(m)) for key, m in tree.modules.items()}
     copies: dict[int, Any] = {id(x): x.clone() for x in tree.buffers.values()}  # by the id of the original
     copies |= {**_by_identity(tree, {**full, **(buffers or {})}), **modules}
@@ -81,7 +84,7 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
         object.__setattr__(modules[key], "__dict__", attributes)
         for name in type(m).__dict__.get("__slots__", ()):
             object.__setattr__(modules[key], name, _rebound(getattr(m, name), copies))
-    renew(modules)
+        detach_copy(modules[key], m)
     return copies.get(id(model), model)
 
 

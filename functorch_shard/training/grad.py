@@ -19,12 +19,11 @@ from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import gradients_or_none
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
-from ..torch_internals.recomputation import checkpoints_explained, only_what_forward_used
 from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_alone, in_transform, without_batches
 from .argnums import Argnums, as_asked, check_scalar, positions
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
-from .usage import is_zero, refuse_unused, unused_arguments
+from .usage import is_zero, own_parameters_refused, refuse_unused, unused_arguments
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -96,9 +95,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result does not depend on any
             leaf of a ``Sharded`` or ``Full`` argument, for example because ``functional_call`` was forgotten. Or the
             gradient of a gathered parameter is sparse.
-        RuntimeError: ``torch.utils.checkpoint`` recomputes with other parameters than forward used (use :func:`call`),
-            or runs with ``use_reentrant=True``.
-        NotImplementedError: ``torch.utils.checkpoint`` on simulated ranks or inside a transform of ``torch.func``.
+        RuntimeError: backward uses a module's own parameters in place of the gathered ones: use :func:`bind`.
 
     Cost:
         The collectives of ``fn`` and their transposes; on real ranks also those of units that were gathered and not
@@ -170,7 +167,7 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
         return value, tensors
 
     # in inference mode, torch.func of 2.11 gives silent zeros
-    with checkpoints_explained("grad"), sparse_explained("grad"), torch.inference_mode(False), autograd_by_hand():
+    with sparse_explained("grad"), torch.inference_mode(False), autograd_by_hand():
         differentiate = (
             grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
         )
@@ -191,7 +188,7 @@ def _without_graph(
         overlap_means(value, anchors, inputs, places)
         outputs = [x for x in (value, *anchors) if x.requires_grad]
         if inputs and outputs:
-            with checkpoints_explained("grad"), sparse_explained("grad"), only_what_forward_used(value):
+            with sparse_explained("grad"), own_parameters_refused(value):
                 grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], inputs)
         else:
             grads = [None] * len(inputs)

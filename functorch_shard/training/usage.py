@@ -1,17 +1,21 @@
-"""Check that a loss depends on the parameters that it is differentiated with respect to; used by ``grad``."""
+"""Check that a loss, and its backward, use the parameters that it is differentiated with respect to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import Any
+from weakref import ref
 
 import optree
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
 from ..layout.rank_trees import is_node
-from ..torch_internals.autograd import nodes
+from ..torch_internals.autograd import leaves_behind, nodes, was_compiled
 from .differentiated_leaves import Differentiated
 
 _ADVICE = (
@@ -65,3 +69,53 @@ def _parameters_in(arg: Any) -> str:
     """The class of the first ``Sharded`` or ``Full`` in ``arg``, or an empty string."""
     leaves = optree.tree_leaves(arg, is_leaf=is_node, none_is_leaf=True)
     return next((type(leaf).__name__ for leaf in leaves if is_node(leaf)), "")
+
+
+def own_parameters_refused(value: Tensor) -> AbstractContextManager[object]:
+    """Return a context for the backward of ``value`` that refuses a module's own parameters that forward did not use.
+
+    ``functional_call`` puts them back when forward returns. What backward runs again (``torch.utils.checkpoint`` in a
+    model, adjoint solvers, hooks) finds them, and the gradient would be that at other values, or zero.
+    Not where forward was compiled: under a mode ``torch.compile`` compiles another graph, and saves other tensors.
+    """
+    return nullcontext() if was_compiled(value) else _OwnRefused(value)
+
+
+class _OwnRefused(TorchFunctionMode):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self._value = ref(value)  # asynchronous collectives keep the modes they were started under
+        self._used: dict[int, Tensor] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and _requires_grad(result):
+            for x in _flat((*args, *(kwargs or {}).values())):
+                if isinstance(x, nn.Parameter) and x.requires_grad and not self._was_used(x):
+                    raise RuntimeError(_own_in_backward(x))
+        return result
+
+    def _was_used(self, parameter: nn.Parameter) -> bool:
+        if self._used is None:
+            value = self._value()
+            assert value is not None, "whoever differentiates it holds it"
+            self._used = leaves_behind([value])
+        return id(parameter) in self._used
+
+
+def _own_in_backward(x: nn.Parameter) -> str:
+    return (
+        f"grad: backward differentiates a module's own parameter of shape {tuple(x.shape)}, {x.dtype}, which forward "
+        "did not use. functional_call puts the module's own parameters back when it returns, so what backward runs "
+        "again (torch.utils.checkpoint in a model, torchdiffeq's odeint_adjoint, reversible layers) finds these. Write "
+        "functorch_shard.bind(model, params)(...) in place of functional_call(model, gather(params), (...)): it keeps "
+        "its parameters. model.to('meta') after shard frees the model's own, and makes any use of them an error."
+    )
+
+
+def _requires_grad(result: Any) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in _flat(result))
+
+
+def _flat(x: Any) -> list[Any]:
+    return [z for y in x for z in _flat(y)] if isinstance(x, (list, tuple)) else [x]

@@ -120,7 +120,7 @@ def gathered_loss(model: nn.Module, lazy: bool | None = None) -> Callable[[fs.Sh
 
 
 def bound_loss(model: nn.Module) -> Callable[[fs.Sharded, Tensor], Tensor]:
-    return lambda params, tokens: F.cross_entropy(fs.call(model, params, tokens).flatten(0, 1), tokens.flatten())
+    return lambda params, tokens: F.cross_entropy(fs.bind(model, params)(tokens).flatten(0, 1), tokens.flatten())
 
 
 def accumulated(mesh: fs.Mesh) -> Any:

@@ -45,7 +45,7 @@ class Task:
     def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
         """The loss of one rank."""
         if self.checkpointing:
-            return self.loss(fs.call(model, params, **batch))
+            return self.loss(fs.bind(model, params)(**batch))
         return self.loss(functional_call(model, fs.gather(params), (), dict(batch)))
 
 

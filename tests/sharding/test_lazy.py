@@ -472,9 +472,7 @@ class Recurrent(nn.Module):
 def call_recurrent(model: Recurrent, params: fs.Sharded, lazy: bool, seen: list[Any]) -> Tensor:
     full, x = fs.gather(params, lazy=lazy), torch.arange(12.0).view(2, 2, 3)
     seen += [weakref.ref(y._session) for y in full.values() if isinstance(y, Lazy)]
-    return (
-        functional_call(model, full, (x,)) + functional_call(model, full | {}, (2 * x,)) + fs.call(model, full, 3 * x)
-    )
+    return fs.bind(model, full)(x) + fs.bind(model, full | {})(2 * x) + fs.bind(model, full)(3 * x)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -126,6 +126,10 @@ def by_functional_call(model: nn.Module, params: fs.Sharded, x: Tensor, lazy: bo
     return functional_call(model, fs.gather(params, lazy=lazy), (x,))
 
 
+def bound(model: nn.Module, params: Any, x: Tensor) -> Tensor:
+    return fs.bind(model, params)(x)
+
+
 def train(mesh: fs.Mesh, model: nn.Module, run: Run, steps: int = 10, rate: float = 0.3) -> Any:
     """SGD: losses, parameters, the model's buffers, and the collectives of each step."""
     layout = fs.plan(model, mesh)

@@ -58,7 +58,8 @@ def gathered_outside(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
 
 def called(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
     """A module that runs parts of itself again."""
-    return ((fs.call(Wrapped(wrap, model()), {f"inner.{n}": w for n, w in fs.gather(p).items()}, x) - y) ** 2).mean()
+    full = {f"inner.{n}": w for n, w in fs.gather(p).items()}
+    return ((fs.bind(Wrapped(wrap, model()), full)(x) - y) ** 2).mean()
 
 
 class Wrapped(torch.nn.Module):

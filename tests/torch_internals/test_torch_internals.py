@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function, functional
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
-from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
+from torch.utils.checkpoint import checkpoint
 
 from functorch_shard.torch_internals.autograd import (
     backward_comes_to,
@@ -22,19 +22,7 @@ from functorch_shard.torch_internals.autograd import (
     differentiates_twice,
     gradients_or_none,
 )
-from functorch_shard.torch_internals.checkpointing import (
-    checkpointed_regions,
-    given_to_checkpoint,
-    may_be_in_checkpoint,
-    recomputed_region,
-    reentrant_checkpoint,
-    refused_checkpoint,
-    refused_reentrant,
-    swapped_around_checkpoint,
-    swaps_of_functional_call,
-)
 from functorch_shard.torch_internals.pytree import torch_node
-from functorch_shard.torch_internals.rnn import own_weights_again
 from functorch_shard.torch_internals.tensors import hooks_of
 from functorch_shard.torch_internals.transforms import (
     current_level,
@@ -324,26 +312,6 @@ def test_hooks_on_a_tensor_are_seen_while_they_are_there() -> None:
     assert hooks_of(x) == []
 
 
-class Updated(dict[str, Any]):
-    """What ``functional_call`` takes, and brings up to date at its end."""
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        super().update(*args, **kwargs)
-        own_weights_again(self)
-
-
-def test_an_rnn_has_its_own_weights_again_when_functional_call_is_done() -> None:
-    model = nn.Sequential(nn.LSTM(2, 3))
-    rnn: Any = model[0]
-    own, x = list(rnn._flat_weights), torch.ones(1, 1, 2)
-    others = {name: x.detach().clone() for name, x in model.named_parameters()}
-    functional_call(model, others, (x,))
-    assert all(kept is given for kept, given in zip(rnn._flat_weights, others.values(), strict=True))  # torch's way
-    functional_call(model, Updated(others), (x,))
-    assert all(kept is mine for kept, mine in zip(rnn._flat_weights, own, strict=True))
-    Updated(others).update(others)  # not the module's own
-
-
 @pytest.mark.parametrize("name", ["jvp", "hvp", "vhp", "hessian"])
 def test_functions_that_differentiate_their_own_gradient_are_known_while_they_do(name: str) -> None:
     class Asks(Function):
@@ -374,55 +342,6 @@ def test_functions_that_differentiate_their_own_gradient_are_known_while_they_do
     assert set(seen) == {None}
 
 
-class Asked(dict[str, Any]):
-    """What ``functional_call`` takes, which asks whose it is."""
-
-    def __init__(self, tensors: Any, seen: list[Any]) -> None:
-        super().__init__(tensors)
-        self.seen = seen
-
-    def copy(self) -> Any:
-        self.seen.append(swaps_of_functional_call())
-        return super().copy()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self.seen.append(swaps_of_functional_call())
-
-
-def test_a_mapping_knows_the_module_that_functional_call_swaps_it_into_before_and_after() -> None:
-    model, x, seen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2), []
-    model[1].weight = model[0].weight
-    whole = Asked(dict(model.named_parameters()), seen)
-    functional_call(model, whole, (x,), strict=True)
-    functional_call(model, Asked({"0.bias": torch.ones(2)}, seen), (x,))
-    assert seen == [model] * 4
-    for names, reason in ((["0.bias"], "Missing"), ([*whole, "else"], "Unexpected")):
-        with pytest.raises(RuntimeError, match=reason):
-            functional_call(model, Asked(dict.fromkeys(names, torch.ones(2)), seen), (x,), strict=True)
-    with pytest.raises(AttributeError, match="no attribute"):
-        functional_call(model, Asked({"else.bias": x}, seen), (x,))
-    whole.copy()
-    whole.update()
-    assert seen[4:] == [None, None, model, model, None, None]
-
-
-def test_outside_of_checkpoints_a_fast_test_is_false() -> None:
-    seen: list[bool] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(may_be_in_checkpoint())
-        return x.sin()
-
-    for reentrant in (False, True):
-        look(checkpoint(look, torch.ones(1, requires_grad=True), use_reentrant=reentrant))
-    assert seen == [True, False] * 2
-
-
-def test_an_error_of_functional_call_comes_through() -> None:
-    with pytest.raises(AttributeError, match="rnn"):
-        functional_call(nn.Linear(2, 2), Updated({"rnn.weight_ih_l0": torch.ones(1)}), (torch.ones(2),))
-
-
 def test_backward_tells_to_which_nodes_it_comes_also_when_inputs_are_given() -> None:
     """Also of nodes that are written in Python, which can be held weakly."""
     seen: list[list[bool]] = []
@@ -436,111 +355,6 @@ def test_backward_tells_to_which_nodes_it_comes_also_when_inputs_are_given() -> 
     assert seen == [[True, False]] * 2
     del unused
     assert [node() is None for node in nodes] == [False, True]
-
-
-@pytest.mark.parametrize("debug", [False, True])
-def test_regions_of_a_checkpoint_are_known_by_what_backward_will_call_for_them(debug: bool) -> None:
-    inside: list[list[Any]] = []
-    again: list[Any] = []
-
-    def inner(x: Tensor) -> Tensor:
-        inside.append(checkpointed_regions())
-        again.append(recomputed_region())
-        return x.sin().exp()
-
-    def outer(x: Tensor) -> Tensor:
-        return checkpoint(inner, x.cos(), use_reentrant=False).tanh()
-
-    x = torch.ones(2).requires_grad_()
-    with set_checkpoint_debug_enabled(debug), torch.autograd.graph.save_on_cpu():
-        assert (checkpointed_regions(), recomputed_region()) == ([], None)
-        y = checkpoint(outer, x, use_reentrant=False).sum()
-        assert (checkpointed_regions(), recomputed_region()) == ([], None)
-    first, second = inside[0]
-    called: list[str] = []
-    for name, region in (("outer", first), ("inner", second)):
-        region.recompute_fn = lambda *args, name=name, fn=region.recompute_fn: (called.append(name), fn(*args))[1]
-    assert again == [None]
-    expected = x.cos().sin().exp().tanh().sum()
-    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(expected, x)[0])
-    assert called[0] == "outer"
-    assert again[1] is first
-    assert (checkpointed_regions(), recomputed_region()) == ([], None)
-
-
-def test_a_reentrant_checkpoint_is_found_while_it_runs_forward_and_not_after() -> None:
-    seen: list[bool] = []
-
-    def look_for_it(x: Tensor) -> Tensor:
-        seen.append(reentrant_checkpoint() is not None)
-        return x.sin()
-
-    x = torch.ones(2).requires_grad_()
-    y = checkpoint(look_for_it, x, use_reentrant=True)
-    look_for_it(x)
-    with torch.no_grad():
-        look_for_it(x)
-        checkpoint(look_for_it, x, use_reentrant=False)
-    y.sum().backward()
-    assert seen == [True, False, False, False, False]
-
-
-def test_the_stack_tells_what_functional_call_has_swapped_around_a_checkpoint_and_what_that_was_given() -> None:
-    seen: list[Any] = []
-
-    class Inner(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append((list(swapped_around_checkpoint()), given_to_checkpoint()))
-            return super().forward(x)
-
-    for reentrant in (False, True):
-        seen.clear()
-        model, x = Inner(2, 2), torch.ones(1, 2).requires_grad_()
-        given = {name: 2 * p.detach() for name, p in model.named_parameters()}
-        functional_call(model, given, (x,))
-
-        class Outer(nn.Module):
-            def __init__(self, model: nn.Module, reentrant: bool) -> None:
-                super().__init__()
-                self.inner, self.reentrant = model, reentrant
-
-            def forward(self, x: Tensor) -> Tensor:
-                return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-        outer = {f"inner.{name}": value for name, value in given.items()}
-        functional_call(Outer(model, reentrant), outer, (x,))
-        checkpoint(lambda x, model=model, given=given: functional_call(model, given, (x,)), x, use_reentrant=reentrant)
-        (nothing, _), (around, (function, args, kwargs)), (inside, _) = seen
-        assert nothing == inside == []
-        assert [swapped.keys() for swapped in around] == [outer.keys()]
-        assert all(around[0][name] is value for name, value in outer.items())
-        assert function is model
-        assert args[0] is x
-        assert kwargs == {}
-
-
-def test_torchs_refusals_of_a_checkpoint_are_distinguished_from_other_errors() -> None:
-    x = torch.ones(2)
-
-    def fail(x: Tensor) -> Tensor:
-        raise RuntimeError("on purpose, use_reentrant=True")
-
-    def reported(fn: Any, *args: Any) -> tuple[bool, bool]:
-        try:
-            fn(*args)
-        except RuntimeError as error:  # kept no longer: before 2.13 the hooks of a checkpoint that failed stay as long
-            return refused_checkpoint(error), refused_reentrant(error)
-        raise AssertionError("nothing was raised")
-
-    for reentrant in (False, True):
-
-        def run(fn: Any, x: Tensor, reentrant: Any = reentrant) -> Any:
-            return checkpoint(fn, x, use_reentrant=reentrant)
-
-        assert reported(grad(lambda x, run=run: run(torch.sin, x).sum()), x) == (True, False)
-        assert reported(run, fail, x.clone().requires_grad_()) == (False, False)
-    leaf = x.clone().requires_grad_()
-    assert reported(torch.autograd.grad, checkpoint(torch.sin, leaf, use_reentrant=True).sum(), leaf) == (False, True)
 
 
 def test_gradients_are_those_of_autograd_and_modes_see_what_is_computed_for_them() -> None:

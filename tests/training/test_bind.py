@@ -175,15 +175,12 @@ def test_buffers_that_forward_writes_to_are_the_copys() -> None:
 
 def test_parametrized_weights_are_computed_from_the_given_ones_also_where_torch_caches_them() -> None:
     model, x = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.LSTM(3, 2)), torch.randn(2, 3)
-    results = []
+    given = [{name: scale * p.detach() for name, p in model.named_parameters()} for scale in (1, 2)]
+    expected = [functional_call(model, tensors, (x,))[0] for tensors in given]
     with parametrize.cached():
-        for scale in (1, 2, 3):
-            given = {name: scale * p.detach() for name, p in model.named_parameters()}
-            results.append((fs.bind(model, given)(x)[0], functional_call(model, given, (x,))[0]))
-            parametrize._cache.clear()  # functional_call's
-            assert torch.equal(*results[-1])
-            fs.bind(model, given)[0](x)  # cached, then freed
-    assert not torch.equal(results[0][0], results[1][0])
+        assert not torch.equal(model(x)[0], expected[1])
+        for tensors, y in zip(given, expected, strict=True):
+            assert torch.equal(fs.bind(model, tensors)(x)[0], y)
 
 
 class Scripted(nn.Module):

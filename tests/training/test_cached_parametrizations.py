@@ -40,7 +40,7 @@ class Twice(nn.Module):
 Loss = Callable[[fs.Sharded, Tensor], Tensor]
 PARTS: dict[str, Callable[[nn.Module], Loss]] = {
     "functional_call": lambda model: lambda params, x: functional_call(model, fs.gather(params), (x,)),
-    "call": lambda model: lambda params, x: fs.call(model, params, x),
+    "bind": lambda model: lambda params, x: fs.bind(model, params)(x),
     "remat of a function": lambda model: fs.remat(lambda params, x: functional_call(model, fs.gather(params), (x,))),
 }
 
@@ -80,7 +80,7 @@ def test_a_teacher_and_a_student_in_one_context_are_called_with_their_own_parame
     teacher = fs.Sharded({key: 2 * x for key, x in student.items()}, student.layout)
 
     def outputs(student: fs.Sharded, teacher: fs.Sharded, x: Tensor) -> tuple[Tensor, Tensor]:
-        return fs.call(model, student, x), fs.call(model, teacher, x)
+        return fs.bind(model, student)(x), fs.bind(model, teacher)(x)
 
     expected = mesh.spmd(outputs)(student, teacher, batch(mesh))
     with parametrize.cached():

@@ -1,4 +1,4 @@
-"""An ``autograd.Function`` that calls a module again in its backward finds the module's own parameters: refused."""
+"""An ``autograd.Function`` that calls a module in its backward: right with bind, refused under functional_call."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def data() -> Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-CALLS: list[Callable[..., Tensor]] = [by_functional_call, by_plain_tensors, fs.call]
+CALLS: list[Callable[..., Tensor]] = [by_functional_call, by_plain_tensors]
 on_ranks = pytest.mark.parametrize("ranks", [*sequential(2), *gloo(2)], ids=str)
 
 
@@ -73,33 +73,33 @@ def test_the_modules_own_parameters_in_backward_are_refused_by_name(ranks: Ranks
     torch.manual_seed(0)
     for texts in ranks.run(refusals):
         for text in texts:
-            assert "RuntimeError: grad: an autograd.Function differentiates a module's own parameter of shape" in text
-            assert "functorch_shard.scatter_grads" in text
+            assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
+            assert "functorch_shard.bind(model, params)(...)" in text
 
 
-def by_scatter_grads(mesh: fs.Mesh) -> dict[str, Tensor]:
-    """What the error says: whole parameters in the module, and the gradients of its parameters."""
+def by_bind(mesh: fs.Mesh) -> list[Any]:
+    """Under fs.grad, and with real ranks under backward() too."""
     torch.manual_seed(0)
     model = Solved()
-    params = fs.shard(model, fs.plan(model, mesh))
+    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(data())
     model = Solved()  # with other values
-    full = fs.gather(params, lazy=False)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(full[name])
-    model(mesh.split(data())).square().mean().backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return dict(fs.gather(fs.scatter_grads(grads, params.layout), lazy=False))
+    results = [mesh.spmd(fs.grad(lambda p, x: fs.bind(model, p)(x).square().mean()))(params, x)]
+    if not mesh.is_simulated and mesh.rank is not None:
+        leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
+        fs.bind(model, leaves)(x).square().mean().backward()
+        results.append(fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout))
+    return [fs.gather(grads, lazy=False) for grads in results]
 
 
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_gradients_of_whole_parameters_in_the_module_are_scattered(ranks: Ranks) -> None:
+@on_ranks
+def test_with_bind_they_are_the_given_ones(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = Solved()
     model.net(data()).square().mean().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    for grads in ranks.run(by_scatter_grads):
-        assert_trees_close(grads, expected, rtol=1e-10, atol=1e-12)
+    for results in ranks.run(by_bind):
+        for grads in results:
+            assert_trees_close(dict(grads), expected, rtol=1e-10, atol=1e-12)
 
 
 class Scaled(torch.autograd.Function):

@@ -262,7 +262,6 @@ CALLED: dict[str, Callable[[Layers, int, Tensor], Tensor]] = {
 }
 RUN: dict[str, Callable[..., Tensor]] = {
     "functional_call": lambda m, p, b, x: functional_call(m, p, (x,)),
-    "fs.call": lambda m, p, b, x: fs.call(m, p, x),
     "fs.bind": lambda m, p, b, x: fs.bind(m, p, b)(x),
 }
 BY: dict[str, Callable[..., Any]] = {

@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 from ...communication.collective import START, Collective, started_by
 from ...communication.collective import record as mark
 from ...containers import opened, refuse_opaque
-from ...torch_internals.recomputation import checkpoints_explained
 from ...torch_internals.tensors import as_number, version_of
 from ...torch_internals.tracing import (
     ON_VALUES,
@@ -128,8 +127,7 @@ def as_inputs(values: Sequence[Any]) -> list[Tensor]:
 
 def _traced(flat: Callable[..., list[Tensor]], *how: Any) -> GraphModule:
     try:
-        with checkpoints_explained("compile"):
-            return trace(flat, *how)
+        return trace(flat, *how)
     except untraceable() as error:
         raise NotImplementedError(_explained(ON_VALUES, error)) from error
     except RefusedError as error:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.referees.referee import KINDS, Referee, Where
-from tests.referees.training import Batch, Task, parts, trained
+from tests.referees.referee import Referee
+from tests.referees.training import Batch, Task, trained
 
 
 class Velocity(nn.Module):
@@ -63,28 +63,11 @@ class Gathered(Task):
 
 
 @dataclass(frozen=True)
-class Called(Task):
-    """A task that uses ``fs.call``."""
+class Bound(Task):
+    """A task that uses ``fs.bind``."""
 
     def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
-        return self.loss(fs.call(model, params, **batch))
-
-
-def adjoint(where: Where) -> dict[str, Any]:
-    """The gradient by the adjoint equation, which needs whole parameters in the module until backward is done."""
-    task = Task(partial(flow, "odeint_adjoint", "rk4"), points, squares)
-    model = task.made()
-    if isinstance(where, int):
-        torch.stack([squares(model(**part)) for part in parts(points(), where)]).mean().backward()
-        return {"gradients": {name: p.grad for name, p in model.named_parameters()}}
-    params = fs.shard(model, fs.plan(model, where))
-    full = fs.gather(params, lazy=False)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(full[name])
-    squares(model(where.split(points()["x"]))).backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {"gradients": fs.gather(fs.scatter_grads(grads, params.layout), lazy=False)}
+        return self.loss(fs.bind(model, params)(**batch))
 
 
 def of(name: str, solver: str, method: str, kind: Any = Task, **options: Any) -> Referee:
@@ -96,7 +79,7 @@ UNITS = "All ranks must use the same units in the same order"
 WRITTEN = {"batched": "exists a Tensor"}
 OWN = {
     "batched": "setup_context",
-    "refused": "grad: an autograd.Function differentiates a module's own parameter",
+    "refused": "grad: backward differentiates a module's own parameter",
 }
 REFEREES = [
     of("rk4", "odeint", "rk4", **WRITTEN),
@@ -104,6 +87,5 @@ REFEREES = [
     of("dopri5, gather(lazy=False)", "odeint", "dopri5", Gathered, **WRITTEN),
     of("odeint_adjoint by functional_call", "odeint_adjoint", "rk4", **OWN),
     of("odeint_adjoint by functional_call, lazy=False", "odeint_adjoint", "rk4", Gathered, **OWN),
-    of("odeint_adjoint by fs.call", "odeint_adjoint", "rk4", Called, **OWN),
-    Referee("torchdiffeq", "odeint_adjoint, whole parameters in the module", adjoint, kinds=KINDS[2:]),
+    of("odeint_adjoint by fs.bind", "odeint_adjoint", "rk4", Bound, batched=OWN["batched"]),
 ]

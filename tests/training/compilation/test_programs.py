@@ -148,13 +148,13 @@ def buffers(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
 def checkpoints(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
     net = Net(checkpoints=True)
     params, _ = of(mesh, net)
-    return params, fs.grad_and_value(lambda p, x: fs.call(net, p, x).square().mean())
+    return params, fs.grad_and_value(lambda p, x: fs.bind(net, p)(x).square().mean())
 
 
 def random_checkpoints(mesh: fs.Mesh) -> tuple[fs.Sharded, Step]:
     net = Net(dropout=0.5, checkpoints=True)
     params, _ = of(mesh, net)
-    return params, fs.grad_and_value(lambda p, x: fs.call(net, p, x).square().mean())
+    return params, fs.grad_and_value(lambda p, x: fs.bind(net, p)(x).square().mean())
 
 
 def compare(mesh: fs.Mesh, make: Callable[[fs.Mesh], tuple[fs.Sharded, Step]], backend: str, atol: float) -> None:

@@ -1,4 +1,4 @@
-"""call on gloo ranks: a model that checkpoints itself trains as one that does not; functional_call of it is refused."""
+"""bind on gloo ranks: a model that checkpoints itself trains as one that does not; functional_call of it is refused."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from functorch_shard.testing import assert_trees_close
 from tests.support.pool import run_ranks
 from tests.support.recomputing import (
     STYLES,
-    WITH_REENTRY,
     WITHOUT_REENTRY,
+    bound,
     build,
     by_functional_call,
     inputs,
-    own_state,
     train,
 )
 from tests.support.refusals import refused
 
 
-def _called(model: Any, params: fs.Sharded, x: Tensor, lazy: bool | None) -> Tensor:
-    return fs.call(model, fs.gather(params, lazy=lazy), x)
+def _bound(model: Any, params: fs.Sharded, x: Tensor, lazy: bool | None) -> Tensor:
+    return bound(model, fs.gather(params, lazy=lazy), x)
 
 
 # A region of several units runs through all of them forward before it goes back; of one unit it gathers nothing more.
@@ -37,7 +36,7 @@ def train_on_this_rank() -> dict[str, Any]:
     mesh, results = fs.init_mesh(), {}
     for style in STYLES:
         expected = train(mesh, build(style), by_functional_call)
-        others = [train(mesh, build(style, WITHOUT_REENTRY), partial(_called, lazy=lazy)) for lazy in (None, False)]
+        others = [train(mesh, build(style, WITHOUT_REENTRY), partial(_bound, lazy=lazy)) for lazy in (None, False)]
         results[style] = expected, others
     return results
 
@@ -45,41 +44,27 @@ def train_on_this_rank() -> dict[str, Any]:
 @pytest.mark.slow
 def test_ten_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_must() -> None:
     for results in run_ranks(train_on_this_rank, 2):
-        for style, ((losses, params, buffers, kinds), others) in results.items():
+        for style, ((losses, params, _, kinds), others) in results.items():
             assert losses[-1] < losses[0] / 2
             for actual in others:
                 assert actual[0] == losses, style
-                assert_trees_close(actual[1:3], (params, buffers), rtol=0, atol=0)
+                assert_trees_close(actual[1], params, rtol=0, atol=0)
             more = GATHERED_AGAIN.get(style, 0)
             assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 10
             assert others[0][3] == [{"all_gather": 8 + more, "psum_scatter": 5}] * 10, style
 
 
-def refuse_on_this_rank() -> dict[str, list[str]]:
-    return {style: _texts(style) for style in STYLES}
+def refuse_on_this_rank(style: str, lazy: bool | None) -> str:
+    mesh, model = fs.init_mesh(), build(style, WITHOUT_REENTRY)
+    params = fs.shard(model, fs.plan(model, mesh))
+    return refused(fs.grad(lambda p: by_functional_call(model, p, inputs(), lazy).sum()), params)
 
 
-def _texts(style: str) -> list[str]:
-    mesh, texts = fs.init_mesh(), []
-    for how in (WITHOUT_REENTRY, WITH_REENTRY):
-        for lazy in (None, False):
-            model = build(style, how)
-            params, before = fs.shard(model, fs.plan(model, mesh)), own_state(model)[:12]
-            leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-            run = partial(by_functional_call, lazy=lazy)
-            texts.append(refused(fs.grad(lambda p: run(model, p, inputs()).sum()), params))  # noqa: B023
-            if lazy is None:
-                texts.append(refused(lambda: run(model, leaves, inputs()).sum().backward()))  # noqa: B023
-            assert own_state(model)[:12] == before
-    return texts
-
-
-def test_functional_call_of_them_is_refused_on_every_rank() -> None:
-    for results in run_ranks(refuse_on_this_rank, 2):
-        for *named, reentrant in results.values():
-            assert len(named) == 5
-            assert all("functorch_shard.call(model, params, ...)" in text for text in named)
-            assert "use_reentrant=False" in reentrant
+@pytest.mark.parametrize("lazy", [None, False])
+@pytest.mark.parametrize("style", ["layer", "nested"])
+def test_functional_call_of_them_is_refused_on_every_rank(style: str, lazy: bool | None) -> None:
+    for text in run_ranks(refuse_on_this_rank, 2, style, lazy):
+        assert "functorch_shard.bind(model, params)(...)" in text
 
 
 def backward_on_this_rank() -> list[Any]:
@@ -96,14 +81,14 @@ def _called_with_two_sets_of_parameters(style: str) -> Any:
         other = fs.Sharded({key: 0.9 * x + 0.01 for key, x in leaves.items()}, params.layout)
         x = mesh.split(inputs())
         torch.manual_seed(0)
-        loss = (fs.call(model, leaves, x) * fs.call(model, other, x + 1)).sum()
+        loss = (bound(model, leaves, x) * bound(model, other, x + 1)).sum()
         loss.backward(retain_graph=True)
         loss.backward()
         results.append({key: x.grad for key, x in leaves.items()})
     return results
 
 
-def test_each_call_of_one_model_is_recomputed_with_its_own_parameters_by_plain_backward() -> None:
+def test_each_copy_of_one_model_is_recomputed_with_its_own_parameters_by_plain_backward() -> None:
     for results in run_ranks(backward_on_this_rank, 2):
         for expected, actual in results:
             assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
