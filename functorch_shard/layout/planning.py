@@ -157,7 +157,7 @@ def _joined(shard_axis: str | Sequence[str], mesh: Mesh) -> str:
 def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every parameter of ``source`` by name, under all its names."""
     if isinstance(source, nn.Module):
-        return dict(source.named_parameters(remove_duplicate=False))
+        return dict(nn.Module.named_parameters(source, remove_duplicate=False))  # not torchrl's own
     if isinstance(source, Sharded):
         raise TypeError("source: got a Sharded, expected whole parameters: an nn.Module or a mapping name -> tensor")
     if isinstance(source, Mapping) and all(isinstance(name, str) for name in source):

@@ -63,7 +63,7 @@ class _Modules:
 
     Args:
         children: the modules directly in each module.
-        kinds: their classes; of a mapping of tensors, which has no classes, the names of their tensors.
+        kinds: their classes; where only names of tensors say that there is a module, the names inside of it.
         blocks: those that consist of modules.
         ordered: those whose children are a stack by their class.
     """
@@ -83,8 +83,8 @@ class _Modules:
                 children.setdefault(outer, {})[inner] = None
             for prefix in path:
                 inside.setdefault(prefix, []).append(name[len(prefix) :])
-        named = dict(module.named_modules(remove_duplicate=False)) if module else {}
-        kinds: dict[str, Hashable] = {name: type(named[name]) if module else tuple(inside[name]) for name in inside}
+        named = dict(module.named_modules(remove_duplicate=False)) if module is not None else {}
+        kinds: dict[str, Hashable] = {n: type(named[n]) if n in named else tuple(inside[n]) for n in inside}
         ordered = {name for name in inside if isinstance(named.get(name), (nn.ModuleList, nn.Sequential))}
         ordered |= {
             name

@@ -61,6 +61,24 @@ def test_auto_makes_a_unit_of_each_entry_of_a_stack_and_of_each_other_module() -
     }
 
 
+class Renamed(nn.Module):
+    """As torchrl's losses: parameters without modules of their own, and another signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Module()
+        self.net._parameters = {f"layers.{i}.weight": nn.Parameter(torch.ones(2)) for i in range(2)}
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:
+        return super().named_parameters(prefix, recurse)
+
+
+def test_a_model_may_have_its_own_named_parameters_and_no_module_for_a_name() -> None:
+    model = Renamed()
+    assert units_of(model) == {f"net.layers.{i}": [f"net.layers.{i}.weight"] for i in range(2)}
+    assert fs.gather(fs.shard(model, fs.plan(model, MESH))).keys() == {f"net.layers.{i}.weight" for i in range(2)}
+
+
 def linears(num: int) -> list[nn.Module]:
     return [nn.Linear(2, 3) for _ in range(num)]
 
