@@ -43,7 +43,6 @@ class Loading:
     guess: Callable[[str], str]  # a similar name in the checkpoint
     leaves: Sequence[Leaf] = ()  # of the tree that is returned
     parts: dict[tuple[str, Value], list[_Part]] = field(default_factory=dict)
-    numbers: list[tuple[Leaf, str, Mapping[str, Tensor]]] = field(default_factory=list)  # by buffer and name
 
     @staticmethod
     def of(path: Path, like: Any, participants: Mesh, donate: bool) -> Loading:
@@ -70,9 +69,7 @@ class Loading:
                 x = self.reader.tensor(name, value)
                 for target, source in parts:
                     target.copy_(x[source])
-            plain = [dict(self._plain_of_buffers(leaf)) for leaf in self.leaves]
-            self._settle_numbers(plain)
-        return [self._finished(leaf, found) for leaf, found in zip(self.leaves, plain, strict=True)]
+            return [self._finished(leaf) for leaf in self.leaves]
 
     def tree(self, values: Sequence[Any]) -> Any:
         return with_values(self.like, iter(values))
@@ -161,65 +158,53 @@ class Loading:
         return torch.zeros(sizes, dtype=entry.dtype, device=layout.mesh.device)
 
     def _places(self, leaf: Leaf) -> Iterator[str]:
-        """Record the source of each element; yield what has none."""
-        tree = leaf.value if isinstance(leaf.value, Sharded) else None
-        for key, x in tree.items() if tree else ():
-            if isinstance(x, Tensor) and is_number(x, leaf.value.layout):
-                slots = leaf.value.layout.buffers[key].slots
-                self.numbers.append((leaf, key, {slot.name: torch.empty_like(x[(0,) * x.ndim]) for slot in slots}))
-        found = {dotted(leaf.path(name)): x for of, _, xs in self.numbers if of is leaf for name, x in xs.items()}
+        """Record the source of each element of a shard or a tensor; yield what has none."""
+        x = leaf.value
+        if isinstance(x, Sharded):
+            shards = {key: t for key, t in x.items() if isinstance(t, Tensor) and not is_number(t, x.layout)}
+            leaf = leaf._replace(value=Sharded(shards, x.layout))
         for chunk in chunks_of(leaf, self.participants):
-            target = found.get(dotted(chunk.path), chunk.values) if not chunk.shape else chunk.values
-            yield from self._place(chunk, target)
+            yield from self._place(chunk)
 
-    def _place(self, chunk: LocalChunk, target: Tensor) -> Iterator[str]:
+    def _place(self, chunk: LocalChunk) -> Iterator[str]:
         names = [dotted(path) for path in (chunk.path, *chunk.aliases)]
         name = next(name for name in names if name in self.reader.entries)
         missing = chunk.region.numel
         for value in self.reader.entries[name].values:
             if both := chunk.region.overlap(value.region):
-                part = _Part(target[both.inside(chunk.region).index], both.inside(value.region).index)
+                part = _Part(chunk.values[both.inside(chunk.region).index], both.inside(value.region).index)
                 self.parts.setdefault((name, value), []).append(part)
                 missing -= both.numel
         if missing:
             yield f"{name!r}: {missing} elements of {chunk.region} are in no file"
 
-    def _settle_numbers(self, plain: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-        problems = []
-        for leaf, key, found in self.numbers:
-            values = {name: x.item() for name, x in found.items()}
-            if len({*map(str, values.values())}) > 1:
-                problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {values}")
-            leaf.value[key].fill_(next(iter(values.values())))
-        for leaf, buffers in zip(self.leaves, plain, strict=True):
-            for key, found in buffers.items():
-                if len({*map(str, found.values())}) > 1:
-                    problems.append(f"{dotted(leaf.path())}: of buffer {key!r}: {found}")
+    def _finished(self, leaf: Leaf) -> Any:
+        x = leaf.value
+        if isinstance(x, Sharded):
+            return Sharded({key: self._finished_buffer(leaf, key, t) for key, t in x.items()}, x.layout)
+        return x if isinstance(x, Tensor) else self.reader.plain(dotted(leaf.path()))
+
+    def _finished_buffer(self, leaf: Leaf, key: str, x: Any) -> Any:
+        """Return a shard, which is read already, or read the number that all parameters of the buffer have."""
+        layout = leaf.value.layout
+        entries = [self._entry(leaf, slot.name) for slot in layout.buffers[key].slots]
+        if (isinstance(x, Tensor) and not is_number(x, layout)) or not all(entry for _, entry in entries):
+            return x
+        found = {name: self._number(name, entry) for name, entry in entries if entry}
         advice = (
             "A buffer has one number, for example a step count, for all of its parameters. Plan separate buffers "
             "for parameters whose numbers differ: plan(labels=...)."
         )
-        reject("load: numbers that differ", problems, advice)
+        differ = [f"{dotted(leaf.path())}: of buffer {key!r}: {found}"] * (len({*map(str, found.values())}) > 1)
+        reject("load: numbers that differ", differ, advice)
+        number = next(iter(found.values()))
+        return x.fill_(number) if isinstance(x, Tensor) else number
 
-    def _finished(self, leaf: Leaf, plain: Mapping[str, Mapping[str, Any]]) -> Any:
-        x = leaf.value
-        if isinstance(x, Sharded):
-            return Sharded({**x, **{key: next(iter(found.values())) for key, found in plain.items()}}, x.layout)
-        return x if isinstance(x, Tensor) else self.reader.plain(dotted(leaf.path()))
-
-    def _plain_of_buffers(self, leaf: Leaf) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Plain values, by buffer and parameter: equal within a buffer, if the checkpoint fits."""
-        for key, x in leaf.value.items() if isinstance(leaf.value, Sharded) else ():
-            if not isinstance(x, Tensor):
-                names = [self._entry(leaf, slot.name) for slot in leaf.value.layout.buffers[key].slots]
-                if all(entry for _, entry in names):
-                    yield key, {name: self._number(name) for name, _ in names}
-
-    def _number(self, name: str) -> Any:
-        """Read a plain value that all parameters of a buffer share: what has a short text, and compares at once."""
-        x = self.reader.plain(name)
-        problem = "" if isinstance(x, (bool, int, float, complex, type(None))) else f"got a {type(x).__name__}"
-        reject("load: numbers", [f"{name!r}: {problem}"] if problem else [], _FITS)
+    def _number(self, name: str, entry: Entry) -> Any:
+        """Read a number; any other value could have a text without end, and no other one is compared."""
+        x = self.reader.whole(name).item() if entry.dtype else self.reader.plain(name)
+        is_one = isinstance(x, (bool, int, float, complex, type(None)))
+        reject("load: numbers", [] if is_one else [f"{name!r}: got a {type(x).__name__}"], _FITS)
         return x
 
 

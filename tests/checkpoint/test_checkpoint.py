@@ -43,7 +43,6 @@ from functorch_shard.checkpoint.dcp import writer
 from functorch_shard.checkpoint.dcp.metadata import entries_of
 from functorch_shard.cli.main import main as command
 from functorch_shard.testing import assert_trees_close
-from tests.support import faults
 from tests.support.checkpoints import tiny
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.offloaded import can_mount
@@ -96,12 +95,6 @@ def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
         if name == "step":
             assert {float(x.flatten()[0]) for x in got[name].values()} == {2.0}
         else:
-            whole = (
-                [{n: x for tree in fs.partition(t) for n, x in _by_name(tree).items()} for t in (got, expected)]
-                if 0
-                else None
-            )
-            assert whole is None
             mine, theirs = _by_name(got[name]), _by_name(expected[name])
             assert mine.keys() == theirs.keys()
             assert all(torch.equal(mine[n], theirs[n]) for n in mine)
@@ -261,7 +254,7 @@ def test_parameters_of_different_step_counts_do_not_share_a_buffer(tmp_path: Pat
     one = fs.shard(two_layers(), planned({"shard": 2}, two_layers(), units=10**6))
     text = refused(load, tmp_path / "x", {"optim": fs.optimizer(torch.optim.AdamW, lr=0.1).init(one)})
     assert "plan(labels=...)" in text
-    assert "'2.bias': 3.0" in text
+    assert "'optim.state.2.bias.step': 3.0" in text
 
 
 # other programs
@@ -577,50 +570,10 @@ def pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def assert_damaged(runs: Path, name: str) -> None:
-    """A load names the file, and the latest good one is the one before."""
-    params, state = trained(planned({"shard": 3}), steps=0)
-    text = refused(load, runs / "step-2", {"model": params, "optim": state, "step": 0})
-    assert text.startswith("RuntimeError")
-    assert name in text
-    assert "step-2" in text
-    assert any(name in problem for problem in verify(runs / "step-2"))
-    assert latest(runs, verify=True) == runs / "step-1"
-    assert load(runs / "step-1", {"step": 0}) == {"step": 1}
-
-
-@pytest.mark.parametrize("name", faults.FILES)
-@pytest.mark.parametrize("length", faults.LENGTHS)
-def test_a_truncated_file_is_named(pair: Path, name: str, length: float) -> None:
-    faults.truncate(pair / "step-2" / name, length)
-    assert_damaged(pair, name)
-
-
-@pytest.mark.parametrize("name", faults.FILES)
-@pytest.mark.parametrize("seed", range(4))
-def test_one_flipped_bit_is_found_and_named(pair: Path, name: str, seed: int) -> None:
-    faults.flip_a_bit(pair / "step-2" / name, seed)
-    assert_damaged(pair, name)
-
-
-@pytest.mark.parametrize("name", faults.FILES[:3])
-def test_a_missing_file_is_named(pair: Path, name: str) -> None:
-    (pair / "step-2" / name).unlink()
-    assert_damaged(pair, name)
-
-
 def test_without_its_manifest_a_checkpoint_is_like_that_of_another_program(pair: Path) -> None:
     (pair / "step-2" / "functorch_shard.json").unlink()
     assert load(pair / "step-2", {"step": 0}) == {"step": 2}
     assert latest(pair) == pair / "step-1"
-
-
-@pytest.mark.parametrize("name", faults.FILES)
-def test_a_link_out_of_the_directory_is_refused(
-    pair: Path, name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    faults.link_out(pair / "step-2" / name, tmp_path_factory.mktemp("outside") / "file")
-    assert_damaged(pair, name)
 
 
 def test_metadata_that_points_out_of_the_directory_is_refused(pair: Path) -> None:
@@ -639,16 +592,6 @@ def stored_metadata(raw: bytes, old: str, new: str) -> Any:
     for info in read.storage_data.values():
         info.relative_path = info.relative_path.replace(old, new)
     return read
-
-
-@pytest.mark.parametrize("place", faults.PLACES)
-@pytest.mark.parametrize("i", faults.HOSTILE)
-def test_a_hostile_pickle_is_refused_and_not_executed(pair: Path, i: int, place: str, tmp_path: Path) -> None:
-    marker, folder = tmp_path / "executed", pair / "step-2"
-    faults.poison(folder, place, faults.hostile(marker)[i])
-    text = refused(load, folder, {"step": 0})
-    assert ("'step'" if place == "as a value" else "nothing in it was executed") in text
-    assert not marker.exists()
 
 
 def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) -> None:

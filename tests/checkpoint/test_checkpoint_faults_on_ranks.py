@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
-from functorch_shard.checkpoint import latest, load, save
+from functorch_shard.checkpoint import latest, load, save, verify
 from tests.support import faults
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused
@@ -82,6 +82,8 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert files_of(runs) == before, "something was written"
     assert not (outside / "executed").exists()
     assert latest(runs, verify=True) == runs / "good"
+    damaged = [fault for fault in named if not fault.startswith("hostile")]
+    assert [fault for fault in damaged if not any(named[fault] in problem for problem in verify(runs / fault))] == []
     return {"reported": reported, "named": named}
 
 

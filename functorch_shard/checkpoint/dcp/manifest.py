@@ -43,15 +43,17 @@ def read_manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
         raise RuntimeError(f"{folder}: {MANIFEST} is damaged: its digest differs. {ALTERED}")
     try:
         manifest = json.loads(body)
-    except (ValueError, RecursionError):
-        manifest = None
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(version) is int and version != FORMAT:
-        raise RuntimeError(f"{folder}: {MANIFEST}: format {version}, this version reads format {FORMAT}")
-    if not isinstance(manifest, dict) or version is None or not _is_manifest(manifest):
+        if type(version := manifest["format"]) is int and version != FORMAT:
+            raise RuntimeError(f"{folder}: {MANIFEST}: format {version}, this version reads format {FORMAT}")
+        counts = [version, manifest["order"], *manifest["files"].values()]
+        checks = {(file, start): crc for file, rows in manifest["checks"].items() for start, _, crc in rows}
+        counts += [number for (_, start), crc in checks.items() for number in (start, crc)]
+        if not all(type(x) is int and 0 <= x < 2**63 for x in counts) or type(manifest["metadata"]) is not str:
+            raise TypeError
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         text = f"{folder}: {MANIFEST} is not a valid manifest, although its digest matches. {ALTERED}"
-        raise RuntimeError(text)
-    return {**manifest, "digest": digest.decode()}  # covers all values, by their checksums
+        raise RuntimeError(text) from error
+    return {**manifest, "checks": checks, "digest": digest.decode()}  # covers all values, by their checksums
 
 
 def order_of(folder: Path) -> int | None:
@@ -60,24 +62,3 @@ def order_of(folder: Path) -> int | None:
         return read_manifest(folder, lengths_of(folder))["order"]
     except (OSError, RuntimeError, KeyError):
         return None
-
-
-def _is_manifest(x: dict[str, Any]) -> bool:
-    files, checks = x.get("files"), x.get("checks")
-    return (
-        all(map(_is_count, (x["format"], x.get("order"))))
-        and isinstance(x.get("metadata"), str)
-        and isinstance(files, dict)
-        and all(map(_is_count, files.values()))
-        and isinstance(checks, dict)
-        and all(isinstance(rows, list) and all(map(_is_check, rows)) for rows in checks.values())
-    )
-
-
-def _is_check(row: Any) -> bool:
-    """Start, length and checksum of a value."""
-    return isinstance(row, list) and len(row) == 3 and all(map(_is_count, row))
-
-
-def _is_count(x: Any) -> bool:
-    return type(x) is int and 0 <= x < 2**63

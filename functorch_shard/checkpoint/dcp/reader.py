@@ -33,13 +33,12 @@ _UNKNOWN = "The checkpoint is damaged, or was not written as torch.distributed.c
 class Reader:
     """A checkpoint whose files are present and have the lengths that its metadata needs.
 
-    ``checks``: checksums by file and start; ``order``: the position among the checkpoints of a directory, 0 if unknown.
+    ``checks``: checksums by file and start.
     """
 
     folder: Path
     entries: Mapping[str, Entry]
     checks: Mapping[tuple[str, int], int]
-    order: int
     digest: str
 
     @staticmethod
@@ -66,8 +65,7 @@ class Reader:
             raise RuntimeError(f"{folder / METADATA}: {error}") from error
         advice = ALTERED if manifest else _UNKNOWN
         reject(f"{folder}: damaged", place_problems(entries, lengths), advice, RuntimeError)
-        checks = {(file, start): crc for file, rows in manifest.get("checks", {}).items() for start, _, crc in rows}
-        return Reader(folder, entries, checks, manifest.get("order", 0), manifest.get("digest", digest))
+        return Reader(folder, entries, manifest.get("checks", {}), manifest.get("digest", digest))
 
     def tensor(self, name: str, value: Value) -> Tensor:
         """Read one region of the tensor ``name``, to the CPU; read no other bytes."""
