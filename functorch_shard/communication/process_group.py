@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from .backend import Backend
 from .collective import Collective, record
 from .dtypes import as_ordered, as_real, as_sendable, from_ordered, from_real
-from .work import Finished, Work
+from .work import Finished, Work, wait_for_all
 
 # 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -64,13 +64,15 @@ class GroupBackend(Backend):
             return Finished(out.flatten(0, 1))
         rows = as_sendable(out)
         handle = _gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)
-        return Work(lambda: out.flatten(0, 1), [handle])
+        return _sent(lambda: out.flatten(0, 1), handle, out)
 
     def psum_scatter(self, op: Collective, x: Tensor) -> Work:
         rows = as_real(x.contiguous())
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        handles = [_scatter_into(out, rows, group=self.group, async_op=True)] if out.numel() else []
-        return Work(lambda: from_real(out, x.dtype), handles)
+        if not out.numel():
+            return Finished(from_real(out, x.dtype))
+        handle = _scatter_into(out, rows, group=self.group, async_op=True)
+        return _sent(lambda: from_real(out, x.dtype), handle, out)
 
     def psum(self, op: Collective, x: Tensor) -> Work:
         return self._all_reduce(as_real(x), dist.ReduceOp.SUM).then(lambda total: from_real(total, x.dtype))
@@ -86,7 +88,7 @@ class GroupBackend(Backend):
         if not sent.numel():
             return Finished(received)
         handle = dist.all_to_all_single(as_sendable(received), as_sendable(sent), group=self.group, async_op=True)
-        return Work(lambda: received, [handle])
+        return _sent(lambda: received, handle, received)
 
     def ragged_all_to_all(self, op: Collective, x: Tensor) -> Work:
         parts, shapes = self.parts_of(op, x), self.shapes_of(op, x)
@@ -95,7 +97,7 @@ class GroupBackend(Backend):
         received = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
         args = as_sendable(received), as_sendable(sent), sizes, sent_sizes
         handle = dist.all_to_all_single(*args, group=self.group, async_op=True)
-        return Work(lambda: _joined(received.split(sizes), shapes), [handle])
+        return _sent(lambda: _joined(received.split(sizes), shapes), handle, received)
 
     def scatter(self, op: Collective, x: Tensor) -> Work:
         out = torch.empty(x.shape[1:], dtype=op.dtype, device=op.device or x.device)
@@ -119,7 +121,25 @@ class GroupBackend(Backend):
 
     def _all_reduce(self, x: Tensor, op: Any) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
-        return Work(lambda: out, [dist.all_reduce(out, op, group=self.group, async_op=True)] if out.numel() else [])
+        if not out.numel():
+            return Finished(out)
+        return _sent(lambda: out, dist.all_reduce(out, op, group=self.group, async_op=True), out)
+
+
+def _sent(finish: Callable[[], Tensor], handle: Any, out: Tensor) -> Work:
+    """A collective that was sent on the current stream, whose allocator has its memory.
+
+    Without a result waited for, that stream waits, whichever one is current where the work is dropped.
+    """
+    if out.device.type in ("cpu", "meta"):
+        return Work(finish, [handle])
+    stream: Any = torch.accelerator.current_stream(out.device)
+
+    def abandon() -> None:
+        with stream:
+            wait_for_all([handle])
+
+    return Work(finish, [handle], abandon)
 
 
 def _joined(parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:

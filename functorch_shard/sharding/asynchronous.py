@@ -24,6 +24,7 @@ from ..storage.memory_kind import MemoryKind
 from .data_parallel import no_communication, run
 from .overlapped_means import no_means
 from .reduction import complete
+from .streams import Streams
 
 
 def start_gather(ops: Ops, shard: Tensor, key: str, mesh: Mesh, device: torch.device) -> Work:
@@ -62,17 +63,18 @@ class Reductions:
 
     One part is reduced at a time: the next waits for it, and so one full gradient is freed before another is packed,
     in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
-    A result is put in the memory kind of its shard as soon as it is complete. Autograd may call from
-    several threads: a call that comes while another one waits for a message waits for it too.
+    A result is put in the memory kind of its shard as soon as it is complete; ``wait`` waits for copies to pinned
+    memory, which ``streams`` has a stream for. Autograd may call from several threads: a call that comes while another
+    one waits for a message waits for it too.
     ``means`` are those that a pass of ``fs.grad`` takes in addition, Note [Overlapped means].
     """
 
-    def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None) -> None:
+    def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None) -> None:
         self.means = no_means()
-        self._memory_kinds = memory_kinds or {}
+        self._memory_kinds, self._streams = memory_kinds or {}, streams
         self._one_at_a_time = RLock()
         self._started: list[tuple[int, str, Work]] = []
-        self._results: dict[tuple[int, str], Tensor] = {}
+        self._results: dict[tuple[int, str], Work] = {}
         self._scratch: dict[int, Tensor] = {}
 
     def start(
@@ -96,8 +98,9 @@ class Reductions:
             self._finish()
             if key in self.means.inputs:
                 found = self.means.wait(key)
-                return None if found is None else self._put(key, found)
-            return self._results.pop((backward_pass, key), None)
+                return None if found is None else self._put(key, found).wait()
+            result = self._results.pop((backward_pass, key), None)
+            return None if result is None else result.wait()
 
     def _finish(self) -> None:
         while self._started:
@@ -108,8 +111,11 @@ class Reductions:
             else:
                 self._results[backward_pass, key] = self._put(key, total)
 
-    def _put(self, key: str, total: Tensor) -> Tensor:
-        return self._memory_kinds.get(key, MemoryKind(total.device)).put(total)
+    def _put(self, key: str, total: Tensor) -> Work:
+        kind = self._memory_kinds.get(key, MemoryKind(total.device))
+        if kind.pinned and self._streams and not total.is_cpu:
+            return self._streams.start_copy(total, kind.new(total))
+        return Finished(kind.put(total))
 
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
         like = grads[buffer.slots[0].name]

@@ -91,9 +91,10 @@ class UnitBuffers:
         """Start the all-gathers."""
         if self.flats is None and self._works is None:
             self._check_unchanged()
-            self._sent_on = self._streams.current()
+            from_host = self._shards[0].is_cpu and self.device.type != "cpu"
+            self._sent_on = self._streams.copies() if from_host else self._streams.current()
             pairs = zip(self.part.buffers, self._shards, strict=True)
-            with _no_inference_mode():
+            with _no_inference_mode(), self._streams.on(self._sent_on):
                 self._works = [self._gather(buffer, shard) for buffer, shard in pairs]
 
     def wait(self) -> None:
@@ -139,16 +140,17 @@ class Session:
         self, layout: Layout, memory_kinds: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None
     ) -> None:
         self.layout, self.memory_kinds = layout, memory_kinds or {}
-        self._streams = streams
+        self._streams = streams or streams_of(layout.mesh.device)
         self.rank: object = None  # of ranks that are threads, the one that gathered
-        self.reductions = Reductions(self.memory_kinds)
+        self.reductions = Reductions(self.memory_kinds, self._streams)
         self.owed = Owed()
         self._order = use_order(layout)
         self._buffers: dict[int, dict[Part, UnitBuffers]] = {}
         self._resident: dict[int, list[UnitBuffers]] = {}  # from the least to the most recently used unit
 
     def add(self, part: Part, shards: Sequence[Tensor]) -> UnitBuffers:
-        buffers = UnitBuffers(part, shards, self._streams)
+        on_mesh = shards[0].is_cpu or shards[0].device == self.layout.mesh.device
+        buffers = UnitBuffers(part, shards, self._streams if on_mesh else None)
         self._buffers.setdefault(part.unit, {}).setdefault(part, buffers)
         return buffers
 

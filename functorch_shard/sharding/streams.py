@@ -4,6 +4,7 @@ A kernel runs after those that were put on its stream before it, and concurrentl
 gathered buffer may be used on any stream: it is finished on the stream that its gather was started on, which all of its
 memory is from, an event marks when it is complete, and every other stream waits for that event once.
 ``record_stream`` reports such a stream to the allocator, so that freed memory is not reused before the stream is done.
+Copies of pinned memory have a stream of their own, on which no kernel waits for them and they wait for no kernel.
 """
 
 from __future__ import annotations
@@ -11,30 +12,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..communication.work import Work
+
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams of a device: which is current, and how to make one so for a while."""
+    """The streams of a device: which is current, how to make one so for a while, and the one for copies."""
 
     current: Callable[[], Any]
     on: Callable[[Any], AbstractContextManager[Any]]
+    copies: Callable[[], Any] = lambda: None
 
     def made(self) -> RecordedEvent:
         """Record an event on the current stream, after everything that it has to do so far."""
         return RecordedEvent(self)
 
+    def start_copy(self, x: Tensor, out: Tensor) -> Work:
+        """Copy ``x`` of the device to ``out``, pinned memory; the host waits for it when it waits for the result."""
+        made = self.made()
+        with self.on(self.copies()):
+            made.take([x])
+            out.copy_(x, non_blocking=True)
+            done = self.current().record_event()
+
+        def copied() -> Tensor:
+            done.synchronize()
+            return out
+
+        return Work(copied)
+
 
 def streams_of(device: torch.device) -> Streams:
-    """Those of ``device``; one that has none does everything in order, as on one stream."""
+    """Return the streams of ``device``; one that has none does everything in order, as on one stream."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if not hasattr(module, "current_stream"):
         return Streams(lambda: None, nullcontext)
-    return Streams(lambda: module.current_stream(device), module.stream)
+    return Streams(lambda: module.current_stream(device), module.stream, cache(lambda: torch.Stream(device)))
 
 
 class RecordedEvent:

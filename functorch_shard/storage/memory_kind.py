@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from shutil import disk_usage
@@ -47,7 +48,11 @@ class MemoryKind:
         """Make a contiguous copy of ``x`` in this kind of memory; it is complete on return."""
         if self.directory is not None and x.numel():
             return _new_unnamed(self.directory, x)
-        return torch.empty(x.shape, dtype=x.dtype, device=self.device, pin_memory=self.pinned).copy_(x.detach())
+        return self.new(x).copy_(x.detach())
+
+    def new(self, like: Tensor) -> Tensor:
+        """Return memory on the device or pinned, of the shape and dtype of ``like``."""
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device, pin_memory=self.pinned)
 
 
 def memory_kind_of(x: Tensor) -> MemoryKind:
@@ -75,6 +80,18 @@ def to_memory_kind_of(x: Tensor, given: Tensor) -> Tensor:
     """``x`` in the memory kind of ``given``; under autograd, on the device of ``given``."""
     x = x.to(given.device)
     return x if in_transform() or x.requires_grad else memory_kind_of(given).put(x)
+
+
+def stacked(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Stack scalars on the working device; those of one place are stacked there, and copied once."""
+    if len({x.device for x in parts}) > 1:
+        parts = [to_working_device(x, device) for x in parts]
+    return to_working_device(torch.stack([*parts]), device)
+
+
+def on_each_device(x: Tensor) -> Callable[[torch.device], Tensor]:
+    """Return a function of a device that gives ``x`` there, copied once."""
+    return cache(lambda device: x.to(device))
 
 
 def wait_for_copies(tensors: Iterable[Any]) -> None:

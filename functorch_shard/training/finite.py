@@ -15,7 +15,7 @@ from ..layout.rank_trees import participants_of, ranks_here
 from ..layout.ranks import shard_index, shards_of_ranks
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
-from ..storage.memory_kind import to_working_device
+from ..storage.memory_kind import stacked
 from .norms import wide
 
 
@@ -90,12 +90,12 @@ def all_finite(tree: Sharded) -> Tensor:
         tensor([False, False])
     """
     layout, device = tree.layout, tree.layout.mesh.device
-    fine = [torch.ones((), dtype=torch.bool, device=device)]
+    fine = []
     for key, buffer in layout.buffers.items():
         if buffer.differentiable and tree[key] is not None:
             x = without_padding(tree[key], buffer, shard_index(buffer, layout))
-            fine.append(to_working_device(torch.isfinite(wide(x)).all(), device))
-    bad = psum(~torch.stack(fine).all(), layout.mesh)
+            fine.append(torch.isfinite(wide(x)).all())
+    bad = psum(~stacked(fine or [torch.ones((), dtype=torch.bool, device=device)], device).all(), layout.mesh)
     for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
         bad = psum(bad, axis)
     return bad == 0

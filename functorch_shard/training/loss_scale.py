@@ -7,6 +7,7 @@ jmp (https://github.com/google-deepmind/jmp), the rule of the dynamic scale that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from ..errors import reject
 from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
-from ..storage.memory_kind import to_memory_kind_of
+from ..storage.memory_kind import on_each_device, to_memory_kind_of
 from .finite import all_finite
 from .norms import wide
 
@@ -132,13 +133,14 @@ class LossScale(Static):
         check_shards("LossScale.unscale: grads", grads, grads.layout, allow_none=True, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
-        inverse = state["scale"].double().reciprocal().float()  # rounded once, as torch.amp.GradScaler does
+        # rounded once, as torch.amp.GradScaler does
+        inverse = on_each_device(state["scale"].double().reciprocal().float())
         buffers = grads.layout.buffers
 
         def unscaled(key: str, x: Any) -> Any:
             if x is None or not buffers[key].differentiable:
                 return x
-            return to_memory_kind_of((wide(x) * inverse.to(x.device)).to(x.dtype), x)
+            return to_memory_kind_of((wide(x) * inverse(x.device)).to(x.dtype), x)
 
         return map_items(unscaled, grads), all_finite(grads)
 
@@ -167,7 +169,8 @@ class LossScale(Static):
             No collectives; memory for the result.
         """
         trees: Any = (new, old)
-        chosen: Any = optree.tree_map(lambda a, b: _choose(finite, a, b), *trees, none_is_leaf=True)
+        there = on_each_device(finite)
+        chosen: Any = optree.tree_map(lambda a, b: _choose(there, a, b), *trees, none_is_leaf=True)
         return chosen
 
     def _problems(self) -> list[str]:
@@ -223,9 +226,10 @@ class NoLossScale(LossScale):
         return new
 
 
-def _choose(finite: Tensor, new: Any, old: Any) -> Any:
+def _choose(finite: Callable[[torch.device], Tensor], new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
-        where = finite.reshape((*finite.shape, *[1] * (new.ndim - finite.ndim))).to(new.device)
+        where = finite(new.device)
+        where = where.reshape((*where.shape, *[1] * (new.ndim - where.ndim)))
         return to_memory_kind_of(torch.where(where, new, torch.zeros_like(new) if old is None else old), new)
     if isinstance(old, Tensor) or (new is not old and new != old):
         raise ValueError(f"LossScale.select: got {new!r} and {old!r}: only tensors can differ between the trees.")

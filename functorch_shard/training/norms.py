@@ -24,7 +24,7 @@ from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
 from ..sharding.gather import gather
-from ..storage.memory_kind import to_memory_kind_of, to_working_device
+from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of, to_working_device
 
 
 @eager
@@ -109,11 +109,11 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
     if not max_norm >= 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, expected 0 or more")
     norm = global_norm(grads, p)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = on_each_device((max_norm / (norm + 1e-6)).clamp(max=1.0))
     counted = _counted(grads)
 
     def clipped(key: str, x: Any) -> Any:
-        return to_memory_kind_of((x * factor.to(x.device)).to(x.dtype), x) if key in counted else x
+        return to_memory_kind_of((x * factor(x.device)).to(x.dtype), x) if key in counted else x
 
     return map_items(clipped, grads), norm
 
@@ -291,8 +291,5 @@ def _widest(parts: Any) -> torch.dtype:
 
 
 def _stack(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    dtype = _widest(parts)
-    device = layout.mesh.device
-    return (
-        torch.stack([to_working_device(x, device).to(dtype) for x in parts]) if parts else torch.zeros(1, device=device)
-    )
+    dtype, device = _widest(parts), layout.mesh.device
+    return stacked([x.to(dtype) for x in parts], device) if parts else torch.zeros(1, device=device)
