@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization
 
 from tests.support.models import Norm
 
@@ -129,10 +129,21 @@ class Constants(nn.Module):
         return x * self.narrow.double() * self.mask * self.count
 
 
+class Direction(nn.Module):
+    """As weight_norm's, which has no forward mode in torch."""
+
+    def forward(self, size: Tensor, x: Tensor) -> Tensor:
+        return size * x / x.square().sum(1, keepdim=True).sqrt()
+
+    def right_inverse(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.norm(dim=1, keepdim=True), x
+
+
 class Parametrized(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.fc = weight_norm(nn.Linear(width, width))
+        self.fc = nn.Linear(width, width)
+        register_parametrization(self.fc, "weight", Direction())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x).sin()

@@ -17,6 +17,7 @@ Whole = dict[str, Tensor]
 BASIC = ("grad", "grad and value", "aux", "torch grad", "backward", "scatter", "by inputs too")
 HIGHER = ("hvp", "grad of grad", "grad of jvp", "hessian", "maml", "per sample", "vjp", "jacrev", "both trees")
 FORWARD = ("value", "jvp", "vmap over models", "vmap over directions")
+# Not Rprop, which goes by the signs of gradients, also of those that are zero but for rounding.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1},
     "SGD momentum": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
@@ -29,7 +30,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "RAdam": {"lr": 0.01, "eps": 1e-3},
     "Adamax": {"lr": 0.01, "eps": 1e-3},
     "ASGD": {"lr": 0.1, "t0": 1.0},
-    "Rprop": {"lr": 0.01},
 }
 
 
@@ -145,15 +145,17 @@ def draw(seed: int) -> Program:
 
 def sensible(p: Program) -> Program:
     """``p`` without what cannot go together: what torch has no derivative of, or what would be another program."""
-    if "conv" in p.parts or ({"tied", "again"} & {*p.parts} and p.call == "functional_call"):
-        p = replace(p, meta=False)  # buffers would be on meta too, and torch unties parameters
+    if "again" in p.parts:
+        p = replace(p, call="bind")  # torch's functional_call does not put back a module that stands twice
+    if "conv" in p.parts or ("tied" in p.parts and (p.call == "functional_call" or p.trees == "two gathers")):
+        p = replace(p, meta=False)  # buffers would be on meta too, and to("meta") unties parameters
     if p.derivative == "scatter" or p.derivative == "aux":
         p = replace(p, trees="one")
     if p.derivative == "scatter":
         p = replace(p, penalties=tuple(name for name in p.penalties if name != "norm"), remat=False)
     if p.derivative == "both trees" and p.trees not in ("sum", "two gathers"):
         p = replace(p, trees="sum")
-    if p.derivative not in BASIC or "norm" in p.penalties:
+    if p.derivative not in BASIC or "norm" in p.penalties or p.derivative == "torch grad":
         p = replace(p, partition=p.partition or not p.plain_numbers)
     if "complex" in p.parts and p.derivative in ("grad of grad", "hessian", "jacrev"):
         p = replace(p, derivative="hvp")  # torch's jacrev has no complex inputs, and inner products are complex

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +113,8 @@ class Twin(Side):
         return {**self.frozen, **(tree_map(torch.add, p, self.delta) if added else self.sum_of_trees(p))}
 
     def out(self, full: Tree, x: Tensor) -> Tensor:
-        return functional_call(self.model, full, (x.flatten(0, 1),)).unflatten(0, x.shape[:2])
+        model = deepcopy(self.model)  # functional_call does not put back a module that stands twice
+        return functional_call(model, full, (x.flatten(0, 1),)).unflatten(0, x.shape[:2])
 
     def pmean(self, x: Tensor) -> Tensor:
         return x.mean(0, keepdim=True).expand_as(x)
