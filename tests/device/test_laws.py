@@ -15,14 +15,12 @@ FEWER_TIMES = {
     for there, where in (("on the CPU", "cpu"), ("in files", "files"))
 }
 ALL = LAWS | FEWER_TIMES
-DRAWS_TWICE = pytest.mark.xfail(reason="dropout of an accelerator has no forward mode, and is drawn again for it")
-MARKS = {"recomputed functions draw the same numbers, one rank": [DRAWS_TWICE]}
 
 
 def holds(law: str) -> None:
     ALL[law](torch.device(DEVICE))
 
 
-@pytest.mark.parametrize("law", [pytest.param(law, marks=MARKS.get(law, ())) for law in ALL])
+@pytest.mark.parametrize("law", ALL)
 def test_on_the_simulated_accelerator(law: str) -> None:
     on_device(holds, law)

@@ -22,9 +22,7 @@ def same_as_on_the_cpu(mesh: fs.Mesh, name: str) -> None:
     fs.testing.assert_trees_close(actual, expected, **TOLERANCES.get(name, {"rtol": 1e-5, "atol": 2e-6}))
 
 
-OTHER_THREAD = pytest.mark.xfail(reason="remat's backward reads the context of the thread that it runs in")
-MARKS: dict[str, Any] = dict.fromkeys(("penalty with remat", "through a step with remat"), OTHER_THREAD)
-MARKS["train a recorded step"] = pytest.mark.slow
+MARKS = {"train a recorded step": pytest.mark.slow}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in PROGRAMS])
