@@ -11,39 +11,39 @@ step = compile(step)              the whole step as one graph
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import codecs, collectives, communication, curvature, debug, replicas, testing
+from . import collectives, communication
 from .communication.axis import Axis
 from .layout.layout import Layout
 from .layout.planning import plan
 from .layout.precision import MixedPrecision
 from .layout.trees import Full, Sharded
-from .mesh.abstract import abstract_mesh
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh, simulated_mesh
 from .sharding.gather import gather, materialize
-from .sharding.initialize import init_buffers, init_params
-from .sharding.one_rank import gather_to
 from .sharding.partition import combine, partition
-from .sharding.reshard import reshard
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import shard
-from .sharding.stream import stream
-from .storage.offloading import offload
 from .training.apply import apply
 from .training.bind import bind
-from .training.estimate import Estimate, estimate
 from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
-from .training.jacobian import hessian, jacfwd, jacrev
 from .training.loss_scale import LossScale
 from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
-from .training.remat import remat
-from .training.vectors import rademacher_like, randn_like, vdot
 
 if TYPE_CHECKING:
-    from . import checkpoint
+    from . import checkpoint, codecs, curvature, debug, replicas, testing
+    from .mesh.abstract import abstract_mesh
+    from .sharding.initialize import init_buffers, init_params
+    from .sharding.one_rank import gather_to
+    from .sharding.reshard import reshard
+    from .sharding.stream import stream
+    from .storage.offloading import offload
     from .training.compilation.compile import Compiled, compile  # noqa: A004  (as torch.compile)
+    from .training.estimate import Estimate, estimate
+    from .training.jacobian import hessian, jacfwd, jacrev
+    from .training.remat import remat
+    from .training.vectors import rademacher_like, randn_like, vdot
     from .visualization import visualize
 
 __version__ = "0.1.0"
@@ -105,11 +105,32 @@ __all__ = [
 ]
 
 
-# Imported on first use: torch.distributed.checkpoint takes longer than all the rest, and not every program has these.
+# Features: imported on first use, since the core does not need them. tests/project/test_core.py lists the core.
 _ON_FIRST_USE = {
     "checkpoint": ".checkpoint",
+    "codecs": ".codecs",
+    "curvature": ".curvature",
+    "debug": ".debug",
+    "abstract_mesh": ".mesh.abstract",
+    "replicas": ".replicas",
+    "init_buffers": ".sharding.initialize",
+    "init_params": ".sharding.initialize",
+    "gather_to": ".sharding.one_rank",
+    "reshard": ".sharding.reshard",
+    "stream": ".sharding.stream",
+    "offload": ".storage.offloading",
+    "testing": ".testing",
     "Compiled": ".training.compilation.compile",
     "compile": ".training.compilation.compile",
+    "Estimate": ".training.estimate",
+    "estimate": ".training.estimate",
+    "hessian": ".training.jacobian",
+    "jacfwd": ".training.jacobian",
+    "jacrev": ".training.jacobian",
+    "remat": ".training.remat",
+    "rademacher_like": ".training.vectors",
+    "randn_like": ".training.vectors",
+    "vdot": ".training.vectors",
     "visualize": ".visualization",
 }
 
@@ -118,4 +139,4 @@ def __getattr__(name: str) -> Any:
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_ON_FIRST_USE[name], __name__)
-    return module if name == "checkpoint" else getattr(module, name)
+    return module if _ON_FIRST_USE[name] == f".{name}" else getattr(module, name)

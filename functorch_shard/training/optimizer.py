@@ -22,8 +22,6 @@ from .optimizer_rule import Rule
 from .optimizer_step import PARAM, count_writes
 from .tensor_options import readings_explained
 from .torch_optim import check_options, group_options
-from .whole.plan import Plan, with_owners
-from .whole.probe import probe_whole
 
 OptState = dict[str, Sharded]
 Owned = Mapping[str, Mapping[str, Buffer]]  # buffers of owners, by name of state, then by key
@@ -91,7 +89,9 @@ def optimizer(
     variants: dict[str | None, dict[str, Any]] = {None: defaults, **own}
     for options in variants.values():
         check_options(cls, options)
-    find = probe_whole if whole else probe
+    find = probe
+    if whole:
+        from .whole.probe import probe_whole as find
     return Optimizer(cls, defaults, labels, {label: find(cls, options) for label, options in variants.items()}, whole)
 
 
@@ -276,10 +276,15 @@ class Optimizer(Static):
 
     def _rule(self, overrides: Mapping[str, Any] | None, labels: Mapping[str, Mapping[str, Any]] | None) -> Rule:
         own = {label: x for label, x in self.labels.items() if not isinstance(x, Optimizer)}
-        return Rule(self.cls, self.whole, self.defaults, own, self._traits, self._plans, overrides or {}, labels or {})
+        rule = (self.cls, self.defaults, own, self._traits, self._plans, overrides or {}, labels or {})
+        if not self.whole:
+            return Rule(*rule)
+        from .whole.rule import WholeRule
+
+        return WholeRule(*rule)
 
     @cached_property
-    def _plans(self) -> dict[Any, Plan]:
+    def _plans(self) -> dict[Any, Any]:
         return {}
 
     def _check_labels(self, layout: Layout) -> None:
@@ -357,5 +362,9 @@ def _by_name(
     """Trees of leaves by the names of state; those of whole parameters have the layout that they had ``before``."""
     names = dict.fromkeys(name for state in states.values() for name in state)
     leaves = {name: {key: s[name] for key, s in states.items() if name in s} for name in names}
-    old = {name: tree.layout for name, tree in (before or {}).items() if tree.layout.has_owners}
-    return {n: Sharded(x, old[n] if n in old else with_owners(layout, x, owned.get(n, {}))) for n, x in leaves.items()}
+    layouts = {name: tree.layout for name, tree in (before or {}).items() if tree.layout.has_owners}
+    if owned:
+        from .whole.plan import with_owners
+
+        layouts |= {n: with_owners(layout, leaves[n], x) for n, x in owned.items() if n not in layouts}
+    return {name: Sharded(x, layouts.get(name, layout)) for name, x in leaves.items()}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from tests.referees.referee import KINDS, Referee, Where
+from tests.referees.referee import Referee, Where
 
 ATOMS = 4
 
