@@ -14,14 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..communication.axis import Axis
 from ..communication.backend import DetachedBackend
-from ..communication.gloo import group_backend
-from ..communication.lost_ranks import naming_lost_ranks
+from ..communication.group_axis import group_axis
 from ..errors import axes_text
 from ..torch_internals.process_groups import set_timeout, timeout_of
 from .axes import check_axes, is_accelerator, with_index
 from .launchers import Job, job_of
 from .mesh import Mesh
-from .rendezvous import join_job
 
 
 def init_mesh(
@@ -75,6 +73,8 @@ def init_mesh(
         return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), with_index(where))
     select_device(where, job)
     if job is not None:
+        from .rendezvous import join_job
+
         join_job(job, with_index(where), patience)
     sizes = _fill(axes, dist.get_world_size())
     made = init_device_mesh(where.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -132,8 +132,8 @@ def job_mesh() -> Mesh:
         return Mesh((Axis("job", 1, DetachedBackend()),), torch.device("cpu"))
     served = dist.get_backend_config()
     device = with_index(torch.device("cpu" if "cpu:" in served else served.partition(":")[0]))
-    group = group_backend(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
-    return Mesh((Axis("job", group.size, naming_lost_ranks(group)),), device)
+    axis = group_axis("job", dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
+    return Mesh((axis,), device)
 
 
 def _patience(timeout: timedelta | float | None, several: bool) -> timedelta | None:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend, Backend, DetachedBackend
-from ..communication.gloo import group_backend
+from ..communication.group_axis import group_axis
 from ..communication.joint import JointStackedBackend, ReorderedBackend, joint_order
-from ..communication.lost_ranks import naming_lost_ranks
 from ..communication.process_group import GroupBackend
 from ..communication.sequential import SequentialBackend
 from ..communication.simulated import StackedBackend
@@ -89,6 +88,6 @@ def _of_group(
     one = backends[names[0]]
     timeout = timeout_of(one.group) if isinstance(one, GroupBackend) else None
     group: Any = dist.new_group(sorted(found), timeout=timeout, use_local_synchronization=True)
-    backend = naming_lost_ranks(group_backend(group, dist.get_rank(group), prod(sizes[n] for n in names), device))
+    backend = group_axis("", group, dist.get_rank(group), prod(sizes[n] for n in names), device).backend
     order = tuple(sorted(found).index(process) for process in found)
     return backend if order == tuple(range(len(order))) else ReorderedBackend(backend, order)

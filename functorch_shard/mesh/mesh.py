@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend, Backend
-from ..communication.gloo import group_backend
-from ..communication.lost_ranks import naming_lost_ranks
+from ..communication.group_axis import group_axis
 from ..communication.sequential import SequentialBackend
 from ..communication.simulated import StackedBackend
 from ..communication.wrapper import transport
@@ -31,7 +30,6 @@ from ..errors import axes_text
 from ..torch_internals.process_groups import whole_mesh
 from .axes import KINDS, check_axes, with_index
 from .consensus import agree, gather_texts
-from .joint import joint_axis, joint_backend
 from .sequential import spmd_in_turns
 from .spmd import split_tensor, spmd
 
@@ -94,6 +92,8 @@ class Mesh(Static):
                 return axis
         names = name.split(",")
         if len(names) > 1 and set(names) <= set(self.axes) and len(set(names)) == len(names):
+            from .joint import joint_axis, joint_backend
+
             if name not in self._groups:
                 self._groups[name] = joint_backend(self._axes, names, self.processes, self.device)
             if name not in self._joint:
@@ -297,12 +297,9 @@ class Mesh(Static):
             )
         sizes, device = device_mesh.shape, with_index(torch.device(device_mesh.device_type))
         places = zip(names, coordinate, sizes, strict=True)
-        groups = [group_backend(device_mesh.get_group(name), rank, size, device) for name, rank, size in places]
-        axes = tuple(
-            Axis(name, group.size, naming_lost_ranks(group)) for name, group in zip(names, groups, strict=True)
-        )
+        axes = [group_axis(name, device_mesh.get_group(name), rank, size, device) for name, rank, size in places]
         processes = tuple(device_mesh.mesh.flatten().tolist())
-        return Mesh(axes, device, processes, device_mesh)
+        return Mesh(tuple(axes), device, processes, device_mesh)
 
     def sibling(self, *names: str) -> Mesh:
         """The ranks along other axes of the device mesh that this one is a slice of: ``mesh.sibling("tensor")``.

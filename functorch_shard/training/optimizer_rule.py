@@ -44,7 +44,7 @@ class Rule:
     def init(self, params: Sharded, buffers: Mapping[str, Buffer]) -> Found:
         """The state before the first step."""
         options = {key: self.options(buffer) for key, buffer in buffers.items()}
-        first = InitCall(self.cls, options, {key: self._found(buffer) for key, buffer in buffers.items()})
+        first = InitCall(self.cls, options, {key: self.traits_of(buffer) for key, buffer in buffers.items()})
         return run_below_transforms(first, {key: [params[key]] for key in options}, rank_dims(params.layout))
 
     def step(
@@ -60,7 +60,7 @@ class Rule:
         chosen = {label: self.options(buffer) for label, buffer in one_of.items()}
         options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
         tensor_options = TensorOptions.of(chosen.values())
-        found = {label: self._found(buffer) for label, buffer in one_of.items()}
+        found = {label: self.traits_of(buffer) for label, buffer in one_of.items()}
         traits = {key: found[buffer.label] for key, buffer in buffers.items()}
         states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
         names = {key: list(leaves) for key, leaves in states.items()}
@@ -93,24 +93,24 @@ class Rule:
 
     def carried(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer]) -> dict[str, Any]:
         """Numbers of the parameter groups."""
-        numbers = {n: state[CARRIED + n][k] for k, x in buffers.items() for n in self._found(x).carried}
+        numbers = {n: state[CARRIED + n][k] for k, x in buffers.items() for n in self.traits_of(x).carried}
         return {name: x.flatten()[0].item() for name, x in numbers.items() if x is not None}
 
     def owned(self, params: Sharded, buffers: Mapping[str, Buffer]) -> Mapping[str, Mapping[str, Buffer]]:
         """The buffers that the state of whole parameters is in, by its name and key."""
         return {}
 
-    def _usual(self, buffer: Buffer) -> dict[str, Any]:
+    def usual(self, buffer: Buffer) -> dict[str, Any]:
         return {**self.defaults, **self.labels.get(buffer.label, {})}
 
-    def _switched(self, buffer: Buffer) -> dict[str, Any]:
+    def changes(self, buffer: Buffer) -> dict[str, Any]:
         """Options of this call that may select another algorithm."""
-        return switched(self.cls, self._usual(buffer), self.options(buffer))
+        return switched(self.cls, self.usual(buffer), self.options(buffer))
 
-    def _found(self, buffer: Buffer) -> Any:
+    def traits_of(self, buffer: Buffer) -> Any:
         """The traits of the class with the options of ``buffer``."""
-        new = self._switched(buffer)
-        return self._find(self.cls, {**self._usual(buffer), **new}) if new else self._known(buffer)
+        new = self.changes(buffer)
+        return self._find(self.cls, {**self.usual(buffer), **new}) if new else self._known(buffer)
 
     def _known(self, buffer: Buffer) -> Any:
         """The traits of the class without the options of this call, which may bring new state."""

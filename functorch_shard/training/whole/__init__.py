@@ -3,7 +3,7 @@
 ``owners``: which rank, by work. ``probe``: whether a class can do this, and what it keeps for a parameter. ``plan``:
 what is sent between ranks in which rounds, and where state is; integers only. ``exchange``: the messages. ``state``:
 the state of one parameter inside of the leaf of all. ``step``: a step on plain tensors; ``call``: both on the trees of
-users. ``optimizer`` has the verbs.
+users; ``rule``: a class with the options of a call. ``optimizer`` has the verbs.
 
 Imports ``layout``, ``storage``, ``communication`` and the other parts of ``training``; ``optimizer`` imports it.
 """

@@ -62,7 +62,7 @@ class WholeRule(Rule):
                 "optimizer: whole=True: a compiled or recorded function cannot contain a step of whole parameters, in "
                 "which each rank has other shapes. Compile the gradients, and call opt.step outside of it."
             )
-        changes = {buffer.label: fingerprint(self._switched(buffer)) for buffer in buffers.values()}
+        changes = {buffer.label: fingerprint(self.changes(buffer)) for buffer in buffers.values()}
         device = working_device(params[next(iter(buffers))], params.layout.mesh.device)
         key = (params.layout, tuple(buffers), device, tuple(changes.items()))
         if key not in self.plans:
@@ -78,8 +78,8 @@ class WholeRule(Rule):
         def spec(buffer: Buffer, shape: tuple[int, ...]) -> Spec:
             form = (buffer.label, buffer.dtype, shape)
             if form not in specs:
-                options = {**self._usual(buffer), **self._switched(buffer)}
-                specs[form] = find_spec(self.cls, options, self._found(buffer), shape, buffer.dtype, device)
+                options = {**self.usual(buffer), **self.changes(buffer)}
+                specs[form] = find_spec(self.cls, options, self.traits_of(buffer), shape, buffer.dtype, device)
             return specs[form]
 
         return call.plan_of(layout, buffers, spec)
