@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ ATOMS = 4
 
 def model() -> nn.Module:
     with torch.serialization.safe_globals([slice]):  # e3nn 0.4 loads its constants when it is imported
-        from e3nn import o3
-    from mace import modules
+        o3 = import_module("e3nn.o3")
+    modules = import_module("mace.modules")
 
     torch.manual_seed(0)
     default = torch.get_default_dtype()
