@@ -299,15 +299,13 @@ def _files(given: Any, problems: list[str]) -> Iterator[Path]:
     if not several or not all(isinstance(path, (str, os.PathLike)) for path in several):
         raise TypeError(f"files: got {given!r}, expected a path or several: of files, an index or a directory")
     for path in (local_path(f"{_IMPORT}: files", path) for path in several):
-        inside = [path / INDEX, path / SINGLE, *sorted(path.glob("*.safetensors"))] if path.is_dir() else [path]
-        present = [file for file in inside if os.path.lexists(file)]
-        if path.is_dir() and not present:
-            problems.append(f"{path}: contains neither {INDEX!r} nor a file that ends in '.safetensors'")
-        first, rest = present[:1] or inside[:1], present[1:]
-        if first[0].suffix == ".json":
-            yield from _of_index(first[0], problems)
-        elif present or not path.is_dir():
-            yield from first if first[0].name == SINGLE else [*first, *rest]
+        inside = [path]
+        if path.is_dir():
+            named = [file for file in (path / INDEX, path / SINGLE) if os.path.lexists(file)]
+            inside = named[:1] or sorted(path.glob("*.safetensors"))
+        problems += [] if inside else [f"{path}: contains neither {INDEX!r} nor a file that ends in '.safetensors'"]
+        for file in inside:
+            yield from _of_index(file, problems) if file.suffix == ".json" else [file]
 
 
 def _of_index(path: Path, problems: list[str]) -> Iterator[Path]:
