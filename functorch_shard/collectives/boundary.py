@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import backward_comes_to, differentiates_twice, nodes, nodes_behind
+from ..torch_internals.autograd import Function, backward_comes_to, differentiates_twice, nodes, nodes_behind
 from ..torch_internals.tensors import hooks_of
 from ..torch_internals.transforms import current_level
 
@@ -72,14 +72,13 @@ def plus(total: Tensor, other: Tensor | None) -> Tensor:
 
 _OPEN: ContextVar[Mapping[int, Boundary]] = ContextVar("boundaries of fs.grad, by level", default={})  # noqa: B039
 _NOTED: ContextVar[list[bool] | None] = ContextVar("whether nodes that take the mean were made", default=None)
-_BEHIND: ContextVar[Mapping[int, Tensor]] = ContextVar("inputs with a mean behind them", default={})  # noqa: B039
 
 
 @contextmanager
 def new_boundary(inputs: Sequence[Tensor] = (), tangents_alone: bool = False) -> Iterator[Boundary]:
     """A boundary at the current level, around the function that is differentiated."""
     boundary = Boundary(inputs, tangents_alone)
-    token = _OPEN.set({**_OPEN.get(), current_level(): boundary})
+    token = _OPEN.set({**_open(), current_level(): boundary})
     try:
         yield boundary
     except BaseException:
@@ -94,7 +93,7 @@ def new_boundary(inputs: Sequence[Tensor] = (), tangents_alone: bool = False) ->
 def no_boundary() -> Iterator[None]:
     """A context without a boundary at the current level."""
     level = current_level()
-    token = _OPEN.set({other: boundary for other, boundary in _OPEN.get().items() if other != level})
+    token = _OPEN.set({other: boundary for other, boundary in _open().items() if other != level})
     try:
         yield
     finally:
@@ -120,29 +119,51 @@ def note_means(averages: bool) -> None:
         noted.append(True)
 
 
-@contextmanager
-def averaged_behind(inputs: Mapping[int, Tensor]) -> Iterator[None]:
-    """A context for the backward of a recomputed part: behind these of its inputs, by id, another mean is taken."""
-    token = _BEHIND.set(inputs)
-    try:
-        yield
-    finally:
-        _BEHIND.reset(token)
+def with_mean_behind(x: Tensor) -> Tensor:
+    """Return ``x``, an input of a recomputed part, with a node for the mean taken behind it in another graph."""
+    return _MeanBehind.apply(x)
+
+
+class _MeanBehind(Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.averages = True
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return _MeanBehind.apply(x), in_dims[0]
+
+
+def _open() -> Mapping[int, Boundary]:
+    """The boundaries whose functions still run: the context of a node's forward may have others too."""
+    return {level: boundary for level, boundary in _OPEN.get().items() if not boundary.reached}
 
 
 def inside() -> bool:
     """Whether a function that ``fs.grad`` differentiates is running."""
-    return bool(_OPEN.get())
+    return bool(_open())
 
 
 def here() -> Boundary | None:
     """The boundary of the level that a ``setup_context`` is called for."""
-    return _OPEN.get().get(current_level())
+    return _open().get(current_level())
 
 
 def anchors_here() -> list[Tensor] | None:
     """Where an anchor is to be put; ``None`` where it is not differentiated, which an outermost ``fs.grad`` does."""
-    boundary = _OPEN.get().get(0)
+    boundary = _open().get(0)
     return None if boundary is None else boundary.anchors
 
 
@@ -199,9 +220,6 @@ def has_mean_behind(edge: Any) -> bool:
 
 
 def _is_averaged(node: Any) -> bool:
-    behind = _BEHIND.get()
-    if behind and id(getattr(node, "variable", None)) in behind:
-        return True
     return getattr(node, "averages", False) and backward_comes_to(node)
 
 

@@ -18,8 +18,8 @@ import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
+from ..torch_internals.autograd import Function
 from ..torch_internals.tracing import traced_for_compiler
 from ..torch_internals.transforms import with_outer_tangents
 

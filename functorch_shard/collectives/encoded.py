@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from ..communication.axis import Axis
+from ..torch_internals.autograd import Function
 from .codecs import Codec, Form, decode_rows, encode_rows
 from .operands import aside, fold, place_of, stack
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from ..communication.axis import Axis
-from ..torch_internals.autograd import signed
+from ..torch_internals.autograd import Function, signed
 from ..torch_internals.transforms import with_outer_tangents
 from .rules import winners_share
 

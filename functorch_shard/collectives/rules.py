@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd import Function
 
 from ..communication.axis import Axis
-from ..torch_internals.autograd import signed
+from ..torch_internals.autograd import Function, signed
 from ..torch_internals.transforms import with_outer_tangents
 from .operands import aside, fold, save_static, saved, stack
 

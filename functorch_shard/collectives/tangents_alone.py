@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..communication.axis import Axis
+from ..torch_internals.autograd import Function
 from ..torch_internals.transforms import with_outer_tangents
 from .operands import place_of, save_static, saved
 from .rules import psum_at

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from ..torch_internals.autograd import Function
 from ..torch_internals.transforms import in_transform, is_functorch_wrapped_tensor
 from .boundary import inside
 

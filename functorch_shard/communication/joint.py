@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from ..torch_internals.autograd import Function
 from .backend import Backend
 from .collective import Collective
 from .simulated import Index, StackedBackend

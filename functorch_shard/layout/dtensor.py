@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..mesh.mesh import Mesh
-from ..torch_internals.autograd import differentiate_at_once
+from ..torch_internals.autograd import Function, differentiate_at_once
 from ..torch_internals.transforms import in_transform
 from .dtensor_spec import DTensorForm
 from .layout import Layout

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..collectives.boundary import here, prepare, reduces_tangents_alone, takes_mean
 from ..collectives.codecs import Codec, decode_rows, encode_rows
@@ -36,7 +35,7 @@ from ..layout.schedule import (
     up_to_communication,
 )
 from ..mesh.mesh import Mesh
-from ..torch_internals.autograd import signed
+from ..torch_internals.autograd import Function, signed
 
 
 def run(

@@ -9,7 +9,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..collectives.boundary import prepare, takes_mean
 from ..collectives.codecs import Codec, as_codec, recode
@@ -22,6 +21,7 @@ from ..layout.packing import unpack
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
+from ..torch_internals.autograd import Function
 from ..torch_internals.compilers import frame_compiler
 from .data_parallel import averaged, gathered
 from .lazy_gather import lazily

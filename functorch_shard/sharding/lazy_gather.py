@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..collectives.boundary import anchors_here, here, prepare, reduces_tangents_alone, takes_mean
 from ..collectives.codecs import Codec
@@ -22,7 +21,7 @@ from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import backward_pass, differentiate_at_once, nodes_behind, signed
+from ..torch_internals.autograd import Function, backward_pass, differentiate_at_once, nodes_behind, signed
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.tensors import without_torch_function
 from ..torch_internals.transforms import in_transform

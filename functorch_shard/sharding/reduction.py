@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ..collectives.boundary import anchors_here
 from ..collectives.codecs import Codec
@@ -27,6 +26,7 @@ from ..layout.precision import divide_factors
 from ..layout.ranks import shard_axis
 from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
+from ..torch_internals.autograd import Function
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.transforms import in_transform
 from .data_parallel import across, run, within

@@ -1,9 +1,11 @@
-"""The graph of autograd and the running backward pass."""
+"""The graph of autograd, the running backward pass, and Functions whose backward has the context of their forward."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import copy_context
+from functools import wraps
 from inspect import Signature, signature
 from typing import Any, TypeVar
 
@@ -16,6 +18,36 @@ from .frames import callers
 
 T = TypeVar("T")
 _BEFORE_ALL_OTHERS = 2**62
+
+
+class Function(torch.autograd.Function):
+    """A Function whose backward runs with the context variables of its forward.
+
+    Autograd runs the nodes of a device in threads of its own, to which it carries modes and the levels of torch.func
+    and no context variables. In the caller's thread those of the caller are hidden too, so that both are alike.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.setup_context = staticmethod(_keeping_context(cls.setup_context))
+        cls.backward = staticmethod(_in_kept_context(cls.backward))
+
+
+def _keeping_context(setup_context: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(setup_context)
+    def kept(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.context = copy_context()
+        setup_context(ctx, inputs, output)
+
+    return kept
+
+
+def _in_kept_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(backward)
+    def inside(ctx: Any, *grads: Any) -> Any:
+        return ctx.context.copy().run(backward, ctx, *grads)  # a copy: one context cannot be entered twice at a time
+
+    return inside
 
 
 def differentiate_at_once(tensors: Iterable[Tensor]) -> None:

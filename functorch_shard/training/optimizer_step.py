@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
 from ..storage.memory_kind import memory_kind_of
+from ..torch_internals.autograd import Function
 from ..torch_internals.tensors import identity_of_storage
 from ..torch_internals.transforms import in_transform
 from .optimizer_probe import Traits

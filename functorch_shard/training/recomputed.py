@@ -12,17 +12,15 @@ randomness; one that has begun since, such as that over the rows of a Jacobian, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from ..collectives.boundary import anchors_here, averaged_behind, has_mean_behind, here, new_boundary, no_boundary
+from ..collectives.boundary import anchors_here, has_mean_behind, here, new_boundary, no_boundary, with_mean_behind
 from ..torch_internals import lowering
-from ..torch_internals.autograd import gradients_or_none, leaves_behind
+from ..torch_internals.autograd import Function, gradients_or_none, leaves_behind
 from ..torch_internals.lowering import active_transforms, constants, in_common, is_differentiated
 from ..torch_internals.transforms import in_transform
 
@@ -132,11 +130,10 @@ class _Again(Function):
         ctx.save_for_forward(*tensors[ctx.num_results :])
         ctx.set_materialize_grads(False)
         ctx.averages, ctx.boundary, ctx.transforms = ctx.program.averages, here(), active_transforms()
-        ctx.context = copy_context()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.context.copy().run(_backward, ctx, grads)
+        return _backward(ctx, grads)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -175,7 +172,7 @@ def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
 
     def run_given(tensors: Tensors) -> list[Tensor]:
         with new_boundary() if by_grad else no_boundary() as boundary:
-            results = program.results(tensors)
+            results = program.results([with_mean_behind(x) if i in behind else x for i, x in enumerate(tensors)])
         anchors = [] if boundary is None else boundary.take_anchors()  # Note [Unused units]
         return [*(results[i] for i in given), *anchors]
 
@@ -185,9 +182,7 @@ def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
         # where it can be without torch.func, in which dropout of a tensor that is not contiguous draws other numbers
         ran = _recorded(run_given, inputs, wanted, in_transform() or (again and program.averages), again)
         seeds = [*grads, *(torch.ones_like(x) for x in ran.results[len(given) :])]
-        leaves = [leaf for i, leaf in zip(wanted, ran.leaves, strict=True) if i in behind]
-        with averaged_behind({id(leaf): leaf for leaf in leaves}):
-            return ran.pull([seed for seed, depends in zip(seeds, ran.depends, strict=True) if depends])
+        return ran.pull([seed for seed, depends in zip(seeds, ran.depends, strict=True) if depends])
 
     transposed = replace(program, run=transpose, transforms=known)
     results = _rematerialized(transposed, [*inputs, *(grads[i] for i in given)])
@@ -195,10 +190,9 @@ def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Recorded(NamedTuple):
-    """Results of a run whose graph begins at ``leaves``: which depend on any, which of these are used, and others."""
+    """Results of a run: which depend on leaves of its graph, which of these are used, and whether others are."""
 
     results: list[Tensor]
-    leaves: Tensors
     depends: list[bool]
     used: list[bool]
     on_others: bool
@@ -235,7 +229,7 @@ def _recorded(
         def pull(seeds: Tensors) -> list[Tensor | None]:
             return [*gradients_or_none(ran[0][:-1], seeds, noted[0], again)] if seeds else [None] * len(wanted)
 
-    return _Recorded(ran[-1], noted[0], noted[1], noted[2], noted[3], pull)
+    return _Recorded(ran[-1], noted[1], noted[2], noted[3], pull)
 
 
 def _with_others(tensors: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
