@@ -62,7 +62,7 @@ def aliases_of(leaf: Leaf, name: str) -> tuple[Path, ...]:
 
 
 def is_number(x: Tensor, layout: Layout) -> bool:
-    """Whether ``x`` is one number for its whole buffer; Note [Leaves of a buffer] in layout/rank_trees.py."""
+    """Whether ``x`` is one number for its whole buffer, as a step count is, and not a shard."""
     return x.ndim == (len(layout.axes) if layout.mesh.is_simulated else 0)
 
 

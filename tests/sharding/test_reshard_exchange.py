@@ -226,17 +226,3 @@ def on_a_part_of_the_world(world: fs.Mesh) -> list[bool]:
 @pytest.mark.parametrize("ranks", gloo(5), ids=str)
 def test_meshes_of_a_part_of_the_world_exchange_among_themselves(ranks: Ranks) -> None:
     assert ranks.run(on_a_part_of_the_world) == [[], *[[True] * 9] * 4]
-
-
-def stepped(mesh: fs.Mesh, **options: Any) -> Any:
-    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    params = fs.shard(awkward(), fs.plan(awkward(), mesh, **options))
-    return opt.step(params, grads=params, state=opt.init(params))
-
-
-@pytest.mark.parametrize("ranks", gloo(3), ids=str)
-def test_trees_that_ranks_left_behind_are_read_without_them(ranks: Ranks) -> None:
-    trees = ranks.run(stepped)  # pickled, as in files
-    for mesh in (fs.simulated_mesh(2), fs.init_mesh()):
-        layout = fs.plan(awkward(), mesh, units=64)
-        assert_trees_close(fs.reshard(trees, layout), stepped(mesh, units=64), rtol=1e-13, atol=1e-16)

@@ -149,47 +149,31 @@ def test_an_awkward_model_moves_to_more_ranks_and_back(few: int, many: int) -> N
     assert all(torch.equal(x, dict(model.named_parameters())[name]) for name, x in fs.gather(moved).items())
 
 
-def as_ranks(tree: Any, layout: fs.Layout) -> list[Any]:
-    """A stacked tree as real ranks leave it behind in files: one tree each, whose mesh knows its rank and no group."""
-    (size,) = dict(layout.axes).values()
-    return [
-        optree.tree_map(
-            lambda node, rank=rank: fs.Sharded(
-                {k: x if x is None else x[rank] for k, x in node.items()}, on_rank(layout, rank)
-            ),
-            tree,
-            is_leaf=lambda x: isinstance(x, fs.Sharded),
-        )
-        for rank in range(size)
-    ]
-
-
 def on_rank(layout: fs.Layout, rank: int) -> fs.Layout:
     axes = tuple(fs.Axis(name, size, DetachedBackend(rank)) for name, size in layout.axes)
     return layout.on(pickle.loads(pickle.dumps(fs.Mesh(axes, torch.device("cpu")))))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_the_trees_of_all_ranks_make_the_stacked_tree(num_ranks: int) -> None:
-    model = awkward()
-    old, new = fs.plan(model, fs.simulated_mesh(num_ranks)), fs.plan(model, fs.simulated_mesh(3), units=64)
-    params = fs.shard(model, old)
-    assert same_bits(fs.reshard(as_ranks(params, old), new), fs.shard(model, new))
-    same_mesh = fs.reshard(as_ranks(params, old), old)
-    assert same_bits(same_mesh, params)
-
-
-@pytest.mark.parametrize("num_ranks", RANKS)
-def test_a_process_alone_takes_its_part_and_gives_it_back(num_ranks: int) -> None:
+def test_a_process_alone_takes_all_and_gives_it_back(num_ranks: int) -> None:
     model = awkward()
     many, alone = fs.plan(model, fs.simulated_mesh(num_ranks)), fs.plan(model, fs.init_mesh())
     params = fs.shard(model, many)
-    single = fs.reshard(as_ranks(params, many), alone)
+    single = fs.reshard(params, alone)
     assert same_bits(single, fs.shard(model, alone))
-    assert same_bits(fs.reshard(params, alone), single)
     assert same_bits(fs.reshard(single, many), params)
-    part = fs.reshard(single, on_rank(many, num_ranks - 1))  # what the last rank of a job would hold
+    last = on_rank(many, num_ranks - 1)
+    part = fs.reshard(single, last)  # what the last rank of a job would hold
     assert same_bits(part, fs.Sharded({key: x[-1] for key, x in params.items()}, many))
+    if num_ranks > 1:
+        assert f"that of rank {num_ranks - 1} alone" in refused(fs.reshard, part, alone)
+
+
+def test_a_state_without_trees_stays() -> None:
+    layout = fs.plan(two_layers(), fs.simulated_mesh(2))
+    opt, params = fs.optimizer(torch.optim.SGD, lr=0.1), fs.shard(two_layers(), layout)
+    for state in ({}, opt.init(params), (None, {})):
+        assert fs.reshard(state, layout) == fs.reshard(state, layout, fresh=state) == state
 
 
 def test_a_buffer_of_nothing_moves_too() -> None:
@@ -214,6 +198,7 @@ def test_trees_go_together_and_what_is_not_sharded_stays() -> None:
     old, new = fs.plan(model, fs.simulated_mesh(2)), fs.plan(model, fs.simulated_mesh(3))
     params = fs.shard(model, old)
     average = mapped(lambda x: x.bfloat16() / 2, params)  # another dtype than the parameters
+    average = fs.reshard(average, fs.plan(model, fs.simulated_mesh(5)))  # and another layout
     moved = fs.reshard({"trees": (params, average), "step": 7, "name": None}, new)
     assert (moved["step"], moved["name"]) == (7, None)
     assert same_bits(moved["trees"][0], fs.shard(model, new))
@@ -386,40 +371,16 @@ def test_what_is_no_tree_of_shards_is_refused() -> None:
     assert refused(fs.reshard, params, mesh).startswith("TypeError: reshard: layout: got Mesh, expected a Layout")
     assert "TypeError: reshard: tree: got a Full" in refused(fs.reshard, fs.gather(params), layout)
     assert "got no Sharded" in refused(fs.reshard, {"w": torch.zeros(2)}, layout)
-    assert "got an empty list" in refused(fs.reshard, [], layout)
-    assert "['ema']: of another layout than" in refused(
-        fs.reshard, {"a": params, "ema": fs.shard(model, fs.plan(model, mesh, units=64))}, layout
-    )
     bad = fs.Sharded({**params, "0": torch.zeros(2, 3), "9": torch.zeros(2)}, layout)
     text = refused(fs.reshard, bad, layout)
     assert "'9': the layout has no such buffer" in text
     assert "'0': got shape (2, 3), expected (2, 22), or (2,) for a number" in text
 
 
-def test_a_list_is_the_trees_of_all_ranks_in_order() -> None:
-    model = two_layers()
-    old = fs.plan(model, fs.simulated_mesh(3))
-    params = fs.shard(model, old)
-    ranks = as_ranks(params, old)
-    assert "got 2 trees, expected 3, one a rank" in refused(fs.reshard, ranks[:2], old)
-    text = refused(fs.reshard, ranks[::-1], old)
-    assert "tree 0 of the list is that of rank 2" in text
-    assert "tree 2 of the list is that of rank 0" in text
-    assert "list of stacked trees" in refused(fs.reshard, [params, params], old)
-    text = refused(fs.reshard, ranks[1], old)
-    assert "that of rank 1 alone" in text
-    assert "pass the list of the trees of all ranks" in text
-    other = fs.plan(model, fs.simulated_mesh(3), units=64)
-    mixed = [ranks[0], as_ranks(fs.shard(model, other), other)[1], (ranks[2],)]
-    text = refused(fs.reshard, mixed, old)
-    assert "tree 1 of the list has another layout" in text
-    assert "tree 2 of the list has another structure" in text
-
-
 def test_fresh_has_to_be_of_the_new_layout() -> None:
     params, state, layout, opt = states_of("0.weight 0.bias", "")
     text = refused(fs.reshard, state, layout, fresh=opt.init(params))
-    assert "reshard: fresh: 1 problem\n  of another layout: '0.weight': " in text
+    assert "reshard: fresh: 3 problems\n  ['exp_avg']: of another layout: '0.weight': " in text
     text = refused(fs.reshard, state, layout, fresh={"step": opt.init(fs.reshard(params, layout))["step"]})
     assert "['exp_avg']: missing" in text
 
