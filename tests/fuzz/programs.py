@@ -46,6 +46,7 @@ class Program:
     frozen: tuple[int, ...] = ()  # of the parts
     loss: str = "mse"
     penalties: tuple[str, ...] = ()
+    by_hand: bool = False  # the derivative by inputs of a penalty: requires_grad_() and torch.autograd.grad
     derivative: str = "grad"
     trees: str = "one"
     call: str = "functional_call"
@@ -140,7 +141,7 @@ def draw(seed: int) -> Program:
         optimizer=rng.choice([*OPTIMIZERS]),
         **{name: rng.random() < 0.4 for name in ("schedule", "donate", "inside", "clip", "scale", "accumulate")},
     )
-    return sensible(program)
+    return sensible(replace(program, by_hand=rng.random() < 0.5))
 
 
 def sensible(p: Program) -> Program:
@@ -153,6 +154,8 @@ def sensible(p: Program) -> Program:
         p = replace(p, trees="one")
     if p.derivative == "scatter":
         p = replace(p, penalties=tuple(name for name in p.penalties if name != "norm"), remat=False)
+    if "inputs" not in p.penalties or p.derivative not in ("grad", "grad and value", "aux", "scatter"):
+        p = replace(p, by_hand=False)
     if p.derivative == "both trees" and p.trees not in ("sum", "two gathers"):
         p = replace(p, trees="sum")
     if p.derivative not in BASIC or "norm" in p.penalties or p.derivative == "torch grad":

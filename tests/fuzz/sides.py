@@ -57,12 +57,15 @@ class Side(ABC):
         out = self.out(full, x)
         value = LOSSES[self.program.loss](self, out, y)
         if "inputs" in self.program.penalties:
-            by_x = torch.func.grad(lambda x: self.out(full, x).square().sum())(x)
+            by_x = self.by_inputs(lambda x: self.out(full, x).square().sum(), x)
             value = value + 0.1 * by_x.square().mean((-2, -1))
         if "weights" in self.program.penalties:
             values = [w for w in full.values() if w.is_floating_point() and w.numel()]
             value = value + 0.1 * torch.stack([w.double().square().mean() for w in values]).sum()
         return value
+
+    def by_inputs(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return torch.func.grad(fn)(x)
 
     def sum_of_trees(self, p: Tree) -> Tree:
         return tree_map(torch.add, p, self.delta) if self.program.trees == "sum" else p
@@ -86,6 +89,12 @@ class Rank(Side):
         if self.program.call == "bind":
             return fs.bind(self.model, full)(x)
         return functional_call(self.model, full, (x,))
+
+    def by_inputs(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not self.program.by_hand:
+            return super().by_inputs(fn, x)
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(fn(x), x, create_graph=True)[0]
 
     def pmean(self, x: Tensor) -> Tensor:
         return fs.collectives.pmean(x, self.mesh)
