@@ -83,4 +83,4 @@ def gradients(where: Where) -> dict[str, Any]:
     return {"gradients": fs.gather(grads, lazy=False)}
 
 
-REFEREES = [Referee("mace", "energies and forces", gradients)]
+REFEREES = [Referee("mace", "energies and forces", gradients, batched="scatter_add_")]

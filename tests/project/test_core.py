@@ -1,0 +1,107 @@
+"""The core is what ``import functorch_shard`` loads; features are imported on first use."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import functorch_shard as fs
+
+PACKAGE = Path(fs.__file__).parent
+# What no program loads before it asks for it; the core imports these inside of the function that chooses them.
+FEATURES = {
+    "checkpoint",
+    "cli",
+    "codecs",
+    "curvature",
+    "debug",
+    "replicas",
+    "svg",
+    "testing",
+    "visualization",
+    "communication.at_exit",
+    "communication.c10d",
+    "communication.counter",
+    "communication.gloo",
+    "communication.headers",
+    "communication.joint",
+    "communication.lost_ranks",
+    "communication.order_check",
+    "communication.separate_groups",
+    "communication.shared_memory",
+    "communication.shared_results",
+    "communication.without",
+    "layout.drawing",
+    "layout.picture",
+    "layout.transfer_plan",
+    "mesh.abstract",
+    "mesh.joint",
+    "mesh.rendezvous",
+    "sharding.compression",
+    "sharding.flat_vectors",
+    "sharding.initialize",
+    "sharding.one_rank",
+    "sharding.placements",
+    "sharding.replicas",
+    "sharding.reshard",
+    "sharding.stream",
+    "storage.offloading",
+    "training.compilation",
+    "training.curvature",
+    "training.estimate",
+    "training.jacobian",
+    "training.recomputed",
+    "training.remat",
+    "training.vectors",
+    "training.whole",
+}
+MOST_MODULES, MOST_LINES = 106, 13_900  # of the core: these numbers go down
+
+
+def loaded() -> dict[str, int]:
+    """The lines of each module that a program loads which simulates two ranks."""
+    program = (
+        "import json, sys, functorch_shard as fs; fs.simulated_mesh(2)\n"
+        "ours = {n: m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'functorch_shard'}\n"
+        "print(json.dumps({n: len(open(file).readlines()) for n, file in ours.items()}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return json.loads(result.stdout)
+
+
+def is_feature(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in FEATURES)
+
+
+def test_an_import_loads_the_core_and_no_feature() -> None:
+    lines = loaded()
+    assert [name for name in lines if is_feature(name.partition(".")[2])] == []
+    assert len(lines) <= MOST_MODULES
+    assert sum(lines.values()) <= MOST_LINES
+
+
+def test_the_listed_features_exist() -> None:
+    paths = [PACKAGE / name.replace(".", "/") for name in FEATURES]
+    assert [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())] == []
+
+
+def test_every_public_name_is_found_on_first_use() -> None:
+    for module in (fs, fs.communication):
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_the_core_imports_no_feature_at_module_level() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        if is_feature(module) or module in ("__init__", "__main__"):
+            continue
+        package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = package[: len(package) - node.level + 1]
+                origin = ".".join([*base, *filter(None, [node.module])])
+                names = {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+                assert [name for name in names if is_feature(name)] == [], module
