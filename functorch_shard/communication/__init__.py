@@ -12,7 +12,8 @@ does, derivatives are those of the true collectives, whose transposes go through
 
 Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backend``: the interface; ``simulated``,
 ``sequential``, ``process_group``, ``gloo`` with ``shared_memory``, ``shared_results``, ``headers`` and ``dtypes``:
-the backends; ``at_exit``: what is under way when a process ends; ``axis`` is an axis with its backend, ``group_axis``
+the backends; ``simulated_group``: what ``torch.distributed`` is inside of simulated ranks;
+``at_exit``: what is under way when a process ends; ``axis`` is an axis with its backend, ``group_axis``
 one of real ranks, ``joint`` several as one; ``recorded``: what tracers record, and ``c10d``: the same as operators of
 torch; ``wrapper``, ``counter``, ``order_check``, ``lost_ranks``, ``separate_groups``, ``without`` stand before a
 backend; ``writes`` finds writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``,

@@ -13,9 +13,10 @@ import optree
 import torch
 from torch import Tensor
 
-from ..communication.collective import RecordMode
+from ..communication.collective import Collective, RecordMode
 from ..communication.process_group import as_bytes
 from ..communication.sequential import Run, SequentialBackend
+from ..communication.simulated_group import default_group
 from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.lowering import in_forward_mode
@@ -73,7 +74,7 @@ def spmd_in_turns(
 
         run = running.run = Run(coordinates, begin, end)
         try:
-            with modules.watched():
+            with modules.watched(), default_group(len(calls), lambda: run.rank, partial(_over_all, run)):
                 around_threads(lambda: run.all_ranks(body))
         finally:
             running.run = None
@@ -84,6 +85,12 @@ def spmd_in_turns(
         return _combined(out_dims, results, sizes)
 
     return every_rank
+
+
+def _over_all(run: Run, kind: str, x: Tensor) -> Tensor:
+    """The result of a collective of all ranks, along dim 0."""
+    axis = ",".join(run.coordinates[0])
+    return run.issue(axis, Collective(kind, axis, x.numel(), x.dtype), x).wait()
 
 
 def _refuse(axis: SequentialBackend) -> None:

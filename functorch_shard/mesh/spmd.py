@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from math import prod
 from typing import Any
 
 import optree
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..communication.simulated import StackedBackend, as_ranks
+from ..communication.simulated_group import default_group
 from ..communication.writes import Gathered
 from ..containers import KNOWN, opened, place, refuse_opaque
 from ..errors import reject
@@ -45,7 +47,7 @@ def spmd(
             refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
             return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
 
-        with _writes_refused(axes[0]), _ways_out():
+        with _writes_refused(axes[0]), _ways_out(), default_group(prod(axis.size for axis in axes)):
             stacked = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)(
                 *[leaves[i] for i in mapped]
             )

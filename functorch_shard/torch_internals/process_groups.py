@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,3 +41,11 @@ def job_store() -> Any:
 def whole_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that ``device_mesh`` is a slice of. Tested by tests/layout/test_dtensor_on_ranks.py."""
     return device_mesh._get_root_mesh()
+
+
+def finished_work() -> Any:
+    """A ``torch.distributed.Work`` that is done, for a process group in Python; it has no public constructor."""
+    c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    return c10d._create_work_from_future(future)

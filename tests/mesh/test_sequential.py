@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.nn.functional import all_gather as gathered_by_torch
 from torch.func import functional_call, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -618,6 +621,43 @@ def test_communication_can_be_left_out_and_needs_no_check() -> None:
     assert torch.equal(whole, rows().repeat(1, 3))
     assert torch.equal(total, rows())
     assert torch.equal(part, rows())
+
+
+def contrastive(z: Tensor) -> Tensor:
+    """A loss that asks torch.distributed itself, as those of open_clip and sentence-transformers do."""
+    whole, first = z, 0
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        whole, first = torch.cat(gathered_by_torch(z)), dist.get_rank() * len(z)
+    return F.cross_entropy(z @ whole.T, torch.arange(len(z)) + first)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn:FutureWarning")
+def test_torch_distributed_inside_is_of_these_ranks() -> None:
+    mesh, w, x = mesh_of(), torch.arange(4.0).sin().view(2, 2).double(), torch.arange(12.0).cos().view(6, 2).double()
+    params = fs.shard({"w": w}, fs.plan({"w": w}, mesh))
+    loss = lambda params, x: contrastive(x @ fs.gather(params)["w"])  # noqa: E731
+    grads = mesh.spmd(fs.grad(loss))(params, mesh.split(x))
+    assert_trees_close(fs.gather(grads, lazy=False)["w"], torch.func.grad(lambda w: contrastive(x @ w))(w))
+
+    def reduced(x: Tensor) -> tuple[Tensor, ...]:
+        values = [x.clone() for _ in range(4)]
+        for one, op in zip(values, ("SUM", "AVG", "MAX", "MIN"), strict=True):
+            dist.all_reduce(one, getattr(dist.ReduceOp, op))
+        part, first = x.new_empty(1), x.clone()
+        scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in 2.13
+        scatter(part, x)
+        dist.broadcast(first, 1)
+        dist.barrier()
+        return *values, part, first
+
+    x = torch.arange(9.0).view(3, 3)
+    *reductions, part, first = mesh.spmd(reduced)(x)
+    assert torch.stack([each[2] for each in reductions]).tolist() == [[9, 12, 15], [3, 4, 5], [6, 7, 8], [0, 1, 2]]
+    assert (part.flatten().tolist(), first[2].tolist()) == ([9, 12, 15], [3, 4, 5])
+    assert "No backend type" in refused(mesh.spmd(lambda x: dist.send(x, 1)), x)
+    text = refused(fs.simulated_mesh(3).spmd(lambda x: dist.all_reduce(x)), x)
+    assert "rows of tensors, of which it knows nothing" in text
+    assert not dist.is_initialized()
 
 
 def test_writes_into_what_was_gathered_are_refused() -> None:
