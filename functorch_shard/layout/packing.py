@@ -8,28 +8,34 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .buffers import Buffer
+from .buffers import Buffer, Slot
 
 
 def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = None) -> Tensor:
-    """Concatenate the parameters of ``buffer`` into one 1-D tensor, with zeros for padding.
+    """Concatenate the parameters of ``buffer`` into one 1-D tensor, behind any batch dims, with zeros for padding.
 
     The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
     """
     with sparse_refused(tensors, buffer):
         parts = _parts(tensors, buffer)
-        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
+        return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
 
 
 def _parts(tensors: Mapping[str, Tensor], buffer: Buffer) -> list[Tensor]:
     """What is concatenated: parameters, and zeros for the gaps between them."""
     like = tensors[buffer.slots[0].name]
+    batch = batch_of(like, buffer.slots[0])
     gaps = buffer.split_sizes()[1::2]
-    parts = [like.new_zeros(start)] if (start := buffer.slots[0].offset) else []
+    parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
     for slot, gap in zip(buffer.slots, gaps, strict=True):
-        parts += [tensors[slot.name].reshape(-1)] if slot.numel else []
-        parts += [like.new_zeros(gap)] if gap else []
-    return parts or [like.new_zeros(0)]
+        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+        parts += [like.new_zeros(*batch, gap)] if gap else []
+    return parts or [like.new_zeros(*batch, 0)]
+
+
+def batch_of(x: Tensor, slot: Slot) -> torch.Size:
+    """The dims of ``x`` in front of those of its parameter."""
+    return x.shape[: x.ndim - len(slot.shape)]
 
 
 @contextmanager

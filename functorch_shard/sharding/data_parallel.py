@@ -154,7 +154,7 @@ def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
     if not isinstance(op, AllGather):
         return axis.issue("psum_scatter", x, dim=dim).wait()
     if op.codec is None:
-        return axis.issue("all_gather", x, dim=dim).wait()
+        return axis.issue("all_gather", x, dim=dim).wait().contiguous()
     messages, form = encode_rows(x, op.codec)
     rows = axis.issue("all_gather", messages, dim=dim).wait().unflatten(-1, (axis.size, messages.shape[-1]))
     return decode_rows(rows, form, op.codec).flatten(-2)

@@ -121,7 +121,7 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
         if key not in later
     }
     for key, x in (flats if stacked else reduced_together(flats, layout)).items():
-        if lazy is not False:
+        if lazy is not False and layout.buffers[key].num_shards > 1:  # others are the shards, which a step may donate
             layout.mesh.watch(key, x, [slot.name for slot in layout.buffers[key].slots])
         whole.update(unpack(x, layout.buffers[key]))
     whole = with_dtensors(whole, layout)

@@ -21,7 +21,7 @@ from ..collectives.tangents_alone import of_tangents
 from ..communication.axis import Axis
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.packing import pack
+from ..layout.packing import batch_of, pack
 from ..layout.precision import divide_factors
 from ..layout.ranks import shard_axis
 from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedule
@@ -60,7 +60,8 @@ def scattered_tangents(grads: Mapping[str, Tensor], buffer: Buffer, layout: Layo
         return scattered(dict(zip(names, tangents, strict=True)), buffer, layout)
 
     dtype = layout.schedule(buffer, tensors[0].dtype).dtypes.carried
-    return of_tangents(scatter, (buffer.shard_numel,), dtype, tensors)
+    shape = *batch_of(tensors[0], buffer.slots[0]), buffer.shard_numel
+    return of_tangents(scatter, shape, dtype, tensors)
 
 
 def reduced_encoded(
@@ -197,7 +198,9 @@ def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tenso
 
 def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
     """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
-    given = [grad for slot in buffer.slots if (grad := grads[slot.name]) is not None]
-    like = given[0] if given else torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device)
+    given = [(grad, batch_of(grad, slot)) for slot in buffer.slots if (grad := grads[slot.name]) is not None]
+    like, batch = given[0] if given else (torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device), ())
     every = {slot.name: (slot, grads[slot.name]) for slot in buffer.slots}
-    return {name: like.new_zeros(slot.shape) if grad is None else grad for name, (slot, grad) in every.items()}
+    return {
+        name: like.new_zeros((*batch, *slot.shape)) if grad is None else grad for name, (slot, grad) in every.items()
+    }

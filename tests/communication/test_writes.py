@@ -133,3 +133,18 @@ def test_writes_are_seen_in_every_dtype(dtype: torch.dtype) -> None:
     for name in values:
         write = mesh.spmd(lambda p, name=name: fs.gather(p)[name].data.zero_().to(torch.complex64).sum())
         assert f"(root)/{str(values[name].dtype)[6:]}" in refused(write, params)
+
+
+@pytest.mark.parametrize("axes", [1, {"replicate": 2, "shard": 1}], ids=str)
+def test_a_donated_step_may_write_to_buffers_that_ranks_hold_whole(axes: Any) -> None:
+    mesh = fs.simulated_mesh(axes)
+    model, params, x = problem(mesh, lambda layer: None)
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1)
+
+    def step(p: fs.Sharded, s: Any, x: Tensor, donate: bool) -> Any:
+        grads = fs.grad(lambda p: functional_call(model, fs.gather(p), (x,)))(p)
+        return opt.step(p, grads=grads, state=s, donate=donate)[0]
+
+    kept = mesh.spmd(lambda p, s, x: step(p, s, x, False))(params, opt.init(params), x)
+    donated = mesh.spmd(lambda p, s, x: step(p, s, x, True))(params, opt.init(params), x)
+    assert all(torch.equal(donated[key], kept[key]) for key in kept)
