@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import lcm
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from .dtensor_spec import DTensorForm
 from .placing import padded
 from .precision import MixedPrecision
 
+Reduction = Literal["mean", "sum"]
 OWNERS = "(owners)"  # the unit of optimizer state that owners of whole parameters have; no module has this name
 
 
@@ -137,3 +138,7 @@ def alignment(dtype: torch.dtype, align_bytes: int) -> int:
 
 def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
     return tuple(sorted(buffers, key=lambda buffer: buffer.slots[0].index))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

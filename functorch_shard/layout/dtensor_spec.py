@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from ..errors import axes_text
 
@@ -47,15 +46,6 @@ class DTensorForm:
                 start[dim] += skipped
                 shape[dim] = min(chunk, shape[dim] - skipped)
         return tuple(shape), tuple(start)
-
-    def problem(self, local_shape: tuple[int, ...]) -> str:
-        """Why no rank has a part of ``local_shape``; empty if one has."""
-        known = {"R", *(f"S({dim})" for dim in range(len(self.shape)))}
-        if len(self.placements) != len(self.axes) or not known.issuperset(self.placements):
-            return f"a {self}, expected one of {', '.join(sorted(known))} for each axis"
-        places = product(*(range(size) for _, size in self.axes))
-        fits = any(self.local_shape(place) == local_shape for place in places)
-        return "" if fits else f"shape {local_shape} is not a local part of a {self}"
 
     def __str__(self) -> str:
         return f"DTensor of shape {self.shape}, {' '.join(self.placements)} over {axes_text(dict(self.axes))}"

@@ -21,10 +21,11 @@ import torch
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Mesh
-from .buffers import OWNERS, Buffer, Slice, Slot, Unit, in_source_order
+from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name, in_source_order
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 from .schedule import Schedule, schedule
-from .serialization import OPTIONS, Reduction, dtype_name, from_json, to_json
+
+_OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward"
 
 
 @dataclass(frozen=True, repr=False)
@@ -250,7 +251,7 @@ class Layout(Static):
         parts = [self, *others]
         problems = [
             f"{name}: {mine!r} in the first tree, {theirs!r} in another"
-            for name in ("axes", *OPTIONS)
+            for name in _OPTIONS
             for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
             if mine != theirs
         ]
@@ -289,15 +290,6 @@ class Layout(Static):
 
     def _ties(self) -> list[str]:
         return [f"tied: {alias} = {name}" for alias, name in self.aliases]
-
-    def to_json(self, indent: int | None = None) -> str:
-        """The layout as JSON text; :meth:`from_json` returns an equal layout."""
-        return to_json({part.name: getattr(self, part.name) for part in fields(self) if part.compare}, indent)
-
-    @staticmethod
-    def from_json(text: str, mesh: Mesh) -> Layout:
-        """The layout that ``to_json`` wrote, on a ``mesh`` of the same sizes."""
-        return Layout(mesh=mesh, **from_json(text)).on(mesh)
 
     def __getstate__(self) -> dict[str, Any]:
         # Without cached properties: the hash of a string differs between processes.

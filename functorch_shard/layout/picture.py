@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import shown
-from .buffers import Buffer, Slot
+from .buffers import Buffer, Slot, dtype_name
 from .layout import Layout
 from .ranks import shards_of_ranks
-from .serialization import dtype_name
 
 _ROWS, _BUFFERS = 24, 40  # parameters of a buffer, and kinds of buffers, that have rows of their own
 GAP = 2

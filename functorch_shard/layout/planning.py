@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from ..errors import hints, listed, reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
-from .buffers import Buffer, Slot, Unit, alignment, in_source_order
+from .buffers import Buffer, Reduction, Slot, Unit, alignment, in_source_order
 from .dtensor import form_of, local_part, unfit_dtensor
 from .layout import Layout
 from .placing import Granularity, Size, granularity_of, place
 from .precision import MixedPrecision
-from .serialization import Reduction
 from .sources import source_problems, sparse_problems
 from .stacks import prefixes_of
 from .trees import Sharded

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
-from ..layout.serialization import dtype_name
+from ..layout.buffers import dtype_name
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..sharding.flat_vectors import from_vector, to_vector, vector_dtype, vector_layout

@@ -86,7 +86,6 @@ def test_values_come_back_and_padding_is_zero(axes: dict[str, int], choice: int)
     ones = fs.shard({name: torch.ones_like(x) for name, x in tensors().items()}, layout)
     held = sum(float(x.sum()) for x in ones.values()) / dict(layout.axes).get("replicate", 1)
     assert held == sum(x.numel() for x in tensors().values())
-    assert fs.Layout.from_json(layout.to_json(), layout.mesh) == layout
 
 
 def trained(mesh: fs.Mesh, granularity: Any) -> fs.Full:
@@ -171,10 +170,3 @@ def test_trees_of_other_granularity_are_told_apart() -> None:
     opt = fs.optimizer(torch.optim.SGD, lr=0.1)
     text = refused(opt.step, params, grads=grads, state=opt.init(params))
     assert "cut at multiples of 4" in text
-
-
-@pytest.mark.parametrize("change", [{"granularity": 3}, {"granularity": 0}, {"granularity": "4"}])
-def test_altered_json_is_refused(change: dict[str, Any]) -> None:
-    layout = fs.plan({"w": torch.zeros(8), "x": torch.zeros(9)}, fs.simulated_mesh(3), units=10**9, granularity=4)
-    text = layout.to_json().replace('"granularity": 4', f'"granularity": {change["granularity"]!r}'.replace("'", '"'))
-    assert "Layout.from_json: " in refused(fs.Layout.from_json, text, layout.mesh)

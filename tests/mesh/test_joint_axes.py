@@ -193,7 +193,6 @@ def test_checkpoints_reshard_json_and_pickles_keep_values(tmp_path: Path, names:
         loaded = fs.checkpoint.load(tmp_path / "one", like)["model"]
         assert_trees_close(loaded, fs.shard(model, layout), rtol=0, atol=0)
         assert_trees_close(fs.reshard(loaded, joint), params, rtol=0, atol=0)
-    assert fs.Layout.from_json(joint.to_json(), joint.mesh) == joint
     again = pickle.loads(pickle.dumps(params))
     assert_trees_close(fs.gather(again), fs.gather(params), rtol=0, atol=0)
 

@@ -161,7 +161,6 @@ LAYOUTS = {
     "slices": lambda layout: [layout.slices(rank) for rank in range(2)],
     "select": lambda layout: layout.select({key: i % 2 == 0 for i, key in enumerate(layout.buffers)}),
     "units": lambda layout: list(layout.by_unit()),
-    "json": lambda layout: fs.Layout.from_json(layout.to_json(), layout.mesh),
     "estimate": fs.estimate,
 }
 

@@ -240,14 +240,11 @@ def test_checkpoints_and_reshard_move_between_placements(tmp_path: Path, case: s
 
 
 @pytest.mark.parametrize("case", PLACEMENTS)
-def test_layouts_with_copies_come_back_from_json_and_hold_whole_values(case: str) -> None:
+def test_layouts_with_copies_hold_whole_values(case: str) -> None:
     layout = placed(case).params
-    assert fs.Layout.from_json(layout.to_json(), layout.mesh) == layout
     assert str(layout)
     params = fs.shard(two_layers(), layout)
     assert_trees_close(dict(fs.gather(params)), dict(two_layers().named_parameters()), rtol=0, atol=0)
-    altered = layout.to_json().replace(f'"numel": {layout.buffers["0"].numel}', '"numel": 999')
-    assert "999 elements" in refused(fs.Layout.from_json, altered, layout.mesh)
 
 
 def replicated_zero(mesh: fs.Mesh) -> Any:
