@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import wraps
 from inspect import Signature, signature
@@ -85,6 +86,14 @@ class _Bound:
 
     def apply_defaults(self) -> None:
         """There are none."""
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """A context without inference mode; ``inference_mode(False)`` also has backward run in threads of its devices."""
+    in_threads = torch._C._is_multithreading_enabled()
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(in_threads):
+        yield
 
 
 def backward_pass() -> int | None:

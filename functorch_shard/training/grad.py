@@ -16,7 +16,7 @@ from ..layout.packing import sparse_explained
 from ..layout.trees import take_tensors
 from ..sharding.overlapped_means import Place, order_of_means, overlap_means
 from ..sharding.reduction import mean_of_shard
-from ..torch_internals.autograd import gradients_or_none
+from ..torch_internals.autograd import gradients_or_none, outside_inference_mode
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_alone, in_transform, without_batches
@@ -167,7 +167,7 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
         return value, tensors
 
     # in inference mode, torch.func of 2.11 gives silent zeros
-    with sparse_explained("grad"), torch.inference_mode(False), autograd_by_hand():
+    with sparse_explained("grad"), outside_inference_mode(), autograd_by_hand():
         differentiate = (
             grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
         )

@@ -680,3 +680,17 @@ def test_what_is_done_once_works_in_ranks_too(tmp_path: Any) -> None:
     mesh.spmd(lambda p: (fs.checkpoint.save(tmp_path / "saved", p), None)[1])(params)
     assert_trees_close(mesh.spmd(lambda p: fs.checkpoint.load(tmp_path / "saved", p))(params), params)
     assert "reshard: called inside mesh.spmd" in refused(mesh.spmd(lambda p: fs.reshard(p, layout)), params)
+
+
+def test_backward_stays_in_the_thread_of_its_rank_in_derivatives_of_derivatives() -> None:
+    """A device has one thread for the backward of all ranks: it would wait for one of them."""
+    mesh, w, in_threads = mesh_of(2), {"w": torch.arange(4.0)}, []
+    params = fs.shard(w, fs.plan(w, mesh))
+
+    def inner(params: fs.Sharded, x: Tensor) -> Tensor:
+        in_threads.append(torch._C._is_multithreading_enabled())
+        return (fs.gather(params)["w"] * x.sum()).square().mean()
+
+    outer = lambda params, x: sum(g.square().sum() for g in fs.grad(inner)(params, x).values())  # noqa: E731
+    mesh.spmd(fs.grad(outer))(params, rows(2))
+    assert in_threads == [False, False]
