@@ -23,7 +23,7 @@ from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_alone
 from .argnums import Argnums, as_asked, check_scalar, positions
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
-from .usage import is_zero, own_parameters_refused, refuse_unused, unused_arguments
+from .usage import is_zero, leaves_of, own_parameters_refused, refuse_hidden, refuse_unused, unused_arguments
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -95,6 +95,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result does not depend on any
             leaf of a ``Sharded`` or ``Full`` argument, for example because ``functional_call`` was forgotten. Or the
             gradient of a gathered parameter is sparse.
+            Or, under ``functional_call``, a parameter was read after forward had returned; or the result depends on a
+            tensor with a hook that is not an argument.
         RuntimeError: backward uses a module's own parameters in place of the gathered ones: use :func:`bind`.
 
     Cost:
@@ -139,17 +141,19 @@ def _grad_and_value(
 
         places, nested = given.of_each(places_of), inside() or _needs_graph((args, kwargs))
         differentiate = partial(_with_graph, tangents_alone) if nested else partial(_without_graph, places)
-        grads, value, aux, boundary = differentiate(scalar, given.inputs, given.of_each(carried_wider))
+        grads, value, aux, boundary, leaves = differentiate(scalar, given.inputs, given.of_each(carried_wider))
         _average_each(grads, places, boundary)
         trees = given.gradients(grads)
         refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_zero(tree))
+        if not inside():
+            refuse_hidden(leaves, grads, places)
         return as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
 
     return gradient_and_value
 
 
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
-Derivative = tuple[list[Tensor], Tensor, Any, Boundary]  # gradients, value, aux, and the boundary
+Derivative = tuple[list[Tensor], Tensor, Any, Boundary, list[Tensor]]  # gradients, value, aux; the value's leaves
 
 
 def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
@@ -172,7 +176,7 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
             grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
         )
         grads, (value, aux) = differentiate(tensors_only, has_aux=True)(inputs)
-    return list(grads), value, put_back[-1](aux), boundaries[-1]
+    return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(value)
 
 
 def _without_graph(
@@ -194,7 +198,7 @@ def _without_graph(
             grads = [None] * len(inputs)
         grads = [_sum(x, boundary.totals.get(i), grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
     tensors, put_back = take_tensors(aux)
-    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary
+    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(value)
 
 
 def _sum(x: Tensor, total: Tensor | None, grad: Tensor | None) -> Tensor:

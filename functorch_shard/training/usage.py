@@ -15,7 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
 from ..layout.rank_trees import is_node
+from ..layout.trees import Sharded
+from ..sharding.gather import gather
+from ..sharding.overlapped_means import Place
 from ..torch_internals.autograd import leaves_behind, nodes, was_compiled
+from ..torch_internals.tensors import hooks_of
+from ..torch_internals.transforms import without_batches
 from .differentiated_leaves import Differentiated
 
 _ADVICE = (
@@ -69,6 +74,48 @@ def _parameters_in(arg: Any) -> str:
     """The class of the first ``Sharded`` or ``Full`` in ``arg``, or an empty string."""
     leaves = optree.tree_leaves(arg, is_leaf=is_node, none_is_leaf=True)
     return next((type(leaf).__name__ for leaf in leaves if is_node(leaf)), "")
+
+
+def leaves_of(value: Tensor) -> list[Tensor]:
+    """Return the leaves that ``value``, below batches, depends on; none if it has no values."""
+    value = without_batches(value)
+    return [*leaves_behind([value]).values()] if type(value) is Tensor else []
+
+
+def refuse_hidden(leaves: Iterable[Tensor], grads: Sequence[Tensor], places: Sequence[Place | None]) -> None:
+    """Raise if ``leaves`` of a value stand in for an argument.
+
+    One is a module's own parameter of the shape of a gathered one whose gradient is zero: it was read after
+    ``functional_call`` had put it back. The other has a hook, which may call ``backward()`` and would not run.
+
+    Cost:
+        An all-gather of each buffer with a parameter that has the shape of such a leaf.
+    """
+    leaves = [*leaves]
+    hooked = [x for x in leaves if not isinstance(x, nn.Parameter) and hooks_of(x)]
+    reject("grad", [f"a tensor of shape {tuple(x.shape)} that is not an argument has a hook" for x in hooked], _HOOKED)
+    own = {(tuple(x.shape), x.dtype) for x in leaves if isinstance(x, nn.Parameter)}
+    late: list[str] = []
+    for grad, place in zip(grads, places, strict=True) if own else ():
+        key, layout = place or ("", None)
+        slots = [slot for slot in layout.buffers[key].slots if (slot.shape, slot.dtype) in own] if layout else []
+        if layout and slots:
+            full = gather(
+                Sharded({key: grad}, layout.select({other: other == key for other in layout.buffers})), lazy=False
+            )
+            zero = [slot for slot in slots if not without_batches(full[slot.name]).any()]
+            late += [f"{s.name!r}: no gradient, and a module's own parameter of shape {s.shape} is used" for s in zero]
+    reject("grad", late, _LATE)
+
+
+_HOOKED = (
+    "fs.grad does not run hooks of tensors that it does not differentiate (GradCache calls backward() in one). Use "
+    "backward(): loss(params).backward() with fs.bind(model, params), whose parameters such hooks use."
+)
+_LATE = (
+    "functional_call puts the module's own parameters back when forward returns; what is read later (by a closure, a "
+    "distribution, a lazy property) is these. Use functorch_shard.bind(model, params)(...), which keeps its parameters."
+)
 
 
 def own_parameters_refused(value: Tensor) -> AbstractContextManager[object]:

@@ -281,3 +281,63 @@ def test_nothing_of_the_copy_stays_once_it_is_dropped() -> None:
         assert len(gc.get_referrers(weight)) == count - 1
     finally:
         gc.enable()
+
+
+def late_by_functional_call(mesh: fs.Mesh) -> str:
+    model = Late(recurrent=False)
+    params = fs.shard(model, fs.plan(model, mesh))
+    x = mesh.split(torch.ones(mesh.size, 2, 3, dtype=torch.float64))
+    loss = lambda p, x: functional_call(model, fs.gather(p), (x,))()  # noqa: E731
+    return refused(mesh.spmd(fs.grad(loss)), params, x)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(3), *sequential(2), *gloo(2)], ids=str)
+def test_a_parameter_that_is_read_after_functional_call_is_refused_by_name(ranks: Ranks) -> None:
+    for text in ranks.run(late_by_functional_call):
+        assert "'head.weight': no gradient, and a module's own parameter of shape (2, 4) is used" in text
+        assert "functorch_shard.bind(model, params)(...)" in text
+        assert "embed" not in text
+
+
+class Cached(nn.Module):
+    """As GradCache: the loss is detached, and its hook runs the encoder again and calls ``backward()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            values = self.encoder(x)
+        (grad,) = torch.autograd.grad((values.requires_grad_() @ values.T).square().mean(), values)
+        loss = (values @ values.T).square().mean().detach().requires_grad_()
+
+        def run_again(seed: Tensor) -> None:
+            with torch.enable_grad():
+                (self.encoder(x) * grad).sum().mul(seed).backward()
+
+        loss.register_hook(run_again)
+        return loss + 1e-3 * self.encoder[0].weight.square().sum()
+
+
+def by_a_hook(mesh: fs.Mesh) -> tuple[str, fs.Full]:
+    model = Cached()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x = mesh.split(torch.arange(16.0, dtype=torch.float64).sin().view(4, 4))
+    loss = lambda p: fs.bind(model, p)(x)  # noqa: E731
+    leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
+    loss(leaves).backward()
+    return refused(fs.grad(loss), params), fs.gather(
+        fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout), lazy=False
+    )
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_a_hook_that_calls_backward_is_run_by_backward_and_refused_by_grad(ranks: Ranks) -> None:
+    model = Cached()
+    for part in torch.arange(16.0, dtype=torch.float64).sin().view(4, 4).chunk(2):
+        (model(part) / 2).backward()
+    for text, grads in ranks.run(by_a_hook):
+        assert "a tensor of shape () that is not an argument has a hook" in text
+        assert_trees_close(dict(grads), {n: p.grad for n, p in model.named_parameters()}, rtol=1e-12, atol=1e-14)
