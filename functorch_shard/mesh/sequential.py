@@ -126,8 +126,8 @@ class _RandomNumbers:
         self._randomness, self._devices = randomness, [torch.device("cpu")]
         self._states: list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]
         self._states = [(torch.get_rng_state, torch.set_rng_state)]
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
+        module = torch.get_device_module("cpu" if device.type == "meta" else device)
+        if hasattr(module, "default_generators"):  # others draw from that of the CPU
             self._devices.append(device)
             self._states.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
         self._before = self._read()
