@@ -75,7 +75,9 @@ static void touch(void* base, Id stream, int64_t time, bool writes, const std::s
 }
 static void tell(const std::string& why) {  // a synchronisation; no lock is held, for another thread may want it and hold the GIL
   { Lock lock(mutex); syncs.push_back(why); }
-  if (on_sync) { py::gil_scoped_acquire gil; (*on_sync)(why); }
+  if (!on_sync) return;
+  py::gil_scoped_acquire gil;  // it changes under the GIL: another thread may have ended it before this one got that
+  if (on_sync) (*on_sync)(why);
 }
 static void sync_host(Id stream, const std::string& why) {
   { Lock lock(mutex); host.join(clocks[stream]); }
