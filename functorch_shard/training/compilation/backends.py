@@ -25,6 +25,8 @@ def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend,
     """A function from the inputs of ``graph`` to its outputs."""
     if backend == "replay":
         return lambda tensors: graph(*tensors)
+    if backend == "cudagraphs":
+        _refuse_host_tensors(graph)
     constants = constants_as_inputs(graph)
     every = [*inputs, *constants]
     if backend == "inductor":
@@ -45,4 +47,17 @@ def check_backend(backend: str | Backend, options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"compile: backend: got {backend!r}{hint(str(backend), known)}, expected one of {', '.join(known)}, or a "
             "function of a graph and its inputs."
+        )
+
+
+def _refuse_host_tensors(graph: GraphModule) -> None:
+    """Raise where torch would run the graph without capturing it, which it does without a word."""
+    tensors = [(node, node.meta.get("val")) for node in graph.graph.nodes]
+    host = [node for node, x in tensors if isinstance(x, Tensor) and x.device.type == "cpu"]
+    if host:
+        first = f"{host[0].name!r} ({host[0].op} {host[0].target})"
+        raise NotImplementedError(
+            f"compile: backend='cudagraphs' captures graphs whose tensors are all on the device; {len(host)} are on "
+            f"the CPU here, first {first}. Pass numbers such as lr as tensors on the device, keep step counts there "
+            "(capturable=True), or use backend='replay'."
         )

@@ -569,3 +569,12 @@ def assigns_a_global(x: Tensor) -> Tensor:
 
 
 LAST: Tensor | None = None
+
+
+def test_cuda_graphs_of_tensors_on_the_host_are_refused_and_named() -> None:
+    mesh = fs.simulated_mesh(2)
+    step = fs.compile(mesh.spmd(lambda x, scale: fs.collectives.psum(x * scale, mesh)), backend="cudagraphs")
+    with pytest.raises(
+        NotImplementedError, match=r"tensors are all on the device; \d+ are on the CPU here, first 'arg"
+    ):
+        step(torch.ones(2), 0.5)
