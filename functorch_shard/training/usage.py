@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
 from ..layout.rank_trees import is_node
+from ..layout.ranks import shard_index
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
 from ..sharding.overlapped_means import Place
@@ -57,8 +58,18 @@ def refuse_unused(problems: Iterable[str]) -> None:
 
 
 def is_zero(tree: Any) -> bool:
-    """Whether all gradients in ``tree`` are zero."""
-    return not any(bool(x.any()) for x in optree.tree_leaves(tree) if isinstance(x, Tensor))
+    """Whether all gradients in ``tree`` are zero, and not because this rank's shards are all padding."""
+    if any(bool(x.any()) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)):
+        return False
+    return not all(map(_is_padding, optree.tree_leaves(tree, is_leaf=is_node)))
+
+
+def _is_padding(node: Any) -> bool:
+    if not isinstance(node, Sharded) or not node.layout.mesh.in_spmd:
+        return False
+    buffers = [node.layout.buffers[key] for key, x in node.items() if x is not None]
+    indices = [shard_index(buffer, node.layout) for buffer in buffers]
+    return not any(isinstance(i, Tensor) or b.slices(i) for i, b in zip(indices, buffers, strict=True))
 
 
 def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:

@@ -117,3 +117,20 @@ def test_the_walk_ends_at_the_first_use_and_sees_through_checkpoints() -> None:
     view = y * 2
     assert depends_on(view[0], [view])
     assert not depends_on(y.sum(), [view])
+
+
+@pytest.mark.parametrize("ranks", [Ranks({"shard": 2}, "sequential"), *gloo(2)], ids=str)
+def test_a_rank_that_holds_padding_only_may_leave_the_parameters_unused(ranks: Ranks) -> None:
+    assert [grads.tolist() for grads in ranks.run(gradient_of_one_element)] == [[1.5], [0.0]]
+
+
+def gradient_of_one_element(mesh: fs.Mesh) -> torch.Tensor:
+    """Of a loss that rank 1, which has no samples, computes without the parameters."""
+    values = {"w": torch.ones(1)}
+    params = fs.shard(values, fs.plan(values, mesh, align_bytes=0))
+
+    def loss(params: fs.Sharded, samples: torch.Tensor) -> torch.Tensor:
+        full = fs.gather(params, lazy=False)
+        return (full["w"] * samples).sum() if samples.item() else torch.zeros(())
+
+    return mesh.spmd(lambda p, x: fs.grad(loss)(p, x)["(root)"])(params, mesh.split(torch.tensor([3.0, 0.0])))
