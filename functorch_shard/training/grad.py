@@ -176,7 +176,7 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
             grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
         )
         grads, (value, aux) = differentiate(tensors_only, has_aux=True)(inputs)
-    return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(value)
+    return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(value, inputs)
 
 
 def _without_graph(
@@ -198,7 +198,7 @@ def _without_graph(
             grads = [None] * len(inputs)
         grads = [_sum(x, boundary.totals.get(i), grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
     tensors, put_back = take_tensors(aux)
-    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(value)
+    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(value, inputs)
 
 
 def _sum(x: Tensor, total: Tensor | None, grad: Tensor | None) -> Tensor:

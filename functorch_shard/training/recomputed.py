@@ -130,6 +130,7 @@ class _Again(Function):
         ctx.save_for_forward(*tensors[ctx.num_results :])
         ctx.set_materialize_grads(False)
         ctx.averages, ctx.boundary, ctx.transforms = ctx.program.averages, here(), active_transforms()
+        ctx.keeps_unused_inputs = True  # in forward mode it is not known which ones are used
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

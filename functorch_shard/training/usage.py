@@ -19,7 +19,7 @@ from ..layout.ranks import shard_index
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
 from ..sharding.overlapped_means import Place
-from ..torch_internals.autograd import leaves_behind, nodes, was_compiled
+from ..torch_internals.autograd import leaves_behind, nodes, nodes_behind, was_compiled
 from ..torch_internals.tensors import hooks_of
 from ..torch_internals.transforms import without_batches
 from .differentiated_leaves import Differentiated
@@ -87,10 +87,15 @@ def _parameters_in(arg: Any) -> str:
     return next((type(leaf).__name__ for leaf in leaves if is_node(leaf)), "")
 
 
-def leaves_of(value: Tensor) -> list[Tensor]:
-    """Return the leaves that ``value``, below batches, depends on; none if it has no values."""
+def leaves_of(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that ``value``, below batches, depends on and ``inputs`` do not; none if it has no values."""
     value = without_batches(value)
-    return [*leaves_behind([value]).values()] if type(value) is Tensor else []
+    if type(value) is not Tensor:
+        return []
+    users = [node for node in nodes(value.grad_fn) if not getattr(node, "keeps_unused_inputs", False)]
+    found = [getattr(behind, "variable", None) for node in users for behind in nodes_behind(node)]
+    own = leaves_behind([x for x in map(without_batches, inputs) if type(x) is Tensor])
+    return [*{id(x): x for x in found if x is not None and id(x) not in own}.values()]
 
 
 def refuse_hidden(leaves: Iterable[Tensor], grads: Sequence[Tensor], places: Sequence[Place | None]) -> None:

@@ -569,3 +569,16 @@ def test_numbers_from_a_generator_of_its_own_are_the_same_again(place: str) -> N
     for value, state in results[1:]:
         assert_trees_close(value, results[0][0], rtol=1e-12, atol=1e-12)
         assert torch.equal(state, results[0][1])
+
+
+def test_a_module_that_is_an_argument_is_not_taken_for_late_use_in_forward_mode() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU()).double()
+    model.register_parameter("idle", nn.Parameter(torch.ones(3, dtype=torch.float64)))  # of the shape of a bias
+    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
+    x = torch.ones(4, 2, dtype=torch.float64)
+
+    def loss(params: fs.Sharded, model: nn.Module) -> Tensor:
+        return functional_call(model, fs.gather(params), (x,)).square().sum()
+
+    product = lambda f: jvp(lambda p: fs.grad(f)(p, model), (params,), (params,))[1]  # noqa: E731
+    assert_trees_close(product(fs.remat(loss)), product(loss))
