@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NoReturn
 
 import torch
@@ -27,21 +28,43 @@ def default_group(size: int, rank: Callable[[], int] | None = None, issue: Issue
 
     Without ``rank`` and ``issue`` it has a size, collectives raise, and the rank is 0: torch's own loggers ask for it.
     """
-    if not dist.is_available() or dist.is_initialized():
-        yield
-        return
-    if _NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_NAME, _made, devices=["cpu"])
-    hook = sys.excepthook  # init_process_group sets another one
-    dist.init_process_group(_NAME, store=dist.HashStore(), rank=0, world_size=size)
-    sys.excepthook, group = hook, dist.group.WORLD
-    assert isinstance(group, _Group)
-    group.ask, group.issue = rank or _zero, issue or _refuse
+    with _ONE_AT_A_TIME:
+        group = _begun(size, rank or _zero, issue or _refuse)
     try:
         yield
     finally:
-        group.ask = _zero
-        dist.destroy_process_group()
+        with _ONE_AT_A_TIME:
+            _ended(group)
+
+
+_ONE_AT_A_TIME = Lock()  # threads may run simulated ranks at once: those of kind "batched" then share a group
+
+
+def _begun(size: int, ask: Callable[[], int], issue: Issue) -> _Group | None:
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if _NAME not in dist.Backend.backend_list:
+            dist.Backend.register_backend(_NAME, _made, devices=["cpu"])
+        hook = sys.excepthook  # init_process_group sets another one
+        dist.init_process_group(_NAME, store=dist.HashStore(), rank=0, world_size=size)
+        sys.excepthook, group = hook, dist.group.WORLD
+        assert isinstance(group, _Group)
+        group.ask, group.issue, group.users = ask, issue, 1
+        return group
+    group = dist.group.WORLD
+    if not isinstance(group, _Group) or not (group.issue is issue is _refuse):
+        return None
+    group.users += 1
+    return group
+
+
+def _ended(group: _Group | None) -> None:
+    if group is not None:
+        group.users -= 1
+        if not group.users:
+            group.ask = _zero
+            dist.destroy_process_group()
 
 
 def _made(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -65,6 +88,7 @@ class _Group(dist.ProcessGroup):
 
     ask: Callable[[], int]
     issue: Issue
+    users: int
 
     def rank(self) -> int:
         return self.ask()

@@ -32,7 +32,8 @@ def stack_entries(tensors: Mapping[str, Tensor], module: nn.Module | None) -> se
     stacks = {name: found for name in modules.children if (found := modules.entries_of(name))}
     stages = {name for name, found in stacks.items() if modules.num_alike(found) > 1}
     blocks = modules.numbered(stages)
-    stages |= {block.rpartition(".")[0] for block in blocks}
+    numbered = Counter(block.rpartition(".")[0] for block in blocks)  # fewer are the projections of one block
+    stages |= {name for name, number in numbered.items() if number >= _LARGE}
     entries = blocks | {entry for found in stacks.values() for entry in found}
     sizes = _sizes(tensors)
     for entry in sorted(entries, key=lambda entry: entry.count(".")):

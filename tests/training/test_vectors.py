@@ -76,7 +76,7 @@ def test_the_gradient_of_vdot_is_that_of_the_whole(mesh: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
 def test_what_linearize_traces_knows_padding_norms_and_random_trees() -> None:
-    names, mesh = ["a.w", "a.b"], fs.simulated_mesh(3, kind="sequential")
+    names, mesh = ["a.w", "a.b"], fs.init_mesh()
     whole, other = ({name: values(start=start)[name] for name in names} for start in (0, 1))
     layout = fs.plan(whole, mesh)
     assert any(buffer.numel > buffer.parameter_numel for buffer in layout.buffers.values())
