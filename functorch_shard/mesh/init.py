@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from ..communication.group_axis import group_axis
 from ..errors import axes_text
 from ..torch_internals.process_groups import set_timeout, timeout_of
 from .axes import check_axes, is_accelerator, with_index
-from .launchers import Job, job_of
 from .mesh import Mesh
+
+if TYPE_CHECKING:
+    from .launchers import Job
 
 
 def init_mesh(
@@ -64,6 +67,8 @@ def init_mesh(
         >>> fs.init_mesh()          # plain python: one rank, no process group
         Mesh(shard=1, cpu)
     """
+    from .launchers import job_of
+
     job = None if _has_group() else job_of(os.environ, alone=_asks_for_one(axes))
     several = job is not None or _has_group()
     where = choose_device(device, dist.get_backend_config() if _has_group() else None, torch.cuda.is_available())

@@ -39,6 +39,7 @@ FEATURES = {
     "layout.transfer_plan",
     "mesh.abstract",
     "mesh.joint",
+    "mesh.launchers",
     "mesh.rendezvous",
     "sharding.compression",
     "sharding.flat_vectors",
@@ -58,7 +59,7 @@ FEATURES = {
     "training.vectors",
     "training.whole",
 }
-MOST_MODULES, MOST_LINES = 106, 13_900  # of the core: these numbers go down
+MOST_MODULES, MOST_LINES = 104, 13_800  # of the core: these numbers go down
 
 
 def loaded() -> dict[str, int]:
