@@ -91,8 +91,9 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: Any) -> None:
     """Tests of kinds of ranks also run on ranks one after the other, with ``-m slow``, unless what they test is around
-    ``spmd``, as a compiler is."""
-    if metafunc.module.__name__.startswith("tests.training.compilation."):
+    ``spmd``, as a compiler is, or is refused there, as a collective inside of ``parametrize.cached`` is."""
+    others = ("tests.training.compilation.", "tests.training.test_cached_parametrizations")
+    if metafunc.module.__name__.startswith(others):
         return
     parametrize = metafunc.parametrize
 

@@ -53,8 +53,9 @@ def test_every_nesting_is_tried(kind: str, remat: list[bool]) -> None:
     assert {row for name in columns for row in selected(name)} == {*ROWS}
 
 
-def refused_by_vmap(column: str, row: Row) -> bool:
-    return column.startswith("simulated") and TRACED in row
+def refused_on_simulated_ranks(column: str, row: Row) -> bool:
+    """``linearize`` traces: torch's vmap has no rule for it, and ranks that take turns wait inside of it."""
+    return column.startswith(("simulated", "one after")) and TRACED in row
 
 
 @every_column
@@ -63,7 +64,7 @@ def test_every_nesting_of_two_transforms_is_that_of_the_unsharded_model(column: 
     found = dict(zip(rows, verdicts(COLUMNS[column], rows), strict=True))
     assert {row: text for row, text in found.items() if text not in ("right", UNSHARDED) and TRACED not in row} == {}
     wrong = {row for row, text in found.items() if text not in ("right", UNSHARDED)}
-    assert all(refused_by_vmap(column, row) and found[row] != "wrong" for row in wrong)
+    assert all(refused_on_simulated_ranks(column, row) and found[row] != "wrong" for row in wrong)
 
 
 def test_the_page_has_every_row_and_nothing_wrong_of_this_library() -> None:
