@@ -13,9 +13,10 @@ from tests.referees.referee import Outcome, Referee, beside, outcomes
 
 PACKAGES = (
     *("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt"),
-    *("torchdiffeq", "timm", "diffusers", "pytorch_optimizer", "schedulefree", "launchers"),
+    *("torchdiffeq", "timm", "diffusers", "mace", "pytorch_optimizer", "schedulefree", "launchers"),
 )
 DISTRIBUTIONS = {
+    "mace": "mace-torch",
     "curvlinops": "curvlinops-for-pytorch",
     "hessian_eigenthings": "hessian-eigenthings",
     "lightning_fabric": "lightning-fabric",

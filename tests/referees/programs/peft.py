@@ -102,7 +102,7 @@ REFEREES = [
     referee(
         "LoRA, checkpointing",
         partial(trained, Task(adapted, text, loss_of, "gradient_checkpointing_enable")),
-        batched="gradient_checkpointing_disable()",
+        batched="saved tensor hooks",
     ),
     referee("disable_adapter", without_adapters, batched=WRITES),
     referee("LoRA against the base in one loss", partial(trained, Task(AgainstTheBase, ids, itself))),

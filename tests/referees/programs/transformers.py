@@ -180,7 +180,7 @@ def from_meta(where: Where) -> dict[str, Any]:
 
 
 MASKED = "data-dependent control flow"
-CHECKPOINTED = "gradient_checkpointing_disable()"
+CHECKPOINTED = "saved tensor hooks"
 SINGLE = 1e-6  # models that compute norms in float32, whatever they are given: their rounding is amplified
 LLAMA_LIKE = ("Llama", "Llama, tied", "Qwen3")
 
