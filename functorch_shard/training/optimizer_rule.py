@@ -57,9 +57,7 @@ class Rule:
     ) -> Found:
         """New parameters and state."""
         one_of = {buffer.label: buffer for buffer in buffers.values()}
-        chosen = {label: self.options(buffer) for label, buffer in one_of.items()}
-        options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
-        tensor_options = TensorOptions.of(chosen.values())
+        options, tensor_options = self.options_of(buffers)
         found = {label: self.traits_of(buffer) for label, buffer in one_of.items()}
         traits = {key: found[buffer.label] for key, buffer in buffers.items()}
         states = {key: {name: tree[key] for name, tree in state.items() if key in tree} for key in buffers}
@@ -90,6 +88,12 @@ class Rule:
         """The options for ``buffer`` in this call."""
         label = buffer.label
         return {**self.defaults, **self.overrides, **self.labels.get(label, {}), **self.now.get(label, {})}
+
+    def options_of(self, buffers: Mapping[str, Buffer]) -> tuple[dict[str, dict[str, Any]], TensorOptions]:
+        """Return the options by key of a buffer, one object for each label, and the tensors among them."""
+        chosen = {buffer.label: buffer for buffer in buffers.values()}
+        options = {label: self.options(buffer) for label, buffer in chosen.items()}
+        return {key: options[buffer.label] for key, buffer in buffers.items()}, TensorOptions.of(options.values())
 
     def carried(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer]) -> dict[str, Any]:
         """Numbers of the parameter groups."""

@@ -15,7 +15,6 @@ from ...layout.trees import Sharded
 from ...storage.memory_kind import working_device
 from ...torch_internals.transforms import being_traced
 from ..optimizer_rule import Found, Rule
-from ..tensor_options import TensorOptions
 from ..torch_optim import fingerprint
 from . import call
 from .plan import Plan
@@ -40,11 +39,8 @@ class WholeRule(Rule):
         buffers: Mapping[str, Buffer],
         donate: bool,
     ) -> Found:
-        one_of = {buffer.label: buffer for buffer in buffers.values()}
-        chosen = {label: self.options(buffer) for label, buffer in one_of.items()}
-        options = {key: chosen[buffer.label] for key, buffer in buffers.items()}
-        plan, tensors = self._plan(params, buffers), TensorOptions.of(chosen.values())
-        return call.step(self.cls, params, grads, state, buffers, options, tensors, plan, donate)
+        options, tensors = self.options_of(buffers)
+        return call.step(self.cls, params, grads, state, buffers, options, tensors, self._plan(params, buffers), donate)
 
     def problems(self, state: Mapping[str, Sharded], params: Sharded, buffers: Mapping[str, Buffer]) -> list[str]:
         return call.state_problems(state, self._plan(params, buffers), params.layout)
