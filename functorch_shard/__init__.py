@@ -20,7 +20,7 @@ from .layout.trees import Full, Sharded
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh, simulated_mesh
 from .sharding.gather import gather, materialize
-from .sharding.partition import combine, partition
+from .sharding.partition import merge, partition
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import shard
 from .training.apply import apply
@@ -68,7 +68,6 @@ __all__ = [
     "clip_by_global_norm",
     "codecs",
     "collectives",
-    "combine",
     "compile",
     "communication",
     "curvature",
@@ -86,6 +85,7 @@ __all__ = [
     "jacfwd",
     "jacrev",
     "materialize",
+    "merge",
     "offload",
     "optimizer",
     "partition",

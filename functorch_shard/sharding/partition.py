@@ -1,4 +1,4 @@
-"""``partition`` and ``combine``: trainable and frozen parameters as two trees, and as one again."""
+"""``partition`` and ``merge``: trainable and frozen parameters as two trees, and as one again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..layout.validation import check_sharded
 
 @eager
 def partition(params: Sharded) -> tuple[Sharded, Sharded]:
-    """``(trainable, frozen)``: two trees that :func:`combine` makes one again.
+    """``(trainable, frozen)``: two trees that :func:`merge` makes one again.
 
     Differentiate by the first alone: no gradient, optimizer memory or traffic is spent on the second.
     ``gather(trainable, frozen)`` gathers both.
@@ -42,10 +42,10 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
 
 
 @eager
-def combine(tree: Sharded, *more: Sharded) -> Sharded:
+def merge(tree: Sharded, *more: Sharded) -> Sharded:
     """One tree of the buffers of several: the inverse of :func:`partition`.
 
-    ``combine(*partition(params))`` has the leaves and the layout of ``params``.
+    ``merge(*partition(params))`` has the leaves and the layout of ``params``.
 
     Args:
         tree, more: parts of one model, as :func:`partition` returns them, or those of several models planned on one
@@ -65,12 +65,12 @@ def combine(tree: Sharded, *more: Sharded) -> Sharded:
         >>> values = {"fc.w": torch.zeros(3), "fc.steps": torch.tensor(7)}
         >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
         >>> trainable, frozen = partition(params)
-        >>> combine(trainable, frozen).layout == params.layout
+        >>> merge(trainable, frozen).layout == params.layout
         True
     """
     trees = (tree, *more)
     if others := [type(part).__name__ for part in trees if not isinstance(part, Sharded)]:
-        raise TypeError(f"combine: got {', '.join(others)}, expected a Sharded for each part.")
+        raise TypeError(f"merge: got {', '.join(others)}, expected a Sharded for each part.")
     if not more:
         return tree
     layout = tree.layout.merge([part.layout for part in more])

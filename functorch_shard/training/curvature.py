@@ -20,7 +20,7 @@ from ..layout.buffers import dtype_name
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..sharding.flat_vectors import from_vector, to_vector, vector_dtype, vector_layout
-from ..sharding.partition import combine, partition
+from ..sharding.partition import merge, partition
 from .grad import grad, grad_for_tangents
 
 Complete = Callable[[Sharded], Sharded]  # trainable parameters to all parameters
@@ -238,7 +238,7 @@ def _product(operator: Operator, v: Sharded) -> Sharded:
     part = v if v.layout == trainable.layout else _trainable(v)
     tangent = {key: torch.zeros_like(x) if part[key] is None else part[key].to(x.dtype) for key, x in trainable.items()}
     tree = Sharded(tangent, trainable.layout)
-    product = operator.product(lambda p: combine(p, frozen), trainable, tree, operator.args)
+    product = operator.product(lambda p: merge(p, frozen), trainable, tree, operator.args)
     return Sharded({key: product.get(key, _zeros(x)) for key, x in v.items()}, v.layout)
 
 

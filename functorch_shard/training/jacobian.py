@@ -23,7 +23,7 @@ from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded
 from ..sharding.gather import gather
-from ..sharding.partition import combine, partition
+from ..sharding.partition import merge, partition
 from ..sharding.reduction import mean_at_end_of_grad
 from .grad import grad
 
@@ -170,7 +170,7 @@ def _jacobian(
         trainable, frozen = partition(params)
 
         def of(p: Sharded) -> Any:
-            outputs = fn(*args[:place], combine(p, frozen), *args[place + 1 :], **kwargs)
+            outputs = fn(*args[:place], merge(p, frozen), *args[place + 1 :], **kwargs)
             return _checked(verb, outputs)
 
         return of_trainable(trainable, of)

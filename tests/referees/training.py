@@ -86,7 +86,7 @@ def _on_ranks(task: Task, mesh: fs.Mesh) -> dict[str, Any]:
 
     @mesh.spmd(randomness=task.randomness)
     def step(trainable: fs.Sharded, frozen: fs.Sharded, state: Any, batch: Batch) -> Any:
-        loss = lambda p: task.on_ranks(model, fs.combine(p, frozen), batch)  # noqa: E731
+        loss = lambda p: task.on_ranks(model, fs.merge(p, frozen), batch)  # noqa: E731
         grads, value = fs.grad_and_value(loss)(trainable)
         new, state = optimizer.step(trainable, grads=grads, state=state)
         return new, state, grads, fs.collectives.pmean(value, mesh)

@@ -34,26 +34,26 @@ class Program:
 
     def func_grad(self, params: fs.Sharded, x: Tensor) -> Any:
         trainable, frozen = fs.partition(params)
-        return torch.func.grad(lambda p: self.loss(fs.combine(p, frozen), x))(trainable)
+        return torch.func.grad(lambda p: self.loss(fs.merge(p, frozen), x))(trainable)
 
     def jvp(self, params: fs.Sharded, x: Tensor) -> Any:
         trainable, frozen = fs.partition(params)
         tangent = tree_map(torch.sin, trainable)
-        return jvp(lambda p: self.loss(fs.combine(p, frozen), x), (trainable,), (tangent,))
+        return jvp(lambda p: self.loss(fs.merge(p, frozen), x), (trainable,), (tangent,))
 
     def vjp(self, params: fs.Sharded, x: Tensor) -> Any:
         trainable, frozen = fs.partition(params)
-        value, pull, *_ = vjp(lambda p: self.loss(fs.combine(p, frozen), x), trainable)
+        value, pull, *_ = vjp(lambda p: self.loss(fs.merge(p, frozen), x), trainable)
         return value, pull(torch.ones_like(value))
 
     def hvp(self, params: fs.Sharded, x: Tensor) -> Any:
         trainable, frozen = fs.partition(params)
         tangent = tree_map(torch.cos, trainable)
-        return jvp(fs.grad(lambda p: self.loss(fs.combine(p, frozen), x)), (trainable,), (tangent,))
+        return jvp(fs.grad(lambda p: self.loss(fs.merge(p, frozen), x)), (trainable,), (tangent,))
 
     def per_sample(self, params: fs.Sharded, x: Tensor) -> Any:
         trainable, frozen = fs.partition(params)
-        one = torch.func.grad(lambda p, row: self.loss(fs.combine(p, frozen), row[None]))
+        one = torch.func.grad(lambda p, row: self.loss(fs.merge(p, frozen), row[None]))
         return vmap(one, in_dims=(None, 0))(trainable, x)
 
     def clipped(self, params: fs.Sharded, x: Tensor) -> Any:

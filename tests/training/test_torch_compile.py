@@ -23,7 +23,7 @@ class Plain(Program):
     """Steps whose transforms Dynamo would trace, if it could read what they call."""
 
     def _loss(self, x: Tensor, frozen: fs.Sharded) -> Callable[[fs.Sharded], Tensor]:
-        return lambda params: self.loss(fs.combine(params, frozen), x)
+        return lambda params: self.loss(fs.merge(params, frozen), x)
 
     def jvp(self, params: fs.Sharded, x: Tensor) -> Any:
         trainable, frozen = fs.partition(params)
