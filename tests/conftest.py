@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import slow_cases
+from tests.support.covering import mark_other_cases_slow
 from tests.support.fork_server import preload
-from tests.support.ranks import DEFAULT, Ranks, also_sequential
+from tests.support.ranks import DEFAULT, Ranks
 from tests.support.torch_globals import NAMES, Globals
 
 # Files of few tests that take long.
@@ -30,34 +30,15 @@ LONG = (
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "of N parts of the tests run the K-th; together they are the whole"
-    parser.addoption("--part", metavar="K/N", type=slow_cases.part, default=(1, 1), help=help_text)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """xdist would start files of few tests last, and one worker would wait for the other one's long file."""
     config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses among them
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
-    _mark_slow_cases(config, items)
-    number, parts = config.option.part
-    left_out = [item for item in items if not slow_cases.in_part(item.nodeid, number, parts)]
-    if left_out:
-        items[:] = [item for item in items if item not in {*left_out}]
-        config.hook.pytest_deselected(items=left_out)
-
-
-def _mark_slow_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    listed = slow_cases.listed()
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow)
-    single = any("::" in arg for arg in config.args)  # then files are not collected as a whole
-    config.stash[slow_cases.STALE] = [] if single else slow_cases.unknown(listed, (item.nodeid for item in items))
+    mark_other_cases_slow(items)
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -86,21 +67,6 @@ def one_thread() -> None:
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Simulated ranks in different numbers, and real ones; ``parametrize("ranks", ...)`` has others in their place."""
     return request.param
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc: Any) -> None:
-    """Tests of kinds of ranks also run on ranks one after the other, with ``-m slow``, unless what they test is around
-    ``spmd``, as a compiler is, or is refused there, as a collective inside of ``parametrize.cached`` is."""
-    others = ("tests.training.compilation.", "tests.training.test_cached_parametrizations")
-    if metafunc.module.__name__.startswith(others):
-        return
-    parametrize = metafunc.parametrize
-
-    def with_more_kinds(names: Any, values: Any, *args: Any, **kwargs: Any) -> None:
-        parametrize(names, also_sequential(values) if names == "ranks" else values, *args, **kwargs)
-
-    metafunc.parametrize = with_more_kinds
 
 
 def globals_of_torch() -> dict[str, Any]:

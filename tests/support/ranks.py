@@ -1,8 +1,7 @@
 """One body for simulated and real ranks: a test is written once and runs on both.
 
 A body takes a mesh and is the same on both kinds because it uses ``mesh.spmd`` and ``mesh.split``. The fixture
-``ranks`` (tests/conftest.py) runs a test on a few kinds of ranks; ``parametrize`` says which ones where others matter,
-and ``-m slow`` adds sequential ranks to either:
+``ranks`` (tests/conftest.py) runs a test on a few kinds of ranks; ``parametrize`` says which ones where others matter:
 
     def sums(mesh):
         return mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(mesh.split(torch.arange(2 * mesh.size)))
@@ -17,7 +16,7 @@ For real ranks bodies, their arguments and what they return are pickled: a body 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -132,18 +131,6 @@ def gloo(*axes: int | Mapping[str, int]) -> list[Ranks]:
 def slow(kinds: list[Ranks]) -> list[Any]:
     """Further kinds for ``parametrize``, which ``-m slow`` runs: more of what the others show."""
     return [pytest.param(ranks, marks=pytest.mark.slow) for ranks in kinds]
-
-
-def also_sequential(kinds: Iterable[Any]) -> list[Any]:
-    """``kinds``, and beside batched ones of one axis and of several the smallest of each that has several ranks, one
-    rank after the other, for ``-m slow``; unless ``kinds`` has such ranks itself."""
-    given = [*kinds]
-    values = [kind.values[0] if hasattr(kind, "values") else kind for kind in given]  # pytest.param
-    ranks = sorted((one for one in values if isinstance(one, Ranks)), key=lambda one: one.size)
-    batched = [replace(one, kind="sequential") for one in ranks if one.kind == "batched" and one.size > 1]
-    smallest = {len(one.axes): one for one in reversed(batched)}
-    has = {len(one.axes) for one in ranks if one.kind == "sequential"}
-    return given + slow([one for num_axes, one in smallest.items() if num_axes not in has])
 
 
 def on_each(kinds: list[Any]) -> Callable[[Callable[[fs.Mesh], None]], Callable[[Ranks], None]]:
