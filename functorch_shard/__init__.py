@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from . import checkpoint, codecs, curvature, debug, replicas, testing
     from .mesh.abstract import abstract_mesh
     from .sharding.initialize import init_buffers, init_params
-    from .sharding.one_rank import gather_to
+    from .sharding.iter_parameters import iter_parameters
     from .sharding.reshard import reshard
-    from .sharding.stream import stream
     from .storage.offloading import offload
     from .training.compilation.compile import Compiled, compile  # noqa: A004  (as torch.compile)
     from .training.estimate import Estimate, estimate
@@ -74,7 +73,6 @@ __all__ = [
     "debug",
     "estimate",
     "gather",
-    "gather_to",
     "global_norm",
     "grad",
     "grad_and_value",
@@ -82,6 +80,7 @@ __all__ = [
     "init_buffers",
     "init_mesh",
     "init_params",
+    "iter_parameters",
     "jacfwd",
     "jacrev",
     "materialize",
@@ -98,7 +97,6 @@ __all__ = [
     "scatter_grads",
     "shard",
     "simulated_mesh",
-    "stream",
     "testing",
     "vdot",
     "visualize",
@@ -115,9 +113,8 @@ _ON_FIRST_USE = {
     "replicas": ".replicas",
     "init_buffers": ".sharding.initialize",
     "init_params": ".sharding.initialize",
-    "gather_to": ".sharding.one_rank",
     "reshard": ".sharding.reshard",
-    "stream": ".sharding.stream",
+    "iter_parameters": ".sharding.iter_parameters",
     "offload": ".storage.offloading",
     "testing": ".testing",
     "Compiled": ".training.compilation.compile",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch
@@ -28,15 +28,30 @@ from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together
 from .slicing import in_shard_order
 
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
+
+@overload
+def gather(
+    params: Sharded,
+    *more: Sharded,
+    lazy: bool | None = None,
+    dtype: torch.dtype | None = None,
+    codec: Functions | None = None,
+) -> Full: ...
+@overload
+def gather(
+    params: Sharded, *more: Sharded, rank: int, dtype: torch.dtype | None = None, codec: Functions | None = None
+) -> Full | None: ...
 @partial(eager, recursive=False)
 def gather(
     params: Sharded,
     *more: Sharded,
     lazy: bool | None = None,
     dtype: torch.dtype | None = None,
-    codec: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
-) -> Full:
+    codec: Functions | None = None,
+    rank: int | None = None,
+) -> Full | None:
     """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
 
     The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
@@ -61,6 +76,9 @@ def gather(
         codec: ``(encode, decode)`` for floating-point shards, for example ``fs.codecs.int8()``. Every rank gets
             what ``decode`` makes of the message, its own part too. Derivatives pass straight through, uncoded: the
             gradient is that of the plain gather at the decoded values. A buffer that is not sent stays exact.
+        rank: gather for this rank only, counted in row-major order of the mesh's axes, unit by unit: to save, to
+            export, to look at. It gets plain tensors on the CPU, without a graph, with the values of ``lazy=False``;
+            the other ranks get ``None`` and never have more than one unit in memory. Every real rank calls it.
 
     Returns:
         A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or views of the
@@ -76,6 +94,7 @@ def gather(
             dtypes; all of them at once.
         RuntimeError: the memory of a lazy parameter is accessed or written to (:func:`materialize` helps), or a lazy
             parameter is used after its shards were written to.
+            With ``rank``: inside a transform, or of what ``fs.grad`` differentiates by.
             On every rank, over gloo: ranks used different units where they may not.
         KeyError: the layout has DTensors, and its mesh is not a slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
@@ -95,8 +114,13 @@ def gather(
         tensor([[2., 2.],
                 [3., 0.]])
 
-    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
+    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``; with
+    ``rank`` for ``FullStateDictConfig(rank0_only=True, offload_to_cpu=True)``.
     """
+    if rank is not None:
+        from .gather_on_rank import gather_on_rank
+
+        return gather_on_rank(lambda unit: _gather((unit,), False, dtype, codec), rank, params, *more)
     plain = lazy is None and frame_compiler() is not None  # what Dynamo compiles behind this call takes plain tensors
     return _gather((params, *more), False if plain else lazy, dtype, codec)
 

@@ -627,7 +627,7 @@ def one_rank_of_the_data_axis_has_the_parts_of_all(axes: DeviceMesh, mesh: fs.Me
 def whole_parameters_on_one_rank_of_the_data_axis_are_dtensors(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     model = distributed(axes)
     params = fs.shard(model, fs.plan(model, mesh))
-    full = fs.gather_to(params, 1)
+    full = fs.gather(params, rank=1)
     assert (full is None) == (mesh.rank != 1)
     if full is not None:
         exactly({k: whole(x).detach() for k, x in full.items()}, {k: p.detach() for k, p in tied_values().items()})

@@ -676,7 +676,7 @@ def test_what_is_done_once_works_in_ranks_too(tmp_path: Any) -> None:
     assert_trees_close(params, fs.shard(source, layout))
     sent = mesh.spmd(lambda: fs.shard(source if mesh.rank == 1 else None, layout, from_rank=1))()
     assert_trees_close(sent, params)
-    assert mesh.spmd(lambda p: fs.gather_to(p, 1) is None, out_dims="list")(params) == [True, False, True]
+    assert mesh.spmd(lambda p: fs.gather(p, rank=1) is None, out_dims="list")(params) == [True, False, True]
     mesh.spmd(lambda p: (fs.checkpoint.save(tmp_path / "saved", p), None)[1])(params)
     assert_trees_close(mesh.spmd(lambda p: fs.checkpoint.load(tmp_path / "saved", p))(params), params)
     assert "reshard: called inside mesh.spmd" in refused(mesh.spmd(lambda p: fs.reshard(p, layout)), params)

@@ -186,7 +186,7 @@ TREES: dict[str, Callable[[fs.Sharded], Any]] = {
     "gather": fs.gather,
     "gather lazily": lambda params: fs.gather(params, lazy=True),
     "partition and merge": lambda params: fs.gather(*fs.partition(params)),
-    "gather_to": fs.gather_to,
+    "gather on a rank": lambda params: fs.gather(params, rank=0),
     "grad": MESH.spmd(fs.grad(loss)),
     "scatter_grads": MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params))),
     "norm": fs.global_norm,
