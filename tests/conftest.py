@@ -19,10 +19,9 @@ from tests.support.torch_globals import NAMES, Globals
 LONG = (
     "test_laws.py",
     "test_on_ranks.py",
-    "test_launching_on_ranks.py",
     "test_examples.py",
     "test_transforms.py",
-    "test_rendezvous_on_ranks.py",
+    "test_launching_on_ranks.py",
     "test_memory_curve_on_ranks.py",
     "test_order_check_on_ranks.py",
     "test_lost_ranks_on_ranks.py",

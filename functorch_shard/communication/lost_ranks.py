@@ -10,7 +10,7 @@ The window is a tenth of the group's timeout, but at least 2 and at most 10 seco
 that between two collectives, or reached the same collective so much later, does not respond either and may be named
 beside the one that exited; when it gets its own error, it concludes for itself. What is written stays as long as the
 store, and a program that goes on after such an error needs a new process group with a new store, as init_mesh makes it
-under torchrun (Note [Fresh store] in rendezvous.py).
+under torchrun (Note [Fresh store] in launching.py).
 
 Nothing is sent, asked or waited for before there is an error.
 """

@@ -1,7 +1,7 @@
 """The ranks of a program: real ones of a job, or simulated ones in this process.
 
 ``mesh``: ``Mesh`` and ``simulated_mesh``; ``joint``: several of its axes as one; ``abstract``: one rank of a job that
-is not there. ``init``: ``init_mesh``; ``launchers`` and ``rendezvous`` are how it finds the other ranks. ``spmd``: a
+is not there. ``init``: ``init_mesh``; ``launching``: how it makes the process group of torchrun. ``spmd``: a
 function of one rank run on all of them, under a vmap. ``sequential``: run as one rank after the other;
 ``shared_modules``: what these refuse of modules that they share. ``rank_dims``: the dims of arguments and results of
 both.

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,6 @@ from ..torch_internals.process_groups import set_timeout, timeout_of
 from .axes import check_axes, is_accelerator, with_index
 from .mesh import Mesh
 
-if TYPE_CHECKING:
-    from .launchers import Job
-
 
 def init_mesh(
     axes: int | Mapping[str, int] | None = None,
@@ -31,34 +27,26 @@ def init_mesh(
     device: torch.device | str | None = None,
     timeout: timedelta | float | None = None,
 ) -> Mesh:
-    """All ranks of this job: under torchrun, in an initialised process group, or one rank without any.
-
-    Processes that ``srun`` or ``mpirun`` started are the ranks of a job where ``MASTER_ADDR`` and ``MASTER_PORT`` say
-    how they find each other, and are refused otherwise: each would be a job of its own. ``init_mesh(1)`` asks for that.
-    Where ``RANK`` and ``WORLD_SIZE`` are those of several ranks it is refused, because a launcher set them for this
-    process, or for a rank that started it, and nothing tells which.
+    """Return the ranks of this job: under torchrun, in an initialised process group, or one rank without any.
 
     Args:
         axes: sizes by name, outermost first, or the size of one axis ``"shard"``; one may be ``-1``, what is left.
             Default: ``-1``.
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL), also with a number, ``"cuda:1"``, which becomes the current
             device. Unless given: CUDA where there is one, and of a process group that exists, what it was made for.
-            Under torchrun the process group is made here; one that exists is used as it is.
         timeout: how long a collective waits for other ranks, in seconds or as a ``timedelta``, on every axis; torch's
-            default (gloo 30 minutes, NCCL 10) unless given. Only for a process group that is made here: the axes have
-            that of one that exists.
+            default (gloo 30 minutes, NCCL 10) unless given. Only for a process group that is made here, where
+            ``RANK`` and ``WORLD_SIZE`` are set: the axes have that of one that exists.
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks; the message gives the product. Or a ``timeout``
             that is not above 0, or that comes with a process group that exists or without one. Or a ``device`` that the
-            process group has no backend for. Or a launcher started several processes, or set only one of ``RANK`` and
-            ``WORLD_SIZE``, and does not say how the ranks find each other; the message has the torchrun line. Or it set
-            both, for several ranks, and one rank was asked for.
-        RuntimeError: ranks of the job did not respond within ``timeout``; every other one names them. Or later, from a
-            collective of gloo ranks: another rank has ended, or stalled for longer than the timeout. It names that
-            rank, by its number in the default group, with torch's error as its cause, up to a tenth of the timeout
-            later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog ends the process
-            instead, unless torch is configured to raise.
+            process group has no backend for. Or ``srun`` or ``mpirun`` started several processes, without ``RANK`` and
+            ``WORLD_SIZE``: each would be a job of its own. ``init_mesh(1)`` asks for that.
+        RuntimeError: later, from a collective of gloo ranks: another rank has ended, or stalled for longer than the
+            timeout. It names that rank, by its number in the default group, with torch's error as its cause, up to a
+            tenth of the timeout later (at least 2 s and at most 10); rank 0 may take twice that. NCCL's own watchdog
+            ends the process instead, unless torch is configured to raise.
 
     Cost:
         Makes a process group per axis, as torch's ``init_device_mesh``.
@@ -67,21 +55,20 @@ def init_mesh(
         >>> fs.init_mesh()          # plain python: one rank, no process group
         Mesh(shard=1, cpu)
     """
-    from .launchers import job_of
+    from .launching import check_alone, is_launched, make_group
 
-    job = None if _has_group() else job_of(os.environ, alone=_asks_for_one(axes))
-    several = job is not None or _has_group()
-    where = choose_device(device, dist.get_backend_config() if _has_group() else None, torch.cuda.is_available())
-    patience = _patience(timeout, several)
-    if not several:
+    exists, launched = _has_group(), is_launched()
+    where = choose_device(device, dist.get_backend_config() if exists else None, torch.cuda.is_available())
+    patience = _patience(timeout, exists, launched)
+    if not exists and not launched:
+        if not _asks_for_one(axes):
+            check_alone()
         sizes = _fill(axes, 1)
         return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), with_index(where))
-    select_device(where, job)
-    if job is not None:
-        from .rendezvous import join_job
-
-        join_job(job, with_index(where), patience)
-    sizes = _fill(axes, dist.get_world_size())
+    sizes = _fill(axes, dist.get_world_size() if exists else int(os.environ["WORLD_SIZE"]))  # before ranks are awaited
+    select_device(where, None if exists else os.environ.get("LOCAL_RANK"))
+    if not exists:
+        make_group(with_index(where), patience)
     made = init_device_mesh(where.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for group in made.get_all_groups():  # torch made those of several axes with its default
         set_timeout(group, timeout_of(dist.group.WORLD))
@@ -121,14 +108,14 @@ def _asks_for_one(axes: int | Mapping[str, int] | None) -> bool:
     return axes == 1 or (isinstance(axes, Mapping) and set(axes.values()) == {1})
 
 
-def select_device(device: torch.device, job: Job | None) -> None:
-    """Make the accelerator that was asked for, or the launcher's, the current one, as torch does under torchrun."""
+def select_device(device: torch.device, local_rank: str | None) -> None:
+    """Make the accelerator that was asked for, or that of ``LOCAL_RANK``, the current one."""
     if not is_accelerator(device):
         return
     if device.index is not None:
         torch.accelerator.set_device_index(device)
-    elif job is not None and job.local_rank is not None and not torch.get_device_module(device).is_initialized():
-        torch.accelerator.set_device_index(job.local_rank % torch.accelerator.device_count())
+    elif local_rank is not None and not torch.get_device_module(device).is_initialized():
+        torch.accelerator.set_device_index(int(local_rank) % torch.accelerator.device_count())
 
 
 def job_mesh() -> Mesh:
@@ -141,14 +128,14 @@ def job_mesh() -> Mesh:
     return Mesh((axis,), device)
 
 
-def _patience(timeout: timedelta | float | None, several: bool) -> timedelta | None:
+def _patience(timeout: timedelta | float | None, exists: bool, launched: bool) -> timedelta | None:
     if timeout is None:
         return None
     patience = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if patience <= timedelta():
         raise ValueError(f"init_mesh: timeout: got {timeout}, expected more than 0 seconds")
-    if not several or dist.is_initialized():
-        state = "exists already: pass its timeout to init_process_group" if several else "is made for one rank: omit it"
+    if exists or not launched:
+        state = "exists already: pass its timeout to init_process_group" if exists else "is made for one rank: omit it"
         raise ValueError(f"init_mesh: timeout: got {timeout}, but the process group {state}.")
     return patience
 
@@ -161,5 +148,9 @@ def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, in
     sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}
     check_axes("init_mesh", sizes)
     if prod(sizes.values()) != num_ranks:
-        raise ValueError(f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}")
+        made = f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}"
+        inherited = (
+            " (WORLD_SIZE, which a process that a rank starts inherits: env -u RANK -u WORLD_SIZE starts it alone)"
+        )
+        raise ValueError(made + inherited * (num_ranks > 1 and not _has_group()))
     return sizes
