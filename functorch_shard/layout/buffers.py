@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import lcm
 from typing import Literal, NamedTuple
@@ -55,7 +56,7 @@ class Slot:
         return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{cuts}{part})"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class Buffer:
     """One flat tensor of one dtype, label and trainability, with one slot or more; ``numel`` includes padding."""
 
@@ -66,20 +67,20 @@ class Buffer:
     num_shards: int
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         return self.slots[0].dtype
 
-    @property
+    @cached_property
     def differentiable(self) -> bool:
         """Whether its dtype has gradients, trainable or not."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         return self.numel // self.num_shards
 
-    @property
+    @cached_property
     def parameter_numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
@@ -101,6 +102,7 @@ class Buffer:
         start, end = max(slot.offset, low), min(slot.end, low + self.shard_numel)
         return Slice(slot.name, start - low, max(end - start, 0), start - slot.offset)
 
+    @cached_property
     def split_sizes(self) -> list[int]:
         """Sizes that cut the buffer into slot, gap, slot, gap, ...: the gaps are padding and may be 0."""
         bounds = [edge for slot in self.slots for edge in (slot.offset, slot.end)] + [self.numel]

@@ -23,7 +23,7 @@ from ..errors import axes_text, reject, table
 from ..mesh.mesh import Mesh
 from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name, in_source_order
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
-from .schedule import Schedule, schedule
+from .schedule import Schedule, make_schedule
 
 _OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward"
 
@@ -98,7 +98,7 @@ class Layout(Static):
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
         return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
 
-    @property
+    @cached_property
     def has_owners(self) -> bool:
         """Whether it is of an optimizer's state whose parameters have owners, by which it is sharded."""
         return any(unit.name == OWNERS for unit in self.units)
@@ -171,7 +171,7 @@ class Layout(Static):
         sharded = buffer.num_shards > 1
         others = [*self.replicate_axes, *([] if sharded else self.shard_axes)]
         copies = {axis: size for axis in others if (size := self.axis_size(axis)) > 1}
-        return schedule(buffer.key, dtypes, self.shard_axis if sharded else None, copies, divisors)
+        return make_schedule(buffer.key, dtypes, self.shard_axis if sharded else None, copies, divisors)
 
     def as_stored(self) -> Layout:
         """The same places, without mixed precision."""

@@ -16,38 +16,24 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
 
     The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
     """
-    with sparse_refused(tensors, buffer):
-        parts = _parts(tensors, buffer)
-        return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
-
-
-def _parts(tensors: Mapping[str, Tensor], buffer: Buffer) -> list[Tensor]:
-    """What is concatenated: parameters, and zeros for the gaps between them."""
     like = tensors[buffer.slots[0].name]
     batch = batch_of(like, buffer.slots[0])
-    gaps = buffer.split_sizes()[1::2]
-    parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
-    for slot, gap in zip(buffer.slots, gaps, strict=True):
-        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
-        parts += [like.new_zeros(*batch, gap)] if gap else []
-    return parts or [like.new_zeros(*batch, 0)]
+    try:
+        parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
+        for slot, gap in zip(buffer.slots, buffer.split_sizes[1::2], strict=True):
+            parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+            parts += [like.new_zeros(*batch, gap)] if gap else []
+        parts = parts or [like.new_zeros(*batch, 0)]
+        return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
+    except RuntimeError:  # to ask each tensor for its layout first would take as long as the rest
+        if sparse := [slot.name for slot in buffer.slots if tensors[slot.name].layout is not torch.strided]:
+            raise ValueError(f"gather: the gradient of {', '.join(map(repr, sparse))} is sparse{_SPARSE}") from None
+        raise
 
 
 def batch_of(x: Tensor, slot: Slot) -> torch.Size:
     """The dims of ``x`` in front of those of its parameter."""
     return x.shape[: x.ndim - len(slot.shape)]
-
-
-@contextmanager
-def sparse_refused(tensors: Mapping[str, Tensor], buffer: Buffer) -> Iterator[None]:
-    """Name sparse tensors where one raises; to ask each for its layout first would take as long as the rest."""
-    try:
-        yield
-    except RuntimeError:
-        sparse = [slot.name for slot in buffer.slots if tensors[slot.name].layout is not torch.strided]
-        if not sparse:
-            raise
-        raise ValueError(f"gather: the gradient of {', '.join(map(repr, sparse))} is sparse{_SPARSE}") from None
 
 
 @contextmanager
@@ -69,7 +55,7 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
 
     By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
     """
-    parts = flat.split(buffer.split_sizes())
+    parts = flat.split(buffer.split_sizes)
     return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 import optree
@@ -92,7 +93,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     return optree.tree_map(cast, opened(tree), none_is_leaf=True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BufferDtypes:
     """The dtypes that a buffer is stored and gathered in, and that its gradient is reduced and returned in."""
 
@@ -101,7 +102,7 @@ class BufferDtypes:
     reduced: torch.dtype
     returned: torch.dtype
 
-    @property
+    @cached_property
     def carried(self) -> torch.dtype:
         """The dtype of a sum that was reduced, until it is divided: nothing of it is lost or overflows."""
         if not self.stored.is_floating_point:

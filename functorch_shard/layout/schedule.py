@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import isclose, prod
 from typing import Any
 
@@ -68,7 +69,7 @@ Op = Local | Communication
 Ops = tuple[Op, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """The operations of one buffer; see Note [Schedule]."""
 
@@ -84,13 +85,13 @@ class Schedule:
         """A full gradient to the shard of the mean (or the sum) over all ranks, in the dtype to return."""
         return (*self.within, *self.across, Cast(self.dtypes.returned))
 
-    @property
+    @cached_property
     def has_mean(self) -> bool:
         """Whether the mean over all ranks differs from the transpose of ``gather``."""
         return any(not isinstance(op, Cast) for op in self.across)
 
 
-def schedule(
+def make_schedule(
     key: str, dtypes: BufferDtypes, shard_axis: str | None, copies: Mapping[str, int], divisors: tuple[float, float]
 ) -> Schedule:
     """The operations of buffer ``key``, sharded over ``shard_axis``; ``copies``: how many each other axis has."""

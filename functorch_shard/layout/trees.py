@@ -9,7 +9,7 @@ that take a tree validate it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from typing import Any, TypeVar
 
 import optree
@@ -35,7 +35,8 @@ class Sharded(Mapping[str, Any]):
     __slots__ = ("_shards", "layout")
 
     def __init__(self, shards: Mapping[str, Any] | Iterable[tuple[str, Any]], layout: Layout) -> None:
-        self._shards = dict(shards)
+        given: Any = shards.items() if isinstance(shards, Mapping) else shards
+        self._shards: dict[str, Any] = dict(given)
         self.layout = layout
 
     def __getitem__(self, key: str) -> Any:
@@ -51,6 +52,15 @@ class Sharded(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._shards)
+
+    def keys(self) -> KeysView[str]:
+        return self._shards.keys()
+
+    def values(self) -> ValuesView[Any]:
+        return self._shards.values()
+
+    def items(self) -> ItemsView[str, Any]:
+        return self._shards.items()
 
     def on(self, mesh: Mesh) -> Sharded:
         """Return the same shards on another mesh of the same sizes: after unpickling, or with other backends."""
@@ -130,7 +140,7 @@ def _leaf_row(key: str, leaf: Any) -> tuple[str, str, str]:
 
 
 def _flatten(tree: Sharded | Full) -> tuple[list[Any], tuple[Layout, tuple[str, ...]]]:
-    return list(tree.values()), (tree.layout, tuple(tree))
+    return list(tree.values()), (tree.layout, tuple(tree.keys()))
 
 
 def _register(cls: type[Sharded] | type[Full]) -> None:

@@ -38,12 +38,18 @@ def check_shards(
     ``gradients`` may have another precision than the buffer.
     """
     ranks = rank_dims(layout)
-    problems = name_problems(shards, layout.buffers)
-    for key, buffer in layout.buffers.items():
-        if key in shards and not (allow_none and shards[key] is None):
-            dtype = _grad_dtype(shards[key], buffer.dtype) if gradients else buffer.dtype
-            arithmetic = f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
-            problems += _misfit(key, shards[key], (*ranks, buffer.shard_numel), dtype, arithmetic)
+    problems = [] if shards.keys() == layout.buffers.keys() else name_problems(shards, layout.buffers)
+    for key, x in shards.items():
+        buffer = layout.buffers.get(key)
+        if buffer is None or (allow_none and x is None):
+            continue
+        shape, dtype = (*ranks, buffer.shard_numel), _grad_dtype(x, buffer.dtype) if gradients else buffer.dtype
+        if isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.layout is torch.strided:
+            continue
+        arithmetic = f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
+        problems += _misfit(key, x, shape, dtype, arithmetic)
+    if not problems:
+        return
     expected = "with rank dims (outside spmd)" if ranks else "of one rank"
     advice = (
         f"Expected the shards {expected} of {layout!r}. Make the tree with shard(), from a layout of this mesh; a tree "

@@ -17,7 +17,7 @@ from ..communication.axis import Axis
 from ..communication.work import Finished, Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.packing import pack, sparse_refused
+from ..layout.packing import pack
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import MemoryKind
@@ -122,15 +122,14 @@ class Reductions:
         plan = layout.schedule(buffer, like.dtype)
         ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
         # where there is nothing to add up now, what is packed may be the result, and is in new memory
-        with sparse_refused(grads, buffer):
-            scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
+        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
         return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
 
     def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""
         scratch = self._scratch.get(place)
         if scratch is None or scratch.dtype != dtype or scratch.numel() < buffer.numel:
-            scratch = self._scratch[place] = like.new_empty(buffer.numel, dtype=dtype)
+            scratch = self._scratch[place] = torch.empty(buffer.numel, dtype=dtype, device=like.device)
         return scratch[: buffer.numel]
 
 

@@ -24,7 +24,7 @@ from ..layout.layout import Layout
 from ..layout.packing import batch_of, pack
 from ..layout.precision import divide_factors
 from ..layout.ranks import shard_axis
-from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, schedule
+from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, make_schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import Function
 from ..torch_internals.lowering import has_tangents
@@ -134,7 +134,7 @@ def _schedule_of_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Sche
     sizes = {axis: size for axis in layout.replicate_axes if (size := layout.axis_size(axis)) > 1}
     dtypes = _schedule_of_shard(shard, buffer, layout).dtypes
     divisors = divide_factors(prod(sizes.values()), dtypes.reduced) if layout.reduction == "mean" else (1, 1)
-    return schedule(buffer.key, dtypes, None, sizes, divisors) if sizes else None
+    return make_schedule(buffer.key, dtypes, None, sizes, divisors) if sizes else None
 
 
 def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:

@@ -134,7 +134,7 @@ def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
     (buffer,) = layout.buffers.values()
     for i in range(2):
         whole = torch.cat([result[f"{kind}, mean"][i] for result in results(ranks)])
-        gaps = whole.split(buffer.split_sizes())[1::2]
+        gaps = whole.split(buffer.split_sizes)[1::2]
         assert sum(gap.numel() for gap in gaps) == buffer.numel - buffer.parameter_numel
         for gap in gaps:
             assert not gap.view(torch.uint8).any()  # not even a negative zero
@@ -143,7 +143,7 @@ def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
 def test_the_awkward_buffers_have_padding() -> None:
     for num_ranks in (2, 3):
         (buffer,) = planned("large", fs.simulated_mesh(num_ranks)).buffers.values()
-        assert sum(size > 0 for size in buffer.split_sizes()[1::2]) > len(LARGE) // 2
+        assert sum(size > 0 for size in buffer.split_sizes[1::2]) > len(LARGE) // 2
 
 
 @pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)
