@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ..layout.rank_trees import participants_of
+from ..layout.ranks import participants_of
 from ..storage.atomic_directory import in_order, local_path
 from .dcp.manifest import order_of
 from .dcp.reader import Reader

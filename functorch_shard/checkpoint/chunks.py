@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
-from ..layout.rank_trees import ranks_here
-from ..layout.transfer_plan import ranks_by_shard
+from ..layout.ranks import ranks_by_shard, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from .names import Leaf, Path

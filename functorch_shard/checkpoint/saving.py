@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import reject
 from ..layout.layout import Layout
-from ..layout.rank_trees import participants_of, ranks_here
+from ..layout.ranks import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy

@@ -5,9 +5,8 @@
 what is refused. ``trees``: ``Sharded`` and ``Full``. ``packing``: named tensors to flat buffers and back.
 ``element_bits``: random bits of each element, the same on any rank. ``precision``: the dtypes of a step.
 ``schedule``: the casts, divisions and collectives that gather a buffer and reduce its gradient; Note [Schedule] there
-lists its interpreters. ``ranks``: rank arithmetic. ``transfer_plan``: the elements that move between two layouts.
-``rank_trees``: trees as their ranks hold them. ``dtensor`` and ``dtensor_spec``: parameters that are DTensors over
-other axes. ``picture`` and ``drawing``: a layout as text and as SVG.
+lists its interpreters. ``ranks``: rank arithmetic, and the ranks that hold a tree. ``dtensor`` and ``dtensor_spec``:
+parameters that are DTensors over other axes. ``picture`` and ``drawing``: a layout as text and as SVG.
 
 Imports ``mesh`` and below; imported by ``collectives``, ``storage`` and above.
 """

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import optree
 from torch import Tensor
 
-from ..mesh.mesh import Axis
+from ..mesh.init import job_mesh
+from ..mesh.mesh import Axis, Mesh
 from .buffers import Buffer
 from .layout import Layout
+from .trees import is_node
 
 
 def axis_sizes(layout: Layout) -> tuple[int, ...]:
@@ -46,3 +49,22 @@ def shard_axis(layout: Layout) -> Axis:
 def shard_index(buffer: Buffer, layout: Layout) -> Tensor | int:
     """Which shard of ``buffer`` this rank holds: an int on real ranks, a batched tensor on simulated ones."""
     return shard_axis(layout).backend.index() if buffer.num_shards > 1 else 0
+
+
+def ranks_by_shard(layout: Layout) -> list[list[int]]:
+    """The ranks, in row-major order of the axes, that hold each shard: one, or as many as there are replicas."""
+    ranks: list[list[int]] = [[] for _ in range(layout.num_shards)]
+    for rank, shard in enumerate(shards_of_ranks(layout)):
+        ranks[shard].append(rank)
+    return ranks
+
+
+def ranks_here(mesh: Mesh) -> Sequence[int]:
+    """The ranks of ``mesh`` in this process."""
+    return range(mesh.size) if mesh.is_simulated else [mesh.rank]
+
+
+def participants_of(tree: Any) -> Mesh:
+    """The mesh that a tree is sharded over; that of the job for a plain tree, or one with DTensors."""
+    layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
+    return layouts[0].mesh if layouts and not any(layout.tensor_meshes for layout in layouts) else job_mesh()

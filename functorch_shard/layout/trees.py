@@ -9,7 +9,7 @@ that take a tree validate it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, TypeVar
 
 import optree
@@ -99,6 +99,15 @@ class Full(dict[str, Any]):
 
     def __repr__(self) -> str:
         return _describe("Full", self, "parameter", self.layout)
+
+
+def is_node(x: Any) -> bool:
+    return isinstance(x, (Sharded, Full))
+
+
+def path_text(path: Sequence[Any]) -> str:
+    """The path of a leaf in errors, for example ``['optim'][0]``."""
+    return "".join(f"[{entry!r}]" for entry in path) or "the tree"
 
 
 def by_unit(tree: Sharded) -> Iterator[Sharded]:

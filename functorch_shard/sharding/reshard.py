@@ -18,12 +18,9 @@ from ..communication.sequential import rank_of_thread
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.rank_trees import is_node, path_text, ranks_here
-from ..layout.transfer_plan import Copy, copy_plan
-from ..layout.trees import Sharded, take_tensors
+from ..layout.ranks import ranks_by_shard, ranks_here
+from ..layout.trees import Sharded, is_node, path_text, take_tensors
 from ..mesh.mesh import Mesh
-
-_NOTHING = object()
 
 
 @overload
@@ -83,148 +80,182 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
         raise RuntimeError(CALLED_INSIDE.format("reshard"))
     refuse_derivatives("reshard", take_tensors(tree)[0])
     mesh = _mesh_to_agree_on(tree, layout)
-    build = lambda: _prepare(tree, layout, fresh)  # noqa: E731
-    moves = mesh.agree("reshard", build, _lines) if mesh else build()
+    begin = lambda: _moves(tree, layout, fresh)  # noqa: E731
+    moves = mesh.agree("reshard", begin, lambda moves: [x for m in moves for x in m.lines()]) if mesh else begin()
+    if moves and moves[0].old_ranks:
+        run_on_job("reshard", lambda: connect(len(moves[0].old_ranks), moves[0].layout.mesh.device))
     with torch.inference_mode(False), torch.no_grad():
-        _connect(next((move for move in moves.values() if move.old_ranks), None))
-        made = {path: move.made() for path, move in moves.items()}
-    replaced = lambda path, x: made.get(path_text(path), x)  # noqa: E731
-    return optree.tree_map_with_path(replaced, tree, is_leaf=is_node, none_is_leaf=True)
+        made = iter([move.made() for move in moves])
+    return optree.tree_map(lambda x: next(made) if is_node(x) else x, tree, is_leaf=is_node, none_is_leaf=True)
 
 
-def _lines(moves: Mapping[str, _Move]) -> list[str]:
-    return [line for move in moves.values() for line in move.lines()]
+class Copy(NamedTuple):
+    """``shard of rank [offset:offset + numel] = shard of source_rank [source_offset:source_offset + numel]``."""
+
+    source_key: str
+    source_rank: int
+    source_offset: int
+    key: str
+    rank: int
+    offset: int
+    numel: int
 
 
-def _connect(move: _Move | None) -> None:
-    if move:
-        run_on_job("reshard", lambda: connect(len(move.old_ranks), move.layout.mesh.device))
+def copy_plan(old: Layout, new: Layout, old_ranks: Sequence[int] = ()) -> Iterator[Copy]:
+    """Plan the copies that fill every shard of ``new`` from the shards of ``old``, in the order of the new buffers.
+
+    Every element of a parameter that both layouts have is written once on every rank that holds it in ``new``; padding
+    is not written. ``old_ranks``: the rank of ``old`` that each rank of ``new`` is; it copies from itself what it holds
+    already. Of several other holders (replicas, or parameters that are whole on every rank) ranks use different ones.
+    """
+    owners, takers_of = ranks_by_shard(old), ranks_by_shard(new)
+    for buffer in new.buffers.values():
+        takers = takers_of if buffer.num_shards > 1 else [range(new.mesh.size)]
+        for slot in (slot for slot in buffer.slots if slot.name in old.slots):
+            source, taken, start = old.buffers[old.key_of[slot.name]], old.slots[slot.name], 0
+            holders = owners if source.num_shards > 1 else [range(old.mesh.size)]
+            while start < slot.numel:  # cut wherever either layout cuts
+                source_shard, source_offset = divmod(taken.offset + start, source.shard_numel)
+                shard, offset = divmod(slot.offset + start, buffer.shard_numel)
+                numel = min(slot.numel - start, source.shard_numel - source_offset, buffer.shard_numel - offset)
+                sources = holders[source_shard]
+                for rank in takers[shard]:
+                    own = old_ranks[rank] if old_ranks else rank
+                    source_rank = own if own in sources else sources[rank % len(sources)]
+                    yield Copy(source.key, source_rank, source_offset, buffer.key, rank, offset, numel)
+                start += numel
 
 
 _FRESH = "Pass opt.init(reshard(params, layout)), of the optimizer that made the state."
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A ``Sharded`` by rank, for each rank in this process.
-
-    For a buffer it has a *shard*, one *number* for the whole buffer (as a step count), ``None``, or nothing at all (an
-    optimizer's state has no leaves for frozen buffers).
-    """
+class _Move:
+    """One ``Sharded`` to move. Its leaves are shards, numbers for whole buffers (step counts), or ``None``."""
 
     path: str
+    old: Sharded
     layout: Layout
-    ranks: Mapping[int, Mapping[str, Any]]
-
-    @classmethod
-    def of(cls, path: str, node: Sharded) -> _Held:
-        mesh = node.layout.mesh
-        if not mesh.is_simulated:
-            return cls(path, node.layout, {mesh.rank: node})
-        places = enumerate(product(*map(range, mesh.axes.values())))
-        rows = {r: {k: x[place] if isinstance(x, Tensor) else x for k, x in node.items()} for r, place in places}
-        return cls(path, node.layout, rows)
-
-    def example(self, key: str) -> Any:
-        """The leaf of one of the ranks."""
-        return next(iter(self.ranks.values())).get(key, _NOTHING)
-
-    def kinds(self, key: str) -> list[str]:
-        """The kinds of the leaf on the ranks; one, if they are alike."""
-        return sorted({_kind(node.get(key, _NOTHING)) for node in self.ranks.values()})
+    fresh: Sharded | None
+    old_ranks: Sequence[int]  # the old rank of each new rank; empty where this process has all old ranks
 
     def lines(self) -> Iterator[str]:
         """Lines that have to be equal on all ranks."""
+        for node in filter(None, (self.old, self.fresh)):
+            yield from node.layout.lines()
+            yield from (f"{self.path}: {key!r}: {_kinds(node, key)}" for key in node.layout.buffers)
         yield from self.layout.lines()
-        yield from (f"{self.path}: {key!r}: {', '.join(self.kinds(key))}" for key in self.layout.buffers)
+        yield f"from processes {self.old.layout.mesh.processes} to {self.layout.mesh.processes}"
 
-
-def _kind(leaf: Any) -> str:
-    """The kind of a leaf; that of a number contains its value."""
-    if leaf is _NOTHING:
-        return "nothing"
-    if not isinstance(leaf, Tensor):
-        return repr(leaf)
-    return f"a shard of {leaf.dtype}" if leaf.ndim else f"{leaf.item()!r} ({leaf.dtype})"
-
-
-class _Leaf(NamedTuple):
-    """How one leaf of the result comes about; ``carried`` are the old buffers that parts of a shard are taken from."""
-
-    example: Any
-    carried: frozenset[str]
-
-
-@dataclass(frozen=True)
-class _Move:
-    """What is to be done with one ``Sharded``: the same on every rank, but for what is held there."""
-
-    held: _Held
-    fresh: _Held | None
-    layout: Layout
-    leaves: Mapping[str, _Leaf]
-    copies: Mapping[str, Sequence[Copy]]  # by new buffer
-    old_ranks: Sequence[int]  # the old rank of each new rank; empty where every old rank is held here
-
-    def lines(self) -> Iterator[str]:
-        """The text in which ranks compare it."""
-        yield from self.held.lines()
-        yield from self.fresh.lines() if self.fresh else ()
-        yield from self.layout.lines()
-        yield f"from processes {self.held.layout.mesh.processes} to {self.layout.mesh.processes}"
+    def problems(self) -> Iterator[str]:
+        """New buffers whose parameters come from leaves that differ in kind."""
+        for key, buffer in self.layout.buffers.items():
+            sources = self._sources(buffer)
+            if self._is_kept(key) and len({kind for origin in sources for kind in self._kinds(origin, key)}) > 1:
+                yield f"{self.path}: {key!r}: " + "; ".join(
+                    f"{' or '.join(self._kinds(origin, key))} for {', '.join(map(repr, names[:3]))}"
+                    f"{', ...' * (len(names) > 3)} ({f'from {origin!r}' if origin else 'fresh'})"
+                    for origin, names in sources.items()
+                )
 
     def made(self) -> Sharded:
-        return Sharded({key: self._make(key, leaf) for key, leaf in self.leaves.items()}, self.layout)
+        copies: dict[str, list[Copy]] = {}
+        for copy in copy_plan(self.old.layout, self.layout, self.old_ranks):
+            copies.setdefault(copy.key, []).append(copy)
+        keys = [
+            key
+            for key, buffer in self.layout.buffers.items()
+            if self._is_kept(key) and any(self._kinds(origin, key) != ["nothing"] for origin in self._sources(buffer))
+        ]
+        return Sharded({key: self._leaf(key, copies.get(key, [])) for key in keys}, self.layout)
 
-    def _make(self, key: str, leaf: _Leaf) -> Any:
-        x, mesh = leaf.example, self.layout.mesh
+    def _is_kept(self, key: str) -> bool:
+        return self.fresh is None or key in self.fresh
+
+    def _sources(self, buffer: Buffer) -> dict[str, list[str]]:
+        """The parameters of a new buffer by the old buffer they come from; ``""`` for those that start fresh."""
+        names: dict[str, list[str]] = {}
+        for slot in [slot for slot in buffer.slots if slot.numel] or buffer.slots:  # an empty one has no history
+            key = self.old.layout.key_of.get(slot.name, "")
+            names.setdefault("" if self.fresh is not None and key not in self.old else key, []).append(slot.name)
+        return names
+
+    def _kinds(self, origin: str, key: str) -> list[str]:
+        return _kinds(self.old, origin) if origin or self.fresh is None else _kinds(self.fresh, key)
+
+    def _leaf(self, key: str, copies: Sequence[Copy]) -> Any:
+        origins, mesh = self._sources(self.layout.buffers[key]), self.layout.mesh
+        start = self.fresh[key] if self.fresh is not None else None
+        first = next(iter(origins))
+        node, x = (self.old, self.old[first]) if first else (self.fresh, start)
         dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
         if not isinstance(x, Tensor):
             return x
-        if not x.ndim:
-            return x.to(mesh.device).expand(dims).clone()
-        ranks = ranks_here(mesh)
-        numel = self.layout.buffers[key].shard_numel
-        rows = torch.zeros(len(ranks), numel, dtype=x.dtype, device=mesh.device)
-        made = dict(zip(ranks, rows.unbind(0), strict=True))
-        if self.fresh and isinstance(start := self.fresh.example(key), Tensor) and start.ndim:
-            for rank, row in made.items():
-                row.copy_(self.fresh.ranks[rank][key])
-        self._fill(made, self.held.ranks, [x for x in self.copies.get(key, ()) if x.source_key in leaf.carried])
-        return rows.view(*dims, numel) if dims else rows[0]
+        if not _is_shard(node, x):
+            return x.flatten()[0].to(mesh.device).expand(dims).clone()
+        made = torch.zeros(*dims, self.layout.buffers[key].shard_numel, dtype=x.dtype, device=mesh.device)
+        if start is not None:
+            made.copy_(start)  # for its padding
+        self._fill(_rows(made, mesh), [copy for copy in copies if copy.source_key in origins])
+        return made
 
-    def _fill(self, made: Mapping[int, Tensor], held: Mapping[int, Mapping[str, Any]], copies: Sequence[Copy]) -> None:
-        moves = [bool(self.old_ranks) and self.old_ranks[copy.rank] != copy.source_rank for copy in copies]
-        for copy, away in zip(copies, moves, strict=True):
-            if not away and copy.rank in made:
+    def _fill(self, made: Mapping[int, Tensor], copies: Sequence[Copy]) -> None:
+        held = {key: _rows(self.old[key], self.old.layout.mesh) for key in {copy.source_key for copy in copies}}
+        away = [copy for copy in copies if self.old_ranks and self.old_ranks[copy.rank] != copy.source_rank]
+        for copy in copies:
+            if copy.rank in made and (not self.old_ranks or self.old_ranks[copy.rank] == copy.source_rank):
                 _target(copy, made).copy_(_source(copy, held))
-        if any(moves):  # the same on every rank, so all of them enter the exchange
-            self._exchange(made, held, [copy for copy, away in zip(copies, moves, strict=True) if away])
+        if away:  # the same on every rank, so all of them enter the exchange
+            self._exchange(made, held, away)
 
-    def _exchange(self, made: Mapping[int, Tensor], held: Mapping[int, Any], copies: Sequence[Copy]) -> None:
-        """One message to each rank that takes something of this buffer, one from each that gives something."""
-        (mine,) = made.values()
+    def _exchange(self, made: Mapping[int, Tensor], held: Mapping[str, Any], copies: Sequence[Copy]) -> None:
+        """Send one message to each rank that takes something of this buffer; receive one from each that gives."""
+        ((mine, row),) = made.items()
+        new, old = self.layout.mesh.processes, self.old.layout.mesh.processes
         outgoing: dict[int, list[Tensor]] = {}
         incoming: dict[int, list[Copy]] = {}
         for copy in copies:
-            if copy.source_rank in held:
-                outgoing.setdefault(self.layout.mesh.processes[copy.rank], []).append(_source(copy, held))
-            if copy.rank in made:
-                incoming.setdefault(self.held.layout.mesh.processes[copy.source_rank], []).append(copy)
-        sends = {process: torch.cat(parts).to(mine.device) for process, parts in outgoing.items()}
-        receives = {process: mine.new_empty(sum(c.numel for c in parts)) for process, parts in incoming.items()}
-        run_on_job("reshard", lambda: exchange(sends, receives, mine.dtype))
+            if copy.source_rank == self.old_ranks[mine]:
+                outgoing.setdefault(new[copy.rank], []).append(_source(copy, held))
+            if copy.rank == mine:
+                incoming.setdefault(old[copy.source_rank], []).append(copy)
+        sends = {process: torch.cat(parts).to(row.device) for process, parts in outgoing.items()}
+        receives = {process: row.new_empty(sum(c.numel for c in parts)) for process, parts in incoming.items()}
+        run_on_job("reshard", lambda: exchange(sends, receives, row.dtype))
         for process, parts in incoming.items():
             for copy, part in zip(parts, receives[process].split([c.numel for c in parts]), strict=True):
                 _target(copy, made).copy_(part)
 
 
-def _source(copy: Copy, held: Mapping[int, Mapping[str, Any]]) -> Tensor:
-    return held[copy.source_rank][copy.source_key][copy.source_offset : copy.source_offset + copy.numel]
+def _source(copy: Copy, held: Mapping[str, Mapping[int, Tensor]]) -> Tensor:
+    return held[copy.source_key][copy.source_rank][copy.source_offset : copy.source_offset + copy.numel]
 
 
 def _target(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
     return made[copy.rank][copy.offset : copy.offset + copy.numel]
+
+
+def _rows(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
+    """The shard of each rank in this process."""
+    places = product(*map(range, mesh.axes.values())) if mesh.is_simulated else [()]
+    return {rank: x[place] for rank, place in zip(ranks_here(mesh), places, strict=True)}
+
+
+def _is_shard(node: Sharded | None, x: Tensor) -> bool:
+    mesh = node.layout.mesh if node is not None else None
+    return x.ndim > (len(mesh.axes) if mesh and mesh.is_simulated else 0)
+
+
+def _kinds(node: Sharded, key: str) -> list[str]:
+    """The kinds of a leaf on the ranks here, one if they are alike; that of a number contains its value."""
+    if key not in node:
+        return ["nothing"]
+    x = node[key]
+    if not isinstance(x, Tensor):
+        return [repr(x)]
+    if _is_shard(node, x):
+        return [f"a shard of {x.dtype}"]
+    return [*dict.fromkeys(f"{number!r} ({x.dtype})" for number in x.flatten().tolist())]
 
 
 def _mesh_to_agree_on(tree: Any, layout: Layout) -> Mesh | None:
@@ -235,27 +266,31 @@ def _mesh_to_agree_on(tree: Any, layout: Layout) -> Mesh | None:
     return mesh if mesh and mesh.size > 1 and mesh.processes else None
 
 
-def _prepare(tree: Any, layout: Layout, fresh: Any) -> dict[str, _Move]:
+def _moves(tree: Any, layout: Layout, fresh: Any) -> list[_Move]:
     if not isinstance(layout, Layout):
         raise TypeError(f"reshard: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    held, made = _held("tree", tree), {} if fresh is None else _held("fresh", fresh)
-    owned = {path: x.layout for path, x in made.items() if x.layout.has_owners}
-    if fresh is None and any(x.layout.has_owners for x in held.values()):
+    olds, news = _nodes("tree", tree), {} if fresh is None else _nodes("fresh", fresh)
+    if fresh is None and any(old.layout.has_owners for old in olds.values()):
         raise ValueError(f"reshard: fresh: the tree has state of whole parameters, with their owners. {_FRESH}")
-    if fresh is not None:
-        _check_fresh(made, held, layout)
-    problems: list[str] = []
-    moves = {path: _move(x, owned.get(path, layout), made.get(path), problems) for path, x in held.items()}
+    problems = [] if fresh is None else name_problems(news, olds)
+    problems += [text for path, x in news.items() if path in olds for text in _fresh_problems(path, x, layout)]
+    reject("reshard: fresh", problems, _FRESH)
+    moves = []
+    for path, old in olds.items():
+        new = news.get(path)
+        target = new.layout if new is not None else layout
+        _check_layouts(old.layout, target, new is not None)
+        moves.append(_Move(path, old, target, new, _old_ranks(old.layout.mesh, target.mesh)))
     advice = (
         "A buffer has one leaf for all of its parameters. Keep parameters whose histories differ in buffers of their "
         'own, for example by plan(labels=lambda name, p: "late" if name in thawed else None). For an optimizer\'s '
         "state, fresh=opt.init(params) is what parameters without one start from."
     )
-    reject("reshard", problems, advice)
+    reject("reshard", [problem for move in moves for problem in move.problems()], advice)
     return moves
 
 
-def _held(what: str, tree: Any) -> dict[str, _Held]:
+def _nodes(what: str, tree: Any) -> dict[str, Sharded]:
     """The ``Sharded`` nodes of ``tree`` by path, with leaves that fit them."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_node)
     nodes = {path_text(path): x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Sharded)}
@@ -263,34 +298,35 @@ def _held(what: str, tree: Any) -> dict[str, _Held]:
         got = "a Full" if any(map(is_node, leaves)) else "no Sharded"
         expected = "expected a pytree with Sharded nodes; shard(full, layout) slices whole parameters."
         raise TypeError(f"reshard: {what}: got {got}, {expected}")
-    problems = [problem for path, x in nodes.items() for problem in _leaf_problems(path, x)]
+    problems = [problem for path, node in nodes.items() for problem in _leaf_problems(path, node)]
     reject(f"reshard: {what}", problems, "A leaf is a shard, a number for its whole buffer, or None.")
-    return {path: _Held.of(path, x) for path, x in nodes.items()}
+    return nodes
 
 
 def _leaf_problems(path: str, node: Sharded) -> Iterator[str]:
     layout = node.layout
     dims = tuple(layout.mesh.axes.values()) if layout.mesh.is_simulated else ()
     for key, x in node.items():
-        if key not in layout.buffers:
+        shape = (*dims, layout.buffers[key].shard_numel) if key in layout.buffers else None
+        if shape is None:
             yield f"{path}: {key!r}: the layout has no such buffer"
-        elif isinstance(x, Tensor) and tuple(x.shape) not in ((*dims, layout.buffers[key].shard_numel), dims):
-            shape = (*dims, layout.buffers[key].shard_numel)
+        elif isinstance(x, Tensor) and tuple(x.shape) not in (shape, dims):
             yield f"{path}: {key!r}: got shape {tuple(x.shape)}, expected {shape}, or {dims} for a number"
 
 
-def _move(held: _Held, layout: Layout, fresh: _Held | None, problems: list[str]) -> _Move:
-    _check_layouts(held.layout, layout, halves=fresh is not None)
-    old_ranks = [] if len(held.ranks) == held.layout.mesh.size else _old_ranks(held.layout.mesh, layout.mesh)
-    copies: dict[str, list[Copy]] = {}
-    for copy in copy_plan(held.layout, layout, old_ranks or None):
-        copies.setdefault(copy.key, []).append(copy)
-    return _Move(held, fresh, layout, _leaves(held, fresh, layout, problems), copies, old_ranks)
+def _fresh_problems(path: str, new: Sharded, layout: Layout) -> Iterator[str]:
+    if new.layout.axes != layout.axes or new.layout.mesh.is_simulated != layout.mesh.is_simulated:
+        yield f"{path}: on {new.layout.mesh}, expected {layout.mesh}"
+    elif not new.layout.has_owners and new.layout != layout:
+        got, expected = first_difference(new.layout.lines(), layout.lines()) or (new.layout, layout)
+        yield f"{path}: of another layout: {got}; expected {expected}"
 
 
 def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
     """The rank on ``old`` of each rank on ``new``, which have the same processes."""
     problems = []
+    if old.is_simulated or old.size == 1:
+        return []
     if not old.processes:
         problems = [f"the tree is that of rank {old.rank} alone, and {old} was unpickled: its other ranks are not here"]
     elif sorted(old.processes) != sorted(new.processes):
@@ -305,19 +341,12 @@ def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
 
 
 def _check_layouts(old: Layout, new: Layout, halves: bool) -> None:
-    """Raise unless the parameters are the same ones; of halves, those that are in both."""
-    names = [[*layout.slots, *dict(layout.aliases)] for layout in (old, new)]
-    problems = [] if halves else name_problems(names[0], names[1])
-    for name, slot in new.slots.items():
-        was = old.slots.get(name, slot)
-        forms = [(s.shape, s.dtype, s.dtensor) for s in (was, slot)]
-        if forms[0] != forms[1]:
-            before, after = (f"{dtensor or shape}, {dtype}" for shape, dtype, dtensor in forms)
-            problems.append(f"{name!r}: {before} in the tree; {after} in the layout")
-    ties = [dict(layout.aliases) for layout in (old, new)]
-    for alias in sorted({*ties[0], *ties[1]} & {*names[0]} & {*names[1]}):
-        was, now = (f"tied to {tie[alias]!r}" if alias in tie else "not tied" for tie in ties)
-        problems += [f"{alias!r}: {was} in the tree, {now} in the layout"] if was != now else []
+    """Raise unless both have the same parameters; of halves, those that are in both."""
+    forms = [_forms(layout) for layout in (old, new)]
+    problems = [] if halves else name_problems(forms[0], forms[1])
+    for name, was in forms[0].items():
+        now = forms[1].get(name, was)
+        problems += [f"{name!r}: {was} in the tree; {now} in the layout"] if was != now else []
     advice = (
         "Plan the new layout from the same model. A change of values is shard(full, layout); DTensors get other "
         "placements by checkpoint.save and load."
@@ -325,52 +354,6 @@ def _check_layouts(old: Layout, new: Layout, halves: bool) -> None:
     reject("reshard", problems, advice)
 
 
-def _check_fresh(fresh: Mapping[str, _Held], held: Mapping[str, _Held], layout: Layout) -> None:
-    problems = [f"{path}: not in the tree" for path in fresh if path not in held]
-    problems += [f"{path}: missing" for path in held if path not in fresh]
-    for path, x in fresh.items():
-        if not x.layout.has_owners and x.layout != layout:
-            was, wanted = first_difference(x.layout.lines(), layout.lines()) or (repr(x.layout), repr(layout))
-            problems.append(f"{path}: of another layout: {was}; expected {wanted}")
-        elif x.layout.axes != layout.axes or not set(ranks_here(layout.mesh)) <= x.ranks.keys():
-            problems.append(f"{path}: on {x.layout.mesh}, expected {layout.mesh}")
-    reject("reshard: fresh", problems, _FRESH)
-
-
-def _leaves(held: _Held, fresh: _Held | None, layout: Layout, problems: list[str]) -> dict[str, _Leaf]:
-    """What each new buffer gets."""
-    result: dict[str, _Leaf] = {}
-    for key, buffer in layout.buffers.items():
-        origins = _origins(buffer, held, fresh)
-        kinds = {kind for origin in origins for kind in origin.kinds}
-        if (fresh and fresh.example(key) is _NOTHING) or kinds == {"nothing"}:
-            continue
-        if len(kinds) > 1:
-            problems.append(f"{held.path}: {key!r}: {'; '.join(map(str, origins))}")
-        carried = frozenset(origin.source for origin in origins if origin.source)
-        result[key] = _Leaf(origins[0].example, carried)
-    return result
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where some parameters of a new buffer have their leaf from: an old buffer, or ``fresh``."""
-
-    source: str
-    kinds: Sequence[str]
-    example: Any
-    names: Sequence[str]
-
-    def __str__(self) -> str:
-        names = ", ".join(map(repr, self.names[:3])) + (", ..." if len(self.names) > 3 else "")
-        return f"{' or '.join(self.kinds)} for {names} ({f'from {self.source!r}' if self.source else 'fresh'})"
-
-
-def _origins(buffer: Buffer, held: _Held, fresh: _Held | None) -> list[_Origin]:
-    names: dict[str, list[str]] = {}
-    for slot in [slot for slot in buffer.slots if slot.numel] or buffer.slots:  # an empty parameter has no history
-        source = held.layout.key_of.get(slot.name, "")
-        lacks = held.example(source) is _NOTHING
-        names.setdefault("" if lacks and fresh else source, []).append(slot.name)
-    by_source = [(source, fresh if fresh and not source else held, source or buffer.key) for source in names]
-    return [_Origin(s, x.kinds(key), x.example(key), names[s]) for s, x, key in by_source]
+def _forms(layout: Layout) -> dict[str, str]:
+    forms = {name: f"{slot.dtensor or slot.shape}, {slot.dtype}" for name, slot in layout.slots.items()}
+    return forms | {alias: f"tied to {name!r}" for alias, name in layout.aliases}

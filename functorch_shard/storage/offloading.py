@@ -14,8 +14,8 @@ from torch import Tensor
 from ..collectives.without_derivative import refuse_derivatives
 from ..containers import opened
 from ..errors import reject
-from ..layout.rank_trees import participants_of, path_text
-from ..layout.trees import take_tensors
+from ..layout.ranks import participants_of
+from ..layout.trees import path_text, take_tensors
 from .atomic_directory import local_path
 from .memory_kind import MemoryKind
 

@@ -11,8 +11,7 @@ from ..collectives.primitives import psum
 from ..eager import eager
 from ..errors import reject
 from ..layout.packing import without_padding
-from ..layout.rank_trees import participants_of, ranks_here
-from ..layout.ranks import shard_index, shards_of_ranks
+from ..layout.ranks import participants_of, ranks_here, shard_index, shards_of_ranks
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import stacked

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
-from ..layout.rank_trees import is_node
 from ..layout.ranks import shard_index
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, is_node
 from ..sharding.gather import gather
 from ..sharding.overlapped_means import Place
 from ..torch_internals.autograd import leaves_behind, nodes, nodes_behind, was_compiled

@@ -36,7 +36,6 @@ FEATURES = {
     "communication.without",
     "layout.drawing",
     "layout.picture",
-    "layout.transfer_plan",
     "mesh.abstract",
     "mesh.joint",
     "mesh.launching",

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import functorch_shard as fs
-from functorch_shard.layout.transfer_plan import copy_plan
+from functorch_shard.sharding.reshard import copy_plan
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.freezing import Run, train_in_phases, train_unsharded
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo, slow
 from tests.support.refusals import text_of
@@ -116,31 +115,6 @@ def test_only_what_moves_is_sent_in_one_exchange_a_buffer(ranks: Ranks) -> None:
         for case, (nbytes, planned, exchanges, buffers) in sent.items():
             assert (case, nbytes, exchanges) == (case, planned, buffers)
     assert sum(nbytes for _, sent in moved(ranks) for nbytes, *_ in sent.values()) > 0
-
-
-def moved_to_the_same_layout(mesh: fs.Mesh) -> int:
-    layout = fs.plan(awkward(), mesh)
-    with count_collectives() as seen:
-        fs.reshard(fs.shard(awkward(), layout), layout)
-    return seen.nbytes("send")
-
-
-@two_or_four
-def test_nothing_is_sent_to_the_same_layout(ranks: Ranks) -> None:
-    assert ranks.run(moved_to_the_same_layout) == [0] * ranks.size
-
-
-def train(mesh: fs.Mesh) -> Run:
-    there = meshes(mesh)
-    return train_in_phases(lambda phase: there[phase % 2], torch.optim.AdamW, lr=0.01)
-
-
-@two_or_four
-def test_training_freezes_and_thaws_on_changing_meshes_as_in_plain_torch(ranks: Ranks) -> None:
-    reference = train_unsharded(torch.optim.AdamW, lr=0.01)
-    for run in ranks.run(train):
-        assert run.losses == pytest.approx(reference.losses, rel=1e-10, abs=1e-10)
-        assert_trees_close(run.full, reference.full, rtol=1e-10, atol=1e-10)
 
 
 def carried_state(mesh: fs.Mesh) -> Any:
