@@ -157,12 +157,13 @@ class Layout(Static):
             dtype: what one call gathers in, or what gradients come in, instead of its unit's policy.
         """
         key = (buffer.key, dtype)
-        if key not in self._schedules:
-            self._schedules[key] = self._schedule(buffer, dtype)
-        return self._schedules[key]
+        if key not in self.derived:
+            self.derived[key] = self._schedule(buffer, dtype)
+        return self.derived[key]
 
     @cached_property
-    def _schedules(self) -> dict[tuple[str, torch.dtype | None], Schedule]:
+    def derived(self) -> dict[Any, Any]:
+        """What was computed from this layout once, for the modules of this package."""
         return {}
 
     def _schedule(self, buffer: Buffer, dtype: torch.dtype | None) -> Schedule:
@@ -228,13 +229,9 @@ class Layout(Static):
         Cached: every gather of the same parts uses the same object, with its cached properties.
         """
         parts = tuple(others)
-        if parts not in self._merged:
-            self._merged[parts] = self._merge(parts)
-        return self._merged[parts]
-
-    @cached_property
-    def _merged(self) -> dict[tuple[Layout, ...], Layout]:
-        return {}
+        if parts not in self.derived:
+            self.derived[parts] = self._merge(parts)
+        return self.derived[parts]
 
     def _merge(self, others: Sequence[Layout]) -> Layout:
         self._check_parts(others)

@@ -7,8 +7,9 @@ units are whole at a moment: Note [Residency] in prefetch_policy.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..collectives.codecs import Codec
 from ..communication.work import Work
 from ..communication.writes import content_of
-from ..layout.buffers import Buffer
+from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
 from ..layout.schedule import Ops, Schedule, gathered_encoded
@@ -25,7 +26,7 @@ from ..torch_internals.autograd import backward_pass
 from ..torch_internals.tensors import version_of
 from .asynchronous import Reductions, start_gather
 from .prefetch_policy import use_order
-from .streams import Streams, streams_of
+from .streams import RecordedEvent, Streams, streams_of
 from .unused import Owed
 
 
@@ -41,91 +42,120 @@ class Part:
     joined: bool = False  # whether a node behind it waits for its reductions
     tangent_of: Part | None = None
 
-    @property
+    @cached_property
     def is_sharded(self) -> bool:
         return all(buffer.num_shards > 1 for buffer in self.buffers)
 
-    def plan(self, buffer: Buffer) -> Schedule:
-        return self.layout.schedule(buffer, self.dtype)
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        return tuple(slot for buffer in self.buffers for slot in buffer.slots)
 
-    def gather_ops(self, buffer: Buffer) -> Ops:
-        plan = self.plan(buffer)
-        encodes = self.codec is not None and buffer.dtype.is_floating_point
-        return gathered_encoded(plan.gather, plan.dtypes, self.codec) if encodes else plan.gather
+    @cached_property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """How each buffer is gathered and its gradient reduced."""
+        return tuple(self.layout.schedule(buffer, self.dtype) for buffer in self.buffers)
+
+    @cached_property
+    def has_mean(self) -> bool:
+        return any(s.has_mean for s in self.schedules)
+
+    @cached_property
+    def mean_is_transpose(self) -> bool:
+        return all(s.mean_is_transpose for s in self.schedules)
+
+    @cached_property
+    def with_node(self) -> Part:
+        """The same with a node behind it that waits for its reductions."""
+        return replace(self, joined=True)
+
+    @cached_property
+    def gather_ops(self) -> tuple[Ops, ...]:
+        """The operations that gather each buffer."""
+        return tuple(
+            gathered_encoded(s.gather, s.dtypes, self.codec) if self.codec and b.dtype.is_floating_point else s.gather
+            for b, s in zip(self.buffers, self.schedules, strict=True)
+        )
 
 
 class UnitBuffers:
     """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
 
-    __slots__ = (
-        "_made",
-        "_sent_on",
-        "_shards",
-        "_streams",
-        "_versions",
-        "_works",
-        "device",
-        "flats",
-        "left_in",
-        "part",
-    )
+    __slots__ = ("_made", "_sent_on", "_streams", "_versions", "_works", "device", "flats", "left_in", "part", "shards")
 
-    def __init__(self, part: Part, shards: Sequence[Tensor], streams: Streams | None = None) -> None:
+    def __init__(self, part: Part, shards: Sequence[Tensor], streams: Streams | None) -> None:
         self.part, self.device = part, working_device(shards[0], part.layout.mesh.device)
-        self._streams = streams or streams_of(self.device)
-        self._shards = [shard.detach() for shard in shards]
-        self._versions = [_version(shard) for shard in self._shards]
+        self._streams = streams
+        self._made: RecordedEvent | None = None
+        self.shards = [shard.detach() for shard in shards]
+        self._versions = _versions(self.shards)
         self._works: list[Work] | None = None
         self.flats: list[Tensor] | None = None
         self.left_in: int | None = None  # the backward pass that is done with it
 
     def numel(self, index: int) -> int:
         """Elements of a whole buffer, batch and all."""
-        return self._shards[index].numel() * self.part.buffers[index].num_shards
-
-    def shard(self, index: int) -> Tensor:
-        """The shard of buffer ``index``."""
-        return self._shards[index]
+        return self.shards[index].numel() * self.part.buffers[index].num_shards
 
     def start(self) -> None:
         """Start the all-gathers."""
-        if self.flats is None and self._works is None:
-            self._check_unchanged()
-            from_host = self._shards[0].is_cpu and self.device.type != "cpu"
+        if self.flats is not None or self._works is not None:
+            return
+        self._check_unchanged()
+        if self._streams is not None:
+            from_host = self.shards[0].is_cpu and self.device.type != "cpu"
             self._sent_on = self._streams.copies() if from_host else self._streams.current()
-            pairs = zip(self.part.buffers, self._shards, strict=True)
-            with _no_inference_mode(), self._streams.on(self._sent_on):
-                self._works = [self._gather(buffer, shard) for buffer, shard in pairs]
+        with self._where_sent():
+            self._works = [self._gather(i) for i in range(len(self.shards))]
 
     def wait(self) -> None:
         """Wait for the all-gathers."""
-        self.start()
-        if self._works is not None:
-            with _no_inference_mode(), self._streams.on(self._sent_on):
+        if self.flats is None:
+            self.start()
+            assert self._works is not None
+            with self._where_sent():
                 self.flats, self._works = [work.wait().contiguous() for work in self._works], None
-                self._made = self._streams.made()
-
-    def whole(self, index: int) -> Tensor:
-        """The whole buffer ``index``, once it was waited for, for use on the current stream."""
-        assert self.flats is not None
-        self._made.take(self.flats)
-        return self.flats[index]
+                self._made = None if self._streams is None else RecordedEvent(self._streams)
 
     def drop(self) -> None:
         """Free the gathered buffers."""
         self.flats = self._works = None
 
-    def _gather(self, buffer: Buffer, shard: Tensor) -> Work:
-        return start_gather(self.part.gather_ops(buffer), shard, buffer.key, self.part.layout.mesh, self.device)
+    def use(self, index: int) -> Tensor:
+        """The whole buffer ``index``, once it was waited for, for use on the current stream."""
+        assert self.flats is not None
+        if self._made is not None:
+            self._made.take(self.flats)
+        return self.flats[index]
+
+    def _gather(self, i: int) -> Work:
+        part, key = self.part, self.part.buffers[i].key
+        return start_gather(part.gather_ops[i], self.shards[i], key, part.layout.mesh, self.device)
+
+    def _where_sent(self) -> AbstractContextManager[object]:
+        """The stream of the gathers; what is made in inference mode may not be saved for a backward after it."""
+        inference = torch.is_inference_mode_enabled()
+        if self._streams is None and not inference:
+            return nullcontext()
+        contexts = ExitStack()
+        if inference:
+            contexts.enter_context(torch.inference_mode(False))
+        if self._streams is not None:
+            contexts.enter_context(self._streams.on(self._sent_on))
+        return contexts
 
     def _check_unchanged(self) -> None:
-        if [_version(shard) for shard in self._shards] != self._versions:
+        if _versions(self.shards) != self._versions:
             keys = ", ".join(repr(buffer.key) for buffer in self.part.buffers)
             raise RuntimeError(
                 f"gather: {keys}: the shards were written to (for example by a step with donate=True) after they were "
                 "gathered, and a lazy parameter would now have other values than before. Gather again from the new "
                 "shards, or take plain values with gather(params, lazy=False)."
             )
+
+
+def _versions(shards: Sequence[Tensor]) -> list[int]:
+    """How often each was written to; of an inference tensor, which does not count that, what it holds."""
+    return [content_of(shard) if (n := version_of(shard)) < 0 else n for shard in shards]
 
 
 class Session:
@@ -150,7 +180,7 @@ class Session:
 
     def add(self, part: Part, shards: Sequence[Tensor]) -> UnitBuffers:
         on_mesh = shards[0].is_cpu or shards[0].device == self.layout.mesh.device
-        buffers = UnitBuffers(part, shards, self._streams if on_mesh else None)
+        buffers = UnitBuffers(part, shards, self._streams if on_mesh else streams_of(shards[0].device))
         self._buffers.setdefault(part.unit, {}).setdefault(part, buffers)
         return buffers
 
@@ -163,7 +193,7 @@ class Session:
             )
         if buffers.flats is None or buffers.part.unit != self._order.current:
             self._arrive(buffers)
-        return buffers.whole(index)
+        return buffers.use(index)
 
     def leave(self, part: Part, tangents: bool = False) -> None:
         """Free ``part``: its gradients are complete, and backward is done with it. Frozen parts of its unit stay.
@@ -181,7 +211,8 @@ class Session:
             self._resident[unit] = self._resident.pop(unit, [])
         decision = self._order.arrive(unit, now, self._resident, torch.is_grad_enabled())
         for other in decision.evict:
-            self._evict(other)
+            for evicted in self._resident.pop(other):
+                evicted.drop()
         self._fetch(buffers, now)
         for other in decision.fetch:  # before waiting for this one: the network is never idle
             for ahead in self._buffers.get(other, {}).values():
@@ -196,17 +227,3 @@ class Session:
             if now is None and buffers.part.is_sharded:
                 self.owed.gather(buffers.part)
         buffers.start()
-
-    def _evict(self, unit: int) -> None:
-        for buffers in self._resident.pop(unit):
-            buffers.drop()
-
-
-def _no_inference_mode() -> AbstractContextManager[object]:
-    """What is made in inference mode may not be saved for a backward after it."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def _version(shard: Tensor) -> int:
-    """How often ``shard`` was written to; of an inference tensor, which does not count that, what it holds."""
-    return content_of(shard) if shard.is_inference() else version_of(shard)

@@ -43,7 +43,7 @@ def lazily(
     for part in _parts(shards, layout, dtype, codec):
         whole = _gather(session, part, shards, joined)
         differentiate_at_once(whole)
-        tensors.update(zip((slot.name for slot in _slots(part)), whole, strict=True))
+        tensors.update(zip((slot.name for slot in part.slots), whole, strict=True))
     return tensors
 
 
@@ -55,7 +55,7 @@ def _gather(
     joined = together or _joined(session, own, part.layout)
     if not joined:
         return _Gather.apply(session, part, *own.values())
-    part = replace(part, joined=True)
+    part = part.with_node
     whole = _Gather.apply(session, part, *(own | joined).values())
     if own.keys() == together.keys():
         session.owed.expect(part, whole[0].grad_fn)
@@ -81,17 +81,18 @@ def _joined(
 
 def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
     """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
+    if (which := (Part, *shards, dtype, codec)) in layout.derived:
+        return layout.derived[which]
     groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
     for i, unit in enumerate(layout.units):
         for buffer in unit.buffers:
             if buffer.key in shards:
                 kind = i, buffer.trainable, buffer.differentiable
                 groups.setdefault(kind, []).append(buffer)
-    return [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
-
-
-def _slots(part: Part) -> list[Slot]:
-    return [slot for buffer in part.buffers for slot in buffer.slots]
+    parts = [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
+    if codec is None:
+        layout.derived[which] = parts
+    return parts
 
 
 class _Gather(Function):
@@ -100,19 +101,22 @@ class _Gather(Function):
     @staticmethod
     @signed
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
-        buffers, dtypes = session.add(part, shards), [part.plan(buffer).dtypes.gathered for buffer in part.buffers]
+        buffers = session.add(part, shards)
         return tuple(
-            Lazy(session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), dtype, slot.offset)
-            for i, (buffer, shard, dtype) in enumerate(zip(part.buffers, shards, dtypes, strict=True))
-            for slot in buffer.slots
+            [
+                Lazy(
+                    session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), schedule.dtypes.gathered, slot.offset
+                )
+                for i, (buffer, shard, schedule) in enumerate(zip(part.buffers, shards, part.schedules, strict=True))
+                for slot in buffer.slots
+            ]
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.part, *_ = inputs
-        plans = [ctx.part.plan(buffer) for buffer in ctx.part.buffers]
-        ctx.averages = any(plan.has_mean for plan in plans)
-        prepare(ctx, all(plan.mean_is_transpose for plan in plans))
+        ctx.averages = ctx.part.has_mean
+        prepare(ctx, ctx.part.mean_is_transpose)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -124,7 +128,7 @@ class _Gather(Function):
         session, part, now = ctx.session, ctx.part, backward_pass()
         averages = takes_mean(ctx)
         session.leave(part, tangents=in_transform() or has_tangents(grads))
-        by_name = {slot.name: grad for slot, grad in zip(_slots(part), grads, strict=True)}
+        by_name = {slot.name: grad for slot, grad in zip(part.slots, grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
             _reduce_zeros(session, session.owed.before(part, now), now, averages)
@@ -142,8 +146,8 @@ class _Gather(Function):
         buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
         part = replace(ctx.part, buffers=buffers, codec=None, joined=False, tangent_of=ctx.part)
         whole = _Gather.apply(ctx.session, part, *given.values())
-        by_name = {slot.name: x for slot, x in zip(_slots(part), whole, strict=True)}
-        return tuple(by_name.get(slot.name) for slot in _slots(ctx.part))
+        by_name = {slot.name: x for slot, x in zip(part.slots, whole, strict=True)}
+        return tuple(by_name.get(slot.name) for slot in ctx.part.slots)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, session: Session, part: Part, *shards: Tensor) -> Any:
@@ -180,9 +184,12 @@ def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
 def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, averages: bool) -> None:
     """What this rank has to add to the gradients of parts that its loss does not depend on."""
     for part in parts:
-        dtypes = {slot: part.plan(buffer).dtypes.gathered for buffer in part.buffers for slot in buffer.slots}
         device = part.layout.mesh.device
-        zeros = {slot.name: torch.zeros(slot.shape, dtype=dtype, device=device) for slot, dtype in dtypes.items()}
+        zeros = {
+            slot.name: torch.zeros(slot.shape, dtype=schedule.dtypes.gathered, device=device)
+            for buffer, schedule in zip(part.buffers, part.schedules, strict=True)
+            for slot in buffer.slots
+        }
         session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)
 
 

@@ -10,7 +10,7 @@ Copies of pinned memory have a stream of their own, on which no kernel waits for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,13 +29,9 @@ class Streams:
     on: Callable[[Any], AbstractContextManager[Any]]
     copies: Callable[[], Any] = lambda: None
 
-    def made(self) -> RecordedEvent:
-        """Record an event on the current stream, after everything that it has to do so far."""
-        return RecordedEvent(self)
-
     def start_copy(self, x: Tensor, out: Tensor) -> Work:
         """Copy ``x`` of the device to ``out``, pinned memory; the host waits for it when it waits for the result."""
-        made = self.made()
+        made = RecordedEvent(self)
         with self.on(self.copies()):
             made.take([x])
             out.copy_(x, non_blocking=True)
@@ -48,23 +44,22 @@ class Streams:
         return Work(copied)
 
 
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of ``device``; one that has none does everything in order, as on one stream."""
+def streams_of(device: torch.device) -> Streams | None:
+    """Return the streams of ``device``, or None if it has none: it does everything in order."""
     module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     if not hasattr(module, "current_stream"):
-        return Streams(lambda: None, nullcontext)
+        return None
     return Streams(lambda: module.current_stream(device), module.stream, cache(lambda: torch.Stream(device)))
 
 
 class RecordedEvent:
-    """An event on the stream that something was made on, and the streams that already wait for it."""
+    """An event on the current stream, after all that it has to do so far; and the streams that wait for it already."""
 
     __slots__ = ("_event", "_known", "_streams")
 
     def __init__(self, streams: Streams) -> None:
         stream = streams.current()
-        self._streams, self._known = streams, {stream}
-        self._event = None if stream is None else stream.record_event()
+        self._streams, self._known, self._event = streams, {stream}, stream.record_event()
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """Let the current stream use ``tensors``, which were made before the event."""

@@ -127,7 +127,7 @@ def test_later_steps_in_the_same_order_never_gather_more_than_the_first(order: l
 @given(orders, st.integers(1, NUM_UNITS - 1))
 @some_laws
 def test_backward_does_not_go_ahead_into_frozen_units_in_front(order: list[int], frozen: int) -> None:
-    policy = UseOrder(range(NUM_UNITS), frozen_in_front=range(frozen))
+    policy = UseOrder(range(NUM_UNITS), frozen_in_front=frozen)
     driven = Driven(policy)
     for unit in range(NUM_UNITS):
         driven.use(unit)

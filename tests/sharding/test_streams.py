@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ import functorch_shard as fs
 from functorch_shard.communication import Work
 from functorch_shard.sharding import gathered_units as prefetch
 from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
-from functorch_shard.sharding.streams import RecordedEvent, Streams, streams_of
+from functorch_shard.sharding.streams import RecordedEvent, Streams
 
 some_laws = settings(max_examples=100, deadline=None)
 
@@ -66,7 +65,7 @@ class Device:
 def test_the_stream_that_made_something_does_not_wait_for_it() -> None:
     device = Device(1)
     with device.at_work() as streams:
-        streams.made().take([torch.ones(1)])
+        RecordedEvent(streams).take([torch.ones(1)])
     assert device.now.waits == 0
     assert device.recorded == {}
 
@@ -84,14 +83,6 @@ def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
     assert [stream.waits for stream in device.streams] == [0, 1, 1]
     assert (second.behind, third.behind) == ({"made"}, {"made"})
     assert device.recorded == {x.data_ptr(): {second, third}}
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_device_without_streams_does_everything_in_order(device: str) -> None:
-    streams = streams_of(torch.device(device))
-    assert streams.current() is None
-    with streams.on(streams.current()):
-        streams.made().take([torch.ones(1)])
 
 
 class Units:
