@@ -20,7 +20,7 @@ LONG = (
     "test_laws.py",
     "test_on_ranks.py",
     "test_examples.py",
-    "test_transforms.py",
+    "test_nestings.py",
     "test_launching_on_ranks.py",
     "test_memory_curve_on_ranks.py",
     "test_order_check_on_ranks.py",

@@ -10,8 +10,8 @@ import argparse
 from collections import Counter
 from collections.abc import Mapping
 
-from tests.support import transforms_fsdp2
-from tests.support.transforms import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, verdicts
+from tests.laws import nestings_fsdp2
+from tests.laws.nestings import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, verdicts
 
 FSDP2 = "FSDP2, gloo, 1 axis"
 Verdicts = Mapping[str, Mapping[Row, str]]  # by column and row
@@ -69,7 +69,7 @@ def main() -> None:
         if any(part in name for part in given.columns):
             found[name] = dict(zip(ROWS, verdicts(column, ROWS), strict=True))
     if any(part in FSDP2 for part in given.columns):
-        found[FSDP2] = dict(zip(ROWS, transforms_fsdp2.verdicts(ROWS), strict=True))
+        found[FSDP2] = dict(zip(ROWS, nestings_fsdp2.verdicts(ROWS), strict=True))
     print(table(found))
     if not given.markdown:
         print(f"\n{summary(found)}\n\n{errors(found)}")

@@ -10,7 +10,7 @@ import pytest
 import functorch_shard as fs
 from functorch_shard.curvature import to_vector
 from functorch_shard.testing import assert_trees_close
-from tests.support import convention
+from tests.laws import convention
 from tests.support.curvature import operator
 from tests.support.pages import run
 from tests.support.ranks import HYBRID, Ranks, gloo

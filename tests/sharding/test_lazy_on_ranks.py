@@ -13,7 +13,7 @@ from torch.func import functional_call, jvp, linearize
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.gradients import ON_RANK, Data, on_mesh
+from tests.laws.tasks import ON_RANK, Data, on_mesh
 from tests.support.lazy_uses import (
     USES,
     Block,

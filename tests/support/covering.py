@@ -6,7 +6,7 @@ every kind of ranks, and run at each commit. The others are marked ``slow``; ``-
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,16 +16,20 @@ Values = frozenset[tuple[Any, Any]]
 
 
 def covering(cases: Sequence[Values]) -> set[int]:
-    """Return the indices of few cases that together have all values: greedily, the first of those with most new ones.
+    """Return the indices of few cases that together have all values.
 
-    >>> covering([frozenset({("x", i), ("y", j)}) for i in range(2) for j in range(3)]) == {0, 4, 2}
-    True
+    Greedily: the case with the most new values, and of several the one whose other values were used least.
     """
     chosen: set[int] = set()
-    missing = set().union(*cases)
+    missing, uses = set().union(*cases), Counter[Any]()
+
+    def worth(i: int) -> tuple[int, int]:
+        return len(cases[i] & missing), -sum(uses[value] for value in cases[i])
+
     while missing:
-        best = max(range(len(cases)), key=lambda i: len(cases[i] & missing))
+        best = max(range(len(cases)), key=worth)
         chosen.add(best)
+        uses.update(cases[best])
         missing -= cases[best]
     return chosen
 

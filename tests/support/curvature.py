@@ -12,8 +12,8 @@ from torch.func import hessian as hessian_of
 
 import functorch_shard as fs
 from functorch_shard.curvature import fisher, gauss_newton, hessian
-from tests.support import convention
-from tests.support.gradients import Data
+from tests.laws import convention
+from tests.laws.tasks import Data
 from tests.support.models import awkward
 
 MODEL = awkward()

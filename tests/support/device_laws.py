@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.laws.tasks import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.support import steps
-from tests.support.gradients import LOCAL, ON_RANK, Data, expected, on_mesh, whole
 from tests.support.models import awkward
 
 Law = Callable[[torch.device], None]

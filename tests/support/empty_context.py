@@ -12,7 +12,7 @@ from unittest.mock import patch
 from torch.autograd import Function
 
 import functorch_shard as fs
-from tests.support.transforms import Column, Row, on_mesh
+from tests.laws.nestings import Column, Row, on_mesh
 
 
 def functions() -> list[type[Function]]:

@@ -20,8 +20,8 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.laws.tasks import ON_RANK, Data, on_mesh
 from tests.support.device_laws import ADAMW, BATCH, WIDTH, gradients_and_loss, on_cpu, stack_of_layers
-from tests.support.gradients import ON_RANK, Data, on_mesh
 from tests.support.scripts import free_port
 
 tree_map: Any = optree.tree_map

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.support.convention import model, sharded_loss
+from tests.laws.convention import model, sharded_loss
 
 Tree = Any
 Wrap = Callable[[Any], Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from functorch_shard.torch_internals.autograd import Function
+from tests.laws.nestings import COLUMNS, Row, verdict
 from tests.support.empty_context import functions, on_mesh_in_empty_contexts
-from tests.support.transforms import COLUMNS, Row, verdict
 
 ROWS: list[Row] = [
     ("grad", "the loss"),

@@ -14,7 +14,7 @@ from torch.func import functional_call, hessian, jacfwd, jacrev
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather
 from functorch_shard.testing import assert_trees_close
-from tests.support.gradients import Data
+from tests.laws.tasks import Data
 from tests.support.models import awkward, loss_of
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, simulated, slow
 from tests.support.refusals import refused

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.curvature import gauss_newton, to_vector
-from tests.support import convention
+from tests.laws import convention
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated, slow
 
 every_kind = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.func import grad, jvp
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.gradients import Data, whole
+from tests.laws.tasks import Data, whole
 from tests.support.looped import looped
 from tests.support.models import awkward, loss_of
 from tests.support.norms import DTYPES, IGNORED, NAN, POWERS, first, padded, total, values, with_padding

@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
-from tests.support import convention
-from tests.support.convention import INNER, TASKS, Side, dot_over_ranks
+from tests.laws import convention
+from tests.laws.convention import INNER, TASKS, Side, dot_over_ranks
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.pairs import in_pairs
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated, slow

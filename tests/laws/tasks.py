@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import functorch_shard as fs
+from tests.laws.wrappers import WRAPPERS, Wrapper
 from tests.support.models import awkward, loss_of
 from tests.support.reference import data_parallel_loss
 
@@ -55,12 +56,17 @@ class Sides:
     model: nn.Module
     frozen: fs.Sharded
     mesh: fs.Mesh
+    wrapper: Wrapper = WRAPPERS["plain"]
 
     def of_full(self, full: Tree, x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(self.model, {**full, **fs.gather(self.frozen)}, x, y)
+        frozen: Any = fs.gather(self.frozen, **self.wrapper.gather)
+        return self.wrapper.output(self.model, {**full, **frozen}, x, y)
 
     def of_shards(self, params: Tree, x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(self.model, fs.gather(params, self.frozen), x, y)
+        def loss(params: Tree, x: Tensor, y: Tensor) -> Tensor:
+            return self.wrapper.output(self.model, fs.gather(params, self.frozen, **self.wrapper.gather), x, y)
+
+        return self.wrapper.loss(loss)(params, x, y)
 
 
 def dot(a: fs.Sharded, b: fs.Sharded) -> Tensor:
@@ -156,19 +162,19 @@ def expected(task: str, data: Data, reduction: str) -> Tree:
 
 
 def on_mesh(
-    mesh: fs.Mesh, data: Data, tasks: list[str], sides: Callable[..., Sides] = Sides, **options: Any
+    mesh: fs.Mesh, data: Data, tasks: list[str], wrapper: Wrapper = WRAPPERS["plain"], **options: Any
 ) -> dict[str, Tree]:
     """Every task on ``mesh``: rows of all simulated ranks, or what this real rank has."""
     model = awkward(data.seed).to(mesh.device)
-    layout = fs.plan(model, mesh, **options)
-    params, frozen = fs.partition(fs.shard(model, layout))
+    layout = fs.plan(model, mesh, **wrapper.plan, **options)
+    params, frozen = fs.partition(wrapper.tree(fs.shard(model, layout)))
     v = fs.shard(data.direction(), params.layout)
     x, y = mesh.split(tuple(rows.flatten(0, 1).to(mesh.device) for rows in data.samples()))
 
     def on_rank(task: str, p: Tree, frozen: Tree, v: Tree, x: Tensor, y: Tensor) -> Tree:
-        return ON_RANK[task](sides(model, frozen, mesh), p, v, x, y)
+        return ON_RANK[task](Sides(model, frozen, mesh, wrapper), p, v, x, y)
 
-    return {task: mesh.spmd(partial(on_rank, task))(params, frozen, v, x, y) for task in tasks}
+    return {task: wrapper.step(mesh.spmd(partial(on_rank, task)))(params, frozen, v, x, y) for task in tasks}
 
 
 def whole(rows: fs.Sharded, num_replicas: int = 1) -> dict[str, Tensor]:
@@ -183,3 +189,12 @@ def whole(rows: fs.Sharded, num_replicas: int = 1) -> dict[str, Tensor]:
             result[slot.name] = flat[..., slot.offset : slot.end].unflatten(-1, slot.shape or (1,))
             result[slot.name] = result[slot.name] if slot.shape else result[slot.name].squeeze(-1)
     return result
+
+
+def whole_of(rows: Any) -> dict[str, Tensor]:
+    """Whole values from the shards of all ranks, in rank order."""
+    axes = dict(rows.layout.axes)
+    stacked = {key: x.unflatten(0, tuple(axes.values())) for key, x in rows.items()}
+    if list(axes) == ["shard", "replicate"]:  # replicas first
+        stacked = {key: x.transpose(0, 1) for key, x in stacked.items()}
+    return whole(fs.Sharded(stacked, rows.layout), axes.get("replicate", 1))

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.support.convention import Samples, direction, model
+from tests.laws.convention import Samples, direction, model
+from tests.laws.nestings import Row, Side, Tree, derived, verdict
 from tests.support.pool import run_ranks
-from tests.support.transforms import Row, Side, Tree, derived, verdict
 
 RANKS = 2
 

@@ -14,7 +14,7 @@ from torch.autograd import functional
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.convention import (
+from tests.laws.convention import (
     INNER,
     LR,
     TASKS,

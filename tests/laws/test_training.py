@@ -12,7 +12,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.parity import (
+from tests.laws.training import (
     BF16,
     CASES,
     NUMBERS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.benchmarks.transforms import sign
-from tests.support import transforms_fsdp2
+from tests.laws import nestings_fsdp2
+from tests.laws.nestings import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, expected, verdicts
 from tests.support.pages import ROOT
-from tests.support.transforms import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, expected, verdicts
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
 TRACED = "linearize"
@@ -78,7 +78,7 @@ def test_the_page_has_every_row_and_nothing_wrong_of_this_library() -> None:
 
 @pytest.mark.slow
 def test_the_page_has_what_fsdp2_does() -> None:
-    found = dict(zip(ROWS, transforms_fsdp2.verdicts(ROWS), strict=True))
+    found = dict(zip(ROWS, nestings_fsdp2.verdicts(ROWS), strict=True))
     of_page = [cell.split()[-1] for line in page_table()[2:] for cell in line.split("|")[2:-1]]
     assert of_page == [sign(found[row]) for row in ROWS]
 

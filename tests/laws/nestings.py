@@ -20,8 +20,8 @@ from torch.func import jvp, linearize, vjp, vmap
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support import convention
-from tests.support.convention import Samples, direction, plain_loss, whole_parameters
+from tests.laws import convention
+from tests.laws.convention import Samples, direction, plain_loss, whole_parameters
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 
 tree_map: Any = optree.tree_map

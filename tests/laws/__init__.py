@@ -1,0 +1,1 @@
+"""The laws: derivatives, training and traffic are those of the unsharded model, on every kind of ranks."""

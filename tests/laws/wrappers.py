@@ -1,0 +1,82 @@
+"""What a feature adds to a program, without a change of its numbers: each law holds with each of them.
+
+A feature adds itself here: a layout, a tree that went somewhere and came back, a loss that is computed in another way,
+a step that is recorded. Laws run every task with every wrapper and every kind of ranks, in pairs and not in products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.communication import Counter
+from tests.support.models import loss_of
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """Options of ``plan`` and ``gather``, and functions of the tree, of the loss and of the step."""
+
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    gather: Mapping[str, Any] = field(default_factory=dict)
+    tree: Callable[[fs.Sharded], fs.Sharded] = _unchanged
+    output: Callable[[nn.Module, Any, Tensor, Tensor], Tensor] = loss_of
+    loss: Callable[[Any], Any] = _unchanged
+    step: Callable[[Any], Any] = _unchanged
+
+
+def _bound(model: nn.Module, full: Any, x: Tensor, y: Tensor) -> Tensor:
+    return ((fs.bind(model, full)(x) - y) ** 2).mean()
+
+
+def _saved_and_loaded(tree: fs.Sharded) -> fs.Sharded:
+    with TemporaryDirectory() as folder:
+        if not tree.layout.mesh.is_simulated:
+            return tree  # ranks save together, into one directory: tests/checkpoint
+        fs.checkpoint.save(f"{folder}/tree", tree)
+        return fs.checkpoint.load(f"{folder}/tree", tree)
+
+
+def _moved(tree: fs.Sharded) -> fs.Sharded:
+    return fs.Sharded(fs.offload(tree, "cpu"), tree.layout)
+
+
+def _counted(tree: fs.Sharded) -> fs.Sharded:
+    return fs.Sharded(tree, tree.layout.on(tree.layout.mesh.with_backend(Counter())))
+
+
+def _replayed(step: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = fs.compile(step, backend="replay")
+
+    def twice(*args: Any) -> Any:
+        compiled(*args)
+        return compiled(*args)
+
+    return twice
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "plain": Wrapper(),
+    "gathered at once": Wrapper(gather={"lazy": False}),
+    "bind": Wrapper(output=_bound),
+    "remat": Wrapper(loss=fs.remat),
+    "offload": Wrapper(tree=_moved),
+    "saved and loaded": Wrapper(tree=_saved_and_loaded),
+    "counted": Wrapper(tree=_counted),
+    "replayed": Wrapper(step=_replayed),
+    "encoded": Wrapper(gather={"codec": (_unchanged, _unchanged)}),
+    "kept for backward": Wrapper(plan={"reshard_after_forward": False}),
+    "one parameter a unit": Wrapper(plan={"units": 1}),
+    "one unit, packed": Wrapper(plan={"units": 10**9, "align_bytes": 0}),
+    "whole on every rank": Wrapper(plan={"ignored": ["blocks.0", "scale"]}),
+    "labels": Wrapper(plan={"labels": lambda name, p: "no_decay" if p.ndim < 2 else None, "align_bytes": 64}),
+}
