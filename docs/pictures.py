@@ -26,6 +26,7 @@ ABOUT = {
     "collectives": "psum ... psum_scatter and their derivatives",
     "storage": "where memory is",
     "layout": "which element is on which rank",
+    "sequential": "ranks that take turns",
     "mesh": "the ranks",
     "communication": "how bytes move on one axis",
     "torch_internals": "private names of torch",

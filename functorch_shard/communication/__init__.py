@@ -11,7 +11,7 @@ Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_red
 does, derivatives are those of the true collectives, whose transposes go through it as well.
 
 Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backend``: the interface; ``simulated``,
-``sequential``, ``process_group``, ``gloo`` with ``shared_memory``, ``shared_results``, ``headers`` and ``dtypes``:
+``process_group``, ``gloo`` with ``shared_memory``, ``shared_results``, ``headers`` and ``dtypes``:
 the backends; ``simulated_group``: what ``torch.distributed`` is inside of simulated ranks;
 ``at_exit``: what is under way when a process ends; ``axis`` is an axis with its backend, ``group_axis``
 one of real ranks, ``joint`` several as one; ``recorded``: what tracers record, and ``c10d``: the same as operators of

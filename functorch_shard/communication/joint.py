@@ -36,6 +36,18 @@ def joint_order(names: Sequence[str], sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def joint_of_stacked(backends: dict[str, StackedBackend], names: Sequence[str]) -> Backend:
+    """Return the backend of simulated ranks of the axes ``names``; ``backends`` are in the mesh's order."""
+    names = [name for name in names if backends[name].size > 1] or [*names]
+    if len(names) == 1:
+        return backends[names[0]]
+    inside = [name for name in backends if name in names]
+    others = tuple(backend.ranks for name, backend in backends.items() if name not in names)
+    order = joint_order(names, {name: backends[name].size for name in inside})
+    parts, named = (tuple(backends[name] for name in some) for some in (inside, names))
+    return JointStackedBackend(parts, named, order, others)
+
+
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 

@@ -14,11 +14,16 @@ from torch.nn.functional import pad
 from .backend import Backend
 from .collective import Collective, Splits
 from .work import Finished, Work
-from .writes import Gathered
 
 Index = ContextVar["Tensor | None"]  # of one axis: the number of the rank that runs, batched over all of them
 
 _RUNNING: ContextVar[tuple[Index, ...]] = ContextVar("axes whose ranks run", default=())
+RANK_OF_THREAD: ContextVar[int | None] = ContextVar("the simulated rank of this thread", default=None)
+
+
+def rank_of_thread() -> int | None:
+    """Return which of the ranks that run one after the other this thread is; ``None`` outside of all."""
+    return RANK_OF_THREAD.get()
 
 
 def running_ranks() -> dict[Index, Tensor]:
@@ -47,7 +52,6 @@ class StackedBackend(Backend):
 
     size: int
     ranks: Index = field(repr=False)
-    gathered: ContextVar[Gathered | None] = field(repr=False)  # of all axes, while spmd runs
     siblings: tuple[Index, ...] = field(default=(), repr=False)
     simulated: bool = field(default=True, init=False)
 

@@ -2,9 +2,7 @@
 
 ``mesh``: ``Mesh`` and ``simulated_mesh``; ``joint``: several of its axes as one; ``abstract``: one rank of a job that
 is not there. ``init``: ``init_mesh``; ``launching``: how it makes the process group of torchrun. ``spmd``: a
-function of one rank run on all of them, under a vmap. ``sequential``: run as one rank after the other;
-``shared_modules``: what these refuse of modules that they share. ``rank_dims``: the dims of arguments and results of
-both.
+function of one rank run on all of them, under a vmap. ``rank_dims``: the dims of its arguments and results.
 ``axes``: sizes of axes, checked. ``consensus`` and ``fingerprints``: the same on every rank, or the same error on every
 rank.
 

@@ -1,41 +1,44 @@
-"""The axes of a mesh: their sizes, checked, and those of simulated ranks of each kind."""
+"""The axes of a mesh: their sizes, checked, and what a kind of simulated ranks has to do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..communication.sequential import Running, SequentialBackend
-from ..communication.simulated import StackedBackend
-from ..communication.writes import Gathered
+from ..communication.backend import Backend
 from ..errors import axes_text
 
 
-def sequential_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    running = Running()
-    return tuple(Axis(name, size, SequentialBackend(name, size, running)) for name, size in sizes.items())
+class Simulated(ABC):
+    """Ranks inside this process: their axes, and how a function runs as each of them."""
 
+    kind: str
+    axes: tuple[Axis, ...]
 
-def batched_axes(sizes: Mapping[str, int]) -> tuple[Axis, ...]:
-    ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
-    others = {name: tuple(var for other, var in ranks.items() if other != name) for name in sizes}
-    gathered = ContextVar[Gathered | None]("gathered", default=None)
-    return tuple(
-        Axis(name, size, StackedBackend(size, ranks[name], gathered, others[name])) for name, size in sizes.items()
-    )
+    @abstractmethod
+    def spmd(
+        self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
+    ) -> Callable[..., Any]:
+        """Return what runs ``fn`` as every rank; arguments and results have rank dims."""
+
+    @abstractmethod
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        """Have writes into a whole buffer refused when ``spmd`` ends."""
+
+    @abstractmethod
+    def joint(self, names: Sequence[str]) -> Backend:
+        """Return the backend of several axes as one, whose ranks count in row-major order of ``names``."""
 
 
 def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Where ``rank`` is on axes of these sizes, in row-major order."""
     return tuple(rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
-
-
-KINDS = {"batched": batched_axes, "sequential": sequential_axes}  # of simulated ranks
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -14,10 +14,8 @@ import torch.distributed as dist
 from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend, Backend, DetachedBackend
 from ..communication.group_axis import group_axis
-from ..communication.joint import JointStackedBackend, ReorderedBackend, joint_order
+from ..communication.joint import ReorderedBackend
 from ..communication.process_group import GroupBackend
-from ..communication.sequential import SequentialBackend
-from ..communication.simulated import StackedBackend
 from ..communication.wrapper import transport
 from ..torch_internals.process_groups import timeout_of
 
@@ -35,12 +33,12 @@ def joint_axis(
 def joint_backend(
     axes: Sequence[Axis], names: Sequence[str], processes: Sequence[int], device: torch.device
 ) -> Backend:
-    """What moves bytes between the ranks of the axes ``names``, which count in row-major order of these.
+    """Return what moves bytes between real ranks of the axes ``names``, which count in row-major order of these.
 
     Args:
         axes: all of the mesh.
         names: two or more of them.
-        processes: of the mesh's ranks, in row-major order of ``axes``; real ranks make a process group of theirs.
+        processes: of the mesh's ranks, in row-major order of ``axes``; they make a process group of theirs.
         device: that of the mesh.
     """
     backends = {axis.name: transport(axis.backend) for axis in axes}
@@ -48,12 +46,6 @@ def joint_backend(
     several = [name for name in names if sizes[name] > 1]
     if len(several) == 1:
         return backends[several[0]]
-    one = backends[names[0]]
-    if isinstance(one, SequentialBackend):
-        return replace(one, axis=",".join(names), size=prod(sizes[name] for name in names))
-    stacked = {name: backend for name, backend in backends.items() if isinstance(backend, StackedBackend)}
-    if stacked:
-        return _of_simulated(stacked, several or names)
     if not processes or not several:
         index = 0
         for name in names:
@@ -61,14 +53,6 @@ def joint_backend(
         absent = any(isinstance(backend, AbstractBackend) for backend in backends.values())
         return AbstractBackend(index) if absent else DetachedBackend(index)
     return _of_group(backends, sizes, several, processes, device)
-
-
-def _of_simulated(backends: dict[str, StackedBackend], names: Sequence[str]) -> Backend:
-    inside = [name for name in backends if name in names]
-    others = tuple(backend.ranks for name, backend in backends.items() if name not in names)
-    order = joint_order(names, {name: backends[name].size for name in inside})
-    parts, named = (tuple(backends[name] for name in some) for some in (inside, names))
-    return JointStackedBackend(parts, named, order, others)
 
 
 def _of_group(

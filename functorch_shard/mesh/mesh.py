@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -21,17 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..communication.axis import Axis
 from ..communication.backend import AbstractBackend, Backend
 from ..communication.group_axis import group_axis
-from ..communication.sequential import SequentialBackend
-from ..communication.simulated import StackedBackend
 from ..communication.wrapper import transport
 from ..containers import Static
 from ..eager import eager
 from ..errors import axes_text
 from ..torch_internals.process_groups import whole_mesh
-from .axes import KINDS, check_axes, with_index
+from .axes import Simulated, check_axes, with_index
 from .consensus import agree, gather_texts
-from .sequential import spmd_in_turns
-from .spmd import split_tensor, spmd
+from .spmd import BatchedRanks, split_tensor
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -52,6 +50,7 @@ class Mesh(Static):
     device_mesh: DeviceMesh | None = None  # what it was made from
     _wraps: tuple[Callable[[Axis], Backend], ...] = ()  # of with_backend, for axes that are joined later
     _groups: dict[str, Backend] = field(default_factory=dict)  # of axes that were joined, shared with other handles
+    _simulated: Simulated | None = None
 
     @property
     def axes(self) -> dict[str, int]:
@@ -76,10 +75,10 @@ class Mesh(Static):
         """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
         return all(axis.backend.in_rank for axis in self._axes)
 
-    @cached_property
+    @property
     def shares_memory(self) -> bool:
         """Whether all ranks are in this process."""
-        return bool(self._stacked() or self._sequential())
+        return self._simulated is not None
 
     def __getitem__(self, name: str | tuple[str, ...]) -> Axis:
         """The axis of this name; of several, ``mesh["dp", "cp"]``, their ranks as one, in row-major order of the names.
@@ -95,7 +94,9 @@ class Mesh(Static):
             from .joint import joint_axis, joint_backend
 
             if name not in self._groups:
-                self._groups[name] = joint_backend(self._axes, names, self.processes, self.device)
+                simulated = self._simulated
+                made = simulated.joint(names) if simulated else None
+                self._groups[name] = made or joint_backend(self._axes, names, self.processes, self.device)
             if name not in self._joint:
                 self._joint[name] = joint_axis(self._axes, names, self._groups[name], self._wraps)
             return self._joint[name]
@@ -130,7 +131,6 @@ class Mesh(Static):
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
             in_dims: where the rank dims of each positional argument start, as in ``torch.func.vmap``: an int, or a
                 tuple of trees. ``None``: the same on every rank, no rank dims. Keyword arguments are mapped at 0.
-                ``"list"``, on sequential ranks: a list with the value of each rank, of any shape.
             out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once.
                 ``"list"``, on sequential ranks: a list with what each rank returned.
             randomness: as in vmap, for simulated ranks, which draw from one generator: ``"different"`` draws something
@@ -173,9 +173,9 @@ class Mesh(Static):
         """
         if fn is None:
             return lambda fn: self.spmd(fn, in_dims=in_dims, out_dims=out_dims, randomness=randomness)
-        if backends := self._sequential():
-            return eager(spmd_in_turns(fn, backends, in_dims, out_dims, randomness, self.device))
-        return eager(spmd(fn, self._stacked(), in_dims, out_dims, randomness, self.device)) if self.is_simulated else fn
+        if self._simulated is None:
+            return fn
+        return eager(self._simulated.spmd(fn, in_dims, out_dims, randomness, self.device))
 
     def split(self, tree: Any, dim: int = 0) -> Any:
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.
@@ -231,7 +231,7 @@ class Mesh(Static):
             RuntimeError: inside ``spmd`` on simulated ranks, where one run is every rank, and none has a number that
                 Python could see. ``fs.collectives.axis_index(mesh)`` is the rank as a tensor, on real ranks too.
         """
-        if any(backend.ranks.get() is not None for backend in self._stacked()):
+        if self.is_simulated and self.in_spmd:
             raise RuntimeError(
                 "mesh.rank and mesh.coordinate: inside spmd on simulated ranks this line runs once for all of them, so "
                 "no number is right for each. fs.collectives.axis_index(mesh) is the rank as a tensor, on real ranks "
@@ -267,7 +267,10 @@ class Mesh(Static):
             [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
         """
         axes = tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes)
-        return replace(self, _axes=axes, _wraps=(*self._wraps, wrap))
+        simulated = self._simulated
+        if simulated and not any(transport(axis.backend) is here.backend for axis in axes for here in simulated.axes):
+            simulated = None
+        return replace(self, _axes=axes, _wraps=(*self._wraps, wrap), _simulated=simulated)
 
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
         """``build()``, made sure to be the same on every rank; see ``consensus.agree``."""
@@ -317,36 +320,24 @@ class Mesh(Static):
 
     def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
         """Have writes into a whole buffer refused when ``spmd`` ends; real ranks refuse them at once."""
-        for backend in self._stacked()[:1]:
-            if gathered := backend.gathered.get():
-                gathered.add(key, whole, names)
-        for backend in self._sequential()[:1]:
-            if run := backend.running.run:
-                run.gathered[run.rank].add(key, whole, names)
+        if self._simulated is not None:
+            self._simulated.watch(key, whole, names)
 
     def _several(self) -> list[Axis]:
         return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated and not _is_abstract(axis)]
-
-    def _stacked(self) -> list[StackedBackend]:
-        transports = [transport(axis.backend) for axis in self._axes]
-        return [backend for backend in transports if isinstance(backend, StackedBackend)]
-
-    def _sequential(self) -> list[SequentialBackend]:
-        transports = [transport(axis.backend) for axis in self._axes]
-        return [backend for backend in transports if isinstance(backend, SequentialBackend)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.is_simulated:
-            kind = "sequential" if self._sequential() else "batched"
-            return partial(simulated_mesh, self.axes, device=self.device, kind=kind), ()
+        if self._simulated is not None:
+            return partial(simulated_mesh, self.axes, device=self.device, kind=self._simulated.kind), ()
         return Mesh, (self._axes, self.device)
 
     def __repr__(self) -> str:
-        kind = "simulated, " if self.is_simulated else "abstract, " if any(map(_is_abstract, self._axes)) else ""
-        kind = "simulated one after the other, " if self._sequential() else kind
+        kind = "abstract, " if any(map(_is_abstract, self._axes)) else ""
+        if self._simulated is not None:
+            kind = {"batched": "simulated, "}.get(self._simulated.kind, "simulated one after the other, ")
         return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
 
 
@@ -376,10 +367,15 @@ def simulated_mesh(
     """
     sizes = {"shard": axes} if isinstance(axes, int) else dict(axes)
     check_axes("simulated_mesh", sizes)
-    if kind not in KINDS:
-        raise ValueError(f"simulated_mesh: kind: got {kind!r}, expected one of {', '.join(map(repr, KINDS))}")
     where = torch.get_default_device() if device is None else torch.device(device)
-    return Mesh(KINDS[kind](sizes), where)
+    if kind == "sequential":
+        # a satellite, which imports this package
+        ranks: Simulated = import_module("functorch_shard.sequential.ranks").SequentialRanks(sizes)
+    elif kind == "batched":
+        ranks = BatchedRanks(sizes)
+    else:
+        raise ValueError(f"simulated_mesh: kind: got {kind!r}, expected 'batched' or 'sequential'")
+    return Mesh(ranks.axes, where, _simulated=ranks)
 
 
 def _is_abstract(axis: Axis) -> bool:

@@ -14,7 +14,7 @@ from ..errors import reject
 from ..torch_internals.tensors import is_number
 
 Dim = Any  # an int, or None
-LIST = "list"  # in place of a dim: a list with the value of each rank
+LIST = "list"  # in place of out_dims: a list with the result of each rank
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,16 @@ def _dims_of_call(in_dims: Any, call: tuple[Any, Any]) -> list[Dim]:
     return broadcast(in_dims, call[0], "in_dims") + [0] * keywords
 
 
-def has_lists(dims: Any) -> bool:
-    """Whether somewhere in a tree of dims there is ``"list"``."""
-    return any(isinstance(dim, str) and dim == LIST for dim in optree.tree_leaves(dims))
-
-
 def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
     return dim if dim >= 0 else x.ndim - num_axes + dim + 1
 
 
 def broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
     """One dim per leaf of ``tree``, from a tree that is a prefix of it."""
-    if has_lists(dims):
+    if any(isinstance(dim, str) for dim in optree.tree_leaves(dims)):
         raise ValueError(
-            f"spmd: {what}={dims!r}: simulated ranks of kind 'batched' are rows of tensors. {LIST!r} is for ranks that "
-            "run one after the other, simulated_mesh(..., kind='sequential')."
+            f"spmd: {what}={dims!r}: expected dims. {LIST!r} is for out_dims of ranks that run one after the other, "
+            "simulated_mesh(..., kind='sequential'); an argument of each rank's own is args[mesh.rank] there."
         )
     try:
         return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)

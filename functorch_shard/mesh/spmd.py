@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from math import prod
 from typing import Any
@@ -14,46 +15,78 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from ..communication.axis import Axis
+from ..communication.backend import Backend
 from ..communication.simulated import StackedBackend, as_ranks
 from ..communication.simulated_group import default_group
 from ..communication.writes import Gathered
 from ..containers import KNOWN, opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.transforms import without_batches
+from .axes import Simulated
 from .rank_dims import Dim, broadcast, mapped_call
 
 
-def spmd(
-    fn: Callable[..., Any],
-    axes: Sequence[StackedBackend],
-    in_dims: Any,
-    out_dims: Any,
-    randomness: str,
-    device: torch.device,
-) -> Callable[..., Any]:
-    """``fn`` under one vmap per axis, outermost first; only tensors are mapped. Ranks count on ``device``."""
+class BatchedRanks(Simulated):
+    """The ranks of one mesh, as the batch of a vmap for each axis."""
 
-    @wraps(fn)
-    def every_rank(*args: Any, **kwargs: Any) -> Any:
-        _refuse_nesting(axes)
-        call = mapped_call(args, kwargs, in_dims, tuple(axis.size for axis in axes))
-        leaves, mapped, result = call.leaves, list(call.starts), list[Any]()
+    kind = "batched"
 
-        def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
-            for i, tensor in zip(mapped, tensors, strict=True):
-                leaves[i] = tensor
-            rank_args, rank_kwargs = optree.tree_unflatten(call.treedef, leaves)
-            result[:] = [opened(fn(*rank_args, **rank_kwargs))]
-            refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
-            return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
+        self._gathered = ContextVar[Gathered | None]("gathered", default=None)
+        self._backends = {
+            name: StackedBackend(size, ranks[name], tuple(ranks[other] for other in sizes if other != name))
+            for name, size in sizes.items()
+        }
+        self.axes = tuple(Axis(name, backend.size, backend) for name, backend in self._backends.items())
 
-        with _writes_refused(axes[0]), _ways_out(), default_group(prod(axis.size for axis in axes)):
-            stacked = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)(
-                *[leaves[i] for i in mapped]
-            )
-        return _rebuild(result[0], stacked, out_dims, len(axes))
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        if gathered := self._gathered.get():
+            gathered.add(key, whole, names)
 
-    return every_rank
+    def joint(self, names: Sequence[str]) -> Backend:
+        from ..communication.joint import joint_of_stacked
+
+        return joint_of_stacked(self._backends, names)
+
+    def spmd(
+        self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
+    ) -> Callable[..., Any]:
+        """``fn`` under one vmap per axis, outermost first; only tensors are mapped."""
+        axes = list(self._backends.values())
+        sizes = tuple(axis.size for axis in axes)
+
+        @wraps(fn)
+        def every_rank(*args: Any, **kwargs: Any) -> Any:
+            _refuse_nesting(axes)
+            call = mapped_call(args, kwargs, in_dims, sizes)
+            leaves, mapped, result = call.leaves, list(call.starts), list[Any]()
+
+            def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
+                for i, tensor in zip(mapped, tensors, strict=True):
+                    leaves[i] = tensor
+                rank_args, rank_kwargs = optree.tree_unflatten(call.treedef, leaves)
+                result[:] = [opened(fn(*rank_args, **rank_kwargs))]
+                refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
+                return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
+
+            run = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)
+            with self._writes_refused(), _ways_out(), default_group(prod(sizes)):
+                stacked = run(*[leaves[i] for i in mapped])
+            return _rebuild(result[0], stacked, out_dims, len(axes))
+
+        return every_rank
+
+    @contextmanager
+    def _writes_refused(self) -> Iterator[None]:
+        gathered = Gathered()
+        token = self._gathered.set(gathered)
+        try:
+            yield
+        finally:
+            self._gathered.reset(token)
+        gathered.check()
 
 
 def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], Tensor]) -> Any:
@@ -99,17 +132,6 @@ def _ways_out() -> Iterator[None]:
         if type(error) in (RuntimeError, NotImplementedError) and _LIMITS.search(text) and "simulated" not in text:
             raise RuntimeError(f"spmd: {text}\n{_WAYS_OUT}") from error
         raise
-
-
-@contextmanager
-def _writes_refused(axis: StackedBackend) -> Iterator[None]:
-    gathered = Gathered()
-    token = axis.gathered.set(gathered)
-    try:
-        yield
-    finally:
-        axis.gathered.reset(token)
-    gathered.check()
 
 
 def _over_ranks(

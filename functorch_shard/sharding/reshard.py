@@ -14,7 +14,7 @@ from torch import Tensor
 from ..collectives.without_derivative import CALLED_INSIDE, refuse_derivatives
 from ..communication.lost_ranks import run_on_job
 from ..communication.process_group import connect, exchange
-from ..communication.sequential import rank_of_thread
+from ..communication.simulated import rank_of_thread
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout

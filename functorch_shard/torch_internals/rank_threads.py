@@ -21,11 +21,8 @@ def inherited(device: torch.device) -> Callable[[tuple[type, ...]], AbstractCont
     often they are. Backward stays in the thread that calls it: a device's thread would wait for one rank, and could not
     run the backward of the others.
     """
-    inference, grad, cached = (
-        torch.is_inference_mode_enabled(),
-        torch.is_grad_enabled(),
-        torch.is_autocast_cache_enabled(),
-    )
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    cached = torch.is_autocast_cache_enabled()
     kinds = [kind for kind in {"cpu", device.type} - {"meta"} if torch.is_autocast_enabled(kind)]
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
     functions, dispatch = overrides._get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
@@ -89,19 +86,6 @@ class _Restoring(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def process_settings() -> dict[str, object]:
-    """What contexts of torch change for the whole process, by the name of the setting."""
-    cuda = torch.backends.cuda
-    kernels = (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
-    return {
-        "torch.get_default_dtype()": torch.get_default_dtype(),
-        "the kernels of torch.nn.attention.sdpa_kernel": kernels,
-        "torch.autograd.detect_anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "torch.nn.utils.parametrize.cached": parametrize._cache_enabled > 0,
-        "a tracer (make_fx, torch.func.linearize)": torch.nn.Module.__call__,  # which these replace
-    }
+def parametrizations_are_cached() -> bool:
+    """Return whether ``parametrize.cached`` is entered, by any thread; there is no public getter."""
+    return parametrize._cache_enabled > 0

@@ -19,6 +19,7 @@ FEATURES = {
     "curvature",
     "debug",
     "replicas",
+    "sequential",
     "svg",
     "testing",
     "visualization",
@@ -57,7 +58,7 @@ FEATURES = {
     "training.vectors",
     "training.whole",
 }
-MOST_MODULES, MOST_LINES = 104, 13_800  # of the core: these numbers go down
+MOST_MODULES, MOST_LINES = 99, 13_000  # of the core: these numbers go down
 
 
 def loaded() -> dict[str, int]:

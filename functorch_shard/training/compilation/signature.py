@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ...communication.sequential import rank_of_thread
+from ...communication.simulated import rank_of_thread
 from ...containers import Static, is_hashable, opaque_problem, opened, place
 from ...errors import listed
 from ...layout.trees import Full, Sharded

@@ -1,27 +1,24 @@
-"""Ranks inside this process that run one after the other: a collective is where they wait for each other.
+"""Threads that take turns: one runs at a time, until it ends or waits for a collective.
 
-Each rank is a thread, and one thread runs at a time, until it ends or waits for a collective; then the first rank that
-can continue does. So the order of turns depends on the program only. The last rank that comes to a collective computes
-the results of all.
+Then the first rank that can continue does, so the order of turns depends on the program only. The last rank that comes
+to a collective computes the results of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread, get_ident
 
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import backward_pass
-from .backend import Backend
-from .collective import Collective, describe
-from .process_group import in_memory
-from .simulated import of_all_ranks
-from .work import Finished, Work
-from .writes import Gathered
+from ..communication.collective import Collective, describe
+from ..communication.process_group import in_memory
+from ..communication.simulated import RANK_OF_THREAD, of_all_ranks
+from ..communication.work import Work
+from ..communication.writes import Gathered
 
 _ADVICE = (
     "All ranks must issue the same collectives in the same order: look for a branch, a loop or an early return that "
@@ -29,67 +26,9 @@ _ADVICE = (
 )
 
 
-_RANK: ContextVar[int | None] = ContextVar("the simulated rank of this thread", default=None)
-
-
-def rank_of_thread() -> int | None:
-    """Return which rank of the innermost run this thread is; ``None`` outside of all."""
-    return _RANK.get()
-
-
-class Running:
-    """The run of ``spmd`` that the ranks of a mesh are in; any thread may ask, also one of autograd's."""
-
-    run: Run | None = None
-
-
-@dataclass(frozen=True)
-class SequentialBackend(Backend):
-    """An axis of simulated ranks that run one after the other; a joint one has the names of its axes: ``"dp,cp"``."""
-
-    axis: str
-    size: int
-    running: Running = field(repr=False)  # of all axes
-
-    @property
-    def simulated(self) -> bool:
-        """Outside of ``spmd`` values are those of all ranks, inside of it this rank's."""
-        return self.running.run is None
-
-    @property
-    def in_rank(self) -> bool:
-        return self.running.run is not None
-
-    @property
-    def is_counted(self) -> bool:
-        return self.running.run is None or self.running.run.rank == 0
-
-    def index(self) -> int:
-        run = self._run()
-        return run.members(self.axis).index(run.rank)
-
-    def ready(self) -> object:
-        run = self._run()
-        return run, run.rank
-
-    def issue(self, op: Collective, x: Tensor, /) -> Work:
-        if self.running.run is None and backward_pass() is None:  # of values of all ranks, outside of spmd
-            return Finished(of_all_ranks(op, x, self.size))
-        return self._run().issue(self.axis, op, x)
-
-    def _run(self) -> Run:
-        if self.running.run is None:
-            raise RuntimeError(
-                f"simulated ranks of axis {self.axis!r} only exist inside mesh.spmd: decorate the function that "
-                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args). What simulated ranks that run one "
-                "after the other computed is differentiated inside too."
-            )
-        return self.running.run
-
-
 @dataclass
 class _Meeting:
-    """One collective of some ranks: what each passed, and what what those that did not wait for it yet get."""
+    """One collective: what each of its ranks passed, and the results that were not waited for yet."""
 
     members: Sequence[int]
     op: Collective
@@ -114,7 +53,7 @@ class _Meeting:
 
 
 class Run:
-    """One run of a function as every rank, in threads that take turns.
+    """One run of a function as every rank.
 
     Args:
         coordinates: of each rank, by axis.
@@ -139,13 +78,13 @@ class Run:
 
     def all_ranks(self, body: Callable[[int], None]) -> None:
         """Run ``body`` as each rank to its end; raise the first error of any."""
-        for lock in self._locks:
-            lock.acquire()
         ranks = range(len(self._locks))
-        make = lambda r: Thread(target=copy_context().run, args=(self._one, r, body), name=f"simulated rank {r}")  # noqa: E731
-        threads = [make(rank) for rank in ranks]
-        for thread in threads:
-            thread.daemon = True
+        threads = [
+            Thread(target=copy_context().run, args=(self._one, r, body), name=f"simulated rank {r}", daemon=True)
+            for r in ranks
+        ]
+        for lock, thread in zip(self._locks, threads, strict=True):
+            lock.acquire()
             thread.start()
         self._pass_to(0)
         try:
@@ -167,7 +106,7 @@ class Run:
                 del error  # it refers to this frame
 
     def issue(self, axis: str, op: Collective, x: Tensor) -> Work:
-        """Of the k-th collective of each rank over an axis, make one."""
+        """Start the next collective of the running rank over an axis: the k-th ones of all ranks are one."""
         rank, members = self.rank, self.members(axis)
         if self._failure:
             raise RuntimeError(f"{self._failure}\nRank {rank} cannot issue {op} any more.")
@@ -197,7 +136,7 @@ class Run:
     def _one(self, rank: int, body: Callable[[int], None]) -> None:
         self._locks[rank].acquire()
         self._threads[rank] = get_ident()
-        _RANK.set(rank)
+        RANK_OF_THREAD.set(rank)
         try:
             if not self._failure:
                 self._begin(rank)

@@ -1,0 +1,228 @@
+"""Simulated ranks of kind ``"sequential"``: their axes, and ``spmd``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import product
+from math import prod
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..communication.axis import Axis
+from ..communication.backend import Backend
+from ..communication.collective import Collective, RecordMode
+from ..communication.simulated import of_all_ranks
+from ..communication.simulated_group import default_group
+from ..communication.work import Finished, Work
+from ..containers import opened, place, refuse_opaque
+from ..errors import reject
+from ..mesh.axes import Simulated, coordinate_of
+from ..mesh.rank_dims import LIST, MappedCall, broadcast, mapped_call
+from ..torch_internals.autograd import backward_pass
+from ..torch_internals.lowering import in_forward_mode
+from ..torch_internals.rank_threads import around_threads, inherited
+from ..torch_internals.tensors import version_of
+from ..torch_internals.transforms import being_traced, in_transform
+from .isolation import RandomNumbers, Settings, SharedModules
+from .turns import Run
+
+_AS_LIST = (
+    f"Tensors of one shape are stacked, everything else has to be the same on every rank. out_dims={LIST!r} returns a "
+    "list with the result of each rank."
+)
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+
+
+@dataclass(frozen=True)
+class SequentialBackend(Backend):
+    """An axis of simulated ranks that run one after the other; a joint one has the names of its axes: ``"dp,cp"``."""
+
+    axis: str
+    size: int
+    ranks: SequentialRanks = field(repr=False)
+
+    @property
+    def simulated(self) -> bool:
+        """Outside of ``spmd`` values are those of all ranks, inside of it this rank's."""
+        return self.ranks.run is None
+
+    @property
+    def in_rank(self) -> bool:
+        return self.ranks.run is not None
+
+    @property
+    def is_counted(self) -> bool:
+        return self.ranks.run is None or self.ranks.run.rank == 0
+
+    def index(self) -> int:
+        run = self._run()
+        return run.members(self.axis).index(run.rank)
+
+    def ready(self) -> object:
+        run = self._run()
+        return run, run.rank
+
+    def issue(self, op: Collective, x: Tensor, /) -> Work:
+        if self.ranks.run is None and backward_pass() is None:  # of values of all ranks, outside of spmd
+            return Finished(of_all_ranks(op, x, self.size))
+        return self._run().issue(self.axis, op, x)
+
+    def _run(self) -> Run:
+        if self.ranks.run is None:
+            raise RuntimeError(
+                f"simulated ranks of axis {self.axis!r} only exist inside mesh.spmd: decorate the function that "
+                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args). What simulated ranks that run one "
+                "after the other computed is differentiated inside too."
+            )
+        return self.ranks.run
+
+
+class SequentialRanks(Simulated):
+    """The ranks of one mesh; any thread may ask for their run, also one of autograd's."""
+
+    kind = "sequential"
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.run: Run | None = None
+        self._sizes = tuple(sizes.values())
+        self.axes = tuple(Axis(name, size, SequentialBackend(name, size, self)) for name, size in sizes.items())
+        self._coordinates = [dict(zip(sizes, each, strict=True)) for each in product(*map(range, self._sizes))]
+
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        if self.run:
+            self.run.gathered[self.run.rank].add(key, whole, names)
+
+    def joint(self, names: Sequence[str]) -> Backend:
+        return SequentialBackend(",".join(names), prod(axis.size for axis in self.axes if axis.name in names), self)
+
+    def spmd(
+        self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
+    ) -> Callable[..., Any]:
+        """``fn`` once for each rank; tensors are taken apart and stacked, as by vmap."""
+        if randomness not in ("different", "same", "error"):
+            raise ValueError(f"spmd: randomness: got {randomness!r}, expected 'different', 'same' or 'error'")
+
+        @wraps(fn)
+        def every_rank(*args: Any, **kwargs: Any) -> Any:
+            self._refuse()
+            call = mapped_call(args, kwargs, in_dims, self._sizes)
+            arguments = [_Arguments(call, coordinate_of(r, self._sizes)) for r in range(len(self._coordinates))]
+            numbers, modules = RandomNumbers(randomness, device, len(arguments)), SharedModules(lambda: run.rank)
+            entered, settings, results = inherited(device), Settings(), [None for _ in arguments]
+
+            def begin(rank: int) -> None:
+                numbers.begin(rank)
+                modules.begin(rank)
+
+            def end(rank: int) -> None:
+                settings.check()
+                modules.end(rank)
+                numbers.end(rank)
+
+            def body(rank: int) -> None:
+                args, kwargs = optree.tree_unflatten(call.treedef, arguments[rank].leaves)
+                with entered(() if rank == 0 else (RecordMode,)):  # collectives of one rank are counted
+                    results[rank] = fn(*args, **kwargs)
+                    run.gathered[rank].check()
+                numbers.end(rank)
+
+            run = self.run = Run(self._coordinates, begin, end)
+            try:
+                with modules.watched(), default_group(len(arguments)):
+                    around_threads(lambda: run.all_ranks(body))
+            finally:
+                self.run = None
+                numbers.restore()
+            numbers.go_on()
+            for each in arguments:
+                each.write_back()
+            return results if out_dims == LIST else _combined(out_dims, [*map(opened, results)], self._sizes)
+
+        return every_rank
+
+    def _refuse(self) -> None:
+        if self.run is not None:
+            raise RuntimeError(
+                "spmd: this code already runs as one rank of the same mesh; call the undecorated function."
+            )
+        if in_transform() or in_forward_mode() or being_traced() or torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "spmd: simulated ranks of kind 'sequential' run in threads of their own, which a transform of "
+                "torch.func, fs.compile or torch.compile around them does not reach. Transform or compile inside of "
+                "the function: mesh.spmd(fs.grad(loss)); or use simulated_mesh(..., kind='batched')."
+            )
+
+
+class _Arguments:
+    """The arguments of one rank. Tensors are at the start of memory of their own, as those of a process."""
+
+    def __init__(self, call: MappedCall, coordinate: tuple[int, ...]) -> None:
+        self.leaves = [*call.leaves]
+        self._rows: list[tuple[Tensor, Tensor, int]] = []  # where a row is from, the row, how often it was written to
+        for i, start in call.starts.items():
+            x = call.leaves[i]
+            for at in coordinate:
+                x = x.select(start, at)
+            self.leaves[i] = x if x.requires_grad or x.is_inference() else self._own(x)
+
+    def write_back(self) -> None:
+        with torch.no_grad():
+            for there, row, version in self._rows:
+                if version_of(row) != version:
+                    there.copy_(row)
+
+    def _own(self, x: Tensor) -> Tensor:
+        is_kept = x.device.type == "cpu" and (x.untyped_storage().filename or x.is_pinned())  # what memory it is counts
+        with torch.inference_mode(False):  # an inference tensor would count no writes
+            row = x.data if is_kept else x.detach().clone()
+        self._rows.append((x, row, version_of(row)))
+        return row
+
+
+def _combined(out_dims: Any, results: Sequence[Any], sizes: tuple[int, ...]) -> Any:
+    """The results of all ranks as one: tensors stacked, everything else the same on all of them."""
+    for result in results:
+        refuse_opaque("spmd", result, "the result")
+    flat = [optree.tree_flatten(result, none_is_leaf=True) for result in results]
+    treedef = flat[0][1]
+    differs = [f"rank {rank}: {other}, rank 0: {treedef}" for rank, (_, other) in enumerate(flat) if other != treedef]
+    reject("spmd: results have different structures", differs, _AS_LIST)
+    dims = broadcast(out_dims, results[0], "out_dims")
+    by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
+    forms = [(place(path), _forms(xs)) for path, xs in zip(treedef.paths(), by_leaf, strict=True)]
+    lines = [
+        f"the result{where}: differs between ranks: " + ", ".join(f"rank {r}: {x}" for r, x in enumerate(each[:4]))
+        for where, each in forms
+        if len({*each}) > 1
+    ]
+    reject("spmd", lines, _AS_LIST)
+    made = [
+        _whole(xs, dim, sizes) if isinstance(xs[0], Tensor) else xs[0] for xs, dim in zip(by_leaf, dims, strict=True)
+    ]
+    return optree.tree_unflatten(treedef, made)
+
+
+def _forms(xs: Sequence[Any]) -> list[Any]:
+    """What has to be the same of the values of all ranks."""
+    if not any(isinstance(x, (Tensor, *_NUMBERS)) for x in xs):
+        return []
+    return [(tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in xs]
+
+
+def _whole(xs: Sequence[Tensor], dim: int | None, sizes: tuple[int, ...]) -> Tensor:
+    if dim is not None:
+        start = dim if dim >= 0 else xs[0].ndim + dim + 1
+        rows = torch.stack([*xs]).unflatten(0, sizes)
+        return rows.movedim(tuple(range(len(sizes))), tuple(range(start, start + len(sizes))))
+    bits = [x.detach() for x in xs]
+    if not all(bool(((x == bits[0]) | (x != x) & (bits[0] != bits[0])).all()) for x in bits[1:]):
+        raise ValueError(
+            "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return them; "
+            f"a result of shape {tuple(xs[0].shape)} differs. Combine it with a collective, or use out_dims=0."
+        )
+    return xs[0]
