@@ -3,10 +3,10 @@
 ``layout`` and ``buffers``: ``Layout``, ``Unit``, ``Buffer``, ``Slot``. ``planning``, ``units`` and ``stacks``:
 ``plan``, from a model to its layout; ``placing``: where parameters are in a buffer; ``sources`` and ``validation``:
 what is refused. ``trees``: ``Sharded`` and ``Full``. ``packing``: named tensors to flat buffers and back.
-``element_bits``: random bits of each element, the same on any rank. ``precision``: the dtypes of a step.
-``schedule``: the casts, divisions and collectives that gather a buffer and reduce its gradient; Note [Schedule] there
-lists its interpreters. ``ranks``: rank arithmetic, and the ranks that hold a tree. ``dtensor`` and ``dtensor_spec``:
-parameters that are DTensors over other axes. ``picture`` and ``drawing``: a layout as text and as SVG.
+``precision``: the dtypes of a step. ``schedule``: the casts, divisions and collectives that gather a buffer and reduce
+its gradient; Note [Schedule] there lists its interpreters. ``ranks``: rank arithmetic, and the ranks that hold a tree.
+``dtensor`` and ``dtensor_spec``: parameters that are DTensors over other axes. ``picture`` and ``drawing``: a layout as
+text and as SVG.
 
 Imports ``mesh`` and below; imported by ``collectives``, ``storage`` and above.
 """

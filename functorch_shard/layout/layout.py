@@ -98,10 +98,10 @@ class Layout(Static):
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
         return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
 
-    @cached_property
+    @property
     def has_owners(self) -> bool:
         """Whether it is of an optimizer's state whose parameters have owners, by which it is sharded."""
-        return any(unit.name == OWNERS for unit in self.units)
+        return bool(self.units) and self.units[-1].name == OWNERS
 
     @property
     def num_shards(self) -> int:

@@ -122,14 +122,15 @@ class Reductions:
         plan = layout.schedule(buffer, like.dtype)
         ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
         # where there is nothing to add up now, what is packed may be the result, and is in new memory
-        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if buffer.num_shards > 1 else None
+        sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others
+        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if sharded else None
         return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
 
     def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""
         scratch = self._scratch.get(place)
         if scratch is None or scratch.dtype != dtype or scratch.numel() < buffer.numel:
-            scratch = self._scratch[place] = torch.empty(buffer.numel, dtype=dtype, device=like.device)
+            scratch = self._scratch[place] = like.new_empty(buffer.numel, dtype=dtype)
         return scratch[: buffer.numel]
 
 

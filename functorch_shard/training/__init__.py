@@ -5,7 +5,8 @@
 model as a function. ``remat``: recomputation, and ``recomputed``: its derivatives. ``optimizer``, ``optimizer_step``
 and ``torch_optim``: ``torch.optim`` classes on shards; ``optimizer_probe``: which of them are refused, and why;
 ``optimizer_rule``: one class and the buffers that it updates; ``tensor_options``: options that are tensors; ``whole``:
-classes that need whole parameters. ``vectors``: trees as vectors; ``curvature``: operators on them. ``norms``,
+classes that need whole parameters. ``vectors``: trees as vectors, ``element_bits`` their random numbers; ``curvature``:
+operators on them. ``norms``,
 ``finite``, ``loss_scale``: norms, NaN and loss scales. ``estimate``: predicted memory and traffic. ``compilation``: a
 step as one graph.
 

@@ -14,13 +14,13 @@ from ..collectives.primitives import psum
 from ..communication.axis import Axis
 from ..eager import eager
 from ..layout.buffers import Buffer
-from ..layout.element_bits import element_bits, normal, second, signs
 from ..layout.layout import Layout
 from ..layout.packing import without_padding
 from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import to_working_device
+from .element_bits import element_bits, normal, second, signs
 from .norms import wide
 
 

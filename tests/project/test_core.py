@@ -51,6 +51,7 @@ FEATURES = {
     "storage.offloading",
     "training.compilation",
     "training.curvature",
+    "training.element_bits",
     "training.estimate",
     "training.jacobian",
     "training.recomputed",
