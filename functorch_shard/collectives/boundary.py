@@ -41,6 +41,7 @@ class Boundary:
         self.tangents_alone = tangents_alone
         self.totals: dict[int, Tensor] = {}  # terms of gradients of inputs by position, in memory that is this one's
         self._positions = {id(x): i for i, x in enumerate(inputs)}
+        self.uses_none = False  # whether this rank's value depends on no leaf of an argument: Note [Unused units]
         self.reached = False  # whether the function has returned: what is differentiated now, this call differentiates
         self.anchors: list[Tensor] = []  # outputs to differentiate along with the result, see Note [Unused units]
         self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]

@@ -181,7 +181,9 @@ def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
 
 
-def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, averages: bool) -> None:
+def _reduce_zeros(
+    session: Session, parts: Sequence[Part], backward_pass: int, averages: bool, negative: bool = False
+) -> None:
     """What this rank has to add to the gradients of parts that its loss does not depend on."""
     for part in parts:
         device = part.layout.mesh.device
@@ -190,6 +192,7 @@ def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, a
             for buffer, schedule in zip(part.buffers, part.schedules, strict=True)
             for slot in buffer.slots
         }
+        zeros = {name: x.neg() for name, x in zeros.items()} if negative else zeros
         session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)
 
 
@@ -220,7 +223,8 @@ class _Join(Function):
         if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
             return None, None, None, *grads  # no reduction was started
         boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
-        _reduce_zeros(session, session.owed.rest(now), now, averages=boundary is None)
+        negative = boundary is not None and boundary.uses_none
+        _reduce_zeros(session, session.owed.rest(now), now, boundary is None, negative)
         results = [session.reductions.wait(key, now) for key in ctx.keys]
         if boundary is None:
             return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))

@@ -7,13 +7,14 @@ results are equal bitwise.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import anchors_here
+from ..collectives.boundary import anchors_here, here
 from ..collectives.codecs import Codec
 from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum, psum_scatter
@@ -183,17 +184,19 @@ class _Together(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in inputs]
+        ctx.like, ctx.boundary = [(x.shape, x.dtype, x.device) for x in inputs], here()
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        return tuple(_zeros(*like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True))
+        zeros = partial(_zeros, ctx.boundary is not None and ctx.boundary.uses_none)
+        return tuple(zeros(*like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True))
 
 
-def _zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(negative: bool, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take no memory."""
-    return torch.zeros((), dtype=dtype, device=device).expand(shape)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return (zero.neg() if negative else zero).expand(shape)
 
 
 def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:

@@ -8,6 +8,9 @@ before the reduction of a part, those before it whose nodes this pass does not r
 the rest. That end is the backward of a node in front of all shards. The pass always reaches it, because ``fs.grad``
 differentiates its *anchor*, an output without a use, along with the loss.
 
+What no rank used is refused, by all ranks or by none. A rank whose loss uses no part adds -0.0, the identity of
+addition (0.0 is not: -0.0 + 0.0 = 0.0), so a sum is -0.0 where no rank had anything to add.
+
 Elsewhere (``backward()``, a reentrant checkpoint) it is not known which pass is the last one, and nothing is added.
 """
 

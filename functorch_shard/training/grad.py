@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import Boundary, anchors_here, inside, new_boundary, plus
+from ..collectives.boundary import Boundary, anchors_here, here, inside, new_boundary, plus
 from ..containers import opened, refuse_opaque
 from ..eager import eager
 from ..layout.packing import sparse_explained
@@ -23,7 +23,7 @@ from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_alone
 from .argnums import Argnums, as_asked, check_scalar, positions
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
-from .usage import is_zero, leaves_of, own_parameters_refused, refuse_hidden, refuse_unused, unused_arguments
+from .usage import is_unused, leaves_of, own_parameters_refused, refuse_hidden, refuse_unused, unused_arguments
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -135,8 +135,10 @@ def _grad_and_value(
                 value, aux = check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             unused.update(unused_arguments(fn, value, given, tensors))
-            if not anchors_here():  # if ranks gathered, others may use it: wait for the gradients
+            if unused and not anchors_here():
                 refuse_unused(unused.values())
+            elif unused and (boundary := here()):  # others may use what all ranks gathered: wait for the gradients
+                boundary.uses_none = True
             return value, aux
 
         places, nested = given.of_each(places_of), inside() or _needs_graph((args, kwargs))
@@ -144,7 +146,7 @@ def _grad_and_value(
         grads, value, aux, boundary, leaves = differentiate(scalar, given.inputs, given.of_each(carried_wider))
         _average_each(grads, places, boundary)
         trees = given.gradients(grads)
-        refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_zero(tree))
+        refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_unused(tree, reduced=not nested))
         if not inside():
             refuse_hidden(leaves, grads, places)
         return as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
@@ -196,16 +198,19 @@ def _without_graph(
                 grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], inputs)
         else:
             grads = [None] * len(inputs)
-        grads = [_sum(x, boundary.totals.get(i), grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
+        grads = [_sum(x, boundary, i, grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
     tensors, put_back = take_tensors(aux)
     return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(value, inputs)
 
 
-def _sum(x: Tensor, total: Tensor | None, grad: Tensor | None) -> Tensor:
-    """The gradient with respect to ``x``, of the ``total`` that reductions made of it, which is overwritten."""
-    if total is None:
-        return torch.zeros_like(x) if grad is None else grad
-    return plus(total, grad)
+def _sum(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor:
+    """The gradient with respect to ``x``, input ``i``, from ``grad`` and the reductions, which are overwritten."""
+    total = boundary.totals.get(i)
+    if total is not None:
+        return plus(total, grad)
+    if grad is not None:
+        return grad
+    return torch.zeros_like(x).neg() if boundary.uses_none else torch.zeros_like(x)
 
 
 def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
-from ..layout.ranks import shard_index
 from ..layout.trees import Sharded, is_node
 from ..sharding.gather import gather
 from ..sharding.overlapped_means import Place
@@ -56,19 +55,11 @@ def refuse_unused(problems: Iterable[str]) -> None:
     reject("grad", list(problems), _ADVICE)
 
 
-def is_zero(tree: Any) -> bool:
-    """Whether all gradients in ``tree`` are zero, and not because this rank's shards are all padding."""
-    if any(bool(x.any()) for x in optree.tree_leaves(tree) if isinstance(x, Tensor)):
-        return False
-    return not all(map(_is_padding, optree.tree_leaves(tree, is_leaf=is_node)))
-
-
-def _is_padding(node: Any) -> bool:
-    if not isinstance(node, Sharded) or not node.layout.mesh.in_spmd:
-        return False
-    buffers = [node.layout.buffers[key] for key, x in node.items() if x is not None]
-    indices = [shard_index(buffer, node.layout) for buffer in buffers]
-    return not any(isinstance(i, Tensor) or b.slices(i) for i, b in zip(indices, buffers, strict=True))
+def is_unused(tree: Any, reduced: bool) -> bool:
+    """Whether all gradients in ``tree`` are zero; if they were ``reduced``, -0.0: Note [Unused units] in unused.py."""
+    leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
+    parts = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
+    return not any(bool((x.ne(0) | ~x.signbit()).any() if reduced else x.any()) for x in parts)
 
 
 def depends_on(value: Tensor, inputs: Iterable[Tensor]) -> bool:

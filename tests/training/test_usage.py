@@ -120,17 +120,26 @@ def test_the_walk_ends_at_the_first_use_and_sees_through_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("ranks", [Ranks({"shard": 2}, "sequential"), *gloo(2)], ids=str)
-def test_a_rank_that_holds_padding_only_may_leave_the_parameters_unused(ranks: Ranks) -> None:
-    assert [grads.tolist() for grads in ranks.run(gradient_of_one_element)] == [[1.5], [0.0]]
+@pytest.mark.parametrize("size", [1, 3, 4])  # rank 1 has padding; an element that no rank uses, and padding; two
+def test_a_rank_may_leave_the_parameters_unused_unless_all_ranks_do(ranks: Ranks, size: int) -> None:
+    first, second = ranks.run(gradient_of_the_first_element, size, 3.0)
+    assert (first.tolist(), second.tolist()) == (([1.5, 0.0], [0.0, 0.0]) if size > 1 else ([1.5], [0.0]))
+    texts = ranks.run(refused_gradient, size)
+    assert len({*texts}) == 1
+    assert "does not depend on this Sharded" in texts[0]
 
 
-def gradient_of_one_element(mesh: fs.Mesh) -> torch.Tensor:
-    """Of a loss that rank 1, which has no samples, computes without the parameters."""
-    values = {"w": torch.ones(1)}
+def gradient_of_the_first_element(mesh: fs.Mesh, size: int, sample: float) -> torch.Tensor:
+    """Of a loss that ranks without a sample compute without the parameters."""
+    values = {"w": torch.ones(size)}
     params = fs.shard(values, fs.plan(values, mesh, align_bytes=0))
 
     def loss(params: fs.Sharded, samples: torch.Tensor) -> torch.Tensor:
         full = fs.gather(params, lazy=False)
-        return (full["w"] * samples).sum() if samples.item() else torch.zeros(())
+        return full["w"][0] * samples.sum() if samples.any() else torch.zeros(())
 
-    return mesh.spmd(lambda p, x: fs.grad(loss)(p, x)["(root)"])(params, mesh.split(torch.tensor([3.0, 0.0])))
+    return mesh.spmd(lambda p, x: fs.grad(loss)(p, x)["(root)"])(params, mesh.split(torch.tensor([sample, 0.0])))
+
+
+def refused_gradient(mesh: fs.Mesh, size: int) -> str:
+    return refused(gradient_of_the_first_element, mesh, size, 0.0)
