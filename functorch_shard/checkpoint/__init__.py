@@ -3,9 +3,10 @@
 Parameters are saved under their own names and in their original shapes, each rank's regions in its own file. So
 ``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
-``saving`` and ``loading``: trees to files and back. ``host_copies``: what a thread saves. ``names``: the names of
-leaves in files. ``chunks`` and ``regions``: shards as regions of tensors. ``dcp`` and ``safetensors``: the two formats.
-Files are untrusted: pickles are read by ``dcp/unpickler``, lengths and regions by ``dcp/validation``.
+``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
+``regions``: shards as regions of tensors. ``format``, ``reader`` and ``writer``: the directory of a checkpoint;
+``staging``: how it becomes visible at once. Files are untrusted: ``pickles`` makes tensors and plain values of them.
+``safetensors``: the other format.
 Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
 
@@ -16,13 +17,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from ..errors import local_path
 from ..layout.ranks import participants_of
-from ..storage.atomic_directory import in_order, local_path
-from .dcp.manifest import order_of
-from .dcp.reader import Reader
 from .loading import Loading
+from .reader import Reader
 from .safetensors import export_safetensors, import_safetensors
 from .saving import SAME, Saving
+from .staging import ordered
 
 __all__ = ["verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
 
@@ -121,15 +122,14 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         {'scale': tensor(2.)}
     """
     participants = participants_of(like)
-    begin = lambda: Loading.of(_existing(path), like, participants, donate)  # noqa: E731
+
+    def begin() -> Loading:
+        if path is None:
+            raise FileNotFoundError("load: path: got None, which latest() returns without a checkpoint: start anew.")
+        return Loading.of(local_path("load: path", path), like, participants, donate)
+
     loading = participants.agree("load", begin, Loading.lines, SAME)
     return loading.tree(participants.agree("load", loading.read, lambda _: []))
-
-
-def _existing(path: str | os.PathLike[str] | None) -> Path:
-    if path is None:
-        raise FileNotFoundError("load: path: got None, which latest() returns without a checkpoint: start anew.")
-    return local_path("load: path", path)
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:
@@ -153,8 +153,8 @@ def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None
         ...     sorted(os.listdir(runs)), latest(runs).name
         (['step-10', 'step-9'], 'step-10')
     """
-    folders = in_order(local_path("latest: path", path), order_of)[::-1]
-    return next((folder for folder in folders if not verify or not _problems(folder)), None)
+    folders = [folder for _, folder in ordered(local_path("latest: path", path))]
+    return next((folder for folder in reversed(folders) if not verify or not _problems(folder)), None)
 
 
 def verify(path: str | os.PathLike[str]) -> list[str]:

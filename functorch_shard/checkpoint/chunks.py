@@ -2,121 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
 
 from torch import Tensor
 
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
-from ..layout.ranks import ranks_by_shard, ranks_here
+from ..layout.ranks import is_number, ranks_by_shard, rows_here, shards_of_ranks
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from .names import Leaf, Path
-from .regions import Region, regions
-
-SCALAR = Region((), ())
+from .regions import SCALAR, Region, regions
 
 
 @dataclass(frozen=True)
-class LocalChunk:
+class Chunk:
     """A region of a tensor of ``shape``, and a view of its elements in this process.
 
-    ``rank`` holds it; ``writes``: whether that rank saves it, and not another one with the same elements.
+    A tied parameter has several ``paths``. ``rank`` holds it; ``writes``: whether that rank saves it, and not another
+    one with the same elements.
     """
 
-    path: Path
+    paths: tuple[Path, ...]
     shape: tuple[int, ...]
     region: Region
     values: Tensor
     rank: int
     writes: bool
-    aliases: tuple[Path, ...] = ()  # further names of a tied parameter
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A rank in this process, its index in a stacked tensor, and its position among the ranks with the same shard."""
-
-    rank: int
-    row: tuple[int, ...]
-    shard: int
-    copy: int
-    copies: int
-
-
-def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[LocalChunk]:
+def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[Chunk]:
     """The local chunks of one leaf; none for a plain value. ``participants``: the ranks that save or load."""
-    if isinstance(leaf.value, Sharded):
-        yield from _of_sharded(leaf, leaf.value, participants)
-    elif isinstance(leaf.value, Tensor):
-        x = leaf.value.detach()
-        yield LocalChunk(leaf.path(), tuple(x.shape), _all_of(x.shape), x, participants.rank, participants.rank == 0)
+    x, rank = leaf.value, participants.rank
+    if isinstance(x, Tensor):
+        yield Chunk((leaf.path(),), tuple(x.shape), Region.whole(x.shape), x.detach(), rank, rank == 0)
+    if not isinstance(x, Sharded):
+        return
+    for key, shard in x.items():
+        if isinstance(shard, Tensor) and is_number(shard, x.layout):  # once under the name of each parameter
+            number = shard.detach()[(0,) * shard.ndim]
+            for slot in x.layout.buffers[key].slots:
+                yield Chunk(leaf.paths(slot.name), (), SCALAR, number, rank, rank == 0)
+        elif isinstance(shard, Tensor):
+            yield from _of_buffer(leaf, x.layout.buffers[key], shard.detach(), participants)
 
 
-def aliases_of(leaf: Leaf, name: str) -> tuple[Path, ...]:
-    """The further paths of a tied parameter."""
-    return tuple(leaf.path(alias) for alias in leaf.value.layout.aliases_of.get(name, ()))
-
-
-def is_number(x: Tensor, layout: Layout) -> bool:
-    """Whether ``x`` is one number for its whole buffer, as a step count is, and not a shard."""
-    return x.ndim == (len(layout.axes) if layout.mesh.is_simulated else 0)
-
-
-def _all_of(shape: Sequence[int]) -> Region:
-    return Region((0,) * len(shape), tuple(shape))
-
-
-def _of_sharded(leaf: Leaf, tree: Sharded, participants: Mesh) -> Iterator[LocalChunk]:
-    layout, places, first = tree.layout, _places(tree.layout), _is_first_sibling(tree.layout)
-    for key, x in tree.items():
-        if isinstance(x, Tensor) and is_number(x, layout):
-            yield from _of_number(leaf, layout.buffers[key], x.detach(), participants)
-        elif isinstance(x, Tensor):
-            for place in places:
-                yield from _of_shard(leaf, layout.buffers[key], x.detach(), place, participants, first)
-
-
-def _of_number(leaf: Leaf, buffer: Buffer, x: Tensor, participants: Mesh) -> Iterator[LocalChunk]:
-    """The number, once under the name of each parameter of the buffer."""
-    number = x[(0,) * x.ndim]
-    for slot in buffer.slots:
-        aliases = aliases_of(leaf, slot.name)
-        yield LocalChunk(leaf.path(slot.name), (), SCALAR, number, participants.rank, participants.rank == 0, aliases)
-
-
-def _of_shard(
-    leaf: Leaf, buffer: Buffer, x: Tensor, place: _Place, participants: Mesh, first: Mapping[str, bool]
-) -> Iterator[LocalChunk]:
+def _of_buffer(leaf: Leaf, buffer: Buffer, x: Tensor, participants: Mesh) -> Iterator[Chunk]:
     layout = leaf.value.layout
-    shard = x[place.row] if layout.mesh.is_simulated else x
-    copy, copies = (place.copy, place.copies) if buffer.num_shards > 1 else (place.rank, layout.mesh.size)
-    rank = place.rank if participants.is_simulated else participants.rank
-    for part in buffer.slices(place.shard):
-        slot = layout.slots[part.name]
-        writes = slot.index % copies == copy and first[slot.name]
-        shape, origin = _origin(layout, slot)
-        path, aliases, at = leaf.path(slot.name), aliases_of(leaf, slot.name), part.offset
-        for region in regions(slot.shape, part.start, part.numel):
-            values = shard[at : at + region.numel].view(region.sizes)
-            at += region.numel
-            yield LocalChunk(path, shape, region.shifted(origin), values, rank, writes, aliases)
-    for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):  # in files, not in shards
-        empty, aliases = x.new_empty(slot.shape), aliases_of(leaf, slot.name)
-        yield LocalChunk(leaf.path(slot.name), slot.shape, _all_of(slot.shape), empty, rank, place.rank == 0, aliases)
-
-
-def _places(layout: Layout) -> list[_Place]:
-    """The ranks of the layout that are in this process."""
-    held = {
-        rank: (shard, copy, len(ranks))
-        for shard, ranks in enumerate(ranks_by_shard(layout))
-        for copy, rank in enumerate(ranks)
-    }
-    rows = [*product(*map(range, layout.mesh.axes.values()))]
-    return [_Place(rank, rows[rank], *held[rank]) for rank in ranks_here(layout.mesh)]
+    by_shard, shard_of, first = ranks_by_shard(layout), shards_of_ranks(layout), _is_first_sibling(layout)
+    for rank, row in rows_here(x, layout.mesh).items():
+        writer = rank if participants.is_simulated else participants.rank
+        holders = by_shard[shard_of[rank]] if buffer.num_shards > 1 else range(layout.mesh.size)
+        for part in buffer.slices(shard_of[rank]):
+            slot, at = layout.slots[part.name], part.offset
+            writes = holders[slot.index % len(holders)] == rank and first[slot.name]
+            shape, origin = _origin(layout, slot)
+            for region in regions(slot.shape, part.start, part.numel):
+                values = row[at : at + region.numel].view(region.sizes)
+                at += region.numel
+                yield Chunk(leaf.paths(slot.name), shape, region.shifted(origin), values, writer, writes)
+        for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):  # in files only
+            region = Region.whole(slot.shape)
+            yield Chunk(leaf.paths(slot.name), slot.shape, region, x.new_empty(slot.shape), writer, rank == 0)
 
 
 def _origin(layout: Layout, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -127,7 +75,7 @@ def _origin(layout: Layout, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...
     return spec.shape, spec.local_start(layout.tensor_meshes[spec.axes].coordinate)
 
 
-def _is_first_sibling(layout: Layout) -> dict[str, bool]:
+def _is_first_sibling(layout: Layout) -> Mapping[str, bool]:
     """Whether this process writes a parameter, and not another one with the same elements on the axes of DTensors."""
     coordinates = {}
     for axes, mesh in layout.tensor_meshes.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from ..errors import hints, reject
-from ..layout.buffers import Slot
+from ..layout.buffers import Buffer, Slot
+from ..layout.layout import Layout
+from ..layout.ranks import is_number
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..torch_internals.transforms import in_transform
-from .chunks import LocalChunk, aliases_of, chunks_of, is_number
-from .dcp.metadata import Entry, Value
-from .dcp.reader import Reader
+from .chunks import Chunk, chunks_of
+from .format import Entry, Value
 from .names import Leaf, dotted, leaves_of, tensor_problem, tensors_of, with_values
+from .reader import Reader
 
 _FITS = (
     "Load into a tree of the same model, for example of shard(model, layout) and opt.init(params), without what is not "
@@ -40,7 +42,6 @@ class Loading:
     reader: Reader
     like: Any
     participants: Mesh
-    guess: Callable[[str], str]  # a similar name in the checkpoint
     leaves: Sequence[Leaf] = ()  # of the tree that is returned
     parts: dict[tuple[str, Value], list[_Part]] = field(default_factory=dict)
 
@@ -49,11 +50,19 @@ class Loading:
         """Open the files, compare them with ``like``, and allocate memory; read no values."""
         if in_transform():
             raise RuntimeError("load: inside a transform or spmd, where a tree is one rank's. Call it outside.")
-        reader, wanted = Reader.open(path), leaves_of(like)
-        loading = Loading(reader, like, participants, hints(reader.entries))
-        reject(f"load: {path}", [*loading._misfits(wanted, donate)], _FITS)
+        reader, given = Reader.open(path), leaves_of(like)
+        loading = Loading(reader, like, participants)
+        wanted, guess = [loading._with_templates(leaf) for leaf in given], hints(reader.entries)
+        problems = [
+            f"{name!r}: {text or f'not in the checkpoint{guess(name)}'}"
+            for leaf in wanted
+            for name, text in loading._misfits(leaf)
+        ]
+        memory = [(leaf, _memory_problem(x, donate)) for leaf in given for x in tensors_of(leaf.value)]
+        problems += [f"{dotted(leaf.path())}: {problem}" for leaf, problem in memory if problem]
+        reject(f"load: {path}", problems, _FITS)
         with torch.inference_mode(False), torch.no_grad():  # in any mode, what is loaded can be trained
-            loading.leaves = [loading._made(leaf, donate) for leaf in wanted]
+            loading.leaves = [leaf._replace(value=loading._memory(leaf.value, donate)) for leaf in wanted]
             problems = [problem for leaf in loading.leaves for problem in loading._places(leaf)]
         reject(f"load: {path}", problems, "The checkpoint is incomplete.", RuntimeError)
         return loading
@@ -74,88 +83,53 @@ class Loading:
     def tree(self, values: Sequence[Any]) -> Any:
         return with_values(self.like, iter(values))
 
-    def _entry(self, leaf: Leaf, name: str) -> tuple[str, Entry | None]:
-        """The entry of a parameter, under any of its names, and that name."""
-        paths = (leaf.path(name), *aliases_of(leaf, name))
-        found = next((dotted(path) for path in paths if dotted(path) in self.reader.entries), dotted(paths[0]))
-        return found, self.reader.entries.get(found)
+    def _entries(self, leaf: Leaf, buffer: Buffer) -> Iterator[tuple[Slot, str, Entry | None]]:
+        """The parameters of a buffer, each with the one of its names that the checkpoint has, and its entry."""
+        for slot in buffer.slots:
+            names = [dotted(path) for path in leaf.paths(slot.name)]
+            name = next((name for name in names if name in self.reader.entries), names[0])
+            yield slot, name, self.reader.entries.get(name)
 
-    def _misfits(self, leaves: Sequence[Leaf], donate: bool) -> Iterator[str]:
-        for leaf in leaves:
-            x = leaf.value
-            if isinstance(x, Sharded):
-                for key, shard in x.items():
-                    yield from self._buffer_misfits(leaf, key, shard)
-            else:
-                name = dotted(leaf.path())
-                form = (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else (None, None)
-                yield from self._misfit(name, self.reader.entries.get(name), *form)
-            problems = [_memory_problem(t, donate) for t in tensors_of(x)]
-            yield from (f"{dotted(leaf.path())}: {problem}" for problem in problems if problem)
+    def _with_templates(self, leaf: Leaf) -> Leaf:
+        """Replace ``None`` in a ``Sharded`` by what the checkpoint has: a shard, a number, or nothing."""
+        tree = leaf.value
+        if not isinstance(tree, Sharded):
+            return leaf
+        made = {key: self._template(leaf, tree.layout.buffers[key]) if x is None else x for key, x in tree.items()}
+        return leaf._replace(value=Sharded(made, tree.layout))
 
-    def _buffer_misfits(self, leaf: Leaf, key: str, shard: Any) -> Iterator[str]:
-        layout = leaf.value.layout
-        slots = layout.buffers[key].slots
-        if shard is None:
-            yield from self._misfits_of_none(leaf, key)
+    def _template(self, leaf: Leaf, buffer: Buffer) -> Any:
+        found = [(slot, entry) for slot, _, entry in self._entries(leaf, buffer) if entry]
+        if not found or found[0][1].dtype is None:
+            return 0 if found else None
+        mesh = leaf.value.layout.mesh
+        dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
+        # Scalars only could be numbers or shards; they count as shards.
+        numbers = all(entry.shape == () for _, entry in found) and any(_shape(slot) for slot, _ in found)
+        sizes = dims if numbers else (*dims, buffer.shard_numel)
+        return torch.empty(sizes, dtype=found[0][1].dtype, device="meta")
+
+    def _misfits(self, leaf: Leaf) -> Iterator[tuple[str, str]]:
+        """Names whose entry is of another form, and what it is; without a text, those that have no entry."""
+        x = leaf.value
+        if not isinstance(x, Sharded):
+            name = dotted(leaf.path())
+            yield from _misfit(name, self.reader.entries.get(name), x, tuple(x.shape) if isinstance(x, Tensor) else ())
             return
-        for slot in slots:
-            name, entry = self._entry(leaf, slot.name)
-            shape = _shape(slot)
-            if not isinstance(shard, Tensor):
-                yield from self._misfit(name, entry, None, None)
-            else:
-                yield from self._misfit(name, entry, () if is_number(shard, layout) else shape, shard.dtype)
+        for key, shard in x.items():
+            number = isinstance(shard, Tensor) and is_number(shard, x.layout)
+            for slot, name, entry in self._entries(leaf, x.layout.buffers[key]) if shard is not None else ():
+                yield from _misfit(name, entry, shard, () if number else _shape(slot))
 
-    def _misfits_of_none(self, leaf: Leaf, key: str) -> Iterator[str]:
-        """The checkpoint has nothing for a buffer, or for all of its parameters: numbers, or tensors of one dtype."""
-        entries = self._entries_of(leaf, key)
-        if lacking := [name for name, entry in entries.items() if entry is None]:
-            if len(lacking) < len(entries):
-                yield f"{dotted(leaf.path())}: of buffer {key!r}, only some parameters have one: missing for {lacking}"
-        elif len({entry.dtype for entry in entries.values() if entry}) > 1 or not (
-            _are_shards(leaf, entries) or all(entry and entry.shape == () for entry in entries.values())
-        ):
-            found = ", ".join(f"{name!r}: {entry}" for name, entry in entries.items())
-            shapes = {name: _shape(leaf.value.layout.slots[name]) for name in entries}
-            yield f"{dotted(leaf.path())}: of buffer {key!r}: the checkpoint has {found}; expected shapes {shapes}"
-
-    def _entries_of(self, leaf: Leaf, key: str) -> dict[str, Entry | None]:
-        """The entries of a buffer's parameters."""
-        slots = leaf.value.layout.buffers[key].slots
-        return {slot.name: self._entry(leaf, slot.name)[1] for slot in slots}
-
-    def _misfit(self, name: str, entry: Entry | None, shape: Any, dtype: torch.dtype | None) -> Iterator[str]:
-        if entry is None:
-            yield f"{name!r}: not in the checkpoint{self.guess(name)}"
-        elif dtype is None and entry.dtype is not None:
-            yield f"{name!r}: got a plain value, the checkpoint has a tensor of {entry}"
-        elif dtype is not None and (entry.dtype is None or (entry.shape, entry.dtype) != (shape, dtype)):
-            yield f"{name!r}: got shape {shape}, {dtype}, the checkpoint has {entry}"
-
-    def _made(self, leaf: Leaf, donate: bool) -> Leaf:
-        """The same leaf with new memory, or with that of ``like``."""
-        x, device = leaf.value, self.participants.device
-
-        def own(t: Tensor) -> Tensor:
-            return t if donate else torch.zeros_like(t, device=device) if t.is_meta else t.detach().clone()  # padding
-
+    def _memory(self, x: Any, donate: bool) -> Any:
+        """New memory with the values of ``x``, which padding keeps; or its own."""
         if isinstance(x, Sharded):
-            made = {key: self._made_buffer(leaf, key, t, own) for key, t in x.items()}
-            return leaf._replace(value=Sharded(made, x.layout))
-        return leaf._replace(value=own(x)) if isinstance(x, Tensor) else leaf
-
-    def _made_buffer(self, leaf: Leaf, key: str, x: Any, own: Callable[[Tensor], Tensor]) -> Any:
-        if isinstance(x, Tensor):
-            return own(x)
-        layout = leaf.value.layout
-        entries = self._entries_of(leaf, key)
-        entry = next(iter(entries.values()))
-        if x is not None or entry is None or entry.dtype is None:
+            return Sharded({key: self._memory(shard, donate) for key, shard in x.items()}, x.layout)
+        if not isinstance(x, Tensor):
             return x
-        dims = tuple(layout.mesh.axes.values()) if layout.mesh.is_simulated else ()
-        sizes = (*dims, layout.buffers[key].shard_numel) if _are_shards(leaf, entries) else dims
-        return torch.zeros(sizes, dtype=entry.dtype, device=layout.mesh.device)
+        if x.is_meta:
+            return torch.zeros_like(x, device=self.participants.device)
+        return x if donate else x.detach().clone()
 
     def _places(self, leaf: Leaf) -> Iterator[str]:
         """Record the source of each element of a shard or a tensor; yield what has none."""
@@ -166,9 +140,8 @@ class Loading:
         for chunk in chunks_of(leaf, self.participants):
             yield from self._place(chunk)
 
-    def _place(self, chunk: LocalChunk) -> Iterator[str]:
-        names = [dotted(path) for path in (chunk.path, *chunk.aliases)]
-        name = next(name for name in names if name in self.reader.entries)
+    def _place(self, chunk: Chunk) -> Iterator[str]:
+        name = next(name for name in map(dotted, chunk.paths) if name in self.reader.entries)
         missing = chunk.region.numel
         for value in self.reader.entries[name].values:
             if both := chunk.region.overlap(value.region):
@@ -180,17 +153,16 @@ class Loading:
 
     def _finished(self, leaf: Leaf) -> Any:
         x = leaf.value
-        if isinstance(x, Sharded):
-            return Sharded({key: self._finished_buffer(leaf, key, t) for key, t in x.items()}, x.layout)
-        return x if isinstance(x, Tensor) else self.reader.plain(dotted(leaf.path()))
+        if not isinstance(x, Sharded):
+            return x if isinstance(x, Tensor) else self.reader.plain(dotted(leaf.path()))
+        return Sharded({key: self._finished_buffer(leaf, key, x.layout) for key in x}, x.layout)
 
-    def _finished_buffer(self, leaf: Leaf, key: str, x: Any) -> Any:
+    def _finished_buffer(self, leaf: Leaf, key: str, layout: Layout) -> Any:
         """Return a shard, which is read already, or read the number that all parameters of the buffer have."""
-        layout = leaf.value.layout
-        entries = [self._entry(leaf, slot.name) for slot in layout.buffers[key].slots]
-        if (isinstance(x, Tensor) and not is_number(x, layout)) or not all(entry for _, entry in entries):
+        x = leaf.value[key]
+        if x is None or (isinstance(x, Tensor) and not is_number(x, layout)):
             return x
-        found = {name: self._number(name, entry) for name, entry in entries if entry}
+        found = {name: self._number(name, entry) for _, name, entry in self._entries(leaf, layout.buffers[key])}
         advice = (
             "A buffer has one number, for example a step count, for all of its parameters. Plan separate buffers "
             "for parameters whose numbers differ: plan(labels=...)."
@@ -200,12 +172,21 @@ class Loading:
         number = next(iter(found.values()))
         return x.fill_(number) if isinstance(x, Tensor) else number
 
-    def _number(self, name: str, entry: Entry) -> Any:
+    def _number(self, name: str, entry: Entry | None) -> Any:
         """Read a number; any other value could have a text without end, and no other one is compared."""
-        x = self.reader.whole(name).item() if entry.dtype else self.reader.plain(name)
+        x = self.reader.whole(name).item() if entry and entry.dtype else self.reader.plain(name)
         is_one = isinstance(x, (bool, int, float, complex, type(None)))
         reject("load: numbers", [] if is_one else [f"{name!r}: got a {type(x).__name__}"], _FITS)
         return x
+
+
+def _misfit(name: str, entry: Entry | None, x: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    if entry is None:
+        yield name, ""
+    elif not isinstance(x, Tensor) and entry.dtype is not None:
+        yield name, f"got a plain value, the checkpoint has a tensor of {entry}"
+    elif isinstance(x, Tensor) and (entry.shape, entry.dtype) != (shape, x.dtype):
+        yield name, f"got shape {shape}, {x.dtype}, the checkpoint has {entry}"
 
 
 def _memory_problem(x: Tensor, donate: bool) -> str:
@@ -219,8 +200,3 @@ def _memory_problem(x: Tensor, donate: bool) -> str:
 
 def _shape(slot: Slot) -> tuple[int, ...]:
     return slot.dtensor.shape if slot.dtensor else slot.shape
-
-
-def _are_shards(leaf: Leaf, entries: Mapping[str, Entry | None]) -> bool:
-    """Whether the entries have the parameters' shapes. Scalars alone could also be numbers; they count as shards."""
-    return all(entry and entry.shape == _shape(leaf.value.layout.slots[name]) for name, entry in entries.items())

@@ -36,6 +36,10 @@ class Leaf(NamedTuple):
     def path(self, *parameter: str) -> Path:
         return (*self.before, *parameter, *self.after)
 
+    def paths(self, parameter: str) -> tuple[Path, ...]:
+        """The paths of a parameter of a ``Sharded``: a tied one has several."""
+        return tuple(map(self.path, (parameter, *self.value.layout.aliases_of.get(parameter, ()))))
+
 
 def dotted(path: Path) -> str:
     """The name of a path; ``"the tree"`` for the empty one."""

@@ -28,6 +28,10 @@ class Region(NamedTuple):
         """``p[region.index]`` are the elements, without a copy."""
         return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
 
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Region:
+        return Region((0,) * len(shape), tuple(shape))
+
     def overlap(self, other: Region) -> Region | None:
         """The elements that both contain, in the same coordinates; None without any."""
         both = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
@@ -43,6 +47,9 @@ class Region(NamedTuple):
     def shifted(self, by: Sequence[int]) -> Region:
         """The region moved by ``by``: the inverse of :meth:`inside`."""
         return Region(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+SCALAR = Region((), ())
 
 
 def regions(shape: Sequence[int], start: int, numel: int) -> list[Region]:

@@ -12,134 +12,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..errors import reject
+from ..errors import local_path, reject
 from ..layout.layout import Layout
 from ..layout.ranks import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
-from ..storage.atomic_directory import StagingDirectory, local_path, older, refuse_existing, remove
 from ..torch_internals.transforms import in_transform
-from .chunks import LocalChunk, aliases_of, chunks_of
-from .dcp.manifest import order_of
-from .dcp.writer import Writer, complete, has_index, is_abandoned
-from .host_copies import HostCopies
+from .chunks import chunks_of
 from .names import Leaf, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
+from .staging import StagingDirectory, ordered, refuse_existing, remove
+from .writer import Writer, complete, has_index, is_abandoned
 
 SAME = "Every rank must pass the same path, options and tree. A path that contains the time may differ between ranks."
 _POLL = 0.05  # seconds between looks at the files of other ranks
 
 
 @dataclass(frozen=True)
-class Contents:
-    """The leaves of a tree to save, and the ranks that hold them."""
-
-    leaves: Sequence[Leaf]
-    participants: Mesh
-
-    @staticmethod
-    def of(tree: Any) -> Contents:
-        return Contents(leaves_of(tree), participants_of(tree))
-
-    def of_this_moment(self) -> tuple[Contents, Callable[[], None]]:
-        """Copy all values, tensors to the host; the result's function waits until they are there."""
-        copies = HostCopies()
-
-        def copied(leaf: Leaf) -> Leaf:
-            x = leaf.value
-            if isinstance(x, Sharded):
-                return leaf._replace(value=Sharded({key: copies.copy(t) for key, t in x.items()}, x.layout))
-            return leaf._replace(value=copies.copy(x) if isinstance(x, Tensor) else deepcopy(x))
-
-        leaves = [copied(leaf) for leaf in self.leaves]
-        return replace(self, leaves=leaves), copies.started()
-
-    def chunks(self) -> Iterator[LocalChunk]:
-        for leaf in self.leaves:
-            yield from chunks_of(leaf, self.participants)
-
-    def plain(self) -> Iterator[tuple[Leaf, Any]]:
-        """The plain values; a number in a ``Sharded`` is listed under the name of each parameter of its buffer."""
-        for leaf in self.leaves:
-            if isinstance(leaf.value, Sharded):
-                yield from _plain_of(leaf, leaf.value)
-            elif not isinstance(leaf.value, Tensor):
-                yield leaf, leaf.value
-
-    def check(self) -> None:
-        """Raise unless names are unique and all values can be read back without executing code."""
-        names = [name for leaf in self.leaves for name in names_of(leaf)]
-        reject("save: names", twice(iter(names)), "Each leaf needs a unique name: put one of them under another key.")
-        found = [(leaf, tensor_problem(x)) for leaf in self.leaves for x in tensors_of(leaf.value)]
-        found += [(leaf, plain_problem(value)) for leaf, value in self.plain()]
-        problems = [f"{dotted(leaf.path())}: {problem}" for leaf, problem in found if problem]
-        advice = (
-            "A checkpoint contains tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, which "
-            "can be read without executing code. Pass the state of an optimizer, the get_state() of a generator, and "
-            "of other tensors the plain ones that they are made of."
-        )
-        reject("save", problems, advice, TypeError)
-        reject("save", self._lazy(), "Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
-        reject("save", self._of_other_ranks(), "Save trees of other ranks separately, or reshard them first.")
-
-    def _lazy(self) -> list[str]:
-        """Tensors that the first rank alone would gather, to write them."""
-        several = self.participants.size > 1
-        lazy = [leaf for leaf in self.leaves if several and any(isinstance(x, Lazy) for x in tensors_of(leaf.value))]
-        return [f"{dotted(leaf.path())}: gathered lazily" for leaf in lazy]
-
-    def _of_other_ranks(self) -> list[str]:
-        """Trees whose ranks are not those that save."""
-        trees = [(leaf, leaf.value.layout) for leaf in self.leaves if isinstance(leaf.value, Sharded)]
-        mine = (self.participants.is_simulated, self.participants.size)
-        others = [
-            (leaf, layout.mesh)
-            for leaf, layout in trees
-            if not layout.tensor_meshes and (layout.mesh.is_simulated, layout.mesh.size) != mine
-        ]
-        return [f"{dotted(leaf.path())}: on {mesh}, expected the ranks of {self.participants}" for leaf, mesh in others]
-
-    def lines(self) -> Iterator[str]:
-        """Lines that have to be equal on all ranks."""
-        for leaf in self.leaves:
-            kind = type(leaf.value).__name__
-            x = leaf.value
-            yield f"{dotted(leaf.path())}: {kind}" + (f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else "")
-        for layout in dict.fromkeys(leaf.value.layout for leaf in self.leaves if isinstance(leaf.value, Sharded)):
-            yield from layout.places() if not layout.tensor_meshes else _whole_shapes(layout)
-
-
-def names_of(leaf: Leaf) -> list[str]:
-    """All names of a leaf in files."""
-    if not isinstance(leaf.value, Sharded):
-        return [dotted(leaf.path())]
-    layout = leaf.value.layout
-    held = [name for name in layout.slots if layout.key_of[name] in leaf.value]
-    paths = [path for name in held for path in (leaf.path(name), *aliases_of(leaf, name))]
-    return [dotted(path) for path in paths]
-
-
-def _whole_shapes(layout: Layout) -> Iterator[str]:
-    """What ranks have in common where their local tensors of DTensors differ in size, and so all offsets do."""
-    for slot in layout.slots.values():
-        yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
-
-
-def _plain_of(leaf: Leaf, tree: Sharded) -> Iterator[tuple[Leaf, Any]]:
-    for key, x in tree.items():
-        if not isinstance(x, Tensor) and x is not None:  # None: a gradient has not made it yet
-            for slot in tree.layout.buffers[key].slots:
-                yield Leaf(x, leaf.path(slot.name)), x
-
-
-@dataclass(frozen=True)
 class Saving:
-    """A checkpoint that this rank is saving."""
+    """A checkpoint that this rank is saving; ``participants`` are the ranks that do."""
 
     path: Path
-    contents: Contents
+    leaves: Sequence[Leaf]
+    participants: Mesh
     keep: int | None
     staging: StagingDirectory
     writers: dict[int, Writer] = field(default_factory=dict)
@@ -147,7 +45,7 @@ class Saving:
     @staticmethod
     def begin(path: str | os.PathLike[str], tree: Any, keep: int | None, async_save: bool) -> Saving:
         """Validate everything on every rank before writing."""
-        contents, begun = Contents.of(tree), list[StagingDirectory]()
+        leaves, participants, begun = leaves_of(tree), participants_of(tree), list[StagingDirectory]()
 
         def prepare() -> Saving:
             if in_transform():
@@ -157,18 +55,18 @@ class Saving:
             target = local_path("save: path", path)
             if target.name.startswith("."):
                 raise ValueError(f"save: path: got {target}: names that begin with a dot are hidden from latest()")
-            contents.check()
+            _check(leaves, participants)
             refuse_existing(target)
             begun.append(staging := StagingDirectory(target))
-            if contents.participants.rank == 0:
-                staging.open(order_of)
-            return Saving(target, contents, keep, staging)
+            if participants.rank == 0:
+                staging.open()
+            return Saving(target, leaves, participants, keep, staging)
 
         def lines(saving: Saving) -> list[str]:
-            return [str(saving.path), f"keep={keep}, async_save={async_save}", *contents.lines()]
+            return [str(saving.path), f"keep={keep}, async_save={async_save}", *_lines(leaves)]
 
         try:
-            return contents.participants.agree("save", prepare, lines, SAME)
+            return participants.agree("save", prepare, lines, SAME)
         except BaseException:
             for staging in begun:
                 staging.abandon()
@@ -176,11 +74,9 @@ class Saving:
 
     def finish(self) -> Path:
         """Write and publish, each when the step before succeeded on every rank."""
-        agree = self.contents.participants.agree
         try:
-            agree("save", self._open, lambda _: [])
-            agree("save", self._write, lambda _: [])
-            agree("save", self._publish, lambda _: [])
+            for step in (self._open, self._write, self._publish):
+                self.participants.agree("save", step, lambda _: [])
         except BaseException:
             self._abandon()
             raise
@@ -188,83 +84,175 @@ class Saving:
         return self.path
 
     def start(self) -> Future[Path]:
-        """Copy the values to the host, and go on in a thread, which other ranks' threads see by files alone."""
+        """Copy the values to the host, and go on in a thread, which other ranks' threads see by files only."""
         try:
-            contents, wait = self.contents.of_this_moment()
-            self.contents.participants.agree("save", self._open, lambda _: [])
+            leaves, wait = _copied_to_host(self.leaves)
+            self.participants.agree("save", self._open, lambda _: [])
         except BaseException:
             self._abandon()
             raise
         executor = ThreadPoolExecutor(1, f"save {self.path.name}")
-        future = executor.submit(replace(self, contents=contents)._in_background, wait)
+        future = executor.submit(replace(self, leaves=leaves)._in_background, wait)
         executor.shutdown(wait=False)
         return future
 
-    def _open(self) -> None:
-        if self._rank:
-            self.staging.follow()
-        for rank in ranks_here(self.contents.participants):
-            self.writers[rank] = Writer(self.staging.folder, rank)
-
-    @property
-    def _rank(self) -> int:
-        return self.contents.participants.rank
-
     def _in_background(self, wait: Callable[[], None]) -> Path:
+        rank = self.participants.rank
         try:
             wait()
             self._write()
             self._wait_for_others()
+            self._publish()
         except BaseException as error:
-            self.staging.note_failure(f"rank {self._rank}: {type(error).__name__}: {error}")
+            self.staging.note_failure(f"rank {rank}: {type(error).__name__}: {error}")
             logging.getLogger("functorch_shard").error("save: %s: %r", self.path, error)  # result() may not be called
-            if not self._rank and len(self.writers) < self.contents.participants.size:
+            if not rank and len(self.writers) < self.participants.size:
                 time.sleep(20 * _POLL)  # until the others have read the reason
             self._abandon()
             raise
         self.staging.close()
         return self.path
 
-    def _wait_for_others(self) -> None:
-        """Publish when all ranks have written, or wait until rank 0 has; raise if one of them failed or ended."""
-        others = [rank for rank in range(self.contents.participants.size) if rank not in self.writers]
-        while self._rank and not self.staging.is_published():
-            self._raise_failure()
-            time.sleep(_POLL)
-        while not self._rank and (missing := [r for r in others if not has_index(self.staging.folder, r)]):
-            self._raise_failure()
-            if gone := [rank for rank in missing if is_abandoned(self.staging.folder, rank)]:
-                self._raise_failure()
-                raise RuntimeError(f"save failed on rank {gone[0]}, so no rank can go on. There:\nthe process ended")
-            time.sleep(_POLL)
-        self._publish()
-
-    def _raise_failure(self) -> None:
-        if text := self.staging.failure():
-            where, _, reason = text.partition(": ")
-            raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
+    def _open(self) -> None:
+        if self.participants.rank:
+            self.staging.follow()
+        for rank in ranks_here(self.participants):
+            self.writers[rank] = Writer(self.staging.folder, rank)
 
     def _write(self) -> None:
-        for chunk in self.contents.chunks():
-            if chunk.writes:
-                self.writers[chunk.rank].tensor(chunk.path, chunk.shape, chunk.region, chunk.values, chunk.aliases)
-        if not self._rank:
-            for leaf, value in self.contents.plain():
-                self.writers[0].plain(leaf.path(), value)
+        for leaf in self.leaves:
+            for chunk in chunks_of(leaf, self.participants):
+                if chunk.writes:
+                    self.writers[chunk.rank].tensor(chunk)
+        for path, value in _plain_of(self.leaves) if 0 in self.writers else ():
+            self.writers[0].plain(path, value)
         for writer in self.writers.values():
             writer.close()
 
+    def _wait_for_others(self) -> None:
+        """On rank 0, wait until all ranks have written, elsewhere until rank 0 has published; raise if one failed."""
+        folder, others = self.staging.folder, [r for r in range(self.participants.size) if r not in self.writers]
+        while self.participants.rank and not self.staging.is_published():
+            self._raise_failure()
+            time.sleep(_POLL)
+        while not self.participants.rank and (missing := [r for r in others if not has_index(folder, r)]):
+            gone = next((f"rank {r}: the process ended" for r in missing if is_abandoned(folder, r)), "")
+            self._raise_failure(gone)
+            time.sleep(_POLL)
+
+    def _raise_failure(self, otherwise: str = "") -> None:
+        if text := self.staging.failure() or otherwise:
+            where, _, reason = text.partition(": ")
+            raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
+
     def _publish(self) -> None:
-        if self._rank:
+        if self.participants.rank:
             return
-        parent, order = self.path.parent, self.staging.order
-        complete(self.staging.folder, range(self.contents.participants.size), order)
+        order = self.staging.order
+        complete(self.staging.folder, range(self.participants.size), order)
         self.staging.publish()
-        if self.keep is not None:
-            remove(older(parent, order_of, order, self.keep))
+        for other, folder in ordered(self.path.parent)[: -self.keep] if self.keep else ():
+            if other < order:  # one that was begun later stays
+                remove(folder)
 
     def _abandon(self) -> None:
         """Close what is open; rank 0 removes the files."""
         for writer in self.writers.values():
             writer.abandon()
-        self.staging.abandon() if not self._rank else self.staging.close()
+        self.staging.abandon()
+
+
+def _check(leaves: Sequence[Leaf], participants: Mesh) -> None:
+    """Raise unless names are unique, and all values can be read back and are those of the ranks that save."""
+    names = [dotted(path) for leaf in leaves for path in _paths_of(leaf)]
+    reject("save: names", twice(iter(names)), "Each leaf needs a unique name: put one of them under another key.")
+    found = [(leaf.path(), tensor_problem(x)) for leaf in leaves for x in tensors_of(leaf.value)]
+    found += [(path, plain_problem(value)) for path, value in _plain_of(leaves)]
+    advice = (
+        "A checkpoint contains tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, which "
+        "can be read without executing code. Pass the state of an optimizer, the get_state() of a generator, and "
+        "of other tensors the plain ones that they are made of."
+    )
+    reject("save", [f"{dotted(path)}: {problem}" for path, problem in found if problem], advice, TypeError)
+    lazy = [leaf for leaf in leaves if any(isinstance(x, Lazy) for x in tensors_of(leaf.value))]
+    problems = [f"{dotted(leaf.path())}: gathered lazily" for leaf in lazy if participants.size > 1]
+    reject("save", problems, "Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
+    meshes = [
+        (leaf, leaf.value.layout.mesh)
+        for leaf in leaves
+        if isinstance(leaf.value, Sharded) and not leaf.value.layout.tensor_meshes
+    ]
+    mine = (participants.is_simulated, participants.size)
+    others = [(leaf, mesh) for leaf, mesh in meshes if (mesh.is_simulated, mesh.size) != mine]
+    problems = [f"{dotted(leaf.path())}: on {mesh}, expected the ranks of {participants}" for leaf, mesh in others]
+    reject("save", problems, "Save trees of other ranks separately, or reshard them first.")
+
+
+def _paths_of(leaf: Leaf) -> list[Any]:
+    if not isinstance(leaf.value, Sharded):
+        return [leaf.path()]
+    layout = leaf.value.layout
+    return [path for name in layout.slots if layout.key_of[name] in leaf.value for path in leaf.paths(name)]
+
+
+def _plain_of(leaves: Sequence[Leaf]) -> Iterator[tuple[Any, Any]]:
+    """The plain values; a number in a ``Sharded`` is listed under the name of each parameter of its buffer."""
+    for leaf in leaves:
+        for key, x in leaf.value.items() if isinstance(leaf.value, Sharded) else ():
+            if not isinstance(x, Tensor) and x is not None:  # None: a gradient has not made it yet
+                yield from ((leaf.path(slot.name), x) for slot in leaf.value.layout.buffers[key].slots)
+        if not isinstance(leaf.value, (Sharded, Tensor)):
+            yield leaf.path(), leaf.value
+
+
+def _lines(leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Lines that have to be equal on all ranks."""
+    for leaf in leaves:
+        x = leaf.value
+        form = f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else ""
+        yield f"{dotted(leaf.path())}: {type(x).__name__}{form}"
+    for layout in dict.fromkeys(leaf.value.layout for leaf in leaves if isinstance(leaf.value, Sharded)):
+        yield from layout.places() if not layout.tensor_meshes else _whole_shapes(layout)
+
+
+def _whole_shapes(layout: Layout) -> Iterator[str]:
+    """What ranks have in common where their local tensors of DTensors differ in size, and so all offsets do."""
+    for slot in layout.slots.values():
+        yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
+
+
+def _copied_to_host(leaves: Sequence[Leaf]) -> tuple[list[Leaf], Callable[[], None]]:
+    """Copy all values to the host, those of an accelerator on a side stream; the function waits until they are there.
+
+    What the current stream does from now on comes after the copies: a donated step may write to what is copied.
+    """
+    pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    events = []
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, Sharded):
+            return Sharded({key: copied(shard) for key, shard in x.items()}, x.layout)
+        if not isinstance(x, Tensor):
+            return deepcopy(x)
+        if x.device.type == "cpu" or isinstance(x, Lazy):  # a lazy tensor is gathered
+            return x.detach().clone().cpu()
+        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+        pairs.setdefault(x.device, []).append((copy, x.detach()))
+        return copy
+
+    result = [leaf._replace(value=copied(leaf.value)) for leaf in leaves]
+    for device, copies in pairs.items():
+        current, side = torch.accelerator.current_stream(device), torch.Stream(device)
+        side.wait_event(current.record_event())
+        with side:
+            for copy, x in copies:
+                copy.copy_(x, non_blocking=True)
+                x.record_stream(side)
+        events.append(side.record_event())
+        current.wait_event(events[-1])
+
+    def wait() -> None:
+        for event in events:
+            event.synchronize()
+
+    return result, wait

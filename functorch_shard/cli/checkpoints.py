@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from reprlib import Repr
 
-from ..checkpoint.dcp.reader import Reader
-from ..checkpoint.dcp.unpickler import NotPlainError
+from ..checkpoint.pickles import NotPlainError
+from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import MAX_SHARD_SIZE, NewFiles
 from ..errors import reject, shown, size_text, table
 

@@ -64,6 +64,17 @@ def ranks_here(mesh: Mesh) -> Sequence[int]:
     return range(mesh.size) if mesh.is_simulated else [mesh.rank]
 
 
+def rows_here(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
+    """The leaf of each rank in this process."""
+    places = product(*map(range, mesh.axes.values())) if mesh.is_simulated else [()]
+    return {rank: x[place] for rank, place in zip(ranks_here(mesh), places, strict=True)}
+
+
+def is_number(x: Tensor, layout: Layout) -> bool:
+    """Whether ``x`` is one number for its whole buffer, as a step count is, and not a shard."""
+    return x.ndim == (len(layout.axes) if layout.mesh.is_simulated else 0)
+
+
 def participants_of(tree: Any) -> Mesh:
     """The mesh that a tree is sharded over; that of the job for a plain tree, or one with DTensors."""
     layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]

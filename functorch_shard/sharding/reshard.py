@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple, overload
 
 import optree
@@ -18,7 +17,7 @@ from ..communication.simulated import rank_of_thread
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
-from ..layout.ranks import ranks_by_shard, ranks_here
+from ..layout.ranks import is_number, ranks_by_shard, rows_here
 from ..layout.trees import Sharded, is_node, path_text, take_tensors
 from ..mesh.mesh import Mesh
 
@@ -187,20 +186,20 @@ class _Move:
         origins, mesh = self._sources(self.layout.buffers[key]), self.layout.mesh
         start = self.fresh[key] if self.fresh is not None else None
         first = next(iter(origins))
-        node, x = (self.old, self.old[first]) if first else (self.fresh, start)
+        x, layout = (self.old[first], self.old.layout) if first else (start, self.layout)
         dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
         if not isinstance(x, Tensor):
             return x
-        if not _is_shard(node, x):
+        if is_number(x, layout):
             return x.flatten()[0].to(mesh.device).expand(dims).clone()
         made = torch.zeros(*dims, self.layout.buffers[key].shard_numel, dtype=x.dtype, device=mesh.device)
         if start is not None:
             made.copy_(start)  # for its padding
-        self._fill(_rows(made, mesh), [copy for copy in copies if copy.source_key in origins])
+        self._fill(rows_here(made, mesh), [copy for copy in copies if copy.source_key in origins])
         return made
 
     def _fill(self, made: Mapping[int, Tensor], copies: Sequence[Copy]) -> None:
-        held = {key: _rows(self.old[key], self.old.layout.mesh) for key in {copy.source_key for copy in copies}}
+        held = {key: rows_here(self.old[key], self.old.layout.mesh) for key in {copy.source_key for copy in copies}}
         away = [copy for copy in copies if self.old_ranks and self.old_ranks[copy.rank] != copy.source_rank]
         for copy in copies:
             if copy.rank in made and (not self.old_ranks or self.old_ranks[copy.rank] == copy.source_rank):
@@ -235,17 +234,6 @@ def _target(copy: Copy, made: Mapping[int, Tensor]) -> Tensor:
     return made[copy.rank][copy.offset : copy.offset + copy.numel]
 
 
-def _rows(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
-    """The shard of each rank in this process."""
-    places = product(*map(range, mesh.axes.values())) if mesh.is_simulated else [()]
-    return {rank: x[place] for rank, place in zip(ranks_here(mesh), places, strict=True)}
-
-
-def _is_shard(node: Sharded | None, x: Tensor) -> bool:
-    mesh = node.layout.mesh if node is not None else None
-    return x.ndim > (len(mesh.axes) if mesh and mesh.is_simulated else 0)
-
-
 def _kinds(node: Sharded, key: str) -> list[str]:
     """The kinds of a leaf on the ranks here, one if they are alike; that of a number contains its value."""
     if key not in node:
@@ -253,7 +241,7 @@ def _kinds(node: Sharded, key: str) -> list[str]:
     x = node[key]
     if not isinstance(x, Tensor):
         return [repr(x)]
-    if _is_shard(node, x):
+    if not is_number(x, node.layout):
         return [f"a shard of {x.dtype}"]
     return [*dict.fromkeys(f"{number!r} ({x.dtype})" for number in x.flatten().tolist())]
 

@@ -1,7 +1,6 @@
 """Memory kinds of tensors: on a device, on the host, pinned, or memory-mapped from a file.
 
 ``memory_kind``: the kind of a tensor, and tensors of the same kind. ``offloading``: ``offload``.
-``atomic_directory``: directories that become visible when they are complete.
 
 Imports ``collectives``, ``layout`` and below; imported by ``sharding``, ``training`` and ``checkpoint``.
 """

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ..collectives.without_derivative import refuse_derivatives
 from ..containers import opened
-from ..errors import reject
+from ..errors import local_path, reject
 from ..layout.ranks import participants_of
 from ..layout.trees import path_text, take_tensors
-from .atomic_directory import local_path
 from .memory_kind import MemoryKind
 
 _CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, save, verify
-from functorch_shard.checkpoint.dcp.metadata import entries_of
+from functorch_shard.checkpoint.format import entries_of
 from functorch_shard.checkpoint.regions import Region, first_overlap, regions
 from functorch_shard.cli.main import main as command
 from tests.support.faults import Evil

@@ -42,7 +42,7 @@ FLOORS = [
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 # Imports of torch.distributed outside of communication and mesh, each with its reason.
 DISTRIBUTED = {
-    "checkpoint.dcp.metadata": "the format of checkpoints is torch.distributed's",
+    "checkpoint.format": "the format of checkpoints is torch.distributed's",
     "layout.dtensor": "and so are DTensors",
     "testing.processes": "starts the ranks of tests",
     "torch_internals.dcp": "what that format has no public name for",

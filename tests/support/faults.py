@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from functorch_shard.checkpoint.dcp.metadata import entries_of
+from functorch_shard.checkpoint.format import entries_of
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "functorch_shard.json"]  # of two ranks
 LENGTHS = [0, 1, 0.01, 0.5, -1]  # to be left: bytes, or a part of what was there

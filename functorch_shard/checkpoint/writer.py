@@ -6,40 +6,36 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
 
-from ...storage.atomic_directory import try_to_lock, write_durably
-from ..chunks import SCALAR
-from ..names import Path as TreePath
-from ..regions import Region
-from .manifest import FORMAT, MANIFEST, METADATA
-from .metadata import metadata_of
-from .validation import LARGEST_PLAIN
+from .chunks import Chunk
+from .format import FORMAT, MANIFEST, METADATA, metadata_of
+from .names import Path as TreePath
+from .reader import LARGEST_PLAIN
+from .regions import SCALAR
+from .staging import try_to_lock, write_durably
 
 
 class Writer:
     """Writes the file of one rank: values one after the other, each with its checksum."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.name = f"__{rank}_0.distcp"
+        self.name, self._folder = f"__{rank}_0.distcp", folder
         self.rows: list[dict[str, Any]] = []
         self._file = _ChecksumFile((folder / self.name).open("xb"))
         try_to_lock(self._file.file.fileno())  # until it is closed, or the process ends
 
-    def tensor(
-        self, path: TreePath, shape: Sequence[int], region: Region, values: Tensor, aliases: Sequence[TreePath]
-    ) -> None:
+    def tensor(self, chunk: Chunk) -> None:
         """Append the elements of one region."""
         # A copy: torch.save writes the whole storage of a view.
-        plain = values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        plain = chunk.values.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         plain = plain.resolve_conj().resolve_neg()
-        described = {"shape": list(shape), "dtype": str(plain.dtype).removeprefix("torch."), "region": region}
-        self._save(plain, {"paths": [path, *aliases], **described})
+        described = {"shape": chunk.shape, "dtype": str(plain.dtype).removeprefix("torch."), "region": chunk.region}
+        self._save(plain, {"paths": chunk.paths, **described})
 
     def plain(self, path: TreePath, value: Any) -> None:
         """Append a plain value."""
@@ -51,9 +47,10 @@ class Writer:
 
     def close(self) -> None:
         """Sync the file to the disk, and write its index for :func:`complete`."""
-        self._file.sync()
+        self._file.flush()
+        os.fsync(self._file.file.fileno())
         index = {"file": self.name, "nbytes": self._file.total, "rows": self.rows}
-        write_durably(_index_file(self._file.folder, self.name), json.dumps(index).encode())
+        write_durably(_index_file(self._folder, self.name), json.dumps(index).encode())
         self._file.file.close()
 
     def abandon(self) -> None:
@@ -106,7 +103,7 @@ class _ChecksumFile:
     """A file that counts the bytes written, and their checksum since ``crc`` was set to 0."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.folder = file, Path(file.name).parent
+        self.file, self.flush = file, file.flush
         self.total = self.crc = 0
         self.error: OSError | None = None
 
@@ -119,10 +116,3 @@ class _ChecksumFile:
         nbytes = memoryview(data).nbytes
         self.crc, self.total = zlib.crc32(data, self.crc), self.total + nbytes
         return nbytes
-
-    def flush(self) -> None:
-        self.file.flush()
-
-    def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())

@@ -1,4 +1,10 @@
-"""Reads and writes ``.metadata``: a pickle of classes of ``torch.distributed.checkpoint``. Reading executes nothing."""
+"""The index of a checkpoint, ``.metadata``: a pickle of classes of ``torch.distributed.checkpoint``, both ways.
+
+Note [Files]: ``__<rank>_0.distcp`` contains the values that one rank wrote, each as ``torch.save`` writes it, one after
+the other. ``.metadata`` maps each region of each tensor to its value. Both are torch's own. In addition,
+``functorch_shard.json``, the manifest, contains the length of each file and a checksum of each value; its first line is
+a digest of the rest. A checkpoint of another program does not have one, and only its structure is verified.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from ...errors import shown
+from ..errors import shown
 
 # Private, and part of torch's format: every .metadata names this class.
-from ...torch_internals.dcp import MemoryFormat, StorageInfo
-from ..chunks import SCALAR
-from ..names import Path, dotted
-from ..regions import Region
-from .unpickler import DTYPES, InertObject, is_class, read
+from ..torch_internals.dcp import MemoryFormat, StorageInfo
+from .names import Path, dotted
+from .pickles import DTYPES, InertObject, is_class, read
+from .regions import SCALAR, Region
+
+METADATA, MANIFEST, FORMAT = ".metadata", "functorch_shard.json", 1
 
 
 class Value(NamedTuple):

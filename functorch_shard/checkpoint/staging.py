@@ -1,4 +1,4 @@
-"""Directories that become visible when they are complete, and directories of checkpoints in the order they were begun.
+"""Directories that become visible when they are complete, and checkpoints in the order in which they were begun.
 
 Note [Staging directories]: files are written to a hidden directory next to the target, which is renamed to the target
 when it is complete and synced to the disk. So a writer that is killed, at any point, leaves no incomplete target, and
@@ -9,12 +9,13 @@ belongs to a process that was killed, and is removed.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from .reader import order_of
 
 try:
     import fcntl
@@ -23,8 +24,6 @@ except ImportError:  # without locks, staging directories of other processes are
 
 _STAGING, _REMOVED = ".functorch_shard.staging", ".functorch_shard.removed"
 _ORDER, _FAILED = "order", "failed"  # files in a staging directory, not in the target
-_URL = re.compile(r"[A-Za-z][\w+.-]*:/")  # pathlib leaves one slash of two
-Order = Callable[[Path], int | None]
 
 
 @dataclass
@@ -39,7 +38,7 @@ class StagingDirectory:
     def folder(self) -> Path:
         return self.target.with_name(f".{self.target.name}{_STAGING}")
 
-    def open(self, order_of: Order = lambda _: None) -> None:
+    def open(self) -> None:
         """Make the empty folder, and remove those of processes that were killed.
 
         Raises:
@@ -49,23 +48,20 @@ class StagingDirectory:
         parent.mkdir(parents=True, exist_ok=True)
         with _alone_in(parent):
             refuse_existing(self.target)
-            for leftover in _hidden(parent):
-                _remove_orphan(leftover)
-            orders = [_staging_order(x) for x in _hidden(parent)] + [order for order, _ in _ordered(parent, order_of)]
-            self.order = 1 + max(orders, default=0)
-            self._make()
-
-    def _make(self) -> None:
-        try:
-            self.folder.mkdir()
-        except FileExistsError as error:
-            raise FileExistsError(f"{self.target} is being written by another process. Nothing was changed.") from error
-        self.handle = _open(self.folder)
-        try_to_lock(self.handle)
-        (self.folder / _ORDER).write_text(str(self.order))
+            hidden = [x for x in _folders(parent, ".") if x.name.endswith((_STAGING, _REMOVED))]
+            orders = [_staging_order(x) for x in hidden if not _remove_orphan(x)]
+            self.order = 1 + max([*orders, *(order for order, _ in ordered(parent))], default=0)
+            try:
+                self.folder.mkdir()
+            except FileExistsError as error:
+                text = f"{self.target} is being written by another process. Nothing was changed."
+                raise FileExistsError(text) from error
+            self.follow()
+            try_to_lock(self.handle)
+            (self.folder / _ORDER).write_text(str(self.order))
 
     def follow(self) -> None:
-        """Watch the folder, which another process has made."""
+        """Watch the folder, which this or another process has made."""
         self.handle = _open(self.folder)
 
     def publish(self) -> None:
@@ -93,14 +89,14 @@ class StagingDirectory:
             return "" if self.is_published() else "rank 0: the folder was removed"
         with suppress(FileNotFoundError):
             return (self.folder / _FAILED).read_text()
-        orphaned = not self.order and self.handle is not None and try_to_lock(self.handle, shared=True)
+        orphaned = not self.order and try_to_lock(self.handle, shared=True)
         return "rank 0: the process ended" if orphaned and self._is(self.folder) else ""
 
     def abandon(self) -> None:
         """Remove the folder, if this process has made and not published it."""
-        if self.handle is not None:
+        if self.handle is not None and self.order:
             shutil.rmtree(self.folder, ignore_errors=True)
-            self.close()
+        self.close()
 
     def close(self) -> None:
         if self.handle is not None:
@@ -114,43 +110,22 @@ class StagingDirectory:
             return False
 
 
-def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
-    """``path`` as an absolute one; errors name ``argument``.
-
-    Raises:
-        ValueError: it is a URL, or begins with a ``~`` that no shell has expanded: a folder of this name would be made.
-    """
-    found, text = Path(path), os.fspath(path)
-    if _URL.match(text):
-        advice = "expected a path of a file system. Mount the bucket, or copy complete directories there."
-        raise ValueError(f"{argument}: got the URL {text!r}, {advice}")
-    if text == "~" or text.startswith("~/"):
-        raise ValueError(f"{argument}: got {text!r}, in which nothing expands ~. Pass os.path.expanduser(path).")
-    return found.absolute()
-
-
 def refuse_existing(target: Path) -> None:
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists already, and was not overwritten. Remove it, or use another name.")
 
 
-def in_order(parent: Path, order_of: Order) -> list[Path]:
-    """The visible directories that have an order, oldest first."""
-    return [folder for _, folder in _ordered(parent, order_of)]
+def ordered(parent: Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a directory in the order in which they were begun, and that order."""
+    return sorted((order, folder) for folder in _folders(parent) if (order := order_of(folder)) is not None)
 
 
-def older(parent: Path, order_of: Order, order: int, keep: int) -> list[Path]:
-    """All but the newest ``keep`` directories, of those that were begun before ``order``."""
-    return [folder for other, folder in _ordered(parent, order_of)[:-keep] if other < order]
-
-
-def remove(folders: Iterable[Path]) -> None:
-    """Hide each folder by a rename, then remove its files. Another process may do the same."""
-    for folder in folders:
-        hidden = folder.with_name(f".{folder.name}{_REMOVED}")
-        with suppress(FileNotFoundError):
-            folder.rename(hidden)
-            shutil.rmtree(hidden, ignore_errors=True)
+def remove(folder: Path) -> None:
+    """Hide a folder by a rename, then remove its files. Another process may do the same."""
+    hidden = folder.with_name(f".{folder.name}{_REMOVED}")
+    with suppress(FileNotFoundError):
+        folder.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -170,6 +145,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def try_to_lock(handle: int | None, shared: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; False if another process has it, or nothing can be locked."""
+    if fcntl is None or handle is None:
+        return False
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def _alone_in(parent: Path) -> Iterator[None]:
     """Lock ``parent`` while staging directories in it are made or renamed."""
@@ -187,29 +173,10 @@ def _open(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
 
 
-def try_to_lock(handle: int, shared: bool = False) -> bool:
-    """Lock an open file or directory until it is closed; False if another process has it, or nothing can be locked."""
-    try:
-        if fcntl is not None:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return fcntl is not None
-
-
-def _visible(parent: Path) -> list[Path]:
-    """Directories, without links to them."""
-    folders = parent.iterdir() if parent.is_dir() else ()
-    return [x for x in folders if not x.name.startswith(".") and x.is_dir() and not x.is_symlink()]
-
-
-def _hidden(parent: Path) -> list[Path]:
-    names = [x for x in parent.iterdir() if x.name.startswith(".") and x.name.endswith((_STAGING, _REMOVED))]
-    return [x for x in names if x.is_dir() and not x.is_symlink()]
-
-
-def _ordered(parent: Path, order_of: Order) -> list[tuple[int, Path]]:
-    return sorted((order, folder) for folder in _visible(parent) if (order := order_of(folder)) is not None)
+def _folders(parent: Path, hidden: str = "") -> list[Path]:
+    """Directories, without links to them: the visible ones, or those that begin with a dot."""
+    inside = parent.iterdir() if parent.is_dir() else ()
+    return [x for x in inside if x.name.startswith(".") == bool(hidden) and x.is_dir() and not x.is_symlink()]
 
 
 def _staging_order(staging: Path) -> int:
@@ -219,13 +186,14 @@ def _staging_order(staging: Path) -> int:
         return 0
 
 
-def _remove_orphan(folder: Path) -> None:
+def _remove_orphan(folder: Path) -> bool:
     try:
         handle = _open(folder)
     except OSError:  # another process has removed it
-        return
+        return True
     try:
-        if try_to_lock(handle):
+        if orphaned := try_to_lock(handle):
             shutil.rmtree(folder, ignore_errors=True)
+        return orphaned
     finally:
         os.close(handle)

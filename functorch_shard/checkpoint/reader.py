@@ -1,0 +1,230 @@
+"""Reads a checkpoint in the format of ``torch.distributed.checkpoint``; nothing in it is executed or trusted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import reject, shown
+from .format import FORMAT, MANIFEST, METADATA, Entry, Value, entries_of
+from .pickles import NotPlainError, parse
+from .regions import first_overlap
+
+_LARGEST = 1 << 30  # bytes of the metadata and of the manifest
+LARGEST_PLAIN = 1 << 28  # bytes of a plain value, and of what a tensor's value has beside its elements
+_ALTERED = (
+    "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
+)
+# Without a manifest the original contents are unknown.
+_UNKNOWN = "The checkpoint is damaged, or was not written as torch.distributed.checkpoint writes it. Load another one."
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A checkpoint whose files are present and have the lengths that its metadata needs.
+
+    ``checks``: checksums by file and start.
+    """
+
+    folder: Path
+    entries: Mapping[str, Entry]
+    checks: Mapping[tuple[str, int], int]
+    digest: str
+
+    @staticmethod
+    def open(folder: Path) -> Reader:
+        """Read manifest and metadata, and verify them against the files; read no values.
+
+        Raises:
+            FileNotFoundError: ``folder`` is not a checkpoint.
+            RuntimeError: files are missing, damaged or links; all of them at once.
+        """
+        if not (folder / METADATA).is_file() and not (folder / MANIFEST).is_file():
+            raise FileNotFoundError(f"{folder}: not a checkpoint: {_contents(folder)}")
+        lengths = _lengths(folder)
+        manifest = _manifest(folder, lengths)
+        raw = _read_plain(folder, METADATA, lengths)
+        digest = hashlib.sha256(raw).hexdigest()
+        if manifest:
+            damaged = [f"{METADATA}: its checksum differs"] if digest != manifest["metadata"] else []
+            damaged += [
+                f"{name}: {_length_text(lengths.get(name))}, expected {nbytes:,} bytes"
+                for name, nbytes in manifest["files"].items()
+                if lengths.get(name) != nbytes
+            ]
+            reject(f"{folder}: damaged", damaged, _ALTERED, RuntimeError)
+        try:
+            entries = entries_of(raw)
+        except RuntimeError as error:
+            raise RuntimeError(f"{folder / METADATA}: {error}") from error
+        problems = [text for name, entry in entries.items() for text in _problems(name, entry, lengths)]
+        advice = _ALTERED if manifest else _UNKNOWN
+        reject(f"{folder}: damaged", sorted({*problems}), advice, RuntimeError)
+        return Reader(folder, entries, manifest.get("checks", {}), manifest.get("digest", digest))
+
+    def tensor(self, name: str, value: Value) -> Tensor:
+        """Read one region of the tensor ``name``, to the CPU; read no other bytes."""
+        entry, x = self.entries[name], self._value(name, value)
+        if not isinstance(x, Tensor) or (x.shape, x.dtype) != (value.region.sizes, entry.dtype):
+            what = f"shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+            raise self._damaged(name, value, f"{what}, expected shape {value.region.sizes}, {entry.dtype}")
+        held = x.untyped_storage().nbytes()
+        if not x.nbytes <= held <= value.nbytes:  # expanded, or a view of more memory than the value has
+            raise self._damaged(name, value, f"a tensor of {x.nbytes:,} bytes in memory of {held:,}")
+        return x
+
+    def whole(self, name: str) -> Tensor:
+        """Read all regions of the tensor ``name`` into one tensor on the CPU."""
+        entry = self.entries[name]
+        missing = prod(entry.shape) - sum(value.region.numel for value in entry.values)
+        problems = [f"{missing} elements are in no file"] * (missing > 0)
+        reject(f"{self.folder}: {name!r}", problems, _ALTERED if self.checks else _UNKNOWN, RuntimeError)
+        x = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for value in entry.values:
+            x[value.region.index] = self.tensor(name, value)
+        return x
+
+    def plain(self, name: str) -> Any:
+        """Read the plain value ``name``."""
+        return self._value(name, self.entries[name].values[0])
+
+    def verify(self) -> list[str]:
+        """Read every byte, and list what is wrong. Values without a checksum are loaded instead."""
+        problems = []
+        for name, entry in self.entries.items():
+            for value in entry.values:
+                try:
+                    if (value.file, value.start) in self.checks:
+                        self._bytes(name, value)
+                    else:
+                        self._value(name, value) if entry.dtype is None else self.tensor(name, value)
+                except (RuntimeError, OSError) as error:
+                    if not isinstance(error.__cause__, NotPlainError):  # intended by the program that wrote it
+                        problems.append(str(error))
+        return problems
+
+    def _value(self, name: str, value: Value) -> Any:
+        raw = self._bytes(name, value)
+        try:
+            return parse(raw)
+        except NotPlainError as error:
+            what = f"not a tensor and not a plain value, and nothing else is loaded: {error}"
+            raise self._damaged(name, value, what, "Load the others without it.") from error
+        except Exception as error:  # arbitrary bytes raise arbitrary errors
+            reason = shown(" ".join(str(error).split())[:100])
+            what = f"not a tensor and not a plain value ({type(error).__name__}: {reason})"
+            raise self._damaged(name, value, what) from error
+
+    def _bytes(self, name: str, value: Value) -> bytes:
+        """Read the bytes of a value, and compare their checksum, if there is one."""
+        with _open_regular(self.folder / value.file) as file:
+            file.seek(value.start)
+            raw = file.read(value.nbytes)
+        expected = self.checks.get((value.file, value.start))
+        if expected is not None and (found := zlib.crc32(raw)) != expected:
+            raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
+        return raw
+
+    def _damaged(self, name: str, value: Value, what: str, unproven: str = _UNKNOWN) -> RuntimeError:
+        where = f"{value.nbytes:,} bytes at {value.start:,}"
+        advice = _ALTERED if self.checks else unproven
+        return RuntimeError(f"{self.folder / value.file}: {name!r}: {where}: {what}. {advice}")
+
+
+def order_of(folder: Path) -> int | None:
+    """The position among the checkpoints of a directory; None without a manifest that can be read."""
+    try:
+        return _manifest(folder, _lengths(folder)).get("order")
+    except (OSError, RuntimeError):
+        return None
+
+
+def _contents(folder: Path) -> str:
+    """What the directory has instead of a checkpoint."""
+    if not folder.is_dir():
+        return "there is no such directory"
+    inside = sorted(x.name for x in folder.iterdir() if (x / METADATA).is_file() and not x.name.startswith("."))
+    latest = f"pass one of them, for example latest({str(folder)!r})"
+    return f"there is no {METADATA}" + (f"; it contains {', '.join(inside[:5])}: {latest}" if inside else "")
+
+
+def _lengths(folder: Path) -> dict[str, int]:
+    """The length of each regular file; -1 for anything else, for example a symbolic link."""
+    found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
+    return {name: stat.st_size if S_ISREG(stat.st_mode) else -1 for name, stat in found.items()}
+
+
+def _length_text(length: int | None) -> str:
+    return "missing" if length is None else "not a regular file" if length < 0 else f"{length:,} bytes"
+
+
+def _open_regular(path: Path) -> Any:
+    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
+
+
+def _read_plain(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
+    length = lengths.get(name)
+    if length is None or not 0 <= length <= _LARGEST:  # a sparse file takes no space for what it claims
+        problem = f"{name}: {_length_text(length)}, expected a regular file of at most {_LARGEST:,} bytes"
+        reject(f"{folder}: damaged", [problem], _ALTERED, RuntimeError)
+    with _open_regular(folder / name) as file:
+        return file.read()
+
+
+def _manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
+    """Read the manifest and verify its form; empty for a checkpoint of another program."""
+    if MANIFEST not in lengths:
+        return {}
+    digest, _, body = _read_plain(folder, MANIFEST, lengths).partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise RuntimeError(f"{folder}: {MANIFEST} is damaged: its digest differs. {_ALTERED}")
+    try:
+        manifest = json.loads(body)
+        if type(version := manifest["format"]) is int and version != FORMAT:
+            raise RuntimeError(f"{folder}: {MANIFEST}: format {version}, this version reads format {FORMAT}")
+        counts = [version, manifest["order"], *manifest["files"].values()]
+        checks = {(file, start): crc for file, rows in manifest["checks"].items() for start, _, crc in rows}
+        counts += [number for (_, start), crc in checks.items() for number in (start, crc)]
+        if not all(type(x) is int and 0 <= x < 2**63 for x in counts) or type(manifest["metadata"]) is not str:
+            raise TypeError
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        text = f"{folder}: {MANIFEST} is not a valid manifest, although its digest matches. {_ALTERED}"
+        raise RuntimeError(text) from error
+    return {**manifest, "checks": checks, "digest": digest.decode()}  # covers all values, by their checksums
+
+
+def _problems(name: str, entry: Entry, lengths: Mapping[str, int]) -> Iterator[str]:
+    """Values outside of their file, and regions outside of their tensor or with elements in common."""
+    wrong = [text for value in entry.values for text in _value_problems(value, entry, lengths)]
+    yield from (f"{name!r}: {text}" for text in wrong)
+    if not wrong and (twice := first_overlap([value.region for value in entry.values])):
+        # Without overlaps, the number of elements tells whether all are present.
+        yield f"{name!r}: {twice[0]} and {twice[1]} have elements in common"
+
+
+def _value_problems(value: Value, entry: Entry, lengths: Mapping[str, int]) -> Iterator[str]:
+    region, shape, file, length = value.region, entry.shape, shown(value.file), lengths.get(value.file, -1)
+    needed = region.numel * entry.dtype.itemsize if entry.dtype else 0
+    if length < 0:
+        yield f"{file}: missing, or not in this folder" if value.file not in lengths else f"{file}: not a regular file"
+    elif value.start + value.nbytes > length:
+        yield f"{file}: {length:,} bytes, expected {value.nbytes:,} at {value.start:,}"
+    elif value.nbytes > needed + LARGEST_PLAIN:  # a sparse file takes no space for what it claims
+        yield f"{file}: {value.nbytes:,} bytes for a value of {needed:,}"
+    if not len(region.offsets) == len(region.sizes) == len(shape):
+        yield f"{region} is not a region of shape {shape}"
+    elif any(at + size > end for at, size, end in zip(region.offsets, region.sizes, shape, strict=True)):
+        yield f"{region} is outside of shape {shape}"
+    elif needed > value.nbytes:  # allocate no more than the file contains
+        yield f"{region} takes {needed:,} bytes, and its value has {value.nbytes:,}"
