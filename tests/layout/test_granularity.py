@@ -14,8 +14,6 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.layout.placing import Size, place
 from functorch_shard.testing import assert_trees_close
-from tests.support.models import awkward, loss_of
-from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 sizes = st.lists(st.tuples(st.integers(0, 120), st.sampled_from([1, 2, 3, 5, 7, 11, 16, 32])), min_size=1, max_size=7)
@@ -37,24 +35,6 @@ def test_no_parameter_is_cut_inside_of_a_granule(pairs: list[tuple[int, int]], s
         ]
         end = offset + numel
     assert end <= shards * shard
-
-
-@given(sizes, st.sampled_from([1, 2, 3, 5, 8]))
-@settings(max_examples=100, deadline=None)
-def test_one_granularity_for_all_aligns_offsets_and_shards(pairs: list[tuple[int, int]], shards: int) -> None:
-    offsets, shard = place([Size(numel, 12) for numel, _ in pairs], shards, 4)
-    assert all(offset % 12 == 0 for offset in offsets)
-    assert shard % 12 == 0
-    least = -(-sum(-(-numel // 12) for numel, _ in pairs) // shards) * 12
-    assert shard == least  # and no parameter is moved: there is no more padding than that
-
-
-def test_rows_of_several_lengths_cost_less_than_a_row_for_each_boundary() -> None:
-    wide, narrow = 11008, 4096  # a block of a language model of 7e9 parameters
-    block = [Size(narrow * narrow, narrow)] * 4 + [Size(wide * narrow, narrow)] * 2 + [Size(narrow * wide, wide)]
-    for ranks in (2, 8, 64):
-        _, shard = place(block, ranks, 4)
-        assert ranks * shard < 1.004 * sum(size.numel for size in block)
 
 
 def tensors() -> dict[str, Tensor]:
@@ -86,41 +66,6 @@ def test_values_come_back_and_padding_is_zero(axes: dict[str, int], choice: int)
     ones = fs.shard({name: torch.ones_like(x) for name, x in tensors().items()}, layout)
     held = sum(float(x.sum()) for x in ones.values()) / dict(layout.axes).get("replicate", 1)
     assert held == sum(x.numel() for x in tensors().values())
-
-
-def trained(mesh: fs.Mesh, granularity: Any) -> fs.Full:
-    model = awkward()
-    layout = fs.plan(model, mesh, granularity=granularity)
-    opt, params = fs.optimizer(torch.optim.AdamW, lr=0.01), fs.shard(model, layout)
-
-    @mesh.spmd
-    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        grads = fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(params)
-        grads, _ = fs.clip_by_global_norm(grads, 0.1)
-        return opt.step(params, grads=grads, state=state)
-
-    state, generator = opt.init(params), torch.Generator().manual_seed(1)
-    for _ in range(3):
-        x = torch.randn(2 * mesh.size, 5, generator=generator, dtype=torch.float64)
-        params, state = step(params, state, *mesh.split((x, x[:, :3])))
-    return fs.gather(params, lazy=False)
-
-
-@pytest.mark.parametrize("ranks", [*simulated(1, 3, {"replicate": 2, "shard": 2}), *gloo(2)], ids=str)
-def test_training_is_that_without_granularity(ranks: Ranks) -> None:
-    for plain, *others in zip(*(ranks.run(trained, choice) for choice in (1, 4, "rows")), strict=True):
-        for other in others:
-            assert_trees_close(other, plain, rtol=1e-12, atol=1e-12)  # norms are added up in another order
-
-
-def test_blocks_of_codes_do_not_depend_on_the_number_of_ranks() -> None:
-    decoded = []
-    for ranks in (2, 3, 5, 8):
-        params = fs.shard(tensors(), fs.plan(tensors(), fs.simulated_mesh(ranks), granularity=8))
-        decoded.append(dict(fs.gather(params, codec=fs.codecs.int8(block=8))))
-    for other in decoded[1:]:
-        assert_trees_close(other, decoded[0], rtol=0, atol=0)
-    assert not torch.equal(decoded[0]["u.a"], tensors()["u.a"])  # they are codes
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -161,12 +106,3 @@ WRONG: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("granularity", "text"), WRONG)
 def test_a_wrong_granularity_is_refused(granularity: Any, text: str) -> None:
     assert text in refused(fs.plan, tensors(), fs.simulated_mesh(2), granularity=granularity)
-
-
-def test_trees_of_other_granularity_are_told_apart() -> None:
-    one, two = (fs.plan({"w": torch.zeros(8)}, fs.simulated_mesh(2), granularity=g) for g in (1, 4))
-    assert one != two
-    params, grads = (fs.shard({"w": torch.ones(8)}, layout) for layout in (one, two))
-    opt = fs.optimizer(torch.optim.SGD, lr=0.1)
-    text = refused(opt.step, params, grads=grads, state=opt.init(params))
-    assert "cut at multiples of 4" in text

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import grad, jvp, vjp, vmap
+from torch.func import grad
 
 import functorch_shard as fs
 from functorch_shard.layout.buffers import Buffer
@@ -91,30 +91,6 @@ def test_the_shards_side_by_side_are_the_packed_buffer(
     assert torch.equal(torch.cat(shards), pack(tensors, buffer))
 
 
-def test_a_shard_owns_its_memory_and_has_no_graph() -> None:
-    tensors = {"a": torch.ones(7, requires_grad=True)}
-    shard = pack_shard(tensors, buffer_of(tensors, 1, 0), 0, CPU)
-    assert not shard.requires_grad
-    shard.zero_()
-    assert tensors["a"].sum() == 7
-
-
-def test_unpack_gives_views() -> None:
-    tensors = tensors_of(SHAPES, torch.float32)
-    buffer = buffer_of(tensors)
-    flat = pack(tensors, buffer)
-    assert all(
-        x.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for x in unpack(flat, buffer).values()
-    )
-
-
-def test_bits_of_nan_are_kept() -> None:
-    tensors = {"a": torch.tensor([float("nan"), -0.0, float("inf")]), "b": torch.tensor(float("-inf"))}
-    back = unpack(pack(tensors, buffer := buffer_of(tensors)), buffer)
-    assert torch.equal(back["a"].view(torch.int32), tensors["a"].view(torch.int32))
-    assert torch.equal(back["b"], tensors["b"])
-
-
 def energy(tensors: dict[str, Tensor]) -> Tensor:
     return sum(((x**3).sum() for x in tensors.values()), torch.zeros((), dtype=torch.float64))
 
@@ -144,13 +120,6 @@ def test_nan_in_padding_does_not_reach_any_value_and_its_gradient_is_zero(
     assert torch.equal(leaf.grad, gradient)
 
 
-def test_nan_in_the_gradient_of_padding_does_not_reach_any_parameter(tensors: dict[str, Tensor]) -> None:
-    buffer = buffer_of(tensors)
-    cotangent = torch.ones(buffer.numel, dtype=torch.float64).masked_fill(padding_of(buffer), float("nan"))
-    (gradient,) = vjp(lambda tensors: pack(tensors, buffer), tensors)[1](cotangent)
-    assert_bitwise(gradient, {name: torch.ones_like(x) for name, x in tensors.items()})
-
-
 def test_both_directions_pass_gradcheck_of_first_and_second_order(tensors: dict[str, Tensor]) -> None:
     buffer = buffer_of(tensors)
     names = list(tensors)
@@ -166,28 +135,3 @@ def test_both_directions_pass_gradcheck_of_first_and_second_order(tensors: dict[
     assert torch.autograd.gradcheck(packed, leaves, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradcheck(unpacked, flat, check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradgradcheck(unpacked, flat)
-
-
-def test_both_directions_map_and_differentiate_forward(tensors: dict[str, Tensor]) -> None:
-    buffer = buffer_of(tensors)
-    double = {name: torch.stack([x, 2 * x], -1) for name, x in tensors.items()}
-    flat = vmap(lambda tensors: pack(tensors, buffer), in_dims=-1)(double)
-    assert torch.equal(flat, torch.stack([pack(tensors, buffer), 2 * pack(tensors, buffer)]))
-    assert_bitwise(vmap(lambda flat: unpack(flat, buffer), out_dims=-1)(flat), double)
-    tangent = jvp(lambda tensors: pack(tensors, buffer), (tensors,), (tensors,))[1]
-    assert torch.equal(tangent, flat[0])
-    assert_bitwise(jvp(lambda flat: unpack(flat, buffer), (flat[0],), (flat[1],))[1], unpack(flat[1], buffer))
-
-
-def test_gradients_mapped_over_samples_are_those_of_each_sample(tensors: dict[str, Tensor]) -> None:
-    buffer = buffer_of(tensors)
-    flat = pack(tensors, buffer)
-    weights = torch.tensor([1.0, 3.0], dtype=torch.float64)
-    rows = vmap(grad(lambda flat, w: w * energy(unpack(flat, buffer))), in_dims=(None, 0))(flat, weights)
-    assert torch.equal(rows, weights[:, None] * (3 * flat**2))
-
-
-def test_one_mapped_parameter_among_plain_ones_packs(tensors: dict[str, Tensor]) -> None:
-    buffer = buffer_of(tensors)
-    rows = vmap(lambda x: pack({**tensors, "p5": x}, buffer))(torch.stack([tensors["p5"], 2 * tensors["p5"]]))
-    assert torch.equal(rows[1], pack({**tensors, "p5": 2 * tensors["p5"]}, buffer))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp
 
 import functorch_shard as fs
 from functorch_shard.layout.precision import divide_factors
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.ranks import Ranks, gloo, rows_of, simulated
-from tests.support.refusals import refused, text_of
+from tests.support.refusals import refused
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 THIRDS = torch.arange(1, 8) / 3  # no bfloat16 holds one of the 3rds
@@ -86,34 +86,6 @@ def test_gradients_are_stored_as_parameters_are_and_summed_in_reduce_dtype(rule:
         assert nbytes == [4 * computed.itemsize, 8 * summed_in.itemsize]
 
 
-def test_one_wide_sum_keeps_what_a_narrow_one_loses_over_copies_too() -> None:
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
-    rows = torch.tensor([[256.0, 0.0], [1.0, 1.0]])
-    for reduce_dtype, total in ((BF16, 258.0), (F32, 258.0)):
-        assert summed(mesh, rows, reduce_dtype) == total
-    rows = torch.tensor([[256.0, 1.0], [256.0, 1.0]])
-    for reduce_dtype, total in ((BF16, 512.0), (F32, 514.0)):  # 256 + 1 over the shards, twice
-        assert summed(mesh, rows, reduce_dtype) == total
-    rows = torch.tensor([[256.0, 0.0], [1.0, 0.0]])
-    for reduce_dtype, total in ((BF16, 256.0), (F32, 257.0)):  # 256 over the shards, and 1
-        assert summed(mesh, rows, reduce_dtype) == total
-
-
-def summed(mesh: fs.Mesh, rows: Tensor, reduce_dtype: torch.dtype) -> float:
-    params, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16, reduce_dtype))[0])
-    return mesh.spmd(grad(loss))(params, frozen, rows)["m/float32"].flatten()[0].item()
-
-
-def test_the_mean_is_taken_of_the_stored_dtype() -> None:
-    mesh = fs.simulated_mesh(3)
-    params, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16), reduction="mean")[0])
-    grads = mesh.spmd(grad(loss))(params, frozen, torch.tensor([1.0, 1.0, 2.0]))
-    assert torch.equal(grads["m/float32"].flatten()[:7], torch.full((7,), 4.0) / 3)
-
-
-EIGHT = [{"shard": 8}, {"replicate": 8}, {"replicate": 2, "shard": 4}]
-
-
 def by_everybody(layout: fs.Layout, rows: Tensor) -> dict[str, Tensor]:
     """The gradient of ``w . rows``, different on every rank: by hand, and as anybody differentiates."""
     mesh = layout.mesh
@@ -133,19 +105,6 @@ def by_everybody(layout: fs.Layout, rows: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("axes", EIGHT, ids=str)
-@pytest.mark.parametrize("reduce_dtype", [None, F32])
-def test_a_mean_of_float16_that_fits_does_not_overflow(reduce_dtype: torch.dtype | None, axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh({"shard": 1, **axes})
-    layout = fs.plan(
-        {"w": torch.zeros(8, dtype=F16)}, mesh, precision=fs.MixedPrecision(reduce_dtype=reduce_dtype), align_bytes=0
-    )
-    rows = torch.full((*mesh.axes.values(), 8), 16384.0, dtype=F16)  # whose multiples float16 has, up to the largest
-    for who, result in by_everybody(layout, rows).items():
-        assert result.dtype == F16, who
-        assert (result == 16384.0).all(), who
-
-
 @pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 3}, {"replicate": 3, "shard": 5}], ids=str)
 def test_a_mean_of_bfloat16_is_rounded_once(axes: dict[str, int]) -> None:
     """Of sums in float32. A sum rounded before it is divided differs in about one element of seven."""
@@ -162,22 +121,6 @@ def test_a_mean_of_bfloat16_is_rounded_once(axes: dict[str, int]) -> None:
     for who, result in by_everybody(layout, rows).items():
         whole = result.select(list(mesh.axes).index("replicate"), 0) if "replicate" in mesh.axes else result
         assert torch.equal(whole.flatten(), expected), who
-
-
-def test_gradients_by_hand_are_summed_in_reduce_dtype() -> None:
-    mesh = fs.simulated_mesh(2)
-    rows = torch.tensor([[256.0], [1.0]])
-    for given, reduce_dtype, total in (
-        (F32, BF16, 256.0),
-        (BF16, F32, 257.0),
-        (BF16, None, 256.0),
-        (F32, None, 257.0),  # what is given in float32 is summed in it
-    ):
-        values = {"w": torch.zeros(1)}
-        layout = fs.plan(values, mesh, precision=fs.MixedPrecision(None, reduce_dtype), reduction="sum")
-        grads = fs.scatter_grads({"w": rows.to(given)}, layout)
-        assert grads["(root)"].dtype == F32
-        assert grads["(root)"].flatten()[0] == total
 
 
 COMPLEX = {"z": torch.tensor([1 / 3 + 2j, 3 - 1j / 3, 1j], dtype=torch.complex64)}
@@ -232,18 +175,6 @@ def test_tangents_are_gathered_in_the_dtype_of_parameters(rule: str) -> None:
     part, frozen = fs.partition(planned(mesh, precision)[0])
     tangent = jvp(lambda p: mesh.spmd(lambda p, f: fs.gather(p, f)["m.w"])(p, frozen)[0], (part,), (part,))[1]
     assert torch.equal(tangent, THIRDS.to(computed))
-
-
-@every_rule
-def test_per_sample_gradients_are_those_of_each_sample(rule: str) -> None:
-    precision, computed, _ = RULES[rule]
-    mesh = fs.simulated_mesh(2)
-    part, frozen = fs.partition(planned(mesh, precision)[0])
-    rows = torch.tensor([[256.0, 3.0, -7.5], [1.0, 1 / 3, 100.0]]).to(computed)
-    mapped = mesh.spmd(vmap(grad(loss), (None, None, 0)))(part, frozen, rows)["m/float32"]
-    for i in range(3):
-        alone = mesh.spmd(grad(loss))(part, frozen, rows[:, i])["m/float32"]
-        assert torch.equal(mapped[:, i], alone)
 
 
 def test_float16_sums_are_divided_before_and_after_as_fully_shard_does_it() -> None:
@@ -306,61 +237,4 @@ def test_a_dtype_that_is_not_floating_point_is_refused(case: str, name: str) -> 
     assert text == f"TypeError: MixedPrecision: {name}: got {WRONG[case]!r}, expected a floating-point dtype or None"
 
 
-@pytest.mark.parametrize("name", ["cast_forward_inputs", "keep_low_precision_grads"])
-def test_what_is_neither_true_nor_false_is_refused(name: str) -> None:
-    text = refused(fs.MixedPrecision, **{name: torch.bfloat16})
-    assert text == f"TypeError: MixedPrecision: {name}: got torch.bfloat16, expected True or False"
-
-
-def test_gather_refuses_to_cast_to_a_dtype_that_is_not_floating_point() -> None:
-    params, _ = planned(fs.simulated_mesh(2), None)
-    assert refused(fs.gather, params, dtype=torch.int8) == (
-        "TypeError: gather: dtype: got torch.int8, expected a floating-point dtype to compute in, or None"
-    )
-
-
-def test_parts_of_different_precision_do_not_gather_together() -> None:
-    mesh = fs.simulated_mesh(2)
-    part, _ = fs.partition(planned(mesh, None)[0])
-    _, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16))[0])
-    expected = "unit 'm': MixedPrecision() in the first tree, MixedPrecision(param_dtype=torch.bfloat16) in another"
-    assert expected in refused(fs.gather, part, frozen)
-
-
 # What rank 0 plans with, what rank 1 does, and how each is reported.
-DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "param_dtype": (
-        {},
-        {"precision": fs.MixedPrecision(BF16)},
-        "unit '(root)': MixedPrecision()",
-        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16)",
-    ),
-    "reduce_dtype": (
-        {"precision": fs.MixedPrecision(BF16, F64)},
-        {"precision": lambda unit: fs.MixedPrecision(BF16, F32)},
-        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)",
-        "unit '(root)': MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
-    ),
-    "reshard_after_forward": (
-        {},
-        {"reshard_after_forward": False},
-        "reshard_after_forward=True",
-        "reshard_after_forward=False",
-    ),
-}
-
-
-def different_plans(mesh: fs.Mesh) -> list[str]:
-    cases = [case[:2][mesh.rank] for case in DIFFERENT.values()]
-    return [text_of(fs.plan, {"w": torch.zeros(3)}, mesh, **options) for options in cases]
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_ranks_that_plan_another_precision_are_reported_on_every_rank(ranks: Ranks) -> None:
-    for reported in ranks.run(different_plans):
-        for text, (*_, first, second) in zip(reported, DIFFERENT.values(), strict=True):
-            assert text.splitlines()[:3] == [
-                "RuntimeError: plan: the ranks disagree. First difference:",
-                f"  rank 0: {first}",
-                f"  rank 1: {second}",
-            ]

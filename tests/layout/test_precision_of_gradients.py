@@ -12,7 +12,7 @@ from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import HYBRID, Ranks, gloo, rows_of
+from tests.support.ranks import Ranks, gloo, rows_of
 from tests.support.refusals import refused
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -95,12 +95,6 @@ def test_lazy_and_plain_gathers_give_bitwise_what_simulated_ranks_do(ranks: Rank
     assert_bitwise_simulated(ranks, dict.fromkeys(POLICIES, lazy))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)
-def test_with_copies_too_every_second_policy_at_once(ranks: Ranks) -> None:
-    assert_bitwise_simulated(ranks, {name: (None, False)[i % 2] for i, name in enumerate(POLICIES)})
-
-
 THIRDS = torch.arange(1, 8) / 3  # no bfloat16 holds one of the 3rds
 
 
@@ -174,28 +168,3 @@ def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
     assert_trees_close(fs.accumulate(some, fs.Full(dict.fromkeys(values), layout)), some, rtol=0, atol=0)
     for wrong in ((None, dict(first)), (dict(first), first), (fs.shard(values, layout), first)):
         assert refused(fs.accumulate, *wrong).startswith("TypeError: accumulate: ")
-
-
-def test_full_gradients_are_added_by_name_whatever_their_layouts() -> None:
-    values, mesh = {"a.w": torch.zeros(3), "b.w": torch.zeros(2)}, fs.simulated_mesh(2)
-    one, other = (fs.plan(values, mesh, units=units) for units in ("auto", 1 << 20))
-    assert one != other
-    ones = {name: torch.ones_like(x) for name, x in values.items()}
-    total = fs.accumulate(fs.Full(ones, one), fs.Full(ones, other))
-    assert_trees_close(total, {name: 2 * x for name, x in ones.items()})
-    assert total.layout is other
-
-
-def test_sharded_gradients_are_added_in_their_dtypes() -> None:
-    mesh = fs.simulated_mesh(2)
-    values = {"a.w": torch.zeros(3, dtype=BF16), "b.w": torch.zeros(3)}
-    layout = fs.plan(values, mesh, precision=fs.MixedPrecision(BF16, F32))
-    one = fs.shard({name: torch.ones_like(x) for name, x in values.items()}, layout)
-    none = fs.Sharded(dict.fromkeys(one), layout)
-    total = fs.accumulate(fs.accumulate(fs.accumulate(None, one), none), one)
-    assert {key: x.dtype for key, x in total.items()} == {key: x.dtype for key, x in one.items()}
-    assert_trees_close(total, fs.Sharded({key: 2 * x for key, x in one.items()}, layout))
-    assert_trees_close(fs.accumulate(none, none), none)
-    assert fs.accumulate(None, one)["a"] is not one["a"]
-    other = fs.shard(values, fs.plan(values, mesh, labels={"b.w": "x"}))
-    assert refused(fs.accumulate, other, one).startswith("ValueError: accumulate: total and grads have different layou")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,14 +20,11 @@ from functorch_shard.layout.schedule import (
     Op,
     ReduceScatter,
     Schedule,
-    one_communication_each,
-    up_to_communication,
 )
 from functorch_shard.sharding.data_parallel import gathered, within
 
 some_laws = settings(max_examples=60, deadline=None)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-floats = st.sampled_from(FLOATS)
 maybe = st.sampled_from([None, *FLOATS])
 policies = st.builds(fs.MixedPrecision, param_dtype=maybe, reduce_dtype=maybe, keep_low_precision_grads=st.booleans())
 axes = st.fixed_dictionaries({"replicate": st.integers(1, 3), "shard": st.integers(1, 4)})
@@ -111,14 +106,6 @@ def test_within_is_a_sum_and_across_divides_by_the_number_of_ranks(planned: tupl
 
 @given(schedules)
 @some_laws
-def test_every_rank_that_has_other_numbers_is_summed_over_once(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
-    layout, _, plan = planned
-    summed = [op.axis for op in communications(plan.reduce) if isinstance(op, (ReduceScatter, AllReduce))]
-    assert sorted(summed) == sorted(name for name, size in layout.axes if size > 1)
-
-
-@given(schedules)
-@some_laws
 def test_sums_are_made_in_the_dtype_to_reduce_in_and_divided_in_one_that_loses_nothing(
     planned: tuple[fs.Layout, Buffer, Schedule],
 ) -> None:
@@ -133,37 +120,6 @@ def test_sums_are_made_in_the_dtype_to_reduce_in_and_divided_in_one_that_loses_n
     assert torch.promote_types(plan.dtypes.carried, plan.dtypes.reduced) == plan.dtypes.carried
 
 
-@given(schedules)
-@some_laws
-def test_pieces_of_one_communication_each_are_the_whole_and_each_casts_by_itself(
-    planned: tuple[fs.Layout, Buffer, Schedule],
-) -> None:
-    _, _, plan = planned
-    pieces = one_communication_each(plan.across)
-    assert tuple(op for piece in pieces for op in piece) == plan.across
-    for piece in pieces:
-        before, op, _ = up_to_communication(piece)
-        assert len(communications(piece)) <= 1
-        assert op is None or Cast(plan.dtypes.reduced) in before
-
-
-@given(schedules)
-@some_laws
-def test_nothing_in_a_schedule_does_nothing(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
-    layout, _, plan = planned
-    for ops in (plan.gather, plan.reduce):
-        assert Divide(1) not in ops
-        assert all(layout.axis_size(op.axis) > 1 for op in ops if isinstance(op, Communication))
-
-
-def test_a_schedule_is_made_once_for_each_dtype_of_a_layout() -> None:
-    layout, buffer, plan = planned(torch.float32, fs.MixedPrecision(), {"shard": 2}, "mean")
-    assert layout.schedule(buffer) is plan
-    assert layout.schedule(buffer, torch.bfloat16) is layout.schedule(buffer, torch.bfloat16)
-    assert layout.schedule(buffer, torch.bfloat16) != plan
-    assert replace(layout, reduction="sum").schedule(buffer) != plan
-
-
 def test_a_schedule_reads_as_the_note_says() -> None:
     policy = fs.MixedPrecision(torch.bfloat16, torch.float16)
     _, _, plan = planned(torch.float32, policy, {"replicate": 2, "shard": 2}, "mean")
@@ -171,9 +127,3 @@ def test_a_schedule_reads_as_the_note_says() -> None:
     assert plan.gather == (Cast(bf16), AllGather("shard"))
     assert plan.within == (Cast(f16), Divide(2), ReduceScatter("shard"), Cast(f32), Divide(0.5))
     assert plan.across == (Divide(2), Cast(f16), AllReduce("replicate"), Cast(f32), Divide(2))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_integers_are_gathered_as_they_are(dtype: torch.dtype) -> None:
-    _, _, plan = planned(dtype, fs.MixedPrecision(torch.bfloat16, torch.float16), {"shard": 2}, "mean")
-    assert plan.gather == (Cast(dtype), AllGather("shard"))

@@ -13,7 +13,6 @@ from torch.utils import _pytree as torch_pytree
 
 import functorch_shard as fs
 from tests.support.models import two_layers
-from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
 MESHES = [fs.init_mesh(), fs.simulated_mesh(2)]
@@ -73,31 +72,6 @@ def test_a_parameter_of_a_tensor_subclass_is_named(mesh: fs.Mesh) -> None:
     packed = {"w": Packed(torch.ones(3, dtype=torch.uint8), requires_grad=False), "b": nn.Parameter(torch.ones(2))}
     assert "'w': a Packed, which is a tensor subclass" in refused(fs.plan, packed, mesh)
     fs.shard({"w": Tagged(torch.ones(3))}, fs.plan({"w": Tagged(torch.ones(3))}, mesh))
-
-
-@on_meshes
-def test_a_model_that_is_quantized_after_it_was_planned_is_named(mesh: fs.Mesh) -> None:
-    layout = fs.plan(two_layers((4, 4, 3)), mesh)
-    for said in (
-        refused(fs.shard, quantized(), layout),
-        refused(fs.shard, dict(quantized().named_parameters()), layout),
-    ):
-        assert said.startswith("ValueError: shard: 1 problem\n  '0.weight': a Quantized, which is a tensor subclass")
-
-
-@on_meshes
-def test_the_plain_parameters_of_such_a_model_train_as_the_error_suggests(mesh: fs.Mesh) -> None:
-    model, x = quantized(), torch.randn(4, 4)
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    params = fs.shard(trainable, fs.plan(trainable, mesh))
-
-    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
-        return functional_call(model, fs.gather(params), (x,)).square().mean()
-
-    grads = fs.gather(mesh.spmd(fs.grad(loss))(params, mesh.split(x)), lazy=False)
-    expected = torch.autograd.grad(model(x).square().mean(), list(trainable.values()))
-    for actual, wanted in zip(grads.values(), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
 
 
 @on_meshes
@@ -174,23 +148,3 @@ def test_a_sparse_gradient_of_a_lazy_parameter_is_refused_by_name(differentiate:
     assert said.endswith("Pass sparse=False.")
     grads = {"rows": torch.eye(9, 3).to_sparse(), "scale": torch.ones(3)}
     assert "'rows': got layout torch.sparse_coo, expected a dense tensor" in refused(fs.scatter_grads, grads, layout)
-
-
-def refused_on_this_rank(mesh: fs.Mesh) -> str:
-    values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
-    return refused(fs.grad(_of_rows), fs.shard(values, fs.plan(values, mesh)))
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_a_sparse_gradient_is_refused_by_name_on_every_rank(ranks: Ranks) -> None:
-    assert len(set(ranks.run(refused_on_this_rank))) == 1
-    assert ranks.run(refused_on_this_rank)[0].startswith("ValueError: gather: the gradient of 'rows' is sparse")
-
-
-def test_all_kinds_of_problems_come_in_one_error() -> None:
-    model: Any = quantized()
-    model[2].weight.register_hook(lambda grad: grad)
-    model.append(nn.Embedding(2, 2, sparse=True))
-    said = refused(fs.plan, model, MESHES[0], align_bytes=-1)
-    assert said.startswith("ValueError: plan: 4 problems\n")
-    assert said.endswith("Build the model with sparse=False. Nothing was planned.")

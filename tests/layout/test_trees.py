@@ -13,12 +13,12 @@ import optree
 import pytest
 import torch
 import torch.utils._cxx_pytree as cxx_pytree
-from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, jvp, linearize, vjp, vmap
+from torch import nn
+from torch.func import functional_call
 from torch.utils import _pytree as torch_pytree
 
 import functorch_shard as fs
-from functorch_shard.layout.trees import map_items, take_tensors
+from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close
 
 MESH = fs.simulated_mesh(3)
@@ -96,16 +96,6 @@ def test_tree_map_combines_two_trees_of_one_layout(make: Callable[[], Any]) -> N
 
 
 @both
-def test_tree_map_refuses_trees_of_two_layouts(make: Callable[[], Any]) -> None:
-    tree = make()
-    other = type(tree)(tree, fs.plan(model(), MESH, reduction="sum"))
-    with pytest.raises(ValueError, match="Layout"):
-        optree.tree_map(torch.add, tree, other)
-    with pytest.raises(ValueError, match=r"(?i)mismatch"):
-        torch_pytree.tree_map(torch.add, tree, other)
-
-
-@both
 def test_copies_and_pickles_keep_every_field(make: Callable[[], Any]) -> None:
     tree = make()
     for back in (copy.deepcopy(tree), pickle.loads(pickle.dumps(tree))):
@@ -139,13 +129,6 @@ def test_a_full_that_torch_saved_is_a_state_dict_for_everybody() -> None:
 
 
 @both
-def test_a_tied_leaf_stays_one_leaf_in_a_deep_copy(make: Callable[[], Any]) -> None:
-    x = torch.zeros(3)
-    pair = copy.deepcopy([make(), type(make())({"x": x, "y": x}, make().layout)])
-    assert pair[1]["x"] is pair[1]["y"]
-
-
-@both
 @pytest.mark.parametrize(
     "leaf", [None, object(), "text", torch.zeros(2, 3, 4)], ids=["None", "object", "str", "tensor"]
 )
@@ -158,44 +141,6 @@ def test_unflattening_never_validates(make: Callable[[], Any], leaf: Any) -> Non
         assert type(back) is type(tree)
         assert list(back.values()) == leaves
         assert back.layout is tree.layout
-
-
-def energy(tree: Any) -> Tensor:
-    return sum(((x**3).sum() for x in tree.values()), torch.zeros(()))
-
-
-@both
-def test_grad_and_vjp_return_a_tree_of_the_same_layout(make: Callable[[], Any]) -> None:
-    tree = make()
-    expected = map_items(lambda key, x: 3 * x**2, tree)
-    assert_same(grad(energy)(tree), expected)
-    assert_same(grad_and_value(energy)(tree)[0], expected)
-    assert_same(vjp(energy, tree)[1](torch.ones(()))[0], expected)
-
-
-@both
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # linearize says it of any closed-over tensor
-def test_jvp_and_linearize_take_and_return_trees(make: Callable[[], Any]) -> None:
-    tree, tangent = make(), map_items(lambda key, x: x + 1, make())
-    expected = map_items(lambda key, x: 3 * x**2 * (x + 1), tree)
-
-    def cube(tree: Any) -> Any:
-        return map_items(lambda key, x: x**3, tree)
-
-    assert_same(jvp(cube, (tree,), (tangent,))[1], expected)
-    assert_same(linearize(cube, tree)[1](tangent), expected)
-
-
-@both
-def test_vmap_maps_over_leaves_and_takes_a_tree_of_in_dims(make: Callable[[], Any]) -> None:
-    tree = make()
-    stacked = map_items(lambda key, x: torch.stack([x, 2 * x]), tree)
-    expected = map_items(lambda key, x: torch.stack([3 * x**2, 12 * x**2]), tree)
-    assert_same(vmap(grad(energy))(stacked), expected)
-    dims = map_items(lambda key, x: 0, tree)
-    assert_same(
-        vmap(grad(energy), in_dims=(dims,), out_dims=-1)(stacked), map_items(lambda k, x: x.movedim(0, -1), expected)
-    )
 
 
 def test_full_is_a_dict_that_functional_call_accepts() -> None:
@@ -215,36 +160,3 @@ def test_sharded_is_a_mapping_that_cannot_be_assigned_to() -> None:
         tree["z"] = torch.zeros(1)  # pyright: ignore[reportIndexIssue]
     with pytest.raises(KeyError, match="'y'"):
         tree["y"]
-
-
-def test_take_tensors_leaves_everything_else_in_the_tree() -> None:
-    params = sharded()
-    tree = {"params": params, "lr": 0.1, "none": None, "fn": torch.relu, "list": [torch.ones(2), ()]}
-    tensors, put_back = take_tensors(tree)
-    assert len(tensors) == len(params) + 1
-    back = put_back(x + 1 for x in tensors)
-    assert_same(back["params"], map_items(lambda key, x: x + 1, params))
-    assert (back["lr"], back["none"], back["fn"], back["list"][1]) == (0.1, None, torch.relu, ())
-    assert back["list"][0].tolist() == [2, 2]
-
-
-def test_reprs_are_tables_without_values() -> None:
-    assert repr(sharded()) == SHARDED
-    assert repr(map_items(lambda key, x: None if "bias" in key else x, full())) == FULL
-
-
-SHARDED = """\
-Sharded of Layout(2 units, 4 parameters, 26 elements, shard=3)
-buffer      shape  dtype
---------------------------
-z           (5,)   float32
-z/no_decay  (2,)   float32
-a           (2,)   float32"""
-FULL = """\
-Full of Layout(2 units, 4 parameters, 26 elements, shard=3)
-parameter  shape     dtype
-----------------------------
-z.weight   (5, 3)    float32
-z.bias     NoneType
-a.weight   (1, 5)    float32
-a.bias     NoneType"""

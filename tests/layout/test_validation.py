@@ -59,10 +59,3 @@ def test_a_tied_name_is_checked_like_any_other(what: str) -> None:
     with pytest.raises(ValueError, match="shard: 1 problem") as error:
         fs.shard({"a": x, "b": wrong}, layout)
     assert str(error.value).splitlines()[1] == f"  {problem}"
-
-
-def test_a_tied_name_may_be_given_or_left_out() -> None:
-    x = torch.arange(3.0)
-    layout = fs.plan({"a": x, "b": x}, MESH)
-    for source in ({"a": x}, {"a": x, "b": x}, {"a": x, "b": x.clone()}):
-        assert fs.gather(fs.shard(source, layout))["a"].tolist() == [0, 1, 2]

@@ -17,7 +17,6 @@ import functorch_shard as fs
 from functorch_shard.sharding import gathered_units as prefetch
 from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
 from functorch_shard.sharding.prefetch_policy import expected_order, small_units
-from tests.support.models import awkward, loss_of
 
 some_laws = settings(max_examples=100, deadline=None)
 
@@ -75,24 +74,11 @@ def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:
     assert Units(7, 7, 7, 7).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
 
 
-def test_nothing_is_fetched_before_the_first_use() -> None:
-    assert Units(7, 7, 7).whole() == []
-
-
 def test_a_second_forward_fetches_what_followed_the_last_time() -> None:
     units = Units(7, 7, 7, 7)
     assert units.use(0, 2, 1, 3) == [[0, 1], [1, 2], [1, 2], [1, 3]]  # only the first guess, which is wrong
     assert units.use(0, 2, 1, 3) == [[0, 3], [1, 2], [1, 3], [0, 3]]
     assert units.use(0, 2, 1, 3) == [[0, 2], [1, 2], [1, 3], [0, 3]]  # the first follows the last
-
-
-def test_what_followed_is_what_followed_last_behind_the_same_unit() -> None:
-    units = Units(7, 7, 7, 7)
-    units.use(0, 1, 0, 2, 3)
-    assert units.use(0, 1) == [[0, 3], [0, 1]]  # never seen behind 3
-    assert units.use(0) == [[0, 2]]
-    units.use(3, 0)
-    assert units.whole() == [0, 1]
 
 
 def rooted(*names: str) -> Units:
@@ -134,16 +120,6 @@ def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() ->
     assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3]
 
 
-def test_small_units_are_left_out_of_what_is_expected() -> None:
-    assert expected_order(layout_of([64, 3, 64, 4]), frozenset({1, 3})) == [0, 2]
-
-
-def test_a_unit_that_is_used_again_at_once_is_not_fetched_again() -> None:
-    with fetches() as seen:
-        Units(7, 7, 7).use(0, 0, 1, 1, 0, 0)
-    assert seen == [0, 1, 2, 0]
-
-
 def test_each_unit_is_fetched_once_in_forward_and_all_but_the_last_two_again_in_backward() -> None:
     units = Units(7, 7, 7, 7, 7)
     with fetches() as seen:
@@ -152,13 +128,6 @@ def test_each_unit_is_fetched_once_in_forward_and_all_but_the_last_two_again_in_
         with backward():
             assert units.use(4, 3, 2, 1) == [[3, 4], [2, 3], [1, 2], [1, 2]]
     assert seen == [0, 1, 2, 3, 4, 2, 1]
-
-
-def test_backward_asks_for_the_first_unit_only_when_it_is_used() -> None:
-    units = Units(7, 7, 7)
-    units.use(0, 1, 2)
-    with backward():
-        assert units.use(2, 1, 0) == [[1, 2], [1, 2], [0, 1]]
 
 
 def test_backward_goes_on_in_the_direction_of_travel_and_turns() -> None:
@@ -176,37 +145,6 @@ def test_backward_follows_the_order_of_use_and_not_of_the_layout() -> None:
         assert units.use(2, 0, 1, 3) == [[0, 2], [0, 1], [0, 1], [1, 3]]
 
 
-def test_backward_walks_over_a_unit_that_was_used_twice() -> None:
-    units = Units(7, 7, 7)
-    units.use(0, 1, 0, 2)
-    with backward():
-        assert units.use(2, 0, 1, 0) == [[0, 2], [0, 1], [0, 1], [0, 1]]
-
-
-def test_each_backward_pass_starts_from_the_end() -> None:
-    units = Units(7, 7, 7, 7)
-    units.use(0, 1, 2, 3)
-    for number in (1, 2):
-        with backward(number):
-            assert units.use(3, 2, 1)[:2] == [[2, 3], [1, 2]]
-
-
-def test_backward_fetches_a_unit_that_forward_never_used() -> None:
-    units = Units(7, 7, 7)
-    units.use(0, 1)
-    with backward():
-        assert units.use(2)[-1][-1] == 2
-
-
-def test_without_grad_nothing_is_remembered_for_backward() -> None:
-    units = Units(7, 7, 7, 7)
-    with torch.no_grad():
-        units.use(0, 1, 2, 3)
-    with backward():
-        assert units.use(3) == [[2, 3]]  # where they were
-        assert units.use(1) == [[1, 3]]  # and 0 is not guessed
-
-
 def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
     units = Units(7, 7, 7)
     units.use(0, 1, 2)
@@ -215,19 +153,6 @@ def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
     units.leave(2)
     assert units.whole() == [1]
     assert units.use(2) == [[1, 2]]
-
-
-def test_what_backward_is_done_with_is_not_fetched_ahead_with_its_frozen_neighbours() -> None:
-    units = Units(7, 7, 7)
-    units.use(0, 1, 2, 1)
-    with backward(1):
-        units.use(1)
-        units.leave(1)
-        assert units.use(2) == [[2]]  # before it in forward was 1 again
-        assert units.use(1) == [[1, 2]]  # a use gathers it all the same
-    with backward(2):
-        units.use(1)
-        assert units.use(2) == [[1, 2]]
 
 
 def test_units_that_stay_are_fetched_once() -> None:
@@ -271,12 +196,6 @@ def test_a_small_unit_that_every_block_uses_stays_and_pushes_nothing_out() -> No
     assert whole[8:] == [[1, 3, 4], [1, 3, 4], [1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
 
 
-def test_small_units_are_fetched_with_the_large_one_behind_them() -> None:
-    with fetches() as seen:
-        assert Units(64, 3, 2, 64).use(0) == [[0, 1, 2, 3]]
-    assert seen == [0, 1, 2, 3]
-
-
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 3, 64, 60]), min_size=1, max_size=6),
     uses=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, None, 1, 2]), st.booleans()), max_size=30),
@@ -297,31 +216,6 @@ def test_no_order_of_use_makes_more_than_two_large_units_whole(
             assert unit % len(sizes) not in units.whole()
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=10))
-@some_laws
-def test_a_forward_that_was_repeated_knows_what_follows_wherever_two_units_in_a_row_tell(order: list[int]) -> None:
-    cycle = [unit for i, unit in enumerate(order) if unit != order[i - 1]]
-    steps = list(zip([*cycle[-1:], *cycle], cycle, [*cycle[1:], *cycle[:1]], strict=False))
-    units = Units(7, 7, 7, 7, 7)
-    units.use(*cycle, *cycle)
-    for before, now, after in steps:
-        (whole,) = units.use(now)
-        assert after in whole or len({c for a, b, c in steps if (a, b) == (before, now)}) > 1
-
-
-def test_a_tangent_is_fetched_when_it_is_asked_for() -> None:
-    units = Units(7, 7, 7, 7, 7)
-    part = units.buffers[1].part
-    tangent = units.session.add(part, [torch.ones(7)])
-    units.use(0)
-    assert units.whole() == [0, 1]
-    assert tangent.flats is None
-    assert tangent._works is None
-    assert torch.equal(units.session.data(tangent, 0), torch.ones(7))
-    units.use(3)
-    assert tangent.flats is None
-
-
 def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
     params = fs.shard({f"u{i}.w": torch.ones(7) for i in range(4)}, layout_of([7] * 4))
     before_use: list[list[int]] = []
@@ -336,18 +230,3 @@ def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
     assert result == (28, 28)
     assert before_use == [[]]
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def lazy_and_plain() -> list[dict[str, Tensor]]:
-    model = awkward()
-    params, frozen = fs.partition(fs.shard(model, fs.plan(model, fs.init_mesh())))
-    x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    return [
-        dict(torch.func.grad(lambda p, lazy=lazy: loss_of(model, fs.gather(p, frozen, lazy=lazy), x, y))(params))
-        for lazy in (True, False)
-    ]
-
-
-def test_one_rank_alone_can_be_lazy_and_has_the_same_gradients() -> None:
-    lazy, plain = lazy_and_plain()
-    fs.testing.assert_trees_close(lazy, plain, rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import optree
@@ -54,14 +53,6 @@ def test_shard_and_gather_invert_each_other_bitwise(
     assert all(torch.equal(again[key], params[key]) for key in params)
     inside = mesh.spmd(fs.gather)(params)
     assert all(torch.equal(row, tree[name]) for name in tree for row in inside[name].flatten(0, len(axes) - 1))
-
-
-@settings(max_examples=40, deadline=None)
-@given(tree=trees(), num_ranks=st.sampled_from(RANKS))
-def test_packed_shards_have_the_smallest_equal_size(tree: dict[str, Tensor], num_ranks: int) -> None:
-    params = fs.shard(tree, fs.plan(tree, fs.simulated_mesh(num_ranks), align_bytes=0))
-    for key, buffer in params.layout.buffers.items():
-        assert params[key].shape == (num_ranks, math.ceil(sum(slot.numel for slot in buffer.slots) / num_ranks))
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -148,16 +139,6 @@ def test_scatter_grads_outside_spmd_takes_the_gradients_of_all_ranks() -> None:
     assert_trees_close(fs.scatter_grads({"fc.w": rows}, layout), expected)
 
 
-def test_a_missing_gradient_is_zeros_and_the_stored_dtype_comes_back() -> None:
-    mesh, model = fs.simulated_mesh(2), two_layers()
-    layout = fs.plan(model, mesh)
-    full = {name: torch.ones(2, *p.shape, dtype=torch.bfloat16) for name, p in model.named_parameters()}
-    grads = mesh.spmd(lambda g: fs.scatter_grads({**g, "0.bias": None, "2.bias": None, "2.weight": None}, layout))(full)
-    assert {x.dtype for x in grads.values()} == {torch.float32}
-    assert not grads["2"].any()
-    assert grads["0"].sum() == 35
-
-
 def test_gathering_in_another_dtype_casts_before_it_sends_and_returns_stored_gradients() -> None:
     mesh, model = fs.simulated_mesh(2), awkward()
     params = fs.shard(model, fs.plan(model, mesh))
@@ -191,15 +172,6 @@ def test_partition_spends_nothing_on_the_frozen_half() -> None:
     assert both.layout == params.layout
     assert list(both) == [name for name, _ in model.named_parameters()]
     assert both.layout == fs.gather(frozen, trainable).layout
-
-
-def test_an_edited_full_keeps_its_layout_and_can_be_sharded_again() -> None:
-    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
-    full = fs.gather(params)
-    edited = full | {"0.bias": torch.ones(7)}
-    assert full.copy().layout is edited.layout is full.layout
-    again = fs.gather(fs.shard(edited, edited.layout))
-    assert_trees_close(dict(again), {**full, "0.bias": torch.ones(7)}, rtol=0, atol=0)
 
 
 def test_halves_of_a_tree_know_only_their_own_ties() -> None:
@@ -247,20 +219,6 @@ def test_a_mesh_axis_that_nothing_reduces_over_is_refused() -> None:
     assert fs.plan(two_layers(), mesh, replicate_axis="dp").num_ranks == 4
 
 
-def test_gathering_in_an_integer_dtype_is_refused() -> None:
-    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
-    assert "expected a floating-point dtype" in refused(fs.gather, params, dtype=torch.int32)
-
-
-def test_materialized_tensors_own_their_memory() -> None:
-    params = fs.shard(two_layers(), fs.plan(two_layers(), fs.simulated_mesh(2)))
-    full = fs.gather(params)
-    owned = fs.materialize(full)
-    assert_trees_close(owned, full, rtol=0, atol=0)
-    assert isinstance(owned, fs.Full)
-    assert all(x.untyped_storage().nbytes() == x.numel() * 4 and x.is_contiguous() for x in owned.values())
-
-
 def test_one_rank_needs_no_process_group_and_no_collective() -> None:
     mesh, model = fs.init_mesh(), awkward()
     params = fs.shard(model, fs.plan(model, mesh))
@@ -288,29 +246,6 @@ def test_shard_lists_every_parameter_that_does_not_fit() -> None:
     assert text.endswith("Shard the model that the layout was planned from, or plan a layout for this one.")
 
 
-def test_shard_refuses_what_has_no_values_or_is_sharded_already() -> None:
-    mesh = fs.simulated_mesh(2)
-    with torch.device("meta"):
-        model = two_layers()
-    layout = fs.plan(model, mesh)
-    assert "'0.weight': on the meta device, without values" in refused(fs.shard, model, layout)
-    params = fs.shard(two_layers(), layout)
-    assert "TypeError: source: got a Sharded" in refused(fs.shard, params, layout)
-    assert "expected a Layout from plan()" in refused(fs.shard, two_layers(), {"w": 1})
-
-
-def test_parameters_that_are_passed_for_their_layout_are_refused() -> None:
-    params = fs.shard({"w": torch.zeros(3)}, fs.plan({"w": torch.zeros(3)}, fs.simulated_mesh(2)))
-    grads = {"w": torch.zeros(2, 3)}
-    for text in (
-        refused(fs.scatter_grads, grads, params),
-        refused(fs.codecs.scatter_encoded_grads, grads, fs.codecs.int8(), None, params),
-        refused(fs.curvature.from_vector, torch.zeros(3), params),
-    ):
-        assert text.startswith("TypeError: ")
-        assert text.endswith("layout: got Sharded, expected a Layout from plan().")
-
-
 def test_tied_values_that_differ_are_not_lost_in_silence() -> None:
     model = awkward()
     layout = fs.plan(model, fs.simulated_mesh(2))
@@ -319,16 +254,6 @@ def test_tied_values_that_differ_are_not_lost_in_silence() -> None:
     state["blocks.1.fc.weight"] += 1
     text = refused(fs.shard, state, layout)
     assert "'blocks.1.fc.weight': tied to 'blocks.0.fc.weight' in the layout, but the values differ" in text
-
-
-def test_gather_names_buffers_made_for_another_number_of_ranks() -> None:
-    two, three = (fs.plan(two_layers(), fs.simulated_mesh(n), align_bytes=0) for n in (2, 3))
-    wrong = fs.Sharded(fs.shard(two_layers(), two), three)
-    text = refused(fs.gather, wrong)
-    assert text.startswith("ValueError: gather: 2 problems")
-    assert "'0': got shape (2, 21), torch.float32, expected (3, 14), torch.float32 (42 elements / 3 shards)" in text
-    assert "'2': got shape (2, 12), torch.float32, expected (3, 8), torch.float32 (24 elements / 3 shards)" in text
-    assert "Expected the shards with rank dims (outside spmd) of" in text
 
 
 def test_gather_lists_missing_extra_and_mistyped_buffers() -> None:
@@ -340,17 +265,6 @@ def test_gather_lists_missing_extra_and_mistyped_buffers() -> None:
     assert "'3': not in the layout" in text
     assert "'0': got shape (2, 21), torch.float64, expected (2, 21), torch.float32 (42 elements / 2 shards)" in text
     assert "'0': got NoneType" in refused(fs.gather, fs.Sharded({"0": None, "2": params["2"]}, layout))
-
-
-def test_gather_and_scatter_know_which_way_a_tree_goes() -> None:
-    layout = fs.plan(two_layers(), fs.simulated_mesh(2))
-    params = fs.shard(two_layers(), layout)
-    wrong: Any = fs.gather(params)
-    assert "TypeError: gather: got Full, expected a Sharded; it is whole already." in refused(fs.gather, wrong)
-    assert "TypeError: scatter_grads: got a Sharded" in refused(fs.scatter_grads, params)
-    assert "expected a Full, or a mapping and a layout" in refused(fs.scatter_grads, dict(wrong))
-    assert "'0.weight': in 2 trees" in refused(fs.gather, params, params)
-    assert "TypeError: partition: got Full" in refused(fs.partition, wrong)
 
 
 def test_scatter_grads_lists_every_gradient_that_does_not_fit() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 import functorch_shard as fs
 from functorch_shard.sharding.lazy_tensor import Lazy
 from functorch_shard.testing import assert_trees_close
-from tests.support.models import awkward, loss_of, two_layers
+from tests.support.models import two_layers
 from tests.support.refusals import refused
 
 
@@ -140,20 +136,6 @@ OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_any_other_operation_gives_plain_tensors(name: str) -> None:
-    actual, expected = OPERATIONS[name](dict(gathered())), OPERATIONS[name](values())
-    assert all(type(x) is Tensor for x in optree.tree_leaves(actual))
-    assert_trees_close(actual, expected, rtol=0, atol=0)
-    pairs = zip(optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True)
-    assert all(x.stride() == y.stride() for x, y in pairs)
-
-
-def test_as_strided_does_not_reach_another_parameter() -> None:
-    with pytest.raises(RuntimeError, match=r"as_strided: element 15 of a parameter of 15: fc.weight"):
-        gathered()["fc.weight"].as_strided((16,), (1,))
-
-
 @pytest.mark.parametrize("name", [*VIEWS, *OPERATIONS])
 def test_inference_mode_sees_the_same_values(name: str) -> None:
     """There reshape, contiguous and to come to a lazy tensor whole, and not as the view or the copy that they are."""
@@ -193,15 +175,6 @@ def test_what_asks_for_the_form_fetches_nothing(name: str, transposed: bool) -> 
     assert actual.stride() == expected.stride()
 
 
-def test_nothing_is_fetched_to_be_shown() -> None:
-    full = gathered()
-    x = full["fc.weight"]
-    assert repr(x) == str(x) == f"{x}" == "lazy parameter of shape (3, 5), torch.float64, on cpu"
-    assert "fc.cube" in repr(full)
-    assert f"{full['fc.scalar']}" == "lazy parameter of shape (), torch.float64, on cpu"
-    assert not any(map(is_fetched, full.values()))
-
-
 def through_a_file(x: Any) -> Any:
     file = io.BytesIO()
     torch.save(x, file)
@@ -217,25 +190,6 @@ def test_copies_are_plain_tensors_with_the_values(copied: Callable[[Any], Any]) 
         made = copied(gathered()[name])
         assert type(made) is Tensor
         assert torch.equal(made, x)
-
-
-def test_copies_of_a_whole_tree_are_plain_too() -> None:
-    for copied in (copy.deepcopy, fs.materialize, through_a_file, lambda x: pickle.loads(pickle.dumps(x))):
-        full = copied(gathered())
-        assert type(full) is (OrderedDict if copied is through_a_file else fs.Full)  # torch.save writes a state dict
-        assert all(type(x) is Tensor for x in full.values())
-        assert_trees_close(dict(full), values(), rtol=0, atol=0)
-
-
-def test_materialized_tensors_own_their_memory_and_may_be_written_to() -> None:
-    params = fs.shard(values(), fs.plan(values(), fs.init_mesh()))
-    full = fs.materialize(fs.gather(params, lazy=True))
-    for x in full.values():
-        assert x.is_contiguous()
-        assert x.untyped_storage().nbytes() == x.nbytes
-    full["fc.weight"].zero_()
-    assert_trees_close(dict(fs.gather(params, lazy=True)), values(), rtol=0, atol=0)
-    assert torch.equal(fs.materialize(fs.gather(params, lazy=True)["fc.weight"].t()), values()["fc.weight"].t())
 
 
 POINTERS: dict[str, Callable[[Tensor], Any]] = {
@@ -283,11 +237,6 @@ def test_writing_is_refused_and_changes_nothing(name: str) -> None:
     assert torch.equal(full["fc.weight"], values()["fc.weight"])
 
 
-def test_new_data_for_a_lazy_parameter_is_refused() -> None:
-    full = gathered()
-    assert "functorch_shard.materialize" in refused(setattr, full["fc.weight"], "data", torch.zeros(3, 5).double())
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_lazy_parameter_is_stale_after_its_shards_were_written_to(reshard: bool) -> None:
     model = two_layers()
@@ -322,64 +271,6 @@ def test_a_write_to_shards_that_count_none_is_noticed_too(reshard: bool) -> None
         assert_trees_close(dict(fs.materialize(full)), dict(fs.gather(made, lazy=False)), rtol=0, atol=0)
 
 
-def test_shards_that_are_made_in_inference_mode_count_writes() -> None:
-    model = two_layers()
-    layout = fs.plan(model, fs.init_mesh())
-    with torch.inference_mode():
-        made = [fs.shard(model, layout), fs.shard(dict(model.named_parameters()), layout, from_rank=0)]
-        made += [fs.init_params(model, layout), fs.reshard(made[0], layout)]
-        assert not any(x.is_inference() or x.requires_grad for params in made for x in params.values())
-    fs.grad(lambda p: sum((x**2).sum() for x in fs.gather(p).values()))(made[0])
-
-
-def test_a_step_that_is_not_donated_leaves_lazy_parameters_as_they_were() -> None:
-    model = two_layers()
-    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
-    opt = fs.optimizer(torch.optim.SGD, lr=0.1)
-    full = fs.gather(params, lazy=True)
-    ones: Any = fs.Sharded({key: torch.ones_like(x) for key, x in params.items()}, params.layout)
-    opt.step(params, grads=ones, state=opt.init(params))
-    assert_trees_close(dict(fs.materialize(full)), {n: p.detach() for n, p in model.named_parameters()}, rtol=0, atol=0)
-
-
-def test_trees_of_lazy_parameters_are_mapped_like_any_other() -> None:
-    plain = values()
-    full: Any = gathered()
-    doubled: Any = optree.tree_map(lambda x: x + x if x.dtype != torch.bool else ~x, full)
-    assert isinstance(doubled, fs.Full)
-    assert_trees_close(
-        dict(doubled), {n: x + x if x.dtype != torch.bool else ~x for n, x in plain.items()}, rtol=0, atol=0
-    )
-    params = fs.shard(full, full.layout)
-    assert_trees_close(dict(fs.gather(params, lazy=True)), plain, rtol=0, atol=0)
-
-
-class Seen(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_function_mode_sees_what_the_program_calls_and_nothing_of_how_it_is_done() -> None:
-    weight: Any = gathered()["fc.weight"].requires_grad_()
-    x = torch.ones(2, 5, dtype=torch.float64)
-    with Seen() as seen:
-        F.linear(x, weight).sum().backward()
-    assert seen.names == ["linear", "sum", "backward"]
-
-
-def test_scalars_convert_to_numbers_of_python() -> None:
-    full, plain = gathered(), values()
-    assert full["fc.scalar"].item() == float(full["fc.scalar"]) == plain["fc.scalar"].item()
-    assert [x.item() for x in full["fc.bias"]] == plain["fc.bias"].tolist()
-    assert bool(full["fc.scalar"] > 0) == bool(plain["fc.scalar"] > 0)
-    assert (len(full["fc.weight"]), int(full["fc.count"][1, 2])) == (3, 5)
-
-
 def test_complex_integer_and_empty_parameters_have_right_values_and_gradients() -> None:
     def loss(p: Any) -> Tensor:
         wave = (p["fc.wave"].mH @ p["fc.wave"]).abs().sum() + (p["fc.wave"] * (1 + 2j)).real.sum()
@@ -395,19 +286,6 @@ def test_complex_integer_and_empty_parameters_have_right_values_and_gradients() 
     zeros = {key: torch.zeros_like(params[key]) for key, grad in by_lazy[0].items() if grad is None}
     whole = fs.gather(fs.Sharded({**by_lazy[0], **zeros}, params.layout), lazy=True)
     assert_trees_close({n: x for n, x in whole.items() if n in grads}, grads, rtol=1e-12, atol=1e-12)
-
-
-def test_tied_weights_are_tied_and_a_state_dict_is_loaded() -> None:
-    model: Any = awkward()
-    other: Any = awkward(seed=1)
-    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
-    x, y = torch.randn(4, 5, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
-    full = fs.gather(params, lazy=True)
-    assert torch.equal(loss_of(other, full, x, y), ((model(x) - y) ** 2).mean())
-    whole = fs.materialize(full)
-    other.load_state_dict({name: whole[first] for name, first in [*full.layout.aliases, *((n, n) for n in whole)]})
-    assert torch.equal(other(x), model(x))
-    assert other.blocks[0].fc.weight is other.blocks[1].fc.weight
 
 
 def test_forward_mode_by_some_buffers_of_a_unit_leaves_the_others_without_a_direction() -> None:
@@ -457,49 +335,13 @@ def test_layers_of_torch_compute_the_same_from_lazy_parameters(training: bool) -
         assert torch.equal(loss(params, True), loss(params, False))
 
 
-class Recurrent(nn.Module):
-    """An RNN in a model, called twice with the same parameters."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 4)
-        self.rnn: nn.Module = kind(4, 5, num_layers=2, bidirectional=True)  # pyright: ignore[reportCallIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(self.fc(x))[0].square().sum() + self.rnn(self.fc(-x))[0].sum()
-
-
-def call_recurrent(model: Recurrent, params: fs.Sharded, lazy: bool, seen: list[Any]) -> Tensor:
-    full, x = fs.gather(params, lazy=lazy), torch.arange(12.0).view(2, 2, 3)
-    seen += [weakref.ref(y._session) for y in full.values() if isinstance(y, Lazy)]
-    return fs.bind(model, full)(x) + fs.bind(model, full | {})(2 * x) + fs.bind(model, full)(3 * x)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_rnns_compute_the_same_and_keep_nothing_of_what_they_were_called_with(kind: type[nn.RNNBase]) -> None:
-    torch.manual_seed(0)
-    model = Recurrent(kind)
-    own: Any = model.rnn
-    params, before, seen = fs.shard(model, fs.plan(model, fs.init_mesh())), list(own._flat_weights), []
-    by_lazy, expected = (
-        fs.grad_and_value(lambda p, lazy=lazy: call_recurrent(model, p, lazy, seen))(params) for lazy in (True, False)
-    )
-    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
-    with torch.no_grad():
-        call_recurrent(model, params, True, seen)
-    assert len(seen) == 2 * len(list(model.parameters()))
-    assert all(session() is None for session in seen)
-    assert all(x is y for x, y in zip(own._flat_weights, before, strict=True))
-
-
 def test_an_rnn_that_wants_pointers_is_told_what_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, where an RNN lays its weights side by side for cuDNN."""
-    model = Recurrent(nn.LSTM)
+    model = nn.LSTM(3, 4)
     full = fs.gather(fs.shard(model, fs.plan(model, fs.init_mesh())), lazy=True)
     monkeypatch.setattr(Lazy, "is_cuda", True)
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda x: True)
     text = refused(functional_call, model, full, (torch.ones(2, 2, 3),))
     assert "nn.LSTM" in text
     assert "functorch_shard.materialize" in text
-    plain = full | {name: fs.materialize(x) for name, x in full.items() if name.startswith("rnn.")}
-    assert torch.isfinite(functional_call(model, plain, (torch.ones(2, 2, 3),)))
+    assert functional_call(model, fs.materialize(full), (torch.ones(2, 2, 3),))[0].isfinite().all()

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, jvp, linearize
 
 import functorch_shard as fs
@@ -16,13 +16,11 @@ from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.laws.tasks import ON_RANK, Data, on_mesh
 from tests.support.lazy_uses import (
     USES,
-    Block,
     Gather,
     at_once,
     blocks,
     delayed_training_on_this_rank,
     exceptions_on_this_rank,
-    gradients,
     input_of,
     leaves_of,
     run_blocks,
@@ -124,11 +122,6 @@ def test_every_use_of_autograd_is_bitwise_that_of_a_gather_at_once(name: str) ->
     run_ranks(use_on_this_rank, 2, name, True)
 
 
-@pytest.mark.parametrize("name", ["blocks used again", "double backward", "without gradients"])
-def test_units_that_are_kept_compute_the_same(name: str) -> None:
-    run_ranks(use_on_this_rank, 2, name, False)
-
-
 def two_gathers_on_this_rank() -> tuple[fs.Sharded, fs.Sharded]:
     mesh, model = fs.init_mesh(), blocks()
     params = fs.shard(model, fs.plan(model, mesh))
@@ -152,34 +145,6 @@ def test_a_shard_in_two_gathers_receives_both_gradients() -> None:
 
 def test_after_an_exception_nothing_stays_and_the_next_call_is_right() -> None:
     run_ranks(exceptions_on_this_rank, 2)
-
-
-def stopped_backward_on_this_rank() -> None:
-    mesh, model = fs.init_mesh(), blocks()
-    params, x, stopping, grads = fs.shard(model, fs.plan(model, mesh)), input_of(mesh.rank), [True], []
-
-    def stop(grad: Tensor) -> None:
-        if stopping.pop():
-            raise ArithmeticError
-
-    for gather in (fs.gather, at_once):
-        leaves = leaves_of(params)
-        full = gather(leaves)
-        middle = run_blocks(model, full, x, [0, 1])
-        if gather is fs.gather:
-            middle.register_hook(stop)
-        out = run_blocks(model, full, middle, [2, 3])
-        if gather is fs.gather:
-            with pytest.raises(ArithmeticError):
-                out.square().sum().backward(retain_graph=True)
-            stopping.append(False)
-        out.cos().sum().backward()
-        grads.append(gradients(leaves))
-    assert_trees_close(grads[0], grads[1], rtol=0, atol=0)
-
-
-def test_a_backward_that_was_stopped_leaves_nothing_to_the_next_one_of_the_same_gather() -> None:
-    run_ranks(stopped_backward_on_this_rank, 2)
 
 
 NUM_UNITS = 5
@@ -231,97 +196,6 @@ def test_a_step_costs_no_more_messages_than_the_last_two_units_allow(reshard: bo
         assert len(first[name]) == len(forward + again + forward)
     for name in ("no_grad", "inference"):
         assert first[name] == [("all_gather", str(unit)) for unit in forward]
-
-
-def embedding_on_this_rank() -> list[tuple[str, int]]:
-    mesh = fs.init_mesh()
-    model = nn.Sequential(nn.Embedding(11, 5), *blocks()).double()
-    layout = fs.plan(model, mesh)
-    params, tokens = fs.shard(model, layout), torch.tensor([[1, 3], [10, mesh.rank]])
-    with count_collectives() as seen:
-        fs.grad(lambda p: functional_call(model, fs.gather(p), (tokens,)).sum())(params)
-    return [(kind, int(unit)) for kind, unit in _by_unit(seen.issued, layout)]
-
-
-def test_what_backward_has_no_use_for_is_not_gathered_again() -> None:
-    for issued in run_ranks(embedding_on_this_rank, 2):
-        assert [unit for kind, unit in issued if kind == "all_gather"] == [0, 1, 2, 3, 4, 2, 1]
-        assert [unit for kind, unit in issued if kind == "psum_scatter"] == [4, 3, 2, 1, 0]
-
-
-class Rooted(nn.Module):
-    """A language model: blocks, and what is used before and after them, which lies around them or before them."""
-
-    def __init__(self, head_first: bool = False, tied: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, 5)
-        if head_first:
-            self.head = nn.Linear(5, 11, bias=not tied)  # of another size than the embedding
-        self.blocks = nn.ModuleList([Block(5, 9 + i) for i in range(3)])
-        if not head_first:
-            self.head = nn.Linear(5, 11, bias=not tied)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def rooted_on_this_rank(name: str) -> list[tuple[str, str]]:
-    """A step's collectives, with the units they were for; the step is that of a gather at once."""
-    mesh, model = fs.init_mesh(), Rooted(head_first=name == "before", tied=name == "tied").double()
-    layout = fs.plan(model, mesh, units="auto" if name in ("tied", "apart") else Block)
-    params, tokens = fs.shard(model, layout), torch.tensor([[1, 3], [10, mesh.rank]])
-
-    def loss(params: fs.Sharded, gather: Gather) -> Tensor:
-        return functional_call(model, gather(params), (tokens,)).square().sum()
-
-    with count_collectives() as seen:
-        step = fs.grad_and_value(loss)(params, fs.gather)
-    assert_trees_close(step, fs.grad_and_value(loss)(params, at_once), rtol=0, atol=0)
-    return _by_unit(seen.issued, layout)
-
-
-@pytest.mark.parametrize(
-    ("name", "gathers"),
-    [
-        ("around", "root 0 1 2 root 1 0"),
-        ("before", "root 0 1 2 root 1 0"),
-        ("tied", "embed 0 1 2 embed 1 0"),
-        ("apart", "embed 0 1 2 head 1 0"),
-    ],
-)
-def test_a_unit_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(name: str, gathers: str) -> None:
-    first, second = run_ranks(rooted_on_this_rank, 2, name)
-    assert first == second
-
-    def short(key: str) -> Any:
-        return key.strip("()").removeprefix("blocks.")
-
-    assert " ".join(short(key) for kind, key in first if kind == "all_gather") == gathers
-    reduced = [short(key) for kind, key in first if kind == "psum_scatter"]
-    assert sorted(reduced) == sorted(set(gathers.split()))
-
-
-def frozen_front_on_this_rank() -> list[tuple[str, str]]:
-    mesh, model = fs.init_mesh(), blocks(NUM_UNITS)
-    for block in list(model)[:2]:
-        block.requires_grad_(False)
-    layout = fs.plan(model, mesh)
-    params = fs.shard(model, layout)
-    with count_collectives() as seen:
-        fs.grad(lambda p: functional_call(model, fs.gather(p), (input_of(mesh.rank),)).square().sum())(params)
-    return _by_unit(seen.issued, layout)
-
-
-def test_frozen_units_in_front_are_not_gathered_again() -> None:
-    for issued in run_ranks(frozen_front_on_this_rank, 2):
-        assert _units(issued, "all_gather") == [0, 1, 2, 3, 4, 2]
-        assert _units(issued, "psum_scatter") == [4, 3, 2]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

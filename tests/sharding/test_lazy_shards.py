@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close
 from tests.support.odd_shards import (
     BATCHES,
     FORMS,
@@ -20,9 +19,6 @@ from tests.support.odd_shards import (
     check_batches,
     check_forms,
     check_writes,
-    formed,
-    looked_at,
-    sources,
 )
 from tests.support.ranks import HYBRID, Ranks, gloo, slow
 
@@ -43,33 +39,6 @@ def test_a_shard_that_lies_oddly_is_gathered_as_it_is_at_once(
 @some
 def test_a_batch_of_shards_may_have_its_dim_anywhere(places: list[str], dtype: torch.dtype | None) -> None:
     check_batches(fs.init_mesh(), places, dtype)
-
-
-@given(outer=st.integers(0, 2), inner=st.integers(0, 1))
-@some
-def test_batches_of_batches_may_have_their_dims_anywhere(outer: int, inner: int) -> None:
-    layout = fs.plan({"a.w": torch.zeros(5)}, fs.init_mesh())
-    x = torch.arange(30.0).view(2, 3, 5)  # (outer, inner, shard)
-    moved = x.transpose(1, 2) if inner == 1 else x
-    moved = moved.contiguous().movedim(0, outer).contiguous()
-
-    def one(x: torch.Tensor) -> Any:
-        return fs.gather(fs.Sharded({"a": x}, layout), lazy=True)["a.w"] * 1
-
-    assert torch.equal(torch.func.vmap(torch.func.vmap(one, inner), outer)(moved), x)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_an_offloaded_shard_that_lies_oddly_is_gathered_as_it_is_at_once(form: str, tmp_path: Path) -> None:
-    layout = fs.plan(sources(torch.float64), fs.init_mesh())
-    params = formed(fs.shard(sources(torch.float64), layout), [form] * 3)
-    expected = looked_at(params, False, None)
-    for where in ("cpu", tmp_path):
-        mapped: Any = fs.offload(params, where)
-        assert_trees_close(looked_at(mapped, True, None), expected, rtol=0, atol=0)
-        rows: Any = fs.offload(torch.stack([mapped["a"] * 0, mapped["a"]]), tmp_path / "rows")
-        row = fs.Sharded({**mapped, "a": rows[1]}, layout)  # a view into a mapped file
-        assert_trees_close(looked_at(row, True, None), expected, rtol=0, atol=0)
 
 
 events = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, None, None, *sorted(WRITES)])), max_size=12)
@@ -99,14 +68,6 @@ def test_a_step_that_is_donated_between_forward_and_backward_leaves_the_gradient
     assert torch.equal(leaf["fc"], torch.tensor([0.0, 1.0]))
     (grad,) = torch.autograd.grad(loss, list(leaf.values()))
     assert torch.equal(grad, torch.tensor([2.0, 4.0]))
-
-
-def test_what_is_whole_is_memory_of_its_own() -> None:
-    layout = fs.plan(sources(torch.float64), fs.init_mesh())
-    params = fs.shard(sources(torch.float64), layout)
-    for name, x in fs.gather(params, lazy=True).items():
-        memory: Any = x
-        assert memory._data().untyped_storage().data_ptr() != params[layout.key_of[name]].untyped_storage().data_ptr()
 
 
 def odd_shards_on_this_rank(mesh: fs.Mesh) -> list[list[str]]:

@@ -98,30 +98,12 @@ def test_what_is_gathered_next_depends_on_the_order_of_use_and_not_on_what_is_re
     assert [decision.fetch for decision in usual] == [other.arrive(*use, resident).fetch for use in uses]
 
 
-@given(uses)
-@some_laws
-def test_a_use_of_the_same_unit_again_changes_nothing(uses: list[Use]) -> None:
-    once, twice = Driven(UseOrder(range(NUM_UNITS))), Driven(UseOrder(range(NUM_UNITS)))
-    for use in uses:
-        assert once.use(*use) == twice.use(*use)
-        assert twice.use(*use) == Decision()
-        assert once.resident == twice.resident
-
-
 @given(orders)
 @some_laws
 def test_a_step_gathers_each_unit_once_forward_and_all_but_the_last_two_and_the_first_in_backward(
     order: list[int],
 ) -> None:
     assert Driven(UseOrder(order)).step(order, 1) == [*order, *reversed(order[1:-2])]
-
-
-@given(orders)
-@some_laws
-def test_later_steps_in_the_same_order_never_gather_more_than_the_first(order: list[int]) -> None:
-    driven = Driven(UseOrder(order))
-    first, second, third = (len(driven.step(order, number)) for number in (1, 2, 3))
-    assert third <= second <= first
 
 
 @given(orders, st.integers(1, NUM_UNITS - 1))
@@ -133,13 +115,6 @@ def test_backward_does_not_go_ahead_into_frozen_units_in_front(order: list[int],
         driven.use(unit)
     for unit in reversed(range(frozen, NUM_UNITS)):
         assert min(driven.use(unit, 1).fetch, default=frozen) >= frozen
-
-
-def test_without_a_graph_nothing_is_remembered_for_backward() -> None:
-    policy = UseOrder(range(3))
-    for unit in range(3):
-        policy.arrive(unit, None, (), with_graph=False)
-    assert policy.arrive(1, 1, ()) == Decision()
 
 
 def test_a_forward_that_comes_back_to_a_unit_after_a_backward_never_expects_it_to_follow_itself() -> None:

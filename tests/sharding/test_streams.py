@@ -62,14 +62,6 @@ class Device:
             yield Streams(lambda: self.now, self.on)
 
 
-def test_the_stream_that_made_something_does_not_wait_for_it() -> None:
-    device = Device(1)
-    with device.at_work() as streams:
-        RecordedEvent(streams).take([torch.ones(1)])
-    assert device.now.waits == 0
-    assert device.recorded == {}
-
-
 def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
     device, x = Device(3), torch.ones(1)
     first, second, third = device.streams
@@ -137,14 +129,3 @@ def test_no_stream_uses_a_unit_before_it_is_there_or_after_its_memory_is_given_a
             for unit, stream, number in uses:
                 with mock.patch.object(prefetch, "backward_pass", return_value=number):
                     units.use(unit, stream)
-
-
-def test_one_stream_alone_never_waits() -> None:
-    device = Device(2)
-    with device.at_work() as streams:
-        units = Units(device, streams, 4)
-        with units.watched():
-            for unit in (0, 1, 2, 3, 3, 2, 1, 0):
-                units.use(unit, 1)
-    assert [stream.waits for stream in device.streams] == [0, 0]
-    assert device.recorded == {}
