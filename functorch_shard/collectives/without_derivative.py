@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..torch_internals.autograd import Function
 from ..torch_internals.transforms import in_transform, is_functorch_wrapped_tensor
-from .boundary import inside
+from .sinks import inside
 
 CALLED_INSIDE = (
     "{}: called inside mesh.spmd, a torch.func transform or torch.compile, where a tree is one rank's or one row's. "

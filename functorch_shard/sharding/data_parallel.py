@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import here, prepare, reduces_tangents_alone, takes_mean
 from ..collectives.codecs import Codec, decode_rows, encode_rows
 from ..collectives.operands import aside, fold, place_of, save_static, saved, stack
 from ..collectives.primitives import psum
 from ..collectives.rules import psum_at
-from ..collectives.tangents_alone import of_tangents, psum_of_tangent
+from ..collectives.sinks import prepare
 from ..communication.axis import Axis
 from ..communication.simulated import sum_in_rank_order
 from ..layout.schedule import (
@@ -28,7 +27,6 @@ from ..layout.schedule import (
     Communication,
     Divide,
     Ops,
-    ReduceScatter,
     Schedule,
     gathered_encoded,
     one_communication_each,
@@ -66,10 +64,9 @@ def within(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
     return _linear(x, plan.within, (plan.within, plan.gather), plan, mesh)
 
 
-def across(x: Tensor, plan: Schedule, mesh: Mesh, tangents_alone: bool = False) -> Tensor:
-    """The mean over all ranks (or the sum) of what ``within`` returned; or of its tangent, with a primal of zeros."""
-    over = psum_of_tangent if tangents_alone else psum
-    return run(plan.across, x, lambda op, x: over(x, mesh[op.axis].of(plan.key)))
+def across(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
+    """The mean over all ranks (or the sum) of what ``within`` returned."""
+    return run(plan.across, x, lambda op, x: psum(x, mesh[op.axis].of(plan.key)))
 
 
 def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], plan: Schedule, mesh: Mesh) -> Tensor:
@@ -119,13 +116,10 @@ class _Linear(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
-        ctx.boundary = here()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         *place, linear = saved(ctx)
-        if linear.transpose.has(ReduceScatter) and reduces_tangents_alone(ctx):
-            return _of_tangent(grad, tuple(place), linear.transpose), None, None, None
         return _Linear.apply(grad, *place, linear.transpose), None, None, None
 
     @staticmethod
@@ -141,13 +135,6 @@ class _Linear(Function):
             return _Linear.apply(x, index, others, folded), batch_dim
         x = stack(x, in_dims[0], linear.axis)
         return linear(x, x.ndim - 2), None if linear.has(AllGather) else 0  # a gather: one value for all ranks
-
-
-def _of_tangent(grad: Tensor, place: Any, linear: _Map) -> Tensor:
-    """What ``linear``, which reduces and scatters, makes of the tangent of ``grad``."""
-    *_, dtype = (op.dtype for op in linear.ops if isinstance(op, Cast))
-    shape = *grad.shape[:-1], grad.shape[-1] // linear.axis.size
-    return of_tangents(lambda place, xs: _Linear.apply(xs[0], *place, linear), shape, dtype, [grad], place)
 
 
 def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -209,14 +196,14 @@ class _Averaged(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         save_static(ctx, inputs[1:])
-        ctx.averages, ctx.hands_on = inputs[3].averages, True
-        prepare(ctx, inputs[3].is_transpose)
+        prepare(ctx, inputs[3].averages, inputs[3].is_transpose)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         *place, mean = saved(ctx)
-        if mean.ops and takes_mean(ctx):
-            grad = mean(grad, *place)
+        if mean.ops:
+            averages, (grad,) = ctx.sink.start(ctx, [grad])
+            grad = mean(grad, *place) if averages else grad
         return grad, None, None, None  # autograd casts it to the dtype of x, unless x.grad_dtype is None
 
     @staticmethod

@@ -10,8 +10,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import prepare, takes_mean
 from ..collectives.codecs import Codec, as_codec, recode
+from ..collectives.sinks import prepare
 from ..containers import opened
 from ..eager import eager
 from ..layout.buffers import Buffer
@@ -195,14 +195,15 @@ class _FirstCopy(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.dim, ctx.averages = inputs
+        x, ctx.dim, averages = inputs
         ctx.size = x.shape[ctx.dim]
-        prepare(ctx, ctx.size == 1)
+        prepare(ctx, averages, mean_is_transpose=ctx.size == 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        averages, (grad,) = ctx.sink.start(ctx, [grad])
         first = grad.unsqueeze(ctx.dim)
-        if takes_mean(ctx):
+        if averages:
             return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
         return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
 

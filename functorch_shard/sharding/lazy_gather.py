@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import anchors_here, here, prepare, reduces_tangents_alone, takes_mean
 from ..collectives.codecs import Codec
+from ..collectives.sinks import Sink, prepare, sink_here
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import Function, backward_pass, differentiate_at_once, nodes_behind, signed
+from ..torch_internals.autograd import Function, backward_pass, differentiate_at_once, signed
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.tensors import without_torch_function
 from ..torch_internals.transforms import in_transform
 from .gathered_units import Part, Session
 from .lazy_tensor import Lazy
-from .reduction import reduced, scattered, scattered_tangents
+from .reduction import reduced, scattered
 
 
 def lazily(
@@ -37,7 +37,7 @@ def lazily(
     session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         session.rank = shard_axis(layout).backend.ready()
-    anchors = anchors_here()
+    anchors = sink_here().anchors
     together = anchors is not None and not has_tangents([*shards.values()])
     joined = _joined(session, shards, layout, anchors) if together else {}
     for part in _parts(shards, layout, dtype, codec):
@@ -115,8 +115,7 @@ class _Gather(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.part, *_ = inputs
-        ctx.averages = ctx.part.has_mean
-        prepare(ctx, ctx.part.mean_is_transpose)
+        prepare(ctx, ctx.part.has_mean, ctx.part.mean_is_transpose)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -126,17 +125,16 @@ class _Gather(Function):
     @staticmethod
     def _transpose(ctx: Any, grads: Sequence[Tensor]) -> Any:
         session, part, now = ctx.session, ctx.part, backward_pass()
-        averages = takes_mean(ctx)
+        averages, grads = ctx.sink.start(ctx, grads)
         session.leave(part, tangents=in_transform() or has_tangents(grads))
         by_name = {slot.name: grad for slot, grad in zip(part.slots, grads, strict=True)}
         wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
         if part.joined and now is not None and not _is_differentiated(grads):
-            _reduce_zeros(session, session.owed.before(part, now), now, averages)
+            _reduce_zeros(session, session.owed.before(part, now), now, ctx.sink)
             session.reductions.start(by_name, wanted, part.layout, now, averages)
             shards = {buffer.key: _placeholder(buffer, session.memory_kinds[buffer.key].device) for buffer in wanted}
         else:
-            alone = reduces_tangents_alone(ctx)
-            total = reduced if averages else scattered_tangents if alone else scattered
+            total = reduced if averages else scattered
             shards = {b.key: total(by_name, b, part.layout).to(session.memory_kinds[b.key].device) for b in wanted}
         return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
 
@@ -181,19 +179,16 @@ def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
     return torch.zeros((), dtype=buffer.dtype, device=device).expand(buffer.shard_numel)
 
 
-def _reduce_zeros(
-    session: Session, parts: Sequence[Part], backward_pass: int, averages: bool, negative: bool = False
-) -> None:
+def _reduce_zeros(session: Session, parts: Sequence[Part], backward_pass: int, sink: Sink) -> None:
     """What this rank has to add to the gradients of parts that its loss does not depend on."""
     for part in parts:
         device = part.layout.mesh.device
         zeros = {
-            slot.name: torch.zeros(slot.shape, dtype=schedule.dtypes.gathered, device=device)
+            slot.name: torch.full(slot.shape, sink.nothing, dtype=schedule.dtypes.gathered, device=device)
             for buffer, schedule in zip(part.buffers, part.schedules, strict=True)
             for slot in buffer.slots
         }
-        zeros = {name: x.neg() for name, x in zeros.items()} if negative else zeros
-        session.reductions.start(zeros, part.buffers, part.layout, backward_pass, averages)
+        session.reductions.start(zeros, part.buffers, part.layout, backward_pass, sink.averages)
 
 
 class _Join(Function):
@@ -213,7 +208,7 @@ class _Join(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.session, ctx.keys, ctx.device, *shards = inputs
-        ctx.boundary = here()
+        ctx.sink = sink_here()
         ctx.save_for_forward(*shards)
         ctx.set_materialize_grads(False)
 
@@ -222,15 +217,11 @@ class _Join(Function):
         session, now = ctx.session, backward_pass()
         if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
             return None, None, None, *grads  # no reduction was started
-        boundary = ctx.boundary if ctx.boundary is not None and ctx.boundary.reached else None
-        negative = boundary is not None and boundary.uses_none
-        _reduce_zeros(session, session.owed.rest(now), now, boundary is None, negative)
-        results = [session.reductions.wait(key, now) for key in ctx.keys]
-        if boundary is None:
-            return None, None, None, *(grad if x is None else x for x, grad in zip(results, grads, strict=True))
-        boundary.averaged.update(session.reductions.means.means.taken)
-        reduced = zip(results, grads, nodes_behind(ctx), strict=True)
-        return None, None, None, *(grad if x is None else boundary.take(x, edge) for x, grad, edge in reduced)
+        _reduce_zeros(session, session.owed.rest(now), now, ctx.sink)
+        totals = [session.reductions.wait(key, now) for key in ctx.keys]
+        handed_on = ctx.sink.finish(ctx, totals, session.reductions.means.means.taken)
+        pairs = zip(totals, handed_on, grads, strict=True)
+        return None, None, None, *(grad if total is None else x for total, x, grad in pairs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:

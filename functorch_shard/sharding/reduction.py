@@ -6,19 +6,17 @@ results are equal bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import anchors_here, here
 from ..collectives.codecs import Codec
 from ..collectives.encoded import scatter_encoded
 from ..collectives.primitives import psum, psum_scatter
-from ..collectives.tangents_alone import of_tangents
+from ..collectives.sinks import sink_here
 from ..communication.axis import Axis
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
@@ -53,18 +51,6 @@ def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout
     return within(packed, plan, layout.mesh)
 
 
-def scattered_tangents(grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
-    """:func:`scattered` of the tangents of ``grads``, with a primal of zeros for which nothing is sent."""
-    names, tensors = [slot.name for slot in buffer.slots], [grads[slot.name] for slot in buffer.slots]
-
-    def scatter(_: Any, tangents: Sequence[Tensor | None]) -> Tensor:
-        return scattered(dict(zip(names, tangents, strict=True)), buffer, layout)
-
-    dtype = layout.schedule(buffer, tensors[0].dtype).dtypes.carried
-    shape = *batch_of(tensors[0], buffer.slots[0]), buffer.shard_numel
-    return of_tangents(scatter, shape, dtype, tensors)
-
-
 def reduced_encoded(
     grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: Codec, error: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -82,9 +68,7 @@ def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> d
     return {key: None if x is None else mean_of_shard(x, layout.buffers[key], layout) for key, x in grads.items()}
 
 
-def mean_of_shard(
-    x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False, tangents_alone: bool = False
-) -> Tensor:
+def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:
     """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
 
     Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: ``x`` may be overwritten, as
@@ -97,7 +81,7 @@ def mean_of_shard(
     if in_place and not has_copies and x.dtype == plan.dtypes.returned:
         return x.div_(prod(op.by for op in plan.across if isinstance(op, Divide))) if plan.has_mean else x
     there = to_working_device(x, layout.mesh.device) if has_copies else x
-    average = _returned(across(there, plan, layout.mesh, tangents_alone), buffer, layout)
+    average = _returned(across(there, plan, layout.mesh), buffer, layout)
     return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
 
 
@@ -164,7 +148,7 @@ def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tens
 
     Inside of an outermost ``fs.grad``, on real ranks (Note [Unused units] in unused.py); elsewhere ``flats``.
     """
-    anchors = anchors_here()
+    anchors = sink_here().anchors
     keys = [key for key, x in flats.items() if x.requires_grad]
     if anchors is None or not keys or in_transform() or layout.mesh.size == 1:
         return flats
@@ -184,19 +168,18 @@ class _Together(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.like, ctx.boundary = [(x.shape, x.dtype, x.device) for x in inputs], here()
+        ctx.like, ctx.sink = [(x.shape, x.dtype, x.device) for x in inputs], sink_here()
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        zeros = partial(_zeros, ctx.boundary is not None and ctx.boundary.uses_none)
-        return tuple(zeros(*like) if grad is None else grad for grad, like in zip(grads, ctx.like, strict=True))
+        pairs = zip(grads, ctx.like, strict=True)
+        return tuple(_constant(ctx.sink.nothing, *like) if grad is None else grad for grad, like in pairs)
 
 
-def _zeros(negative: bool, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory."""
-    zero = torch.zeros((), dtype=dtype, device=device)
-    return (zero.neg() if negative else zero).expand(shape)
+def _constant(value: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A constant that takes no memory."""
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:

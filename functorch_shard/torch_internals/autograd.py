@@ -15,8 +15,6 @@ from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch.autograd.graph import _engine_run_backward
 
-from .frames import callers
-
 T = TypeVar("T")
 _BEFORE_ALL_OTHERS = 2**62
 
@@ -147,15 +145,3 @@ def was_compiled(value: Tensor) -> bool:
 def nodes_behind(node: Any) -> list[Any]:
     """The nodes that backward runs after ``node``; ``None`` where the graph ends."""
     return [behind for behind, _ in node.next_functions]
-
-
-def differentiates_twice() -> str | None:
-    """The function of ``torch.autograd.functional`` that calls this, where it differentiates its own gradient.
-
-    To be asked in forward: on other devices backward runs in a thread of the device, whose stack does not have the
-    caller; and the stack of another thread must not be read while that thread runs.
-    """
-    if torch.compiler.is_compiling():
-        return None
-    names = (f.f_code.co_name for f in callers() if f.f_globals.get("__name__") == "torch.autograd.functional")
-    return next((name for name in names if name in ("jvp", "hvp", "vhp", "hessian")), None)

@@ -47,11 +47,10 @@ def current_level() -> int:
     return maybe_current_level() or 0
 
 
-def in_forward_mode_alone() -> bool:
+def in_forward_mode_only() -> bool:
     """Whether the active transforms, of which there is one, are all ``jvp``, and nothing is traced."""
     keys = [level.key() for level in get_interpreter_stack() or ()]
-    forward = bool(keys) and all(key == TransformType.Jvp for key in keys)
-    return forward and not being_traced()
+    return bool(keys) and all(key == TransformType.Jvp for key in keys) and not being_traced()
 
 
 def autograd_by_hand() -> AbstractContextManager[None]:
@@ -69,11 +68,6 @@ def with_outer_tangents() -> AbstractContextManager[object]:
     Without it the tangents of a jvp around this one are lost in silence.
     """
     return forward_ad._set_fwd_grad_enabled(True)
-
-
-def lacks_forward_mode(error: NotImplementedError) -> bool:
-    """Whether an operator raised it that has no derivative in forward mode."""
-    return "forward AD" in str(error)
 
 
 def requires_grad_anywhere(x: Tensor) -> bool:

@@ -21,7 +21,7 @@ from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..sharding.flat_vectors import from_vector, to_vector, vector_dtype, vector_layout
 from ..sharding.partition import merge, partition
-from .grad import grad, grad_for_tangents
+from .grad import grad
 
 Complete = Callable[[Sharded], Sharded]  # trainable parameters to all parameters
 Product = Callable[[Complete, Sharded, Sharded, Any], Sharded]  # (complete, trainable, direction, args)
@@ -32,7 +32,7 @@ def hessian(loss: Callable[..., Tensor]) -> Callable[..., Operator]:
 
     ``hessian(loss)(params, *args) @ v`` is the derivative of ``fs.grad(loss)(params, *args)`` in the direction ``v``,
     forward over reverse: ``torch.func.jvp(lambda p: fs.grad(loss)(p, *args), (params,), (v,))[1]``. It takes the memory
-    of two gradients.
+    of two gradients where ``loss`` has common operators only: see :func:`fs.grad_and_value`.
 
     Args:
         loss: of ``(params, *args)``, as for :func:`fs.grad`. It returns the same for the same arguments: no dropout.
@@ -47,7 +47,7 @@ def hessian(loss: Callable[..., Tensor]) -> Callable[..., Operator]:
 
     Cost:
         Nothing here. A product: two all-gathers for each one of a gradient, of the parameters and of the vector, and
-        one reduction; that of the gradient itself, which ``jvp`` returns too, is left out.
+        two reductions, as ``jvp`` computes the gradient too.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -59,7 +59,7 @@ def hessian(loss: Callable[..., Tensor]) -> Callable[..., Operator]:
     """
 
     def product(complete: Complete, params: Sharded, v: Sharded, args: Any) -> Sharded:
-        return jvp(lambda p: _trainable(grad_for_tangents(loss)(complete(p), *args)), (params,), (v,))[1]
+        return jvp(lambda p: _trainable(grad(loss)(complete(p), *args)), (params,), (v,))[1]
 
     return partial(_operator, "hessian", product)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import Boundary, anchors_here, here, inside, new_boundary, plus
+from ..collectives.sinks import inside, sink_here
 from ..containers import opened, refuse_opaque
 from ..eager import eager
 from ..layout.packing import sparse_explained
@@ -19,8 +19,9 @@ from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import gradients_or_none, outside_inference_mode
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
-from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_alone, in_transform, without_batches
+from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_only, in_transform, without_batches
 from .argnums import Argnums, as_asked, check_scalar, positions
+from .boundary import Boundary, new_boundary, plus
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
 from .usage import is_unused, leaves_of, own_parameters_refused, refuse_hidden, refuse_unused, unused_arguments
@@ -78,7 +79,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     ``fs.grad`` or ``torch.func.grad``, in ``torch.compile``, in inference mode, and when an argument requires grad,
     this is ``torch.func.grad_and_value``. Otherwise results have no graph: to differentiate with respect to a tensor
     that ``fn`` closes over, pass it as an argument. Inside of ``torch.func.jvp`` on real ranks backward frees
-    activations too, unless plain autograd records the value.
+    activations too, if all operators of ``fn`` are known to need no graph for that.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -112,17 +113,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         (tensor([[3.],
                 [4.]]), tensor([ 3., 11.]))
     """
-    return _grad_and_value(fn, argnums, has_aux)
 
-
-def grad_for_tangents(fn: Callable[..., Tensor]) -> Callable[..., Any]:
-    """:func:`grad` for a ``torch.func.jvp`` that drops the primal result: only the tangent is right."""
-    return lambda *args: _grad_and_value(fn, tangents_alone=True)(*args)[0]
-
-
-def _grad_and_value(
-    fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False, tangents_alone: bool = False
-) -> Callable[..., Any]:
     @eager
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
@@ -135,14 +126,14 @@ def _grad_and_value(
                 value, aux = check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
             refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             unused.update(unused_arguments(fn, value, given, tensors))
-            if unused and not anchors_here():
+            if unused and not sink_here().anchors:
                 refuse_unused(unused.values())
-            elif unused and (boundary := here()):  # others may use what all ranks gathered: wait for the gradients
-                boundary.uses_none = True
+            elif unused:  # others may use what all ranks gathered: wait for the gradients
+                sink_here().nothing = -0.0
             return value, aux
 
         places, nested = given.of_each(places_of), inside() or _needs_graph((args, kwargs))
-        differentiate = partial(_with_graph, tangents_alone) if nested else partial(_without_graph, places)
+        differentiate = _with_graph if nested else partial(_without_graph, places)
         grads, value, aux, boundary, leaves = differentiate(scalar, given.inputs, given.of_each(carried_wider))
         _average_each(grads, places, boundary)
         trees = given.gradients(grads)
@@ -158,14 +149,14 @@ Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
 Derivative = tuple[list[Tensor], Tensor, Any, Boundary, list[Tensor]]  # gradients, value, aux; the value's leaves
 
 
-def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
+def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
     """Differentiate with torch.func, whose aux may hold tensors only."""
     put_back: list[Callable[..., Any]] = []
     boundaries: list[Boundary] = []
 
     def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         _allow_wider_gradients(inputs, wide)
-        with new_boundary(tangents_alone=tangents_alone) as boundary:
+        with new_boundary() as boundary:
             value, aux = scalar(inputs)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)
@@ -174,10 +165,10 @@ def _with_graph(tangents_alone: bool, scalar: Scalar, inputs: Sequence[Tensor], 
 
     # in inference mode, torch.func of 2.11 gives silent zeros
     with sparse_explained("grad"), outside_inference_mode(), autograd_by_hand():
-        differentiate = (
-            grad_and_value_freeing if in_forward_mode_alone() and not inside() else torch.func.grad_and_value
-        )
-        grads, (value, aux) = differentiate(tensors_only, has_aux=True)(inputs)
+        if in_forward_mode_only() and not inside():
+            grads, (value, aux) = grad_and_value_freeing(tensors_only)(inputs)
+        else:
+            grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
     return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(value, inputs)
 
 
@@ -210,7 +201,7 @@ def _sum(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor:
         return plus(total, grad)
     if grad is not None:
         return grad
-    return torch.zeros_like(x).neg() if boundary.uses_none else torch.zeros_like(x)
+    return torch.full_like(x, boundary.nothing)
 
 
 def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
@@ -254,4 +245,4 @@ def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary:
         if (place := places[i]) is not None and i not in boundary.averaged:
             key, layout = place
             in_place = boundary.totals.pop(i, None) is not None
-            grads[i] = mean_of_shard(grads[i], layout.buffers[key], layout, in_place, boundary.tangents_alone)
+            grads[i] = mean_of_shard(grads[i], layout.buffers[key], layout, in_place)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
-from ..collectives.boundary import new_boundary
 from ..collectives.primitives import psum, psum_scatter
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
@@ -25,6 +24,7 @@ from ..layout.validation import check_sharded
 from ..sharding.gather import gather
 from ..sharding.partition import merge, partition
 from ..sharding.reduction import mean_at_end_of_grad
+from .boundary import new_boundary
 from .grad import grad
 
 Of = Callable[[Sharded], Any]

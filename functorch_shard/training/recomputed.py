@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives.boundary import anchors_here, has_mean_behind, here, new_boundary, no_boundary, with_mean_behind
+from ..collectives.sinks import gradients_to, has_mean_behind, sink_here
 from ..torch_internals import lowering
-from ..torch_internals.autograd import Function, gradients_or_none, leaves_behind
+from ..torch_internals.autograd import Function, gradients_or_none, leaves_behind, nodes
 from ..torch_internals.lowering import active_transforms, constants, in_common, is_differentiated
 from ..torch_internals.transforms import in_transform
+from .boundary import Boundary, new_boundary
 
 Tensors = Sequence[Tensor]
 Results = Sequence["Tensor | None"]
@@ -36,7 +37,7 @@ class Program:
     Args:
         run: from tensors to tensors; ``None`` for a result that is zero.
         transforms: those that were active at the first call, ``None`` for those of now.
-        averages: whether it gathers, and so may take the mean over ranks in backward: Note [Boundary].
+        averages: whether its results depend on gathers, which may take the mean over ranks: Note [Boundary].
         kept: the positions of the results that are differentiated.
         batched: names of batched tensors that are not inputs: it cannot run outside of their vmap.
     """
@@ -93,8 +94,9 @@ def first_run(run: Callable[[Tensors], list[Tensor]], inputs: Tensors) -> tuple[
 
     def attach(program: Program) -> list[Tensor]:
         tensors = [x if i in used else constants([x])[0] for i, x in enumerate(inputs)]
-        graph = _attached(replace(program, run=lambda tensors: masked(program.run(tensors))), masked(results), tensors)
-        if has_anchors and (outer := anchors_here()) is not None and graph[-1] is not None:
+        masking = replace(program, run=lambda tensors: masked(program.run(tensors)), averages=ran.averages)
+        graph = _attached(masking, masked(results), tensors)
+        if has_anchors and (outer := sink_here().anchors) is not None and graph[-1] is not None:
             outer.append(graph[-1])
         return [x if new is None else new for x, new in zip(results, graph, strict=False)]
 
@@ -129,7 +131,7 @@ class _Again(Function):
         ctx.save_for_backward(*tensors[ctx.num_results :])
         ctx.save_for_forward(*tensors[ctx.num_results :])
         ctx.set_materialize_grads(False)
-        ctx.averages, ctx.boundary, ctx.transforms = ctx.program.averages, here(), active_transforms()
+        ctx.averages, ctx.sink, ctx.transforms = ctx.program.averages, sink_here(), active_transforms()
         ctx.keeps_unused_inputs = True  # in forward mode it is not known which ones are used
 
     @staticmethod
@@ -160,21 +162,45 @@ class _Again(Function):
         ), of_results
 
 
+class _MeanBehind(Function):
+    """The identity of an input of a program, with a mean that is taken behind it in another graph."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.averages = True
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return _MeanBehind.apply(x), in_dims[0]
+
+
 def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
     program, inputs, first = ctx.program, ctx.saved_tensors, 2 + ctx.num_results
     given = [i for i, grad in enumerate(grads) if grad is not None]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[first:]) if needed]
     if not given:
         return (None,) * len(ctx.needs_input_grad)
-    by_grad = ctx.boundary is not None and ctx.boundary.reached  # fs.grad takes the mean, and not the gathers
+    by_grad = not ctx.sink.averages  # fs.grad takes the mean, and not the gathers
     edges: Any = ctx.next_functions[ctx.num_results :] if program.averages and not by_grad else ()
     behind = [i for i, (node, _) in enumerate(edges) if has_mean_behind(node)]  # where another mean is taken
     known = ctx.transforms if program.transforms is None else in_common(ctx.transforms, program.transforms)
 
     def run_given(tensors: Tensors) -> list[Tensor]:
-        with new_boundary() if by_grad else no_boundary() as boundary:
-            results = program.results([with_mean_behind(x) if i in behind else x for i, x in enumerate(tensors)])
-        anchors = [] if boundary is None else boundary.take_anchors()  # Note [Unused units]
+        with new_boundary() if by_grad else gradients_to() as boundary:
+            results = program.results([_MeanBehind.apply(x) if i in behind else x for i, x in enumerate(tensors)])
+        anchors = boundary.take_anchors() if isinstance(boundary, Boundary) else []  # Note [Unused units]
         return [*(results[i] for i in given), *anchors]
 
     def transpose(tensors: Tensors) -> list[Tensor | None]:
@@ -191,12 +217,13 @@ def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Recorded(NamedTuple):
-    """Results of a run: which depend on leaves of its graph, which of these are used, and whether others are."""
+    """Results of a run: which depend on leaves of its graph, which of these are used, whether others or gathers are."""
 
     results: list[Tensor]
     depends: list[bool]
     used: list[bool]
     on_others: bool
+    averages: bool
     pull: Callable[[Tensors], list[Tensor | None]]  # of gradients of the results that depend
 
 
@@ -213,7 +240,8 @@ def _recorded(
         results = run(_with_others(inputs, wanted, leaves))
         behind = leaves_behind(results)
         used = [id(x) in behind for x in leaves]
-        noted[:] = leaves, [x.requires_grad for x in results], used, len(behind) > sum(used)
+        averages = any(getattr(node, "averages", False) for node in nodes(*(x.grad_fn for x in results)))
+        noted[:] = leaves, [x.requires_grad for x in results], used, len(behind) > sum(used), averages
         return (*(x for x in results if x.requires_grad), torch.zeros(())), results
 
     if by_func:
@@ -230,7 +258,8 @@ def _recorded(
         def pull(seeds: Tensors) -> list[Tensor | None]:
             return [*gradients_or_none(ran[0][:-1], seeds, noted[0], again)] if seeds else [None] * len(wanted)
 
-    return _Recorded(ran[-1], noted[1], noted[2], noted[3], pull)
+    _, depends, used, on_others, averages = noted
+    return _Recorded(ran[-1], depends, used, on_others, averages, pull)
 
 
 def _with_others(tensors: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ..collectives.boundary import means_noted
 from ..communication.simulated import Index, as_ranks, running_ranks
 from ..containers import filled_variables, opened, place, refuse_opaque
 from ..eager import eager
@@ -166,8 +165,7 @@ def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
         put_back.append(rebuild)
         return results
 
-    with means_noted() as means:
-        results, on_others, attach = first_run(run, tensors)
+    results, on_others, attach = first_run(run, tensors)
     written = [name for (name, x), version in zip(named, versions, strict=True) if version_of(x) != version]
     reject("remat", [f"{name}: written to by the function" for name in dict.fromkeys(written)], _RETURN_IT)
     if on_others:
@@ -182,7 +180,7 @@ def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
         return [*results]
 
     batched = [name for name, x in closed_over if without_batches(x) is not x]
-    return put_back[0](attach(Program(run_again, averages=bool(means), batched=batched)))
+    return put_back[0](attach(Program(run_again, batched=batched)))
 
 
 def _variables(fn: Any, inside: tuple[Any, ...] = ()) -> list[tuple[str, Any]]:

@@ -209,9 +209,9 @@ def twice_on_this_rank(mesh: fs.Mesh, reduction: Any) -> list[Any]:
             return loss(fs.Sharded(zip(params, xs, strict=True), layout))
 
         product = torch.func.jvp(torch.func.grad(loss), (params,), (v,))[1]
-        want = torch.func.jvp(loss, (params,), (v,))[1], *[tuple(product.values())] * 2
+        want = torch.func.jvp(loss, (params,), (v,))[1], tuple(product.values())
         given = tuple(params.values()), tuple(v.values())
-        for function, value in zip((functional.jvp, functional.hvp, functional.vhp), want, strict=True):
+        for function, value in zip((functional.jvp, functional.hvp), want, strict=True):
             told = text_of(function, of_shards, *given)
             results.append(told or all_close(function(of_shards, *given)[1], value))
         leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, layout)
@@ -232,10 +232,9 @@ def test_torch_autograd_functional_is_right_or_refused_on_every_rank(ranks: Rank
     copies, shards = ranks.axes.get("replicate", 1), ranks.axes["shard"]
     right = (copies if reduction == "sum" else shards) == 1
     for results in ranks.run(twice_on_this_rank, reduction):
-        for *twice, by_input in (results[:4], results[4:]):
+        for *twice, by_input in (results[:3], results[3:]):
             assert by_input is True
-            for name, result in zip(("jvp", "hvp", "vhp"), twice, strict=True):
-                assert result is True if right else f"torch.autograd.functional.{name} takes the backward" in result
+            assert all(result is True if right else "jvp and hvp, which take" in result for result in twice)
 
 
 def by_hand_on_this_rank(mesh: fs.Mesh) -> list[Any]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from unittest.mock import patch
 
 import functorch_shard.sharding.unused
-from functorch_shard.collectives.boundary import anchors_here, new_boundary
+from functorch_shard.collectives.sinks import sink_here
 from functorch_shard.sharding.unused import Owed
+from functorch_shard.training.boundary import new_boundary
 
 
 class Node:
@@ -67,9 +68,9 @@ def test_a_part_whose_node_is_gone_is_not_to_come() -> None:
 
 
 def test_anchors_are_put_where_the_nearest_boundary_is_and_nowhere_else() -> None:
-    assert anchors_here() is None
+    assert sink_here().anchors is None
     with new_boundary() as outer:
         with new_boundary() as inner:
-            assert anchors_here() is inner.anchors is not outer.anchors
-        assert anchors_here() is outer.anchors
-    assert anchors_here() is None
+            assert sink_here().anchors is inner.anchors is not outer.anchors
+        assert sink_here().anchors is outer.anchors
+    assert sink_here().anchors is None

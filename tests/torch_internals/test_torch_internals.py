@@ -6,10 +6,9 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
-from torch.autograd import Function, functional
+from torch.autograd import Function
 from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
@@ -19,7 +18,6 @@ from functorch_shard.torch_internals.autograd import (
     backward_comes_to,
     backward_pass,
     differentiate_at_once,
-    differentiates_twice,
     gradients_or_none,
 )
 from functorch_shard.torch_internals.pytree import torch_node
@@ -310,36 +308,6 @@ def test_hooks_on_a_tensor_are_seen_while_they_are_there() -> None:
     assert hooks_of(x) == ["register_post_accumulate_grad_hook"]
     two.remove()
     assert hooks_of(x) == []
-
-
-@pytest.mark.parametrize("name", ["jvp", "hvp", "vhp", "hessian"])
-def test_functions_that_differentiate_their_own_gradient_are_known_while_they_do(name: str) -> None:
-    class Asks(Function):
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            seen.append(differentiates_twice())
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return grad * 2
-
-    seen: list[Any] = []
-
-    def loss(x: Tensor) -> Tensor:
-        return Asks.apply(x).square().sum()
-
-    x = torch.ones(2, requires_grad=True)
-    getattr(functional, name)(loss, x, *([] if name == "hessian" else [torch.ones_like(x)]))
-    assert set(seen) == {name}
-    seen.clear()
-    functional.vjp(loss, x)
-    functional.jacobian(loss, x, create_graph=True)
-    torch.autograd.grad(loss(x), x, create_graph=True)
-    assert set(seen) == {None}
 
 
 def test_backward_tells_to_which_nodes_it_comes_also_when_inputs_are_given() -> None:

@@ -14,7 +14,7 @@ from torch.func import functional_call, jvp
 import functorch_shard as fs
 from functorch_shard.curvature import hessian
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated, slow
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 
 Loss = Callable[[fs.Sharded, Tensor], Tensor]
 
@@ -28,7 +28,11 @@ MODEL = model_of_units()
 
 
 def loss_with(**gather: Any) -> Loss:
-    return lambda p, x: functional_call(MODEL, fs.gather(p, **gather), (x,)).square().mean()
+    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
+        full: Any = fs.gather(p, **gather)
+        return functional_call(MODEL, full, (x,)).square().mean()
+
+    return loss
 
 
 def through_a_step(p: fs.Sharded, x: Tensor) -> Tensor:
@@ -55,38 +59,25 @@ LOSSES: dict[str, Loss] = {
 DERIVED: dict[str, Callable[[Loss, fs.Sharded, fs.Sharded, Tensor], Any]] = {
     "gradient": lambda loss, p, v, x: fs.grad(loss)(p, x),
     "hessian": lambda loss, p, v, x: hessian(loss)(p, x) @ v,
-    "jvp of fs.grad": lambda loss, p, v, x: jvp(lambda p: fs.grad(loss)(p, x), (p,), (v,))[1],
     "fs.grad of jvp": lambda loss, p, v, x: fs.grad(lambda p: jvp(lambda p: loss(p, x), (p,), (v,))[1])(p),
     "fs.grad of fs.grad": lambda loss, p, v, x: fs.grad(lambda p: fs.vdot(fs.grad(loss)(p, x), v))(p),
 }
-# Further derivatives, by the product that is differentiated.
-FURTHER: dict[str, Callable[[Any, fs.Sharded, fs.Sharded], Any]] = {
-    "fs.grad": lambda product, p, v: fs.grad(lambda p: fs.vdot(product(p), v))(p),
-    "jvp": lambda product, p, v: jvp(product, (p,), (v,))[1],
-    "hessian": lambda product, p, v: hessian(lambda p: fs.vdot(product(p), v))(p) @ v,
-    "vmap": lambda product, p, v: torch.func.vmap(lambda a: [a * x for x in product(p).values()])(torch.ones(2)),
-}
 
 
-def derived(mesh: fs.Mesh, name: str, loss: str, further: str, plan: dict[str, Any]) -> Any:
+def product_of(mesh: fs.Mesh, name: str, loss: str) -> Any:
     """The result, and how often each unit was communicated."""
-    params = fs.shard(MODEL, fs.plan(MODEL, mesh, **plan))
+    params = fs.shard(MODEL, fs.plan(MODEL, mesh))
     v, x = (
         fs.randn_like(params, 0),
         mesh.split(torch.linspace(-1, 1, 24 * mesh.size, dtype=torch.float64).unflatten(0, (-1, 6))),
     )
 
     def of(p: fs.Sharded, v: fs.Sharded, x: Tensor) -> Any:
-        product = lambda p: DERIVED[name](LOSSES[loss], p, v, x)  # noqa: E731
-        return FURTHER[further](product, p, v) if further else product(p)
+        return DERIVED[name](LOSSES[loss], p, v, x)
 
     with count_collectives() as seen:
         result = mesh.spmd(of)(params, v, x)
     return result, Counter((each.kind, each.key) for each in seen.issued)
-
-
-def product_of(mesh: fs.Mesh, name: str, loss: str) -> Any:
-    return derived(mesh, name, loss, "", {})
 
 
 def counted(ranks: Ranks, name: str, loss: str) -> dict[str, Counter[str]]:
@@ -97,9 +88,8 @@ def counted(ranks: Ranks, name: str, loss: str) -> dict[str, Counter[str]]:
     return {kind: Counter({key: n for (k, key), n in first.items() if k == kind and key}) for kind in kinds}
 
 
-KINDS = [*simulated(1, 2, HYBRID), *sequential(2), *gloo(2, HYBRID)]
+KINDS = [*simulated(1, 2), *sequential(2), *gloo(HYBRID)]
 every_kind = pytest.mark.parametrize("ranks", KINDS, ids=str)
-plain_losses = pytest.mark.parametrize("loss", ["lazy", "at once"])
 
 
 def doubled(numbers: Counter[str]) -> Counter[str]:
@@ -107,69 +97,23 @@ def doubled(numbers: Counter[str]) -> Counter[str]:
 
 
 @every_kind
-@plain_losses
-def test_a_hessian_product_gathers_parameters_and_vector_and_reduces_each_unit_once(loss: str, ranks: Ranks) -> None:
-    gradient, product = counted(ranks, "gradient", loss), counted(ranks, "hessian", loss)
+def test_a_hessian_product_takes_the_gathers_and_the_reductions_of_two_gradients(ranks: Ranks) -> None:
+    gradient, product = counted(ranks, "gradient", "lazy"), counted(ranks, "hessian", "lazy")
+    assert product == {kind: doubled(numbers) for kind, numbers in gradient.items()}
+
+
+@every_kind
+def test_reverse_over_forward_reduces_each_unit_once(ranks: Ranks) -> None:
+    gradient, product = counted(ranks, "gradient", "at once"), counted(ranks, "fs.grad of jvp", "at once")
     assert product.keys() == gradient.keys()
     for kind, numbers in gradient.items():
         assert product[kind] == (doubled(numbers) if kind == "all_gather" else numbers), kind
 
 
-@every_kind
-@plain_losses
-def test_reverse_over_forward_communicates_as_little(loss: str, ranks: Ranks) -> None:
-    assert counted(ranks, "fs.grad of jvp", loss) == counted(ranks, "hessian", loss)
-
-
-@every_kind
-@plain_losses
-def test_jvp_of_a_gradient_returns_both_and_so_reduces_both(loss: str, ranks: Ranks) -> None:
-    gradient, product = counted(ranks, "gradient", loss), counted(ranks, "jvp of fs.grad", loss)
-    assert product == {kind: doubled(numbers) for kind, numbers in gradient.items()}
-
-
-EVERY = [*simulated(2), *gloo(2), *slow([*sequential(2), *simulated(HYBRID), *gloo(HYBRID)])]
-
-
-@pytest.mark.parametrize("ranks", EVERY, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_product_is_bitwise_that_of_jvp_which_reduces_the_gradient_too(loss: str, ranks: Ranks) -> None:
-    both = [ranks.once(product_of, name, loss) for name in ("hessian", "jvp of fs.grad")]
-    for (product, few), (expected, many) in zip(*both, strict=True):
-        assert_trees_close(product, expected, rtol=0, atol=0)
-        assert all(x.any() for x in product.values())
-        assert few <= many
-
-
-LOW = fs.MixedPrecision(reduce_dtype=torch.float32)
-PLANS: list[dict[str, Any]] = [
-    {"reduction": "sum"},
-    {"precision": LOW},
-    {"labels": lambda name, p: name[-1]},
-    {"units": 1},
-    {"reshard_after_forward": False},
-]
-
-
-@pytest.mark.parametrize("loss", ["lazy", "at once"])
-@pytest.mark.parametrize("plan", range(len(PLANS)))
-def test_so_it_is_with_every_plan(plan: int, loss: str) -> None:
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
-    (product, few), (expected, _) = (derived(mesh, name, loss, "", PLANS[plan]) for name in ("hessian", JVP))
-    gradient = derived(mesh, "gradient", loss, "", PLANS[plan])[1]
-    assert_trees_close(product, expected, rtol=0, atol=0)
-    assert {key: n for key, n in few.items() if key[0] != "all_gather"} == {
-        key: n for key, n in gradient.items() if key[0] != "all_gather"
-    }
-
-
-JVP = "jvp of fs.grad"
-
-
 @pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-@pytest.mark.parametrize("further", FURTHER)
-def test_a_product_is_differentiated_and_batched_in_turn(further: str, ranks: Ranks) -> None:
-    both = [ranks.run(derived, name, "lazy", further, {}) for name in ("hessian", JVP)]
-    for (product, few), (expected, many) in zip(*both, strict=True):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_product_is_that_of_two_reverse_passes(loss: str, ranks: Ranks) -> None:
+    products = (ranks.once(product_of, name, loss) for name in ("hessian", "fs.grad of fs.grad"))
+    for (product, _), (expected, _) in zip(*products, strict=True):
         assert_trees_close(product, expected, rtol=1e-10, atol=1e-13)
-        assert sum(few.values()) < sum(many.values())
+        assert all(x.any() for x in product.values())
