@@ -5,15 +5,17 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard import svg
+from functorch_shard.pictures import svg
 
 PLACE = Path(__file__).parent / "_static"
 PACKAGE = Path(fs.__file__).parent
@@ -21,6 +23,8 @@ ABOUT = {
     "cli": "the command line",
     "testing": "run_ranks, count_collectives",
     "checkpoint": "save, load, two formats",
+    "graph": "compile: a step as one graph",
+    "pictures": "visualize: a layout",
     "training": "grad, optimizer, norms",
     "sharding": "shard, gather, scatter_grads",
     "collectives": "psum ... psum_scatter and their derivatives",
@@ -55,28 +59,71 @@ def model() -> nn.Module:
 
 def layout() -> str:
     """Which rank holds how much of which parameter, on four ranks."""
-    return fs.visualize(fs.plan(model(), fs.abstract_mesh(4), units="blocks")).svg(900)
+    return fs.visualize(fs.plan(model(), fs.simulated_mesh(4), units="blocks")).svg(900)
 
 
-def timeline() -> fs.visualization.Timeline:
+class OneOfFour(fs.communication.Backend):
+    """Rank 0 of four that are not there, and say what it says when ranks compare their programs."""
+
+    def index(self) -> int:
+        return 0
+
+    def issue(self, op: fs.communication.Collective, x: Tensor, /) -> fs.communication.Work:
+        return fs.communication.Finished(torch.cat([x] * 4, op.dim))
+
+
+def schedule() -> Any:
     """What one of four ranks starts, waits for and computes in a gradient."""
-    whole, mesh = model(), fs.abstract_mesh(4)
-    params = fs.shard(whole, fs.plan(whole, mesh, units="blocks"))
+    whole, mesh = Model(), fs.Mesh((fs.Axis("shard", 4, OneOfFour()),), torch.device("cpu"))
+    on_cpu: Any = fs.shard(whole, fs.plan(whole, mesh, units="blocks"))
+    params: Any = optree.tree_map(lambda x: x.to("meta"), on_cpu)
 
     def loss(params: fs.Sharded, tokens: Tensor) -> Tensor:
         return functional_call(whole, dict(fs.gather(params)), (tokens,)).square().mean()
 
-    tokens = torch.zeros(8, dtype=torch.int64, device="meta")
-    return fs.visualize(fs.compile(fs.grad(loss)).trace(params, tokens))
+    return fs.compile(fs.grad(loss)).trace(params, torch.zeros(8, dtype=torch.int64, device="meta"))
 
 
 def step() -> str:
-    return timeline().svg(900)
-
-
-def trace() -> str:
-    """The same for chrome://tracing and Perfetto."""
-    return json.dumps(timeline().chrome_trace(), indent=1) + "\n"
+    """Starts, waits, computation and bytes alive, over the number of operations: a recording has no times."""
+    traced = schedule()
+    events, (left, right, top, chart) = traced.events, (150, 884, 56, 150)
+    ends = [*accumulate(event.operations or 1 for event in events)]
+    x = lambda operation: left + (right - left) * operation / ends[-1]  # noqa: E731
+    blocks, busy = list[tuple[str, int, int, Any]](), dict[str, int]()
+    for i, (event, end) in enumerate(zip(events, ends, strict=True)):
+        if event.what == "compute":
+            blocks.append(("computation", end - event.operations, end, None))
+        elif event.what == "start":
+            waits = [j for j, e in enumerate(events) if j > i and (e.what, e.collective) == ("wait", event.collective)]
+            lane = next(lane for lane in ("shard 0", "shard 1", "shard 2") if busy.get(lane, 0) < end)
+            busy[lane] = ends[waits[0]]
+            blocks.append((lane, end - 1, ends[waits[0]], event.collective))
+    rows = [*sorted(busy), "computation"]
+    summary, base = str(traced).splitlines()[-1], top + 22 * len(rows) + 24
+    body = [
+        svg.text(16, 22, summary),
+        *(svg.text(16, top + 15 + 22 * i, row, "fs-faint") for i, row in enumerate(rows)),
+    ]
+    for i, (kind, look) in enumerate({"all_gather": "fs-hue0", "psum_scatter": "fs-hue1"}.items()):
+        at = 16 + 110 * i
+        body += [svg.rectangle(at, 33, 10, 10, look), svg.text(at + 15, 42, kind, "fs-faint")]
+    for lane, start, end, op in blocks:
+        look = {"all_gather": "fs-hue0", "psum_scatter": "fs-hue1"}[op.kind] if op else "fs-rest"
+        y, wide = top + 22 * rows.index(lane), max(x(end) - x(start), 1)
+        body.append(
+            svg.rectangle(x(start), y + 2, wide, 18, look, f"{op or 'computation'}; operations {start} to {end}")
+        )
+        body += [svg.text(x(start) + 4, y + 15, name)] if op and (name := svg.fitting(op.key, wide - 6)) else []
+    points = [(x(end), base + chart * (1 - e.alive / traced.peak)) for e, end in zip(events, ends, strict=True)]
+    body += [
+        svg.rectangle(left, base, right - left, chart, "fs-rest"),
+        svg.text(16, base + 11, "bytes alive", "fs-faint"),
+    ]
+    body += [svg.steps([(left, base + chart), *points], "fs-ink-line")]
+    note = f"{ends[-1]:,} operations in order, not time; bytes after each event, the peak may be inside a computation"
+    body.append(svg.text(left, base + chart + 18, note, "fs-faint"))
+    return svg.document(900, base + chart + 30, summary, body)
 
 
 def memory() -> str:
@@ -181,7 +228,6 @@ def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
 PICTURES = {
     "layout.svg": layout,
     "step.svg": step,
-    "step.json": trace,
     "memory.svg": memory,
     "packages.svg": packages,
 }

@@ -33,17 +33,16 @@ from .training.optimizer import Optimizer, optimizer
 
 if TYPE_CHECKING:
     from . import checkpoint, codecs, curvature, debug, replicas, testing
-    from .mesh.abstract import abstract_mesh
+    from .graph.compile import Compiled, compile  # noqa: A004  (as torch.compile)
+    from .pictures.visualize import visualize
     from .sharding.initialize import init_buffers, init_params
     from .sharding.iter_parameters import iter_parameters
     from .sharding.reshard import reshard
     from .storage.offloading import offload
-    from .training.compilation.compile import Compiled, compile  # noqa: A004  (as torch.compile)
     from .training.estimate import Estimate, estimate
     from .training.jacobian import hessian, jacfwd, jacrev
     from .training.remat import remat
     from .training.vectors import rademacher_like, randn_like, vdot
-    from .visualization import visualize
 
 __version__ = "0.1.0"
 
@@ -58,7 +57,6 @@ __all__ = [
     "MixedPrecision",
     "Optimizer",
     "Sharded",
-    "abstract_mesh",
     "accumulate",
     "all_finite",
     "apply",
@@ -109,7 +107,6 @@ _ON_FIRST_USE = {
     "codecs": ".codecs",
     "curvature": ".curvature",
     "debug": ".debug",
-    "abstract_mesh": ".mesh.abstract",
     "replicas": ".replicas",
     "init_buffers": ".sharding.initialize",
     "init_params": ".sharding.initialize",
@@ -117,8 +114,8 @@ _ON_FIRST_USE = {
     "iter_parameters": ".sharding.iter_parameters",
     "offload": ".storage.offloading",
     "testing": ".testing",
-    "Compiled": ".training.compilation.compile",
-    "compile": ".training.compilation.compile",
+    "Compiled": ".graph.compile",
+    "compile": ".graph.compile",
     "Estimate": ".training.estimate",
     "estimate": ".training.estimate",
     "hessian": ".training.jacobian",
@@ -128,7 +125,7 @@ _ON_FIRST_USE = {
     "rademacher_like": ".training.vectors",
     "randn_like": ".training.vectors",
     "vdot": ".training.vectors",
-    "visualize": ".visualization",
+    "visualize": ".pictures.visualize",
 }
 
 

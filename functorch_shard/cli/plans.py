@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import Estimate, Layout, MixedPrecision, abstract_mesh, estimate
+from .. import Estimate, Layout, MixedPrecision, estimate, simulated_mesh
 from .. import optimizer as optimizer_of
 from .. import plan as plan_of
 from ..errors import axes_text, hint, size_text, table
@@ -38,7 +38,7 @@ def report(
         if precision:
             dtypes = [_named("precision", torch, name) for name in precision.split(",")]
             options["precision"] = MixedPrecision(*dtypes)
-        layouts = [plan_of(source, abstract_mesh(sized(axes, n)), **options) for n in ranks]
+        layouts = [plan_of(source, simulated_mesh(sized(axes, n)), **options) for n in ranks]
     except (TypeError, ValueError) as error:
         raise ValueError(f"plan: {' '.join(str(error).split())}") from error
     return formatted(model, layouts, [estimate(layout, opt) for layout in layouts])

@@ -14,10 +14,10 @@ Here bytes move between the ranks of one axis. ``collective``, ``work``, ``backe
 ``process_group``, ``gloo`` with ``shared_memory``, ``shared_results``, ``headers`` and ``dtypes``:
 the backends; ``simulated_group``: what ``torch.distributed`` is inside of simulated ranks;
 ``at_exit``: what is under way when a process ends; ``axis`` is an axis with its backend, ``group_axis``
-one of real ranks, ``joint`` several as one; ``recorded``: what tracers record, and ``c10d``: the same as operators of
-torch; ``wrapper``, ``counter``, ``order_check``, ``lost_ranks``, ``separate_groups``, ``without`` stand before a
-backend; ``writes`` finds writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``,
-``containers`` and ``eager`` alone; imported by ``mesh`` and above.
+one of real ranks, ``joint`` several as one; ``recorded``: what tracers record; ``wrapper``, ``counter``,
+``order_check``, ``lost_ranks``, ``separate_groups``, ``without`` stand before a backend; ``writes`` finds writes into
+what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``eager`` alone; imported by
+``mesh`` and above.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from .work import Finished, Work
 from .wrapper import wrap
 
 if TYPE_CHECKING:
-    from .c10d import as_c10d
     from .counter import Counter, Traffic
     from .order_check import checked
     from .separate_groups import separate_reductions
@@ -44,7 +43,6 @@ __all__ = [
     "Finished",
     "Traffic",
     "Work",
-    "as_c10d",
     "checked",
     "separate_reductions",
     "without_all_gather",
@@ -55,7 +53,6 @@ __all__ = [
 _ON_FIRST_USE = {
     "Counter": ".counter",
     "Traffic": ".counter",
-    "as_c10d": ".c10d",
     "checked": ".order_check",
     "separate_reductions": ".separate_groups",
     "without_all_gather": ".without",

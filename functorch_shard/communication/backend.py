@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -83,10 +83,6 @@ class Backend(ABC):
         """Simulated ranks: a tensor that is batched at the levels of the mesh's other axes."""
         return None
 
-    def group_of(self, op: Collective) -> Any:
-        """The process group whose own collective :meth:`issue` does for ``op`` and nothing else; ``None`` otherwise."""
-        return None
-
     def ready(self) -> object:
         """Raise unless the ranks are there; return which one this is where they are threads of this process."""
         return None
@@ -111,20 +107,4 @@ class DetachedBackend(Backend):
         raise RuntimeError(
             "this mesh was unpickled and its ranks are not here. Put the tree on a live mesh of the same sizes: "
             "tree.on(mesh)."
-        )
-
-
-@dataclass(frozen=True)
-class AbstractBackend(Backend):
-    """One of several ranks that are not there: a tracer records what it would issue."""
-
-    rank: int
-
-    def index(self) -> int:
-        return self.rank
-
-    def issue(self, op: Collective, x: Tensor, /) -> Work:
-        raise RuntimeError(
-            f"{op}: the ranks of an abstract mesh are not there, so nothing can be sent. "
-            "fs.compile(step).trace(*args) shows what a step would send; fs.simulated_mesh has ranks that compute."
         )

@@ -54,9 +54,6 @@ def naming_lost_ranks(backend: GroupBackend) -> Backend:
 class _Named(Wrapped):
     """A backend whose collectives are those of the one inside, with other errors."""
 
-    def group_of(self, op: Collective) -> Any:
-        return self.inner.group_of(op)
-
 
 def run_on_job(what: str, part: Callable[[], T]) -> T:
     """``part()``, which waits for ranks of the default group: an error that one of them caused names it."""

@@ -32,9 +32,6 @@ class GroupBackend(Backend):
     def index(self) -> int:
         return self.rank
 
-    def group_of(self, op: Collective) -> Any:
-        return self.group
-
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         match op.kind:
             case "all_gather" | "exchange":

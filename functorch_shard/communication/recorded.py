@@ -14,6 +14,7 @@ recorded. Operators take numbers and strings alone, so ``ranks`` is a name of th
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -26,6 +27,8 @@ from .work import Work
 
 # As torch.distributed does for process groups: an operator of a graph finds its ranks by name.
 _BACKENDS: WeakValueDictionary[str, Backend] = WeakValueDictionary()
+# While a tracer records an operator it runs it, with real tensors where the program made some: nothing is sent then.
+_RECORDING = ContextVar("a collective is recorded and not issued", default=False)
 
 
 def name_of(backend: Backend) -> str:
@@ -46,8 +49,17 @@ def issue_recorded(op: Collective, x: Tensor, size: int, backend: Backend) -> Wo
     """``op`` on ``x`` as operators of a graph; ``size`` is that of the axis."""
     shape = _shape_of_result(op, x, size)
     fields = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient)
-    started = START(x, name_of(backend), *fields)
-    return Work(lambda: WAIT(started, x, shape, op.dtype if _casts(op) else x.dtype, op.device or x.device))
+    dtype = op.dtype if _casts(op) else x.dtype
+    started = _recorded(START, x, name_of(backend), *fields)
+    return Work(lambda: _recorded(WAIT, started, x, shape, dtype, op.device or x.device))
+
+
+def _recorded(operator: Any, *args: Any) -> Any:
+    token = _RECORDING.set(True)
+    try:
+        return operator(*args)
+    finally:
+        _RECORDING.reset(token)
 
 
 def _casts(op: Collective) -> bool:
@@ -76,6 +88,8 @@ def _shape_of_result(op: Collective, x: Tensor, size: int) -> list[int]:
 
 
 def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
+    if _RECORDING.get():
+        return torch.empty(0)
     backend, op = backend_of(name), Collective(*fields)
     started: Any = torch.empty(0)
     record(op)
@@ -84,6 +98,8 @@ def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
 
 
 def _wait(started: Any, x: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if _RECORDING.get():
+        return torch.empty(shape, dtype=dtype, device=device)
     return started.work.wait().contiguous()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -65,6 +64,3 @@ def _with_two_groups(backend: Backend) -> Backend:
 @dataclass(frozen=True)
 class _Separate(Wrapped):
     reductions: GroupBackend
-
-    def group_of(self, op: Collective) -> Any:
-        return (self.reductions if op.kind in _OF_GRADIENTS else self.inner).group_of(op)

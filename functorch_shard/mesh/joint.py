@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..communication.axis import Axis
-from ..communication.backend import AbstractBackend, Backend, DetachedBackend
+from ..communication.backend import Backend, DetachedBackend
 from ..communication.group_axis import group_axis
 from ..communication.joint import ReorderedBackend
 from ..communication.process_group import GroupBackend
@@ -50,8 +50,7 @@ def joint_backend(
         index = 0
         for name in names:
             index = index * sizes[name] + int(backends[name].index())
-        absent = any(isinstance(backend, AbstractBackend) for backend in backends.values())
-        return AbstractBackend(index) if absent else DetachedBackend(index)
+        return DetachedBackend(index)
     return _of_group(backends, sizes, several, processes, device)
 
 

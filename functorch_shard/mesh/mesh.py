@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..communication.axis import Axis
-from ..communication.backend import AbstractBackend, Backend
+from ..communication.backend import Backend
 from ..communication.group_axis import group_axis
 from ..communication.wrapper import transport
 from ..containers import Static
@@ -39,7 +39,7 @@ T = TypeVar("T")
 class Mesh(Static):
     """The ranks of a program, in one or more named axes.
 
-    Made by :func:`init_mesh`, :func:`simulated_mesh`, :func:`abstract_mesh` or :meth:`from_device_mesh`; an immutable
+    Made by :func:`init_mesh`, :func:`simulated_mesh` or :meth:`from_device_mesh`; an immutable
     handle. Ranks count in row-major order of the axes. Copying keeps the handle; pickling keeps names and sizes, and
     real ranks stay behind.
     """
@@ -324,7 +324,7 @@ class Mesh(Static):
             self._simulated.watch(key, whole, names)
 
     def _several(self) -> list[Axis]:
-        return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated and not _is_abstract(axis)]
+        return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         return self
@@ -335,7 +335,7 @@ class Mesh(Static):
         return Mesh, (self._axes, self.device)
 
     def __repr__(self) -> str:
-        kind = "abstract, " if any(map(_is_abstract, self._axes)) else ""
+        kind = ""
         if self._simulated is not None:
             kind = {"batched": "simulated, "}.get(self._simulated.kind, "simulated one after the other, ")
         return f"Mesh({axes_text(self.axes)}, {kind}{self.device})"
@@ -376,10 +376,6 @@ def simulated_mesh(
     else:
         raise ValueError(f"simulated_mesh: kind: got {kind!r}, expected 'batched' or 'sequential'")
     return Mesh(ranks.axes, where, _simulated=ranks)
-
-
-def _is_abstract(axis: Axis) -> bool:
-    return isinstance(transport(axis.backend), AbstractBackend)
 
 
 def _checked_backend(backend: Backend) -> Backend:

@@ -3,8 +3,8 @@
 ``transforms``: which ``torch.func`` transforms are active; ``lowering``: what is differentiated at any of them.
 ``autograd``: the graph and the running backward pass. ``modules``: where modules keep tensors, modules and hooks.
 ``rank_threads``: what ranks in threads inherit and share; ``process_settings``: the cache of parametrizations.
-``tracing`` and ``compilers``: programs as graphs. ``tensors``, ``pytree``,
-``process_groups``, ``functional_collectives``, ``dcp``: private attributes of those.
+``tracing`` and ``compilers``: programs as graphs. ``tensors``, ``pytree``, ``process_groups``, ``dcp``: private
+attributes of those.
 ``tests/torch_internals`` fails when torch changes one of them.
 
 Every package may import this one; it imports ``errors`` only.

@@ -8,8 +8,7 @@ and ``torch_optim``: ``torch.optim`` classes on shards; ``optimizer_probe``: whi
 ``optimizer_rule``: one class and the buffers that it updates; ``tensor_options``: options that are tensors; ``whole``:
 classes that need whole parameters. ``vectors``: trees as vectors, ``element_bits`` their random numbers; ``curvature``:
 operators on them. ``norms``,
-``finite``, ``loss_scale``: norms, NaN and loss scales. ``estimate``: predicted memory and traffic. ``compilation``: a
-step as one graph.
+``finite``, ``loss_scale``: norms, NaN and loss scales. ``estimate``: predicted memory and traffic.
 
 Imports ``sharding`` and below; nothing but the top imports it.
 """

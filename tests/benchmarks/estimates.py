@@ -3,8 +3,8 @@
 python -m tests.benchmarks.estimates --ranks 2 4 8    # the GPT of 27 million parameters: two minutes on two cores
 
 ``plan`` is arithmetic on the layout: backward gathers all units but the last again, and there are no activations.
-``trace`` is the step as it is written, recorded for one rank that is not there, on the meta device. Memory is measured
-by what torch's allocator reports, to the byte.
+``trace`` is the schedule of the step as it is written. Memory is measured by what torch's allocator reports, to the
+byte.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Step:
         return sum(one.sent for one in self.traffic.values())
 
 
-def measured(axes: dict[str, int], depth: int) -> Step:
-    """On this rank."""
+def measured(axes: dict[str, int], depth: int) -> tuple[Step, Step]:
+    """On this rank, and traced."""
     torch.set_num_threads(1)
     mesh, model, counter = fs.init_mesh(axes), gpt_of(depth), Counter()
     with LiveBytes() as live:
@@ -50,17 +50,16 @@ def measured(axes: dict[str, int], depth: int) -> Step:
         step(params, state, *batch)
         live.mark("end")
     traffic = {key: Traffic(one.number, one.nbytes, one.sent) for key, one in counter.traffic.items()}
-    return Step(traffic, live.peak("step", "end"))
+    schedule = fs.compile(step).trace(params, state, *batch)
+    traced = Step(schedule.traffic(mesh.axes), schedule.inputs + schedule.peak)
+    return Step(traffic, live.peak("step", "end")), traced
 
 
-def traced(axes: dict[str, int], depth: int) -> tuple[Step, fs.Layout]:
-    """Without ranks, and without memory."""
-    mesh = fs.abstract_mesh(axes)
+def planned(axes: dict[str, int], depth: int) -> fs.Estimate:
     with torch.device("meta"):
         model = gpt_of(depth)
-    step, arguments = gpt_step(mesh, model)
-    schedule = fs.compile(step).trace(*arguments)
-    return Step(schedule.traffic(mesh.axes), schedule.inputs + schedule.peak), arguments[0].layout
+    _, (params, *_) = gpt_step(fs.simulated_mesh(axes), model)
+    return fs.estimate(params.layout)
 
 
 def main() -> None:
@@ -71,11 +70,10 @@ def main() -> None:
     print("ranks   MiB sent: counted    trace     plan    peak MiB: measured    trace")
     for ranks in chosen.ranks:
         axes = {"shard": ranks}
-        expected, layout = traced(axes, chosen.depth)
         found = run_ranks(measured, ranks, axes, chosen.depth, timeout=300)
-        assert all(one.traffic == expected.traffic for one in found)
-        sent = [n / 2**20 for n in (found[0].sent, expected.sent, fs.estimate(layout).sent)]
-        peaks = [n / 2**20 for n in (max(one.peak for one in found), expected.peak)]
+        assert all(one.traffic == traced.traffic for one, traced in found)
+        sent = [n / 2**20 for n in (found[0][0].sent, found[0][1].sent, planned(axes, chosen.depth).sent)]
+        peaks = [n / 2**20 for n in (max(one.peak for one, _ in found), found[0][1].peak)]
         ratios = f"plan {sent[2] / sent[0]:.2f}, peak {peaks[1] / peaks[0]:.2f}"
         print(
             f"{ranks:5d} {sent[0]:19.3f} {sent[1]:8.3f} {sent[2]:8.3f} {peaks[0]:21.1f} {peaks[1]:8.1f}   {ratios}",

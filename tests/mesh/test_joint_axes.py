@@ -13,7 +13,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard import collectives
 from functorch_shard.testing import assert_trees_close
-from tests.support.models import awkward, loss_of, on_meta, two_layers
+from tests.support.models import awkward, loss_of
 from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import refused
 
@@ -162,21 +162,6 @@ def test_as_much_is_counted_as_over_one_axis_and_as_estimated(joint: Ranks, flat
         assert seen == {("dp,cp", kind): counts for (_, kind), counts in expected.items()}
         scattered = estimate["dp,cp", "psum_scatter"]
         assert seen["dp,cp", "psum_scatter"] == (scattered.number, scattered.nbytes, scattered.sent)
-
-
-@pytest.mark.parametrize("rank", [0, 1, 5])
-def test_an_abstract_mesh_has_joint_axes(rank: int) -> None:
-    sizes, flat = {"dp": 2, "cp": 3}, fs.plan(two_layers(), fs.simulated_mesh(6))
-    mesh = fs.abstract_mesh(sizes, rank=rank)
-    model = on_meta(two_layers)
-    layout = fs.plan(model, mesh, shard_axis=("dp", "cp"))
-    assert layout.slices(3) == flat.slices(3)
-    assert int(mesh["dp", "cp"].backend.index()) == rank
-    assert int(mesh["cp", "dp"].backend.index()) == (rank % 3) * 2 + rank // 3
-    params = fs.shard(model, layout)
-    loss = lambda p, x: torch.func.functional_call(model, fs.gather(p), (x,)).sum()  # noqa: E731
-    traced = fs.compile(fs.grad(loss)).trace(params, torch.empty(2, 5, device="meta"))
-    assert {axis for axis, _ in traced.traffic(mesh.axes)} == {"dp,cp"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

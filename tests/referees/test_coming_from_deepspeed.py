@@ -134,7 +134,7 @@ def _() -> None:
 @row("`zero_hpz_partition_size`")
 def _() -> None:
     assert "zero_hpz_partition_size" in fields()
-    two_nodes = fs.abstract_mesh({"replicate": 2, "shard": 2})
+    two_nodes = fs.simulated_mesh({"replicate": 2, "shard": 2})
     with torch.device("meta"):
         layout = fs.plan(nn.Linear(8, 8), two_nodes, shard_axis=("shard", "replicate"))
     (buffer,) = layout.buffers.values()

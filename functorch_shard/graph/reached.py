@@ -15,8 +15,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ...containers import Static, filled_variables, opened
-from ...torch_internals.tensors import FakeTensor, identity_of_storage
+from ..containers import Static, filled_variables, opened
+from ..torch_internals.tensors import FakeTensor, identity_of_storage
 
 _DEPTH = 2  # objects inside of each other whose attributes are searched
 _IGNORED = (Static, torch.optim.Optimizer, type, ModuleType)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from .errors import shown
+from ..errors import shown
 
 HUES = 8
 CHARACTER = 6.7  # the width of one at 11 px in a font of fixed width, with a margin
-PALETTES = (  # of parameters and of kinds of collectives, light and dark
+PALETTES = (  # of parameters, light and dark
     ("#9ecae9", "#fdc489", "#a8dba0", "#cdb8e0", "#f4aeb0", "#9bdcd0", "#f2de86", "#d9bf9c"),
     ("#1f5a85", "#8f531d", "#2c6e3a", "#5f4290", "#8f3038", "#1c6b62", "#766213", "#6b4f2e"),
 )
@@ -37,7 +37,7 @@ DARK = f"@media (prefers-color-scheme:dark){{{_rules(1)}}}"
 
 
 def document(width: int, height: float, title: str, body: Iterable[str]) -> str:
-    """A whole SVG file, with its colors and a background."""
+    """Return a whole SVG file, with its colors and a background."""
     size = f'width="{width}" height="{number(height)}" viewBox="0 0 {width} {number(height)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fs-picture" role="img" {size}>'
     lines = [head, f"<title>{quoted(title)}</title>", f"<style>{STYLE}{DARK}</style>"]
@@ -45,9 +45,10 @@ def document(width: int, height: float, title: str, body: Iterable[str]) -> str:
 
 
 def rectangle(x: float, y: float, width: float, height: float, look: str, tip: str = "") -> str:
-    """A rectangle of class ``look``; ``tip`` is shown under the pointer."""
+    """Return a rectangle of class ``look``; ``tip`` is shown under the pointer."""
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
-    return f'<rect class="{look}" {place}>{_tip(tip)}</rect>' if tip else f'<rect class="{look}" {place}/>'
+    inside = f"><title>{quoted(tip)}</title></rect>" if tip else "/>"
+    return f'<rect class="{look}" {place}{inside}'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, look: str = "fs-edge-line") -> str:
@@ -59,32 +60,23 @@ def text(x: float, y: float, words: str, look: str = "fs-ink", anchor: str = "st
 
 
 def steps(points: Sequence[tuple[float, float]], look: str) -> str:
-    """A line through ``points``, first to the side and then up or down."""
+    """Return a line through ``points``, first to the side and then up or down."""
     (x, y), *rest = points
     moves = "".join(f"H{number(a)}V{number(b)}" for a, b in rest)
     return f'<path class="{look}" d="M{number(x)} {number(y)}{moves}"/>'
 
 
 def fitting(words: str, width: float) -> str:
-    """As much of ``words`` as there is place for, with ``..`` for the rest; nothing where that says little."""
+    """Return as much of ``words`` as there is place for, with ``..`` for the rest; nothing where that says little."""
     place = int(width / CHARACTER)
     return words if len(words) <= place else f"{words[: place - 2]}.." if place >= 5 else ""
 
 
-def fitting_end(words: str, width: float) -> str:
-    """The same for names whose end says more, such as ``blocks.11``."""
-    return fitting(words[::-1], width)[::-1]
-
-
 def number(x: float) -> str:
-    """A coordinate, to a hundredth of a pixel."""
+    """Return a coordinate, to a hundredth of a pixel."""
     return f"{x:.2f}".rstrip("0").rstrip(".")
 
 
 def quoted(words: str) -> str:
-    """Any text, in a form that is valid in XML."""
+    """Return any text, in a form that is valid in XML."""
     return escape(shown(words))
-
-
-def _tip(words: str) -> str:
-    return f"<title>{quoted(words)}</title>"

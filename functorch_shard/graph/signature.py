@@ -10,12 +10,11 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ...communication.simulated import rank_of_thread
-from ...containers import Static, is_hashable, opaque_problem, opened, place
-from ...errors import listed
-from ...layout.trees import Full, Sharded
-from ...storage.memory_kind import memory_kind_of
-from ...torch_internals.tensors import FakeTensor, identity_of_storage
+from ..communication.simulated import rank_of_thread
+from ..containers import Static, is_hashable, opaque_problem, opened
+from ..layout.trees import Full, Sharded
+from ..storage.memory_kind import memory_kind_of
+from ..torch_internals.tensors import FakeTensor, identity_of_storage
 
 
 @dataclass(frozen=True)
@@ -88,25 +87,10 @@ def is_traced(x: Any) -> bool:
 def refusal(x: Any) -> str:
     """Why a recorded step cannot take a leaf; empty if it can."""
     if not isinstance(x, Tensor):
-        return opaque_problem(x) or ("" if is_hashable(x) else f"a {type(x).__name__}, which has no hash to be told by")
+        return opaque_problem(x) or ("" if is_hashable(x) else f"a {type(x).__name__}, which is not hashable")
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return f"a {type(x).__name__}; expected a plain tensor"
     kind = memory_kind_of(x)
     if kind.pinned or kind.directory is not None:
         return "offloaded (fs.offload); a graph computes in the memory of the device"
     return ""
-
-
-def changes(before: Any, after: Any) -> str:
-    """What of two signatures differs, for a message."""
-    if before[0] != after[0]:
-        return "the structure of the arguments"
-    if before[2] != after[2]:
-        return "the default dtype, autocast, grad mode or deterministic algorithms"
-    if before[3] != after[3]:
-        return "the mesh"
-    if before[4] != after[4]:
-        return "train() or eval() of a module"
-    names = [f"args{place(path[1:])}" if path[0] == 0 else place(path[1:]) for path in before[0].paths()]
-    different = [name for name, x, y in zip(names, before[1], after[1], strict=True) if x != y]
-    return listed(different)

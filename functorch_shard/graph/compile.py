@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce, update_wrapper
+from collections.abc import Callable, Mapping
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.fx import GraphModule
 
-from ...containers import KNOWN, place
-from ...errors import reject
-from ...torch_internals.tracing import untraced
-from ...torch_internals.transforms import being_traced, in_transform
-from .agreement import agreed
-from .assignments import modules_outside
+from ..containers import KNOWN, place
+from ..errors import reject
+from ..torch_internals.tracing import untraced
+from ..torch_internals.transforms import being_traced, in_transform
 from .backends import Backend, Run, check_backend, runner
+from .reached import modules_outside
 from .recording import Recording, as_inputs, record
 from .schedule import StepSchedule, schedule_of
-from .signature import Call, changes, flatten, refusal, signature_of
+from .signature import Call, flatten, refusal, signature_of
 
-Pass = Callable[[GraphModule], GraphModule]
-_MANY = 8  # recordings of one step, from which a warning says what changes
+_MANY = 8  # recordings of one step, from which a warning says so
 _MOST = 16  # recordings of one step that are kept: those that were called last
 
 
@@ -32,7 +29,6 @@ def compile(  # noqa: A001  (as torch.compile)
     step: Callable[..., Any],
     *,
     backend: str | Backend = "inductor",
-    passes: Sequence[Pass] = (),
     **options: Any,
 ) -> Compiled:
     """Record ``step`` as one graph at its first call, and run the graph from then on.
@@ -58,8 +54,6 @@ def compile(  # noqa: A001  (as torch.compile)
         backend: ``"replay"`` runs the recorded operators one by one, without Python between them;
             ``"inductor"`` compiles them, in seconds to minutes; or another backend of ``torch.compile``, by name or as
             a function of a graph and its inputs.
-        passes: functions from the recorded graph to the one that ``backend`` runs, one after the other, for example
-            ``fs.communication.as_c10d``. All ranks pass the same. Schedules show the graph as it was recorded.
         options: settings of ``torch._inductor.config``.
 
     Returns:
@@ -92,19 +86,15 @@ def compile(  # noqa: A001  (as torch.compile)
     if not callable(step):
         raise TypeError(f"compile: step: got {type(step).__name__}, expected a function")
     check_backend(backend, options)
-    if callable(passes) or not all(map(callable, passes)):
-        raise TypeError(f"compile: passes: got {passes!r}, expected a list of functions from a graph to a graph")
-    return Compiled(step, backend, options, passes)
+    return Compiled(step, backend, options)
 
 
 class Compiled:
     """A step and its recordings: one for each structure, shapes and dtypes that it was called with."""
 
-    def __init__(
-        self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any], passes: Sequence[Pass]
-    ) -> None:
+    def __init__(self, step: Callable[..., Any], backend: str | Backend, options: Mapping[str, Any]) -> None:
         update_wrapper(self, step)
-        self._step, self._backend, self._options, self._passes = step, backend, options, passes
+        self._step, self._backend, self._options = step, backend, options
         self._recorded: dict[Any, tuple[Recording, Run]] = {}  # the one called last is the last
         self._modules: list[nn.Module] = []
 
@@ -121,16 +111,15 @@ class Compiled:
         return recording.result(computed, inputs)
 
     def trace(self, *args: Any, **kwargs: Any) -> StepSchedule:
-        """What a call with these arguments would do, without doing it: events, bytes alive and traffic.
+        """Return the schedule of a call with these arguments, which may be on the meta device.
 
-        Arguments may be on the meta device, and the mesh an :func:`abstract_mesh` of any size. Nothing is computed,
-        kept or communicated, so ranks are not compared.
+        Nothing is computed, kept or communicated, so ranks are not compared.
         """
         return schedule_of(self._trace(flatten(args, kwargs)))
 
     @property
     def schedules(self) -> list[StepSchedule]:
-        """What each recording does, the one called last at the end; ``print`` shows a table."""
+        """The schedule of each recording, the one called last at the end; ``print`` shows a table."""
         return [schedule_of(recording) for recording, _ in self._recorded.values()]
 
     def __repr__(self) -> str:
@@ -157,33 +146,30 @@ class Compiled:
 
     def _record(self, call: Call) -> tuple[Recording, Run]:
         _check(call)
+        if len(self._recorded) == _MANY:
+            warnings.warn(_TOO_MANY, stacklevel=3)
         self._modules = modules_outside(self._step)
         key = signature_of(call, self._modules)
-        self._warn_of_many(key)
-        recording = agreed(lambda: self._trace(call), call.meshes)
-        graph = reduce(_changed, self._passes, recording.graph)
+        recording = self._agreed(call)
         with untraced():
-            self._recorded[key] = recording, runner(graph, as_inputs(call.inputs), self._backend, self._options)
+            run = runner(recording.graph, as_inputs(call.inputs), self._backend, self._options)
+        self._recorded[key] = recording, run
         if len(self._recorded) > _MOST:
             del self._recorded[next(iter(self._recorded))]
-        return self._recorded[key]
+        return recording, run
 
-    def _warn_of_many(self, key: Any) -> None:
-        if len(self._recorded) == _MANY:
-            last = next(reversed(self._recorded))
-            warnings.warn(
-                f"compile: this is recording {_MANY + 1} of one step, and {_MOST} are kept. From the last call to this "
-                f"one changed: {changes(last, key)}. Pass numbers that change as floats or tensors, and batches of one "
-                "shape.",
-                stacklevel=4,
-            )
+    def _agreed(self, call: Call) -> Recording:
+        """Record, and compare the collectives with those of the other ranks of the first mesh among the arguments.
+
+        Without a mesh, collectives that do not belong together are found where they meet, over gloo.
+        """
+        if not call.meshes:
+            return self._trace(call)
+        return call.meshes[0].agree("compile", lambda: self._trace(call), _lines, _SAME)
 
 
-def _changed(graph: GraphModule, change: Pass) -> GraphModule:
-    result = change(graph)
-    if not isinstance(result, GraphModule):
-        raise TypeError(f"compile: passes: {change!r} returned {type(result).__name__}, expected a GraphModule")
-    return result
+def _lines(recording: Recording) -> list[str]:
+    return [f"{i}: {op} over {op.axis!r}" for i, op in enumerate(recording.collectives)] + ["end of the step"]
 
 
 def _check(call: Call) -> None:
@@ -196,10 +182,18 @@ def _check(call: Call) -> None:
 _EXPECTED = (
     f"Pass plain tensors in the memory of the device. Anything else is fixed in a recording, and needs a hash. {KNOWN}"
 )
+_TOO_MANY = (
+    f"compile: this is recording {_MANY + 1} of one step, and {_MOST} are kept. Pass numbers that change as floats or "
+    "tensors, and batches of one shape."
+)
+_SAME = (
+    "Every rank must call a compiled step with the same structure and shapes, and issue the same collectives in the "
+    "same order: no branch of the step may depend on the rank or on its data."
+)
 
 
 def _is_inside(call: Call) -> bool:
-    """Whether somebody else differentiates, batches or traces this call."""
+    """Return whether another transform differentiates, batches or traces this call."""
     if in_transform() or being_traced():
         return True
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in call.leaves)

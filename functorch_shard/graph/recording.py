@@ -15,13 +15,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
-from ...communication.collective import START, Collective, started_by
-from ...communication.collective import record as mark
-from ...containers import opened, refuse_opaque
-from ...torch_internals.tensors import as_number, version_of
-from ...torch_internals.tracing import (
+from ..communication.collective import RECORD, START, Collective, started_by
+from ..communication.collective import record as mark
+from ..containers import opened, refuse_opaque
+from ..torch_internals.tensors import as_number, identity_of_storage, version_of, writes_nothing
+from ..torch_internals.tracing import (
     ON_VALUES,
     RefusedError,
     fake_copies,
@@ -29,10 +29,9 @@ from ...torch_internals.tracing import (
     trace,
     untraceable,
 )
-from ...torch_internals.transforms import is_watched
-from .assignments import memory_outside
+from ..torch_internals.transforms import is_watched
+from .reached import memory_outside
 from .signature import Call, is_traced
-from .simplification import place, simplify
 
 
 @dataclass(frozen=True)
@@ -140,17 +139,53 @@ def _traced(flat: Callable[..., list[Tensor]], *how: Any) -> GraphModule:
 
 def _outputs(results: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
     """What each leaf of the result is."""
-    places = {place(x): i for i, x in reversed([*enumerate(inputs)])}
+    places = {_place(x): i for i, x in reversed([*enumerate(inputs)])}
     kinds: list[Any] = []
     for x in results:
-        i = places.get(place(x)) if isinstance(x, Tensor) else None
+        i = places.get(_place(x)) if isinstance(x, Tensor) else None
         num_computed = sum(type(kind) is Computed for kind in kinds)
         kinds.append(x if not isinstance(x, Tensor) else Computed(num_computed) if i is None else Input(i))
     return kinds
 
 
+def simplify(graph: GraphModule) -> list[Collective]:
+    """Remove from ``graph`` what has no effect on its outputs and inputs, bit by bit; nothing is reordered.
+
+    Returns:
+        The collectives of simulated ranks, which are arithmetic in the graph: it had a marker for each.
+    """
+    markers = [node for node in graph.graph.nodes if node.target is RECORD]
+    for node in markers:
+        graph.graph.erase_node(node)
+    _replace_identities(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return [Collective(*node.args) for node in markers]
+
+
+def _replace_identities(graph: Graph) -> None:
+    """Use ``x`` in place of ``x.detach()``, or of a view of the same elements: the transforms left many."""
+    returned = {x for node in graph.nodes if node.op == "output" for x in node.all_input_nodes}
+    for node in graph.nodes:
+        if node not in returned and _is_identity(node):
+            node.replace_all_uses_with(node.args[0])
+
+
+def _is_identity(node: Node) -> bool:
+    given = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
+    made = node.meta.get("val")
+    if not isinstance(given, Tensor) or not isinstance(made, Tensor) or _place(given) != _place(made):
+        return False
+    return writes_nothing(node.target)
+
+
+def _place(x: Tensor) -> Any:
+    """Return where the elements of ``x`` are, and how they are read."""
+    return identity_of_storage(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()
+
+
 def _explained(reason: str, error: Exception) -> str:
-    package = Path(__file__).parents[2]
+    package = Path(__file__).parents[1]
     others = [str(Path(str(module.__file__)).parent) for module in (torch, optree, contextlib)]
     line = innermost_line(error, [str(package), *others])
     where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...communication.collective import START, WAIT, Collective, started_by
-from ...communication.counter import Traffic, bytes_sent
-from ...errors import table
-from ...torch_internals.tensors import identity_of_storage, tensors_of
+from ..communication.collective import START, WAIT, Collective, started_by
+from ..communication.counter import Traffic, bytes_sent
+from ..errors import table
+from ..torch_internals.tensors import identity_of_storage, tensors_of
 from .recording import Recording
 
 

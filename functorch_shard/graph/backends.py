@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ...errors import hint
-from ...torch_internals.compilers import (
+from ..errors import hint
+from ..torch_internals.compilers import (
     compile_with,
     compile_with_inductor,
     constants_as_inputs,

@@ -1,0 +1,309 @@
+"""Which calls share a recording, what a recording has, and what a step may not contain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.graph.test_replay import WIDTH, Net, Step, checkpoints, of, rows
+from tests.support.ranks import gloo, on_each, simulated
+
+
+def test_a_number_that_changes_is_recorded_once_and_a_shape_each_time() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def step(x: Tensor, lr: float, power: int) -> Tensor:
+        seen.append(tuple(x.shape))
+        return (x * lr) ** power
+
+    compiled = fs.compile(step, backend="replay")
+    for lr in (0.1, np.float64(0.2), 0.3):
+        assert torch.equal(compiled(torch.ones(3), lr, 2), (torch.ones(3) * float(lr)) ** 2)
+    assert len(seen) == 1
+    assert torch.equal(compiled(torch.ones(3), 0.1, 3), (torch.ones(3) * 0.1) ** 3)
+    compiled(torch.ones(4), 0.1, 2)
+    compiled(torch.ones(4), 0.7, 2)
+    assert seen == [(3,), (3,), (4,)]
+
+
+def test_the_sixteen_recordings_that_were_called_last_are_kept_and_nine_warn() -> None:
+    recorded: list[int] = []
+
+    def step(x: Tensor, i: int) -> Tensor:
+        recorded.append(i)
+        return x * i
+
+    compiled, x = fs.compile(step, backend="replay"), torch.ones(2)
+    for i in range(8):
+        compiled(x, i)
+    with pytest.warns(
+        UserWarning, match="recording 9 of one step, and 16 are kept. Pass numbers that change as floats"
+    ):
+        compiled(x, 8)
+    for i in [*range(9, 16), 0, 16, 0, 1]:
+        assert torch.equal(compiled(x, i), x * i)
+    assert recorded == [*range(17), 1]
+
+
+class Scale:
+    factor: float
+
+
+def test_the_modes_of_modules_and_attributes_of_arguments_are_part_of_what_is_recorded() -> None:
+    dropout, scale, x = nn.Dropout(0.5), Scale(), torch.ones(64)
+    of_closure = fs.compile(lambda x: dropout(x), backend="replay")
+    of_argument = fs.compile(lambda x, layer, scale: layer(x) * scale.factor, backend="replay")
+    for training, factor in ((False, 1), (True, 1), (False, 3), (False, 1)):
+        dropout.train(training)
+        scale.factor = factor
+        for result in (of_closure(x), of_argument(x, dropout, scale) / factor):
+            assert bool((result == x).all()) is not training
+    assert (len(of_closure.schedules), len(of_argument.schedules)) == (2, 3)
+
+
+def test_grad_mode_and_autocast_around_a_call_have_recordings_of_their_own() -> None:
+    compiled = fs.compile(lambda x: (x @ x, torch.is_grad_enabled()), backend="replay")
+    x = torch.ones(2, 2)
+    assert compiled(x)[1]
+    with torch.no_grad():
+        assert not compiled(x)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(x)[0].dtype == torch.bfloat16
+    assert compiled(x)[0].dtype == torch.float32
+    assert len(compiled.schedules) == 3
+
+
+@on_each([*simulated(3), *gloo(2)])
+def test_another_handle_of_the_same_ranks_has_a_recording_of_its_own(mesh: fs.Mesh) -> None:
+    params, loss = of(mesh, Net())
+    compiled = fs.compile(lambda p, x: p.layout.mesh.spmd(fs.grad(loss))(p, x), backend="replay")
+    compiled(params, rows(mesh, 0))
+    counter = fs.communication.Counter()
+    counted = params.on(mesh.with_backend(counter))
+    assert compiled(counted, rows(mesh, 0)).layout.mesh is counted.layout.mesh
+    first = counter["shard", "psum_scatter"].number
+    assert first == 3
+    compiled(counted, rows(mesh, 1))
+    assert counter["shard", "psum_scatter"].number == (first if mesh.is_simulated else 2 * first)
+    assert len(compiled.schedules) == 2
+
+
+def test_inputs_that_share_memory_are_told_apart_by_the_distance_between_them() -> None:
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return b * 2
+
+    memory = torch.zeros(8)
+    compiled = fs.compile(step, backend="replay")
+    assert torch.equal(compiled(memory[4:], memory[4:]), torch.full((4,), 2.0))
+    assert torch.equal(compiled(memory[:4], memory[4:]), torch.full((4,), 2.0))
+    assert torch.equal(compiled(torch.zeros(4), torch.zeros(4)), torch.zeros(4))
+    assert len(compiled.schedules) == 3
+    for start in (0, 2):  # views of one tensor, at another place each time
+        compiled(memory[start : start + 2], memory[start + 2 : start + 4])
+    assert len(compiled.schedules) == 4
+
+
+def operators(step: Any, *args: Any) -> list[str]:
+    seen: list[str] = []
+
+    def backend(graph: GraphModule, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    fs.compile(step, backend=backend)(*args)
+    return seen
+
+
+def test_views_of_the_same_elements_and_unused_results_are_not_in_the_graph() -> None:
+    def step(x: Tensor) -> Tensor:
+        x.cos()
+        return x.detach().view(x.shape).sin().permute(0, 1).exp()
+
+    assert operators(step, torch.ones(2, 3)) == ["aten.sin.default", "aten.exp.default"]
+
+
+def test_what_is_written_and_what_is_drawn_stays_in_the_graph() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x.clone()
+        y.detach().view(2, 3).mul_(2)
+        torch.rand(3)
+        return y + 1
+
+    torch.manual_seed(0)
+    expected, after = step(torch.ones(2, 3)), torch.rand(1)
+    recorded = fs.compile(step, backend="replay")
+    torch.manual_seed(0)
+    assert torch.equal(recorded(torch.ones(2, 3)), expected)
+    assert torch.equal(torch.rand(1), after)
+
+
+def test_a_conjugate_is_not_taken_for_what_it_is_a_view_of() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    recorded = fs.compile(lambda x: torch.view_as_real(x.conj().resolve_conj()), backend="replay")
+    assert torch.equal(recorded(x), torch.view_as_real(x.conj().resolve_conj()))
+    reads = fs.compile(lambda z: (z * 2j).real.sum() + z.imag.sum(), backend="replay")
+    for z in (x, x.conj(), x, x.conj()):  # a conjugate that is an input too
+        assert torch.equal(reads(z), (z * 2j).real.sum() + z.imag.sum())
+
+
+def test_inside_of_a_transform_it_is_the_step_itself() -> None:
+    compiled = fs.compile(lambda x: x.sin().sum(), backend="replay")
+    x = torch.arange(3.0)
+    assert torch.equal(torch.func.grad(compiled)(x), x.cos())
+    (gradient,) = torch.autograd.grad(compiled(x.requires_grad_()), x)
+    assert torch.equal(gradient, x.detach().cos())
+    assert compiled.schedules == []
+
+
+def refused(mesh: fs.Mesh, what: str) -> str:
+    net = Net()
+    params, loss = of(mesh, net)
+    steps: dict[str, Step] = {
+        ".item()": lambda p, x: loss(p, x).item(),
+        "an if": lambda p, x: p if loss(p, x) > 0 else x,
+        "a mask": lambda p, x: x[x > 0],
+        "its own generator": lambda p, x: torch.randn(3, generator=torch.Generator().manual_seed(0)),
+        "a seed": lambda p, x: torch.manual_seed(0) and torch.randn(3),
+        "a plan": lambda p, x: fs.plan(net, mesh) and x,
+        "a checkpoint that draws": checkpoints(mesh, dropout=0.5)[1],
+    }
+    with pytest.raises(NotImplementedError) as error:
+        fs.compile(steps[what], backend="replay")(params, rows(mesh, 0))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (".item()", ["Here a value of a tensor is read", "test_recordings.py", "loss(p, x).item()"]),
+        ("an if", ["torch.where and arithmetic work on all values"]),
+        ("a mask", ["or a shape depends on values"]),
+        ("its own generator", ["Draw before the step"]),
+        ("a seed", ["a generator is seeded"]),
+        ("a plan", ["is done before, outside of what is compiled"]),
+        ("a checkpoint that draws", ["drawn again in backward"]),
+    ],
+)
+def test_what_a_graph_cannot_have_is_refused_on_every_rank_with_its_line(what: str, words: list[str]) -> None:
+    for text in gloo(2)[0].run(refused, what):
+        assert [word for word in words if word not in text] == []
+
+
+def other_collectives(mesh: fs.Mesh) -> str:
+    params, loss = of(mesh, Net())
+    other = fs.global_norm if mesh.rank else fs.all_finite
+    with pytest.raises(RuntimeError) as error:
+        fs.compile(lambda p, x: (loss(p, x), other(p)), backend="replay")(params, rows(mesh, 0))
+    return str(error.value)
+
+
+def test_ranks_that_record_different_programs_learn_the_first_difference() -> None:
+    for text in gloo(2)[0].run(other_collectives):
+        assert "compile: the ranks disagree. First difference:" in text
+        assert "rank 0: 3: psum of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float" in text
+
+
+class Holder:
+    """Not a container, with a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_arguments_and_results_that_hide_tensors_or_have_no_hash_are_refused_by_name() -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match=r"the result\[0\]: a Holder, which is not a supported container.* in \.x"):
+        fs.compile(lambda x: (Holder(x + 1), x), backend="replay")(x)
+    compiled = fs.compile(lambda x, **others: x * len(others), backend="replay")
+    with pytest.raises(TypeError) as error:
+        compiled(x, a=np.ones(2), b={1, 2}, c=3, d=Holder(x))
+    assert "compile: 3 problems" in str(error.value)
+    assert "kwargs['a']: a ndarray, which is not a tensor: convert it with torch.as_tensor" in str(error.value)
+    assert "kwargs['b']: a set, which is not hashable" in str(error.value)
+    assert "kwargs['d']: a Holder, which is not a supported container, with a tensor in .x" in str(error.value)
+
+
+class Trainer:
+    """Keeps parameters, and what it logs, as attributes."""
+
+    def __init__(self, mesh: fs.Mesh) -> None:
+        self.params, self.loss = of(mesh, Net())
+        self.opt = fs.optimizer(torch.optim.AdamW)
+        self.state, self.mask, self.logged = self.opt.init(self.params), None, []
+
+    def step(self, x: Tensor, donate: bool = False) -> Tensor:
+        grads, loss = fs.grad_and_value(self.loss)(self.params, x)
+        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state, donate=donate)
+        return loss
+
+    def donated_step(self, x: Tensor) -> Tensor:
+        return self.step(x, donate=True)
+
+    def evaluation(self, x: Tensor) -> Tensor:
+        loss = self.loss(self.params, x)
+        self.logged.append(loss.detach())
+        return loss
+
+    def masked(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(WIDTH) % 2
+        return self.loss(self.params, x * self.mask)
+
+
+def trainers(mesh: fs.Mesh) -> None:
+    x = rows(mesh, 0)
+    for step, names in (("step", "self.params, self.state"), ("evaluation", "self.logged")):
+        with pytest.raises(NotImplementedError, match=f"The step assigns {names}. Python runs when a step is recorded"):
+            fs.compile(getattr(Trainer(mesh), step), backend="replay")(x)
+    for step in ("donated_step", "masked"):  # writes to the same memory at each call; a constant
+        trainer, other = Trainer(mesh), Trainer(mesh)
+        compiled = fs.compile(getattr(trainer, step), backend="replay")
+        for _ in range(3):
+            assert torch.equal(compiled(x), getattr(other, step)(x))
+        assert_trees_close((trainer.params, trainer.state), (other.params, other.state), rtol=0, atol=0)
+
+
+def test_a_step_that_assigns_what_it_computes_to_attributes_is_refused() -> None:
+    gloo(2)[0].run(trainers)
+
+
+def test_variables_of_a_closure_and_of_the_module_are_found_too() -> None:
+    last, history = torch.zeros(()), {"losses": [torch.zeros(())]}
+
+    def step(x: Tensor) -> Tensor:
+        nonlocal last
+        last = x.sum()
+        history["losses"].append(last)
+        return last
+
+    with pytest.raises(NotImplementedError, match="The step assigns history, last"):
+        fs.compile(step, backend="replay")(torch.ones(2))
+    with pytest.raises(NotImplementedError, match="The step assigns LAST"):
+        fs.compile(assigns_a_global, backend="replay")(torch.ones(2))
+
+
+def assigns_a_global(x: Tensor) -> Tensor:
+    global LAST
+    LAST = x.sum()
+    return LAST
+
+
+LAST: Tensor | None = None
+
+
+def test_backends_that_do_not_exist_or_would_not_capture_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"got 'inductr'.*did you mean 'inductor'"):
+        fs.compile(lambda x: x, backend="inductr")
+    with pytest.raises(TypeError, match="only backend='inductor' has options"):
+        fs.compile(lambda x: x, backend="replay", max_autotune=True)
+    step = fs.compile(lambda x, scale: x * scale, backend="cudagraphs")
+    with pytest.raises(NotImplementedError, match=r"all on the device; \d+ are on the CPU here, first 'arg"):
+        step(torch.ones(2), 0.5)
