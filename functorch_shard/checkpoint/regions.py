@@ -56,27 +56,7 @@ def regions(shape: Sequence[int], start: int, numel: int) -> list[Region]:
     """Split ``p.flatten()[start:start + numel]``, for a ``p`` of this ``shape``, into regions of ``p``.
 
     The regions are in order: ``cat([p[region.index].flatten() for region in regions(...)])`` equals the range.
-
-    Args:
-        shape: of the whole tensor; ``()`` is a scalar.
-        start, numel: the range, in elements.
-
-    Returns:
-        At most ``2 * len(shape) - 1`` regions, none of them empty; one for a scalar, none for an empty range.
-
-    Raises:
-        ValueError: the range is not inside the tensor.
-
-    Example:
-        >>> for offsets, sizes in regions((4, 3), start=2, numel=8):   # the end of row 0, two rows, the start of row 3
-        ...     print(offsets, sizes)
-        (0, 2) (1, 1)
-        (1, 0) (2, 3)
-        (3, 0) (1, 1)
     """
-    if start < 0 or numel < 0 or start + numel > prod(shape):
-        total = prod(shape)
-        raise ValueError(f"regions: got elements {start} to {start + numel} of shape {tuple(shape)}, which has {total}")
     return list(_regions(tuple(shape), start, start + numel)) if numel else []
 
 

@@ -92,7 +92,8 @@ def export_safetensors(
 
     Raises:
         FileExistsError: ``path`` exists, or another process is writing it.
-        ValueError: shards that do not fit their layout, dtypes that the format does not have, or equal names.
+        ValueError: shards that do not fit their layout, or equal names.
+        KeyError: a dtype that the format does not have.
         OSError: rank 0 could not write, for example to a full disk. Nothing is left.
         RuntimeError: rank 0 failed, which the others report; or it is called inside ``spmd`` on simulated ranks.
         NotImplementedError: the layout has DTensors.
@@ -118,8 +119,8 @@ def export_safetensors(
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
     renamed = mesh.agree(_EXPORT, lambda: _renamed(_EXPORT, names, layout), lambda found: [str(found)])
     slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
-    entries = [(name, slot.dtype, slot.numel * slot.dtype.itemsize) for slot in slots for name in renamed[slot.name]]
-    new = mesh.agree(_EXPORT, lambda: NewFiles.begin(_EXPORT, path, entries, max_shard_size, mesh.rank), lambda _: [])
+    sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in renamed[slot.name]}
+    new = mesh.agree(_EXPORT, lambda: NewFiles.begin(_EXPORT, path, sizes, max_shard_size, mesh.rank), lambda _: [])
     failure: list[Exception] = []
 
     def publish() -> None:
@@ -150,31 +151,28 @@ class NewFiles:
     pending: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by file
 
     @staticmethod
-    def begin(
-        verb: str, path: StrPath, entries: Sequence[tuple[str, torch.dtype, int]], max_shard_size: int, rank: int = 0
-    ) -> NewFiles:
-        """Assign the tensors, of these names, dtypes and bytes, to files, in order; and make the directory."""
-        problems = twice(name for name, _, _ in entries)
-        if not isinstance(max_shard_size, int) or isinstance(max_shard_size, bool) or max_shard_size < 1:
-            problems.append(f"max_shard_size: got {max_shard_size!r}, expected an int of bytes, 1 or more")
-        for dtype in {dtype for _, dtype, _ in entries}:
-            try:
-                _library(verb).torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})
-            except KeyError:
-                problems.append(f"{dtype}, which safetensors does not have")
-        reject(verb, problems, "Nothing was written.")
-        files = _split(entries, max_shard_size)
+    def begin(verb: str, path: StrPath, nbytes: Mapping[str, int], max_shard_size: int, rank: int = 0) -> NewFiles:
+        """Assign the tensors, of these sizes, to files, in order; and make the directory."""
+        number, free, numbers = 1, max_shard_size, dict[str, int]()
+        for name, size in nbytes.items():
+            if size > free < max_shard_size:
+                number, free = number + 1, max_shard_size
+            numbers[name], free = number, free - size
+        last = f"of-{number:05}.safetensors"
+        files = {name: SINGLE if number == 1 else f"model-{i:05}-{last}" for name, i in numbers.items()}
         new = NewFiles(StagingDirectory(local_path(f"{verb}: path", path)), files, Counter(files.values()))
         if rank == 0:
             new.staging.open()
         return new
 
     def add(self, name: str, x: Tensor) -> None:
+        from safetensors.torch import save_file
+
         file = self.files[name]
         tensors = self.pending.setdefault(file, {})
         tensors[name] = x.detach().to("cpu", copy=True).contiguous()
         if len(tensors) == self.left[file]:
-            _library("").torch.save_file(self.pending.pop(file), self.staging.folder / file, {"format": "pt"})
+            save_file(self.pending.pop(file), self.staging.folder / file, {"format": "pt"})
             sync(self.staging.folder / file)
 
     def publish(self) -> None:
@@ -184,16 +182,6 @@ class NewFiles:
             index = {"metadata": {}, "weight_map": dict(sorted(self.files.items()))}
             (self.staging.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         self.staging.publish()
-
-
-def _split(entries: Sequence[tuple[str, torch.dtype, int]], max_shard_size: int) -> dict[str, str]:
-    number, free = 1, max_shard_size
-    numbers = {}
-    for name, _, nbytes in entries:
-        if nbytes > free < max_shard_size:
-            number, free = number + 1, max_shard_size
-        numbers[name], free = number, free - nbytes
-    return {name: SINGLE if number == 1 else f"model-{i:05}-of-{number:05}.safetensors" for name, i in numbers.items()}
 
 
 @dataclass(frozen=True)
@@ -217,13 +205,15 @@ class _Source:
 
 def _sources(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> dict[str, list[_Source]]:
     """Return where each parameter is, under each of its names, after comparing everything."""
+    from safetensors import safe_open
+
     renamed, problems = _renamed(_IMPORT, names, layout), list[str]()
     handles, places = dict[Path, Any](), dict[str, Path]()
     for file in _files(local_path(f"{_IMPORT}: path", path), problems):
         try:
             if not file.is_file():  # opening a pipe would wait for its writer
                 raise OSError("not a regular file" if file.exists() else "no such file")
-            handles[file] = opened.enter_context(_library(_IMPORT).safe_open(file, framework="pt"))
+            handles[file] = opened.enter_context(safe_open(file, framework="pt"))
         except Exception as error:  # the library's own class is not an OSError
             problems.append(f"{file}: {error}")
             continue
@@ -294,18 +284,9 @@ def _files(path: Path, problems: list[str]) -> Iterator[Path]:
 
 def _renamed(verb: str, names: Names, layout: Layout) -> dict[str, list[str]]:
     """Return the names in the files for each parameter in the layout: a tied one may have several."""
-    rename = names or str
-    if not callable(rename):
-        raise TypeError(f"{verb}: names: got {type(names).__name__}, expected a function of a name")
     tied = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
-    found = {name: [*dict.fromkeys(map(rename, each))] for name, each in tied.items()}
-    odd = [
-        f"names: {name!r}: got {to!r}, expected a str"
-        for name, each in found.items()
-        for to in each
-        if type(to) is not str
-    ]
-    reject(verb, odd, "names= gives the name in the files for a name in the layout.")
+    found = {name: [*dict.fromkeys(map(names or str, each))] for name, each in tied.items()}
+    reject(verb, twice(name for each in found.values() for name in each), "Names in the files are unique.")
     return found
 
 
@@ -315,11 +296,3 @@ def _refuse(verb: str, layout: Layout) -> None:
             f"{verb}: called inside mesh.spmd, a torch.func transform or torch.compile. Call it outside, between "
             "steps, with the stacked tree of simulated ranks."
         )
-
-
-def _library(verb: str) -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError(f"{verb}: pip install 'functorch_shard[safetensors]', the library of this format") from error
-    return safetensors

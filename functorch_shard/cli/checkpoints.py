@@ -46,18 +46,17 @@ def verify(reader: Reader) -> str:
 
 def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int | None) -> str:
     """Write the tensors whose names start with ``prefix``, without it, one file at a time."""
-    dtypes = {name: entry.dtype for name, entry in reader.entries.items() if name.startswith(prefix) and entry.dtype}
+    sizes = {name: x.nbytes for name, x in reader.entries.items() if name.startswith(prefix) and x.dtype}
     beginnings = sorted({name.split(".")[0] for name in reader.entries})
     nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
-    reject("consolidate", [] if dtypes else nothing, "Pass --prefix, for example --prefix ema. for averages.")
-    entries = [(name[len(prefix) :], dtype, reader.entries[name].nbytes) for name, dtype in dtypes.items()]
+    reject("consolidate", [] if sizes else nothing, "Pass --prefix, for example --prefix ema. for averages.")
     limit = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
-    new = NewFiles.begin("consolidate", path, entries, limit)
+    new = NewFiles.begin("consolidate", path, {name[len(prefix) :]: nbytes for name, nbytes in sizes.items()}, limit)
     try:
-        for name in dtypes:
+        for name in sizes:
             new.add(name[len(prefix) :], reader.whole(name))
         new.publish()
     except BaseException:
         new.staging.abandon()
         raise
-    return f"{path}: {len(dtypes)} tensors"
+    return f"{path}: {len(sizes)} tensors"

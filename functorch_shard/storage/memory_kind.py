@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from io import FileIO
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -27,7 +26,6 @@ from ..torch_internals.transforms import in_transform
 
 # torch.load(mmap=True) maps files as well: tensors made from those are not mapped.
 SUFFIX = ".shard"
-_WRITTEN_AT_ONCE = 1 << 22  # elements; copies, for example of a strided tensor, take as much memory
 
 
 @dataclass(frozen=True)
@@ -100,30 +98,6 @@ def wait_for_copies(tensors: Iterable[Any]) -> None:
         torch.accelerator.synchronize()
 
 
-def nbytes_of(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def write_numbers(file: FileIO, x: Tensor) -> None:
-    """Write the elements of ``x``, row-major, at the position of ``file``."""
-    for part in x.detach().reshape(-1).split(_WRITTEN_AT_ONCE) if x.numel() else ():
-        _write_all(file, _plain(part))
-
-
-def _write_all(file: FileIO, x: Tensor) -> None:
-    memory = memoryview((ctypes.c_char * nbytes_of(x)).from_address(x.data_ptr())).cast("B")
-    written = 0
-    while written < len(memory):
-        written += file.write(memory[written:])
-
-
-def _plain(x: Tensor) -> Tensor:
-    """``x`` itself if it is contiguous on the CPU, or else a copy that is."""
-    if type(x) is Tensor and x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg()):
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
-
-
 def _new_unnamed(directory: Path, x: Tensor) -> Tensor:
     """Map an unnamed file with the values of ``x``; a full disk is an error here, and not a SIGBUS at a later write.
 
@@ -133,23 +107,19 @@ def _new_unnamed(directory: Path, x: Tensor) -> Tensor:
     if not hasattr(os, "posix_fallocate"):
         raise NotImplementedError("offload to files needs os.posix_fallocate, not available on this system. Use 'cpu'.")
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{uuid4().hex}{SUFFIX}"
+    path, x = directory / f"{uuid4().hex}{SUFFIX}", x.detach()
     try:
-        with path.open("x+b", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes_of(x))
+        with path.open("x+b") as file:
+            os.posix_fallocate(file.fileno(), 0, x.nbytes)
             mapped = torch.from_file(str(path), shared=True, size=x.numel(), dtype=x.dtype, device="cpu")
             path.unlink()
-            write_numbers(file, x)
+            is_plain = type(x) is Tensor and x.is_cpu and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+            plain = x if is_plain else torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x)
+            file.write((ctypes.c_char * x.nbytes).from_address(plain.data_ptr()))
         return mapped.view(x.shape)
     except OSError as error:
         what = f"a memory-mapped tensor of shape {tuple(x.shape)}, {x.dtype}"
-        raise disk_full(error, directory, nbytes_of(x), what) from error
+        free = f"{x.nbytes:,} bytes needed, {disk_usage(directory).free:,} bytes free there"
+        raise OSError(error.errno, f"{what}: {directory}: {free}: {error.strerror}") from error
     finally:
         path.unlink(missing_ok=True)
-
-
-def disk_full(error: OSError, directory: Path, needed: int, what: str) -> OSError:
-    """An error like ``error`` that reports the bytes needed and the bytes free."""
-    free = disk_usage(directory).free
-    text = f"{what}: {directory}: {needed:,} bytes needed, {free:,} bytes free there: {error.strerror}"
-    return OSError(error.errno, text)

@@ -62,22 +62,6 @@ def test_a_scalar_is_one_region_and_what_is_empty_none() -> None:
     assert regions((), 0, 0) == regions((), 1, 0) == regions((0, 3), 0, 0) == regions((4, 5), 20, 0) == []
 
 
-def test_the_whole_is_one_region() -> None:
-    for shape in SMALL_SHAPES:
-        expected = [Region((0,) * len(shape), shape)] if prod(shape) else []
-        assert regions(shape, 0, prod(shape)) == expected
-
-
-def test_a_list_is_a_shape() -> None:
-    assert regions([2, 3], 0, 6) == [Region((0, 0), (2, 3))]
-
-
-@pytest.mark.parametrize(("start", "numel"), [(-1, 2), (0, 7), (5, 2), (7, 0), (0, -1)])
-def test_a_range_outside_of_the_tensor_is_refused(start: int, numel: int) -> None:
-    text = f"ValueError: regions: got elements {start} to {start + numel} of shape (2, 3), which has 6"
-    assert refused(regions, (2, 3), start, numel) == text
-
-
 @st.composite
 def regions_of_one_tensor(draw: st.DrawFn, number: int = 2) -> tuple[tuple[int, ...], list[Region]]:
     shape = draw(st.lists(st.integers(1, 5), max_size=4).map(tuple))
