@@ -21,6 +21,7 @@ PLACE = Path(__file__).parent / "_static"
 PACKAGE = Path(fs.__file__).parent
 ABOUT = {
     "cli": "the command line",
+    "matrix": "optimizers of whole parameters",
     "testing": "run_ranks, count_collectives",
     "checkpoint": "save, load, two formats",
     "graph": "compile: a step as one graph",

@@ -15,9 +15,17 @@ from torch import Tensor
 
 from ..communication.collective import Collective, RecordMode
 from ..containers import opened, place
+from ..training.elementwise import check_elementwise
 from .processes import RankError, run_ranks
 
-__all__ = ["CollectiveCounter", "RankError", "assert_trees_close", "count_collectives", "run_ranks"]
+__all__ = [
+    "CollectiveCounter",
+    "RankError",
+    "assert_trees_close",
+    "check_elementwise",
+    "count_collectives",
+    "run_ranks",
+]
 
 
 @dataclass

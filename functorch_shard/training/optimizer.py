@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -17,30 +18,38 @@ from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
-from .optimizer_probe import probe
-from .optimizer_rule import Rule
-from .optimizer_step import PARAM, count_writes
-from .tensor_options import readings_explained
-from .torch_optim import check_options, group_options
+from .optimizer_step import PARAM, ByLabel, Leaves, Part, count_writes
+from .torch_optim import (
+    ELEMENTWISE,
+    Options,
+    Traits,
+    apart,
+    check_interface,
+    find_traits,
+    on_host,
+    option_names,
+    refusal,
+)
 
 OptState = dict[str, Sharded]
-Owned = Mapping[str, Mapping[str, Buffer]]  # buffers of owners, by name of state, then by key
-Step = TypeVar("Step", bound=Callable[..., Any])
+_NONE: Mapping[str, Any] = {}
+_WHOLE = "Pass whole=True: then one rank updates each parameter as a whole."
 
 
 def optimizer(
     cls: type[torch.optim.Optimizer],
     *,
     labels: Mapping[str, Mapping[str, Any] | Optimizer] | None = None,
+    elementwise: bool = False,
     whole: bool = False,
     **defaults: Any,
 ) -> Optimizer:
     """Turn a ``torch.optim`` class into a pure ``init`` and ``step``.
 
     The class itself does the arithmetic, fused or foreach where available, on flat buffers. It must be elementwise: a
-    shard is updated as it would be inside the whole tensor. This is tested here, with the given options, on large and
-    small tensors and uneven parts of them. A class that is not elementwise (Adafactor, Muon) is refused with the
-    reason, and so are options that make it so (``caution=True`` in timm), also options of a single step.
+    shard is updated as it would be inside the whole tensor. Of ``torch.optim`` these are SGD, Adam, AdamW, Adamax,
+    NAdam, RAdam, RMSprop, Rprop, Adagrad, Adadelta and ASGD. Of a class from elsewhere you say so with
+    ``elementwise=True``, after :func:`fs.testing.check_elementwise` has tested it with your options.
 
     With ``whole=True`` the class gets whole parameters in their shapes: Muon, Shampoo, SOAP, Adafactor, LAMB. Each
     parameter has one owner among the ranks of the shard axis, chosen so that all have about the same work. The others
@@ -53,6 +62,8 @@ def optimizer(
         cls: the class, for example ``torch.optim.AdamW``.
         labels: options for buffers of a label, for example ``{"no_decay": {"weight_decay": 0.0}}``; they override
             ``defaults``. Or another :class:`Optimizer`, which updates these buffers.
+        elementwise: whether ``cls``, from outside of ``torch.optim``, updates each element by itself with any options
+            that it is given, those of single steps included.
         whole: update whole parameters, each on one rank.
         defaults: options of the class, for example ``lr=3e-4``.
 
@@ -60,12 +71,12 @@ def optimizer(
         An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads=grads, state=state)``.
 
     Raises:
-        TypeError: the class is not elementwise, or has no such option; with ``whole=True``: it combines parameters,
-            or keeps something that is neither a tensor nor a number.
+        TypeError: the class is not known to be elementwise, or has no such option; with ``whole=True``: it combines
+            parameters, or keeps something that is neither a tensor nor a number.
 
     Cost:
-        A few dozen steps on 30,000 elements, less than a tenth of a second, once for each class and options; with
-        ``whole=True`` on three small matrices.
+        A dozen steps on four elements, once for each set of options; with ``whole=True`` of a class from elsewhere on
+        small matrices.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -82,32 +93,38 @@ def optimizer(
         (torch.Size([2, 8]), ['(root)/rest'])
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        got = f"an object of {type(cls).__name__}" if isinstance(cls, torch.optim.Optimizer) else repr(cls)
-        raise TypeError(f"optimizer: cls: got {got}, expected a class such as torch.optim.AdamW")
-    labels = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
-    own = {label: {**defaults, **x} for label, x in labels.items() if not isinstance(x, Optimizer)}
-    variants: dict[str | None, dict[str, Any]] = {None: defaults, **own}
-    for options in variants.values():
-        check_options(cls, options)
-    find = probe
+        raise TypeError(f"optimizer: cls: got {cls!r}, expected a class such as torch.optim.AdamW")
+    check_interface(cls)
+    if not whole:
+        _check_elementwise(cls, elementwise)
+    given = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
+    opt = Optimizer(cls, defaults, given, whole)
+    for options in (defaults, *({**defaults, **x} for x in opt.own.values())):
+        opt.check_options(options)
+        with apart():
+            cls([torch.ones(2, 2)], **on_host(options))  # raises for values that the class does not take
     if whole:
-        from .whole.probe import probe_whole as find
-    return Optimizer(cls, defaults, labels, {label: find(cls, options) for label, options in variants.items()}, whole)
+        _matrix().check_whole(opt)
+    return opt
 
 
-def _named(step: Step) -> Step:
-    """Require keywords: gradients and parameters have the same structure, only their names distinguish them."""
+def _matrix() -> Any:
+    """The satellite for whole parameters, which imports the modules that this one does."""
+    return import_module("..matrix", __package__)
 
-    @wraps(step)
-    def checked(self: Any, params: Any, *others: Any, **named: Any) -> Any:
-        if others:
-            raise TypeError(
-                f"step: got {len(others)} positional arguments after the parameters. Gradients and parameters have the "
-                "same structure, and swapping them would go unnoticed. Call opt.step(params, grads=grads, state=state)."
-            )
-        return step(self, params, **named)
 
-    return cast(Step, checked)
+def _check_elementwise(cls: type[torch.optim.Optimizer], declared: bool) -> None:
+    """Raise unless ``cls`` is known, or declared, to update each element by itself."""
+    reasons = {
+        torch.optim.Adafactor: "its state is of rows and columns, and a shard has parts of them",
+        torch.optim.Muon: "it makes whole matrices orthogonal, and a shard is a part of one",
+    }
+    if cls in reasons:
+        raise refusal(cls, reasons[cls], advice=_WHOLE)
+    if not declared and cls not in ELEMENTWISE:
+        reason = "it is not a class of torch.optim that is known to update each element by itself"
+        check = f"fs.testing.check_elementwise({cls.__name__}, ...)"
+        raise refusal(cls, reason, f"If it does, pass elementwise=True, which {check} tests; else p{_WHOLE[1:]}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -117,7 +134,6 @@ class Optimizer(Static):
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
     labels: Mapping[str, Mapping[str, Any] | Optimizer]
-    _traits: Mapping[str | None, Any]  # of whole parameters: the numbers that the class keeps in its groups
     whole: bool = False
 
     def __hash__(self) -> int:  # options may be dicts and lists
@@ -127,6 +143,9 @@ class Optimizer(Static):
         whole = {"whole": True} if self.whole else {}
         options = {**whole, **self.defaults, **({"labels": dict(self.labels)} if self.labels else {})}
         return ", ".join([f"Optimizer({self.cls.__name__}", *(f"{name}={x!r}" for name, x in options.items())]) + ")"
+
+    def __getstate__(self) -> dict[str, Any]:  # without cached properties
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     @eager
     def init(self, params: Sharded) -> OptState:
@@ -154,16 +173,19 @@ class Optimizer(Static):
             shapes, once, to see what it keeps.
         """
         _check_params("init", params)
-        self._check_labels(params.layout)
-        state: dict[str, dict[str, Any]] = {}
-        owned: Owned = {}
-        for part, buffers in self._parts(params.layout):
-            state.update(part.init(params, buffers))
-            owned = _joined(owned, part.owned(params, buffers))
-        return _by_name(state, params.layout, owned)
+        layout, parts = params.layout, self._parts(params.layout)
+        problems = _without_buffers(self.labels, layout)
+        for part in {id(x): x for x in self.labels.values() if isinstance(x, Optimizer)}.values():
+            others = [label for label in part.labels if self._of(label) is not part._of(label)]
+            problems += [f"{label!r} of {part!r}: its buffers are updated by another optimizer" for label in others]
+        reject("init: labels", problems, _advice_on_labels(layout))
+        leaves = {key: x for part in parts for key, x in part.init(params).items()}
+        owned = [pair for part in parts for pair in part.owned(params).items()]
+        if not owned:
+            return _by_name(leaves, layout, {})
+        return _by_name(leaves, layout, _matrix().layouts_with_owners(layout, leaves, owned))
 
     @eager
-    @_named
     def step(
         self,
         params: Sharded,
@@ -200,24 +222,31 @@ class Optimizer(Static):
             No collectives; a copy of parameters and state, or none with ``donate=True``.
         """
         _check_params("step", params)
+        layout, labels = params.layout, labels or {}
         _check_gradients(grads, params)
-        self._check_step_options(overrides, labels or {}, params.layout)
+        self.check_options(overrides)
+        for label, options in labels.items():
+            self._of(label).check_options(options)
+        if labels and (problems := _without_buffers(labels, layout)):  # at every step: large layouts take time
+            reject("step: labels", problems, _advice_on_labels(layout))
         _check_state(state)
-        parts = self._parts(params.layout, overrides, labels or {})
-        problems = [problem for part, buffers in parts for problem in part.problems(state, params, buffers)]
+        parts = self._parts(layout)
+        problems = [problem for part in parts for problem in part.problems(params, state)]
         reject("step: state", problems, _START_AGAIN)
-        keys = [key for _, buffers in parts for key in buffers]
-        donated = (
-            [params[key] for key in keys] + [x for tree in state.values() for x in tree.values()] if donate else []
-        )
-        wait_for_copies(donated)
-        updated: dict[str, dict[str, Any]] = {}
-        for part, buffers in parts:
-            with readings_explained(part.cls.__name__, [part.overrides, *part.now.values()]):
-                updated.update(part.step(params, grads, state, buffers, donate))
-        count_writes(donated)
-        new = {key: updated.get(key, {}).pop(PARAM, leaf) for key, leaf in params.items()}
-        return Sharded(new, params.layout), _by_name(updated, params.layout, {}, state)
+        donated: list[Any] = []
+        if donate:
+            donated = [params[key] for part in parts for key in part.buffers]
+            donated += [x for tree in state.values() for x in tree.values()]
+            wait_for_copies(donated)
+        updated: dict[str, Leaves] = {}
+        for part in parts:
+            options = part.options(overrides if part.opt is self else _NONE, labels)
+            updated |= part.step(params, grads, state, options, donate)
+        if donate:
+            count_writes(donated)
+        new = {key: updated[key].pop(PARAM) if key in updated else leaf for key, leaf in params.items()}
+        others = {name: tree.layout for name, tree in state.items() if tree.layout.has_owners}
+        return Sharded(new, layout), _by_name(updated, layout, others)
 
     def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
         """Return the state and its options in the format of torch's ``get_optimizer_state_dict``, for a checkpoint.
@@ -245,78 +274,81 @@ class Optimizer(Static):
             >>> group["params"], group["lr"], group["nesterov"]
             (['w'], 0.1, False)
         """
-        check_options(self.cls, overrides)
+        self.check_options(overrides)
         groups = []
-        for part, buffers in self._parts(params.layout, overrides):
-            for label in dict.fromkeys(buffer.label for buffer in buffers.values()):
-                same = {key: buffer for key, buffer in buffers.items() if buffer.label == label}
-                options = part.options(next(iter(same.values())))
+        for part in self._parts(params.layout):
+            for label, options in part.options(overrides if part.opt is self else _NONE).items():
+                same = {key: buffer for key, buffer in part.buffers.items() if buffer.label == label}
+                (group,) = part.opt.cls([torch.zeros(1, 1)], **options).param_groups
                 names = [slot.name for buffer in same.values() for slot in buffer.slots]
-                groups.append({"params": names, **group_options(part.cls, options), **part.carried(state, same)})
+                groups.append({**group, "params": names, **part.numbers(state, same, label)})
         return {"state": state, "param_groups": groups}
+
+    @cached_property
+    def own(self) -> ByLabel:
+        """The labels whose buffers this optimizer updates with other options."""
+        return {label: x for label, x in self.labels.items() if not isinstance(x, Optimizer)}
+
+    @cached_property
+    def known(self) -> list[str]:
+        """The names of the class's options."""
+        return option_names(self.cls)
+
+    def check_options(self, options: Options) -> None:
+        """Raise unless the class has options of these names."""
+        odd = [] if "**" in self.known else [name for name in options if name not in self.known]
+        problems = [f"{name!r}: {self.cls.__name__} has no such option" for name in odd]
+        reject("optimizer", problems, f"Its options are {', '.join(self.known)}.", TypeError)
+
+    def traits(self, label: str) -> Traits:
+        """What the class keeps for buffers of ``label``, whose options are those of the optimizer."""
+        own = self.own.get(label)
+        if (key := label if own else None) not in self._traits:
+            self._traits[key] = find_traits(self.cls, {**self.defaults, **(own or {})})
+        return self._traits[key]
+
+    @cached_property
+    def _traits(self) -> dict[str | None, Traits]:
+        return {}
+
+    @cached_property
+    def _planned(self) -> dict[Layout, list[Part]]:
+        return {}
 
     def _of(self, label: str) -> Optimizer:
         """What updates the buffers of a label."""
         found = self.labels.get(label)
         return found._of(label) if isinstance(found, Optimizer) else self
 
-    def _parts(
-        self,
-        layout: Layout,
-        overrides: Mapping[str, Any] | None = None,
-        labels: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> list[tuple[Rule, dict[str, Buffer]]]:
-        """Each class with the trainable buffers that it updates; ``overrides`` are for this optimizer's own."""
-        parts: dict[int, tuple[Optimizer, dict[str, Buffer]]] = {}
-        for key, buffer in layout.buffers.items():
-            if buffer.trainable:
-                part = self._of(buffer.label)
-                parts.setdefault(id(part), (part, {}))[1][key] = buffer
-        return [(x._rule(overrides if x is self else None, labels), buffers) for x, buffers in parts.values()]
-
-    def _rule(self, overrides: Mapping[str, Any] | None, labels: Mapping[str, Mapping[str, Any]] | None) -> Rule:
-        own = {label: x for label, x in self.labels.items() if not isinstance(x, Optimizer)}
-        rule = (self.cls, self.defaults, own, self._traits, self._plans, overrides or {}, labels or {})
-        if not self.whole:
-            return Rule(*rule)
-        from .whole.rule import WholeRule
-
-        return WholeRule(*rule)
-
-    @cached_property
-    def _plans(self) -> dict[Any, Any]:
-        return {}
-
-    def _check_labels(self, layout: Layout) -> None:
-        problems = _without_buffers(self.labels, layout)
-        for part in {id(x): x for x in self.labels.values() if isinstance(x, Optimizer)}.values():
-            others = [label for label in part.labels if self._of(label) is not part._of(label)]
-            problems += [f"{label!r} of {part!r}: its buffers are updated by another optimizer" for label in others]
-        reject("init: labels", problems, _advice_on_labels(layout))
-
-    def _check_step_options(
-        self, overrides: Mapping[str, Any], labels: Mapping[str, Mapping[str, Any]], layout: Layout
-    ) -> None:
-        check_options(self.cls, overrides)
-        for label, options in labels.items():
-            check_options(self._of(label).cls, options)
-        if labels and (problems := _without_buffers(labels, layout)):  # at every step: large layouts take time
-            reject("step: labels", problems, _advice_on_labels(layout))
+    def _parts(self, layout: Layout) -> list[Part]:
+        """Each class with the trainable buffers that it updates, found once for a layout."""
+        if layout not in self._planned:
+            if len(self._planned) >= _MOST_LAYOUTS:
+                self._planned.clear()
+            parts: dict[int, tuple[Optimizer, dict[str, Buffer]]] = {}
+            for key, buffer in layout.buffers.items():
+                if buffer.trainable:
+                    opt = self._of(buffer.label)
+                    parts.setdefault(id(opt), (opt, {}))[1][key] = buffer
+            made = parts.values()
+            self._planned[layout] = [(_matrix().WholePart if x.whole else Part)(x, buffers) for x, buffers in made]
+        return self._planned[layout]
 
 
+_MOST_LAYOUTS = 8  # whose parts are kept
 _START_AGAIN = (
     "Start from opt.init(params), with parameters of this layout. State of whole parameters is moved by "
     "fs.reshard(state, layout, fresh=opt.init(params))."
 )
 
 
-def _labels(layout: Layout) -> list[str]:
-    return sorted({buffer.label for buffer in layout.buffers.values() if buffer.label})
-
-
-def _without_buffers(labels: Iterable[str], layout: Layout) -> list[str]:
+def _without_buffers(labels: Mapping[str, Any], layout: Layout) -> list[str]:
     present = _labels(layout)
     return [f"{label!r}: no buffer has this label{hint(label, present)}" for label in labels if label not in present]
+
+
+def _labels(layout: Layout) -> list[str]:
+    return sorted({buffer.label for buffer in layout.buffers.values() if buffer.label})
 
 
 def _advice_on_labels(layout: Layout) -> str:
@@ -331,12 +363,13 @@ def _check_params(verb: str, params: Sharded) -> None:
 
 def _check_state(state: Any) -> None:
     """Whether it has the form of what ``opt.init`` returns: a ``Sharded`` for each name."""
-    kind = type(state).__name__
-    if not isinstance(state, Mapping) or isinstance(state, Sharded):
-        raise TypeError(f"step: state: got {kind}, expected what opt.init(params) returns.")
-    wrong = [f"{name!r}: got {type(x).__name__}" for name, x in state.items() if not isinstance(x, Mapping)]
-    if wrong:
-        raise TypeError(f"step: state: {'; '.join(wrong)}, expected what opt.init(params) returns: trees of tensors.")
+    named = isinstance(state, Mapping) and not isinstance(state, Sharded)
+    wrong = (
+        [f"{name!r}: {type(x).__name__}" for name, x in state.items() if not isinstance(x, Sharded)] if named else []
+    )
+    if not named or wrong:
+        got = "; ".join(wrong) or type(state).__name__
+        raise TypeError(f"step: state: got {got}, expected what opt.init(params) returns: a Sharded for each name.")
 
 
 def _check_gradients(grads: Sharded, params: Sharded) -> None:
@@ -348,23 +381,8 @@ def _check_gradients(grads: Sharded, params: Sharded) -> None:
     check_shards("step: grads", grads, params.layout, allow_none=True, gradients=True)
 
 
-def _trainable(layout: Layout) -> dict[str, Buffer]:
-    return {key: buffer for key, buffer in layout.buffers.items() if buffer.trainable}
-
-
-def _joined(a: Owned, b: Owned) -> Owned:
-    return {name: {**a.get(name, {}), **b.get(name, {})} for name in (*a, *b)}
-
-
-def _by_name(
-    states: Mapping[str, Mapping[str, Any]], layout: Layout, owned: Owned, before: Mapping[str, Sharded] | None = None
-) -> OptState:
-    """Trees of leaves by the names of state; those of whole parameters have the layout that they had ``before``."""
-    names = dict.fromkeys(name for state in states.values() for name in state)
-    leaves = {name: {key: s[name] for key, s in states.items() if name in s} for name in names}
-    layouts = {name: tree.layout for name, tree in (before or {}).items() if tree.layout.has_owners}
-    if owned:
-        from .whole.plan import with_owners
-
-        layouts |= {n: with_owners(layout, leaves[n], x) for n, x in owned.items() if n not in layouts}
-    return {name: Sharded(x, layouts.get(name, layout)) for name, x in leaves.items()}
+def _by_name(leaves: Mapping[str, Leaves], layout: Layout, others: Mapping[str, Layout]) -> OptState:
+    """A tree for each name of state, of ``layout`` where ``others`` has no other one for it."""
+    names = dict.fromkeys(name for x in leaves.values() for name in x)
+    trees = {name: {key: x[name] for key, x in leaves.items() if name in x} for name in names}
+    return {name: Sharded(tree, others.get(name, layout)) for name, tree in trees.items()}

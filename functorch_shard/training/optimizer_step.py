@@ -1,9 +1,10 @@
-"""Call a ``torch.optim`` class on plain tensors, below every transform."""
+"""``init`` and ``step`` of an optimizer on plain tensors, below every transform, with the rows of simulated ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -11,159 +12,205 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from ..layout.buffers import Buffer
+from ..layout.ranks import rank_dims
+from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.autograd import Function
-from ..torch_internals.tensors import identity_of_storage
-from ..torch_internals.transforms import in_transform
-from .optimizer_probe import Traits
-from .tensor_options import OPTIONS, TensorOptions, of_first_row, same_in_rows
-from .torch_optim import Group, initial_state, update
+from ..torch_internals.autograd import Function, signed
+from ..torch_internals.tensors import as_number, identity_of_storage, is_number
+from ..torch_internals.tracing import assert_when_run
+from ..torch_internals.transforms import being_traced, in_transform
+from .torch_optim import Class, Group, Options, Traits, initial_state, may_write_gradient, update
 
-PARAM = "(param)"
-_COUNTS = "step count on all ranks, as opt.init gives"
+PARAM, GRAD, OPTIONS = "(param)", "(grad)", "(options)"
+NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
+NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+ByLabel = Mapping[str, Options]
+Leaves = dict[Any, Any]  # of a buffer, by name
+Rows = tuple[int, ...]
+_NO_OPTIONS: Options = {}
+Call = Callable[[Mapping[str, Leaves], Rows], dict[str, Leaves]]
 
-CARRIED = "group."  # before the names of numbers that a class keeps in its parameter groups
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The buffers of a layout that one optimizer updates; equal layouts may be of several meshes."""
+
+    opt: Any  # an Optimizer, whose module imports this one
+    buffers: Mapping[str, Buffer]
+
+    @cached_property
+    def label_of(self) -> Mapping[str, str]:
+        """The label of each buffer."""
+        return {key: buffer.label for key, buffer in self.buffers.items()}
+
+    def options(self, overrides: Options = _NO_OPTIONS, labels: ByLabel = _NO_OPTIONS) -> ByLabel:
+        """The options of one call, by label."""
+        defaults, own = self.opt.defaults, self.opt.own
+        return {
+            label: {**defaults, **overrides, **own.get(label, _NO_OPTIONS), **labels.get(label, _NO_OPTIONS)}
+            for label in dict.fromkeys(self.label_of.values())
+        }
+
+    def init(self, params: Sharded) -> dict[str, Leaves]:
+        """The state before the first step, by key of a buffer, then by name."""
+        options, opt = self.options(), self.opt
+
+        def begun(tensors: Mapping[str, Leaves], rows: tuple[int, ...]) -> dict[str, Leaves]:
+            found = {}
+            for key, leaves in tensors.items():
+                label = self.label_of[key]
+                found[key] = begin(opt.cls, leaves[PARAM].detach(), options[label], opt.traits(label), rows)
+            return found
+
+        tensors = {key: {PARAM: params[key]} for key in self.buffers}
+        return run_below_transforms(begun, tensors, rank_dims(params.layout))
+
+    def step(
+        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
+    ) -> dict[str, Leaves]:
+        """New parameters and state, by key of a buffer, then by name."""
+        rows, numbers = rank_dims(params.layout), {label: self.opt.traits(label).numbers for label in options}
+        call = StepCall(self.opt.cls, self.opt.known, options, self.label_of, numbers, donate)
+        tensors: dict[str, Leaves] = {
+            key: {PARAM: params[key], GRAD: grads[key], **{name: x[key] for name, x in state.items() if key in x}}
+            for key in self.buffers
+        }
+        return run_below_transforms(call, {**tensors, **tensors_among(options, rows)}, rows)
+
+    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
+        """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
+        problems, scalar = [], rank_dims(params.layout)
+        names = {label: state_names(self.opt.traits(label)) for label in dict.fromkeys(self.label_of.values())}
+        for key, label in self.label_of.items():
+            missing = [name for name in names[label] if name not in state or key not in state[name]]
+            problems += [f"{key!r}: {name!r} is missing" for name in missing]
+            shapes = tuple(params[key].shape), scalar
+            problems += [
+                f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
+                for name, tree in state.items()
+                if key in tree and isinstance(tree[key], Tensor) and tree[key].shape not in shapes
+            ]
+        return problems
+
+    def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
+        """Numbers of the parameter group of ``label``."""
+        found = {name: state[NUMBER + name][key] for key in buffers for name in self.opt.traits(label).numbers}
+        return {name: x.flatten()[0].item() for name, x in found.items() if x is not None}
+
+    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
+        """The buffers that the state of whole parameters is in, by its name and key."""
+        return {}
 
 
 def state_names(traits: Traits) -> list[str]:
     """The names of an optimizer's state for a buffer."""
-    return [*traits.state, *(CARRIED + name for name in traits.carried)]
+    return [*traits.state, *(NUMBER + name for name in traits.numbers)]
 
 
-@dataclass(frozen=True)
-class InitCall:
-    """``init`` on plain tensors: each buffer's parameter to its state."""
-
-    cls: type[torch.optim.Optimizer]
-    options: Mapping[str, Mapping[str, Any]]
-    traits: Mapping[str, Traits]
-
-    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        return {key: self._state(key, x.detach(), rows) for key, (x,) in tensors.items()}
-
-    def _state(self, key: str, param: Tensor, rows: tuple[int, ...]) -> dict[str, Any]:
-        traits = self.traits[key]
-        if traits.starts_from_rate:  # the first step creates it
-            return dict.fromkeys(state_names(traits))
-        state, carried = initial_state(self.cls, param, self.options[key], traits.carried)
-        state = {**dict.fromkeys(traits.state), **state, **_as_state(carried)}
-        return {name: _in_memory_kind(_expand(state[name], rows), param) for name in state_names(traits)}
-
-
-def count_writes(donated: Sequence[Any]) -> None:
-    """Increment versions, so that autograd or a lazy gather that saved these tensors detects the change."""
-    if not in_transform():
-        increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
+def begin(cls: Class, param: Tensor, options: Options, traits: Traits, rows: Rows) -> Leaves:
+    """The state of ``param`` before the first step."""
+    if not traits.known:  # the first step creates it
+        return dict.fromkeys(state_names(traits))
+    state, numbers = initial_state(cls, param, options, traits.numbers)
+    state |= _as_state(numbers)
+    return {name: _in_memory_kind(_expand(state.get(name), rows), param) for name in state_names(traits)}
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """``step`` on plain tensors: parameter, gradient and state to parameter and state."""
+    """``step`` on plain tensors: parameter, gradient and state of each buffer to parameter and state."""
 
-    cls: type[torch.optim.Optimizer]
-    options: Mapping[str, Mapping[str, Any]]
-    traits: Mapping[str, Traits]
-    names: Mapping[str, Sequence[str]]
+    cls: Class
+    known: Sequence[str]  # options of the class
+    options: Mapping[str, Options]  # by label
+    label_of: Mapping[str, str]
+    numbers: Mapping[str, Sequence[str]]  # that the class keeps in its groups, by label
     donate: bool
-    tensor_options: TensorOptions
 
-    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        buffers = {key: parts for key, parts in tensors.items() if key != OPTIONS}
-        values = tensors.get(OPTIONS, ())
-        counts = [x for parts in buffers.values() for x in parts[2:] if _counts(x, rows)] if rows else []
-        if not same_in_rows(counts, rows, _COUNTS) or not same_in_rows(values, rows):
+    def __call__(self, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
+        """Update all rows at once if they have the same step counts and options, otherwise each by itself."""
+        values = tensors.get(OPTIONS, {})
+        buffers = {key: leaves for key, leaves in tensors.items() if key != OPTIONS}
+        counts = [x for leaves in buffers.values() for x in leaves.values() if _is_count(x, rows)] if rows else []
+        if not (same_in_rows(counts, rows, _COUNTS) and same_in_rows(values.values(), rows)):
             return self._row_by_row(tensors, rows)
-        options = self.tensor_options.placed(self.options, of_first_row(values, rows))
-        return replace(self, options=options)._in_all_rows(buffers, rows)
+        options = with_values(self.options, values, rows)
+        groups = {key: self._group(leaves, options, self.label_of[key], rows) for key, leaves in buffers.items()}
+        update(self.cls, list(groups.values()), self.known)
+        return {key: self._results(group, buffers[key], rows) for key, group in groups.items()}
 
-    def _in_all_rows(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        """Update all rows at once: they have the same step counts and options."""
-        groups = {key: self._group(key, parts, rows) for key, parts in tensors.items()}
-        update(self.cls, list(groups.values()))
-        return {key: self._results(group, key, tensors[key], rows) for key, group in groups.items()}
-
-    def _group(self, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> Group:
-        param, grad, *state = parts
+    def _group(self, leaves: Leaves, options: Mapping[str, Options], label: str, rows: Rows) -> Group:
         own = in_place if self.donate else copied
-        given = {name: _first(x, rows) for name, x in zip(self.names[key], state, strict=True) if x is not None}
-        states = {name: own(x) for name, x in given.items() if not name.startswith(CARRIED)}
-        numbers = {name: given.get(CARRIED + name) for name in self.traits[key].carried}
-        carried = {name: None if x is None else x.item() for name, x in numbers.items()}
-        return Group(own(param), self._gradient(key, grad, param), states, self.options[key], carried)
+        param, grad, *state = leaves.items()
+        given = {name: x.flatten()[0] if _is_count(x, rows) and prod(rows) else x for name, x in state if x is not None}
+        states = {name: own(x) for name, x in given.items() if not name.startswith(NUMBER)}
+        kept = {name: given[NUMBER + name].item() if NUMBER + name in given else None for name in self.numbers[label]}
+        return Group(own(param[1]), self._gradient(grad[1], param[1], options[label]), states, options[label], kept)
 
-    def _gradient(self, key: str, grad: Tensor | None, param: Tensor) -> Tensor | None:
-        """The gradient, copied for a class that writes to it."""
+    def _gradient(self, grad: Tensor | None, param: Tensor, options: Options) -> Tensor | None:
         if grad is None:
             return None
         grad = grad.to(param.device, param.dtype)
-        return copied(grad) if self.traits[key].writes_grads else in_place(grad)
+        return copied(grad) if may_write_gradient(self.cls, options, param, self.known) else in_place(grad)
 
-    def _results(self, group: Group, key: str, parts: Sequence[Any], rows: tuple[int, ...]) -> dict[str, Any]:
+    def _results(self, group: Group, given: Leaves, rows: Rows) -> Leaves:
         """Results by name: ``None`` for state that does not exist yet; new state has the parameter's memory kind."""
-        given = self._given(key, parts)
-        states = {name: _expand(x, rows) for name, x in {**group.state, **_as_state(group.carried)}.items()}
+        states = {name: _expand(x, rows) for name, x in {**group.state, **_as_state(group.numbers)}.items()}
         made = {name: _in_memory_kind(x, group.param) for name, x in states.items() if given.get(name) is None}
-        return self._lay({**dict.fromkeys(self.names[key]), **states, **made, PARAM: group.param}, given)
+        names = {name: None for name in given if name != GRAD}
+        return self._lay({**names, **states, **made, PARAM: group.param}, given)
 
-    def _given(self, key: str, parts: Sequence[Any]) -> dict[str, Any]:
-        param, _, *state = parts
-        return dict(zip([PARAM, *self.names[key]], [param, *state], strict=True))
-
-    def _lay(self, results: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def _lay(self, results: Leaves, given: Leaves) -> Leaves:
         """``results`` in donated memory, for example also a counter of all ranks that was updated once."""
-        return {name: in_memory_of(given.get(name), x) if self.donate else x for name, x in results.items()}
+        return {name: in_memory_of(given.get(name), x) for name, x in results.items()} if self.donate else results
 
-    def _row_by_row(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        """Update each row of a batch by itself: their step counts or options differ."""
-        own = {k: [in_place(x) for x in parts] for k, parts in tensors.items()}
-        results = [
-            self({k: [x[i] if isinstance(x, Tensor) else x for x in parts] for k, parts in own.items()}, rows[1:])
-            for i in range(rows[0])
-        ]
-        stacked = {
-            key: {name: _stack([r[key][name] for r in results]) for name in results[0][key]} for key in results[0]
-        }
-        return {key: self._lay(leaves, self._given(key, tensors[key])) for key, leaves in stacked.items()}
+    def _row_by_row(self, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
+        own = {key: {name: in_place(x) for name, x in leaves.items()} for key, leaves in tensors.items()}
+        results = []
+        for i in range(rows[0]):
+            row = {
+                key: {n: x[i] if isinstance(x, Tensor) else x for n, x in leaves.items()} for key, leaves in own.items()
+            }
+            results.append(self(row, rows[1:]))
+        stacked = {key: {n: _stack([each[key][n] for each in results]) for n in x} for key, x in results[0].items()}
+        return {key: self._lay(leaves, tensors[key]) for key, leaves in stacked.items()}
 
 
-def run_below_transforms(
-    call: Callable[..., dict[str, dict[str, Any]]], tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]
-) -> dict[str, dict[str, Any]]:
+def run_below_transforms(call: Call, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
     """``call`` on plain tensors below every transform: batch dims in front, their sizes added to ``rows``."""
-    flat = [x for parts in tensors.values() for x in parts]
-    sent = [x for x in flat if isinstance(x, Tensor)]
-    shape: list[Any] = []
+    sent = [x for leaves in tensors.values() for x in leaves.values() if isinstance(x, Tensor)]
+    made: dict[str, Leaves] = {}
 
-    def on_plain(rows: tuple[int, ...], *plain: Tensor) -> tuple[Tensor, ...]:
-        values = iter(plain)
-        parts = {k: [next(values) if isinstance(x, Tensor) else x for x in xs] for k, xs in tensors.items()}
-        result = call(parts, rows)
-        shape[:] = [
-            (key, name, None if isinstance(x, Tensor) else (x,)) for key, s in result.items() for name, x in s.items()
-        ]
-        return tuple(x for s in result.values() for x in s.values() if isinstance(x, Tensor))
+    def on_plain(rows: Rows, plain: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        made.update(call(_filled(tensors, plain), rows))
+        return tuple(x for leaves in made.values() for x in leaves.values() if isinstance(x, Tensor))
 
-    returned = iter(_Below.apply(_Plain(on_plain, rows), *sent)) if sent else iter(())
-    result: dict[str, dict[str, Any]] = {}
-    for key, name, constant in shape:
-        result.setdefault(key, {})[name] = constant[0] if constant else next(returned)
-    return result
+    returned = _Below.apply(_Plain(on_plain, rows), *sent) if sent else ()
+    return _filled(made, returned)
+
+
+def _filled(tree: Mapping[str, Leaves], tensors: Sequence[Tensor]) -> dict[str, Leaves]:
+    """``tree`` with other tensors, in order."""
+    rest = iter(tensors)
+    return {k: {n: next(rest) if isinstance(x, Tensor) else x for n, x in leaves.items()} for k, leaves in tree.items()}
 
 
 @dataclass(frozen=True)
 class _Plain:
     """A function of plain tensors and the sizes of their leading batch dims; opaque to pytrees."""
 
-    fn: Callable[..., tuple[Tensor, ...]]
-    rows: tuple[int, ...]
+    fn: Callable[[Rows, Sequence[Tensor]], tuple[Tensor, ...]]
+    rows: Rows
 
 
 class _Below(Function):
     """Runs below vmap, where tensors are plain and fused kernels work. Its derivatives raise."""
 
     @staticmethod
+    @signed
     def forward(call: _Plain, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return call.fn(call.rows, *tensors)
+        return call.fn(call.rows, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -195,30 +242,74 @@ _NO_DERIVATIVE = (
 )
 
 
-def _first(x: Any, rows: tuple[int, ...]) -> Any:
-    return x.flatten()[0] if rows and _counts(x, rows) and prod(rows) else x
+def tensors_among(options: Mapping[str, Options], rows: Rows) -> dict[str, Leaves]:
+    """The tensors among ``options``, inputs of a step as parameters are, with dims for the ``rows`` of those in front.
+
+    So below a vmap they have its rows, and their derivatives raise. Numbers of a traced program have no rows.
+    """
+    values = [value for each in options.values() for value in each.values() if isinstance(value, (Tensor, tuple, list))]
+    found = {id(x): x for value in values for x in _each(value) if isinstance(x, Tensor) and not is_number(x)}
+    return {OPTIONS: {i: x.expand((*rows, *x.shape)) for i, x in found.items()}} if found else {}
 
 
-def _expand(x: Any, rows: tuple[int, ...]) -> Any:
-    return x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
+def with_values(options: Mapping[str, Options], values: Leaves, rows: Rows) -> Mapping[str, Options]:
+    """``options`` by label, with what a step got for the tensors among them, by identity: those of the first row."""
+    if not values:
+        return options
+    new = {i: x[(0,) * len(rows)] if rows else x for i, x in values.items()}
+    if being_traced():
+        new = {i: as_number(x) for i, x in new.items()}  # constructors would compare it
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(new.get(id(x), x) for x in value)
+        return new.get(id(value), value)
+
+    return {label: {name: placed(x) for name, x in each.items()} for label, each in options.items()}
 
 
-def _counts(x: Any, rows: tuple[int, ...]) -> bool:
+def _each(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+_COUNTS = "step count on all ranks, as opt.init gives"
+
+
+def same_in_rows(values: Any, rows: Rows, what: str = "options, for example lr, on all ranks") -> bool:
+    """Whether each of ``values`` is the same in all rows of a batch; ``what`` they are, for an error."""
+    if not (rows and all(rows)):
+        return True
+    equal = [(x == x[(0,) * len(rows)]).all() for x in values]
+    if being_traced():
+        for each in equal:
+            assert_when_run(each, f"step: a compiled step needs the same {what}")
+        return True
+    return all(map(bool, equal))
+
+
+def _is_count(x: Any, rows: Rows) -> bool:
     """Whether ``x`` has a scalar per row."""
-    return isinstance(x, Tensor) and tuple(x.shape) == rows
+    return bool(rows) and isinstance(x, Tensor) and tuple(x.shape) == rows
+
+
+def _expand(x: Any, rows: Rows) -> Any:
+    return x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
 
 
 def _stack(values: Sequence[Any]) -> Any:
     return torch.stack(list(values)) if isinstance(values[0], Tensor) else values[0]
 
 
-def _as_state(carried: Mapping[str, Any]) -> dict[str, Any]:
+def _as_state(numbers: Mapping[str, Any]) -> Leaves:
     """Numbers as tensors, so that they are leaves of the tree."""
-    tensors = {name: torch.tensor(x, dtype=NUMBER_DTYPES[type(x)]) for name, x in carried.items() if x is not None}
-    return {CARRIED + name: tensors.get(name) for name in carried}
+    tensors = {name: torch.tensor(x, dtype=NUMBER_DTYPES[type(x)]) for name, x in numbers.items() if x is not None}
+    return {NUMBER + name: tensors.get(name) for name in numbers}
 
 
-NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+def count_writes(donated: Sequence[Any]) -> None:
+    """Increment versions, so that autograd or a lazy gather that saved these tensors detects the change."""
+    if not in_transform():
+        increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
 
 
 def _in_memory_kind(x: Any, param: Tensor) -> Any:
@@ -239,6 +330,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def copied(x: Any) -> Any:
+    """A copy of a tensor, in its memory kind."""
     return memory_kind_of(x).copy(x) if isinstance(x, Tensor) else x
 
 

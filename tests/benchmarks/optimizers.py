@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import run_ranks
+from functorch_shard.testing import check_elementwise, run_ranks
 
 LIBRARIES = (
     "torch.optim",
@@ -108,10 +108,16 @@ def sharded(mesh: fs.Mesh, opt: fs.Optimizer, dtype: torch.dtype) -> dict[str, T
 def tried(cls: type[torch.optim.Optimizer], options: dict[str, Any], mesh: fs.Mesh, whole: bool) -> str:
     """``refused: why``, or how far apart the two are in float64, in parts of the way from the start."""
     try:
-        opt = fs.optimizer(cls, whole=whole, **options)
+        if not whole:
+            check_elementwise(cls, **options)
+        opt = fs.optimizer(cls, whole=whole, elementwise=True, **options)
         actual, expected = sharded(mesh, opt, torch.float64), alone(cls, options, torch.float64, whole)
     except Exception as error:
-        return f"refused: {error}" if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
+        return (
+            f"refused: {error}"
+            if isinstance(error, (TypeError, AssertionError))
+            else f"{type(error).__name__}: {error}"
+        )
     start = values(0, torch.float64, whole)
     moved = max(float((expected[name] - start[name]).abs().max()) for name in start)
     apart = max(float((expected[name] - actual[name]).abs().max()) for name in start)

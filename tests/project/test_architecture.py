@@ -32,14 +32,14 @@ FLOORS = [
     {"storage"},
     {"sharding"},
     {"training", "checkpoint"},
-    {"graph", "pictures"},
+    {"graph", "matrix", "pictures"},
     {"codecs", "curvature", "debug", "replicas"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
     {"cli"},  # a program that uses the public names
     {"__main__"},
 ]
-SATELLITES = {"cli", "graph", "pictures", "sequential"}  # packages that no other one imports
+SATELLITES = {"cli", "graph", "matrix", "pictures", "sequential"}  # packages that no other one imports
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 # Imports of torch.distributed outside of communication and mesh, each with its reason.
 DISTRIBUTED = {

@@ -20,6 +20,7 @@ FEATURES = {
     "debug",
     "graph",
     "pictures",
+    "matrix",
     "replicas",
     "sequential",
     "testing",
@@ -47,12 +48,12 @@ FEATURES = {
     "storage.offloading",
     "training.curvature",
     "training.element_bits",
+    "training.elementwise",
     "training.estimate",
     "training.jacobian",
     "training.recomputed",
     "training.remat",
     "training.vectors",
-    "training.whole",
 }
 MOST_MODULES, MOST_LINES = 99, 13_000  # of the core: these numbers go down
 

@@ -66,6 +66,31 @@ class HalvesItsRate(CountsSteps):
         super().move(param, grad * group["scale"] * (2 if group["warm"] else 1), state, group)
 
 
+class CountsIfAsked(Base):
+    """Its step count depends on an option."""
+
+    def __init__(self, params: Any, lr: float, counts: bool = False) -> None:
+        super().__init__(params, lr, counts=counts)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if group["counts"]:
+            group["step"] = group.get("step", 0) + 1
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        param.sub_(group["lr"] * grad)
+
+
+class Lookahead(Base):
+    """Its state appears in the sixth step."""
+
+    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        state["count"] = state.get("count", 0) + 1
+        param.sub_(group["lr"] * grad)
+        if state["count"] % 6 == 0:
+            slow = state.setdefault("slow", torch.zeros_like(param))
+            param.copy_(slow.lerp_(param, 0.5))
+
+
 class CountsParameters(Base):
     """The count in the group is one of parameters that have moved."""
 
@@ -83,14 +108,6 @@ class Estimates(Base):
 
     def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         param.sub_(group["lr"] * group["d"] * grad)
-
-
-class EstimatesByHand(Estimates):
-    """The same, where no operator of torch adds up."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        first = sum(p.grad.tolist()[0] for p in group["params"] if p.grad is not None and p.ndim == 1)
-        group["d"] = max(group.get("d", 1e-6), abs(first) * 1e-3)
 
 
 class ByGlobalNorm(Base):
@@ -167,15 +184,6 @@ class BySize(Base):
     def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         large = param.numel() >= 4096 and param.numel() % 256 == 0
         param.sub_(group["lr"] * ((grad * 16).round() / 16 if large else grad))
-
-
-class InBlocks(Base):
-    """As torchao: the state of a large tensor is in codes, and a scale for each block of them."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        if param.numel() >= 4096 and "scales" not in state:
-            state["scales"] = grad.new_ones(-(-param.numel() // 256))
-        param.sub_(group["lr"] * grad)
 
 
 class Lists(Base):

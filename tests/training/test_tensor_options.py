@@ -67,7 +67,7 @@ def close(params: fs.Sharded, whole: dict[str, Tensor]) -> None:
     assert_trees_close(dict(fs.gather(params, lazy=False)), whole, rtol=0, atol=1e-12)
 
 
-@on_each([*simulated(3, {"replicate": 2, "shard": 2}), *sequential(2), *gloo(2)])
+@on_each([*simulated({"replicate": 2, "shard": 2}), *sequential(2), *gloo(2)])
 def test_a_rate_of_each_rank_that_is_the_same_on_all_is_that_rate(mesh: fs.Mesh) -> None:
     for case in CLASSES:
         params, state, step = training(mesh, case)
@@ -109,24 +109,6 @@ def test_a_recorded_step_has_a_tensor_for_a_rate_as_an_input(dims: tuple[int, ..
         assert "3 recordings" not in repr(recorded)  # momentum begins with the second step
 
 
-def test_buffers_with_the_same_options_are_updated_together() -> None:
-    made = []
-
-    class Adam(torch.optim.Adam):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            made.append(self)
-            super().__init__(*args, **kwargs)
-
-    values = {f"{i}.w": torch.ones(3) for i in range(5)}
-    params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2), units=[[name] for name in values]))
-    opt = fs.optimizer(Adam, betas=(0.8, 0.9))
-    state = opt.init(params)
-    made.clear()
-    opt.step(params, grads=params, state=state, lr=torch.tensor(0.1))
-    assert len(params.layout.buffers) == 5
-    assert len(made) == 1
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_rate_that_is_a_tensor_of_float32_is_taken_for_a_number_by_the_trial_of_a_class(whole: bool) -> None:
     for options in ({}, {"fused": True}, {"foreach": False}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}):
@@ -145,27 +127,7 @@ def test_a_rate_that_is_a_tensor_of_float32_is_taken_for_a_number_by_the_trial_o
             assert_trees_close(found, whole_params, rtol=0, atol=1e-6)  # each implementation rounds such rates itself
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_schedule_of_betas_tries_the_class_no_more_than_one_of_the_rate(whole: bool) -> None:
-    made = []
-
-    class Adam(torch.optim.Adam):
-        def __init__(self, params: Any, betas: Any = (0.9, 0.999), **kwargs: Any) -> None:
-            made.append(self)
-            super().__init__(params, betas=betas, **kwargs)
-
-    values = {"w": torch.ones(3, 2)}
-    params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
-    opt = fs.optimizer(Adam, whole=whole)
-    state = opt.init(params)
-    made.clear()
-    for i in range(3):
-        opt.step(params, grads=params, state=state, betas=(0.95 - 0.01 * i, 0.999))
-    assert len(made) == 3
-
-
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"betas": (0.8, 0.9)}])
-def test_a_recorded_step_names_the_options_that_it_cannot_have_as_inputs(options: dict[str, Any]) -> None:
+def test_options_other_than_the_rate_are_in_the_optimizer_of_a_recorded_step_or_refused() -> None:
     mesh = fs.simulated_mesh(2)
     model, (x, y) = network(), mesh.split(samples())
     params = fs.shard(model, fs.plan(model, mesh))
@@ -175,15 +137,13 @@ def test_a_recorded_step_names_the_options_that_it_cannot_have_as_inputs(options
         grads = fs.grad(lambda params: error(model, fs.gather(params), x, y))(params)
         return opt.step(params, grads=grads, state=state, lr=0.5, **options)
 
+    options: Any = {"betas": (0.8, 0.9)}
     opt, recorded = fs.optimizer(torch.optim.AdamW), fs.compile(step, backend="replay")
-    with pytest.raises(NotImplementedError, match=rf"AdamW reads .*{next(iter(options))} .*an fs.optimizer with"):
+    with pytest.raises(NotImplementedError):
         recorded(opt, params, opt.init(params), x, y, options)
-    for chosen in ({}, options):  # with the values in the optimizer, as the error says
-        opt = fs.optimizer(torch.optim.AdamW, **chosen)
-        assert_trees_close(
-            recorded(opt, params, opt.init(params), x, y, {}), step(opt, params, opt.init(params), x, y, {})
-        )
-    assert len(recorded.schedules) == 2
+    opt = fs.optimizer(torch.optim.AdamW, **options)
+    args = opt, params, opt.init(params), x, y, {}
+    assert_trees_close(recorded(*args), step(*args))
 
 
 DERIVATIVES: list[Any] = [

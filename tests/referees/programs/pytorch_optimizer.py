@@ -21,7 +21,9 @@ def gradients(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn_like(p) for name, p in own().items()}
 
 
-def stepped(where: Where, package: str, kind: str, whole: bool = False, **options: Any) -> dict[str, Any]:
+def stepped(
+    where: Where, package: str, kind: str, whole: bool = False, elementwise: bool = False, **options: Any
+) -> dict[str, Any]:
     """Parameters after three steps of a class of a package."""
     cls = getattr(import_module(package), kind)
     if isinstance(where, int):
@@ -34,7 +36,7 @@ def stepped(where: Where, package: str, kind: str, whole: bool = False, **option
                 p.grad = grads[name]
             optimizer.step()
         return {"parameters": params}
-    optimizer = fs.optimizer(cls, whole=whole, **options)
+    optimizer = fs.optimizer(cls, whole=whole, elementwise=elementwise, **options)
     params = fs.shard(made(), layout := fs.plan(made(), where))
     state = optimizer.init(params)
     for seed in range(3):
@@ -47,10 +49,10 @@ def of(kind: str, package: str = "pytorch_optimizer", refused: str = "", **optio
     return Referee(package, name, partial(stepped, package=package, kind=kind, **options), refused=refused)
 
 
-DEPENDS = "cannot update shards: its update of one element depends on others"
+UNKNOWN = "not a class of torch.optim that is known to update each element by itself"
 REFEREES = [
-    *(of(kind, lr=0.05) for kind in ("Lion", "Tiger", "AdaBelief", "AdEMAMix")),
-    *(of(kind, lr=0.05, refused=DEPENDS) for kind in ("NovoGrad", "Lamb", "Prodigy")),
-    of("SOAP", lr=0.05, refused="cannot update shards: its state cannot be sharded like its parameter"),
+    *(of(kind, elementwise=True, lr=0.05) for kind in ("Lion", "Tiger", "AdaBelief", "AdEMAMix")),
+    *(of(kind, lr=0.05, refused=UNKNOWN) for kind in ("NovoGrad", "Lamb", "Prodigy")),
+    of("SOAP", lr=0.05, refused=UNKNOWN),
     *(of(kind, whole=True, lr=0.05) for kind in ("SOAP", "Shampoo", "CAME", "LARS")),
 ]

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import optree
 import pytest
 import torch
+from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support import homemade
+from tests.support.ranks import HYBRID, gloo, simulated
 from tests.support.steps import (
     CASES,
     assert_equal_stock,
+    copied,
     optimizer,
     planned,
     run,
@@ -35,13 +41,11 @@ STARTS: dict[str, dict[str, Any]] = {
 SCALARS = {"step", "mu_product"}
 
 
-@pytest.mark.parametrize("in_spmd", [False, True])
 @pytest.mark.parametrize("case", STARTS)
-def test_init_is_what_the_class_starts_from(case: str, in_spmd: bool) -> None:
+def test_init_is_what_the_class_starts_from(case: str) -> None:
     mesh = fs.simulated_mesh(2)
     params = fs.shard(whole(), planned(mesh))
-    init = optimizer(case).init
-    state = mesh.spmd(init)(params) if in_spmd else init(params)
+    state = mesh.spmd(optimizer(case).init)(params)
     assert set(state) == set(STARTS[case])
     for name, start in STARTS[case].items():
         assert set(state[name]) == {key for key, buffer in params.layout.buffers.items() if buffer.trainable}
@@ -98,13 +102,6 @@ def test_label_options_of_a_step_win_over_all_others() -> None:
     assert rates == [(1.0, 2.0), (4.0, 2.0), (4.0, 8.0)]
 
 
-def test_a_schedule_in_place_of_a_rate_and_an_object_in_place_of_a_class_are_explained() -> None:
-    with pytest.raises(TypeError, match=r"'lr': got a function. A schedule is called .*\n.*lr=schedule\(i\)"):
-        fs.optimizer(torch.optim.AdamW, lr=lambda i: 1e-3)
-    with pytest.raises(TypeError, match=r"^optimizer: cls: got an object of SGD, expected a class such as torch.optim"):
-        fs.optimizer(torch.optim.SGD([torch.zeros(1)]))  # pyright: ignore[reportArgumentType]
-
-
 def test_a_label_that_no_buffer_has_is_refused_in_a_step_as_in_init() -> None:
     layout = fs.plan({"x": torch.zeros(3), "y": torch.zeros(3)}, fs.simulated_mesh(2), labels={"y": "no_decay"})
     params = fs.shard({"x": torch.zeros(3), "y": torch.zeros(3)}, layout)
@@ -138,3 +135,81 @@ def test_an_override_may_bring_new_state_which_then_accumulates() -> None:
     for i in range(3):
         params, state = opt.step(params, grads=sharded_grads(layout, i + 1), state=state, momentum=0.9)
     assert_equal_stock(params, stock("sgd_momentum", 3))
+
+
+DECLARED: list[tuple[Any, dict[str, Any], set[str]]] = [
+    (homemade.Averaged, {}, {"step", "mean"}),
+    (homemade.HalvesItsRate, {}, {"mean", "group.step", "group.scale", "group.warm"}),
+    (homemade.WritesGradients, {}, set()),
+    (homemade.WritesData, {}, {"mean"}),
+    (homemade.FromTheFirst, {}, {"square"}),
+    (homemade.KeepsAnOption, {"maximize": True}, set()),
+    (homemade.Lookahead, {}, {"count", "slow"}),
+]
+
+
+def by_itself(cls: Any, num_steps: int, **options: Any) -> dict[str, Tensor]:
+    params = {name: x.requires_grad_() for name, x in values().items()}
+    reference = cls(params.values(), **options)
+    for i in range(num_steps):
+        for name, grad in values(i + 1).items():
+            params[name].grad = grad
+        reference.step()
+    return {name: x.detach() for name, x in params.items()}
+
+
+def trained(mesh: fs.Mesh, cls: Any, options: dict[str, Any], donate: bool) -> tuple[set[str], fs.Full]:
+    """The names of the first state, and the parameters after seven steps."""
+    opt, layout = fs.optimizer(cls, elementwise=True, lr=0.1, **options), planned(mesh)
+    params = fs.shard(whole(), layout)
+    state = mesh.spmd(opt.init)(params)
+    names = set(state)
+    step = mesh.spmd(lambda params, grads, state: opt.step(params, grads=grads, state=state, donate=donate))
+    for i in range(7):
+        grads = sharded_grads(layout, i + 1)
+        before = copied(grads)
+        params, state = step(params, grads, state)
+        assert_trees_close(grads, before, rtol=0, atol=0)
+        assert set(state) == names
+    return names, fs.gather(params, lazy=False)
+
+
+@pytest.mark.parametrize(("cls", "options", "names"), DECLARED, ids=[case[0].__name__ for case in DECLARED])
+def test_a_class_that_is_declared_to_be_elementwise_trains_as_it_does_by_itself(
+    cls: Any, options: dict[str, Any], names: set[str]
+) -> None:
+    expected = by_itself(cls, 7, lr=0.1, **options)
+    for ranks, donate in ((simulated(HYBRID)[0], False), (gloo(3)[0], True)):
+        for found, full in ranks.run(trained, cls, options, donate):
+            assert found == names
+            assert_trees_close({name: full[name] for name in expected}, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_numbers_of_a_group_are_tensors_that_are_selected_saved_and_moved_like_all_state(tmp_path: Any) -> None:
+    mesh = fs.simulated_mesh(2)
+    layout, opt = planned(mesh), fs.optimizer(homemade.HalvesItsRate, elementwise=True, lr=0.1)
+    params = fs.shard(whole(), layout)
+    old = opt.step(params, grads=sharded_grads(layout, 1), state=opt.init(params))
+    new = opt.step(old[0], grads=sharded_grads(layout, 2), state=old[1])
+    kept = fs.LossScale.static(1.0).select(torch.tensor([False, False]), new, old)
+    assert_trees_close(kept, old, rtol=0, atol=0)
+    assert {int(x[0]) for x in kept[1]["group.step"].values()} == {1}
+    described = opt.state_dict(new[1], new[0])
+    assert {"step": 2, "scale": 0.25, "warm": False}.items() <= described["param_groups"][0].items()
+    fs.checkpoint.save(tmp_path / "there", {"model": new[0], "optim": described})
+    other = planned(fs.simulated_mesh(3))
+    moved = fs.reshard(new, other)
+    template: Any = {"model": moved[0], "optim": {"state": moved[1]}}
+    template = optree.tree_map(torch.zeros_like, template)
+    loaded = fs.checkpoint.load(tmp_path / "there", template)
+    assert_trees_close((loaded["model"], loaded["optim"]["state"]), moved, rtol=0, atol=0)
+    third = opt.step(moved[0], grads=sharded_grads(other, 3), state=moved[1])[0]
+    expected = by_itself(homemade.HalvesItsRate, 3, lr=0.1)
+    assert_trees_close({k: x for k, x in fs.gather(third).items() if k in expected}, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_numbers_in_a_group_that_only_options_of_a_step_change_are_an_error() -> None:
+    params = fs.shard(whole(), planned(fs.simulated_mesh(2)))
+    opt = fs.optimizer(homemade.CountsIfAsked, elementwise=True, lr=0.1)
+    with pytest.raises(RuntimeError, match="CountsIfAsked changes 'step' in its parameter groups"):
+        opt.step(params, grads=sharded_grads(params.layout, 1), state=opt.init(params), counts=True)

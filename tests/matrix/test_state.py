@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,8 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
-from tests.support.whole import (
+from tests.support.matrix import (
     CASES,
     REST,
     assert_unsharded,
@@ -25,10 +23,11 @@ from tests.support.whole import (
     trained,
     values,
 )
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-AXES: list[Any] = [1, 2, 3, HYBRID]
-MOVED = ["muon", "adafactor", "soap", "counts_in_groups"]
+AXES: list[Any] = [3, HYBRID]
+MOVED = ["adafactor", "soap", "counts_in_groups"]
 
 
 def halfway(mesh: fs.Mesh, case: str) -> tuple[fs.Sharded, Any]:
@@ -52,20 +51,6 @@ def test_every_parameter_has_its_state_in_its_own_shape_at_one_rank() -> None:
         assert x.shape == rows.slots[name].shape
 
 
-def test_the_momentum_of_owners_is_that_of_torch() -> None:
-    _, state = halfway(fs.simulated_mesh(3), "muon")
-    cls, options = CASES["muon"]
-    expected = {}
-    for name, x in values().items():
-        if is_whole(name):
-            muon: Any = cls([x], **options)
-            for i in range(2):
-                x.grad = values(i + 1)[name]
-                muon.step()
-            expected[name] = muon.state[x]["momentum_buffer"]
-    assert_trees_close(dict(fs.gather(state["momentum_buffer"])), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("case", MOVED)
 def test_training_goes_on_after_a_move_to_other_ranks_and_units(case: str, axes: Any) -> None:
@@ -84,8 +69,8 @@ def moved_in_place(mesh: fs.Mesh, case: str) -> fs.Full:
     return finished(moved, fs.reshard(state, layout, fresh=optimizer(case).init(moved)), case)
 
 
-@pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
-@pytest.mark.parametrize("case", ["muon", "soap"])
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+@pytest.mark.parametrize("case", ["soap"])
 def test_training_goes_on_after_a_move_between_real_ranks(case: str, ranks: Ranks) -> None:
     for full in ranks.run(moved_in_place, case):
         assert_unsharded(full, case)
@@ -102,11 +87,11 @@ def loaded(mesh: fs.Mesh, case: str, path: str) -> fs.Full:
     return finished(tree["model"], tree["optim"]["state"], case)
 
 
-BETWEEN = [*zip([*simulated(2), *gloo(2, HYBRID)], [*gloo(2), *simulated(3, 2)], strict=True)]
+BETWEEN = [*zip([*simulated(2), *gloo(HYBRID)], [*gloo(2), *simulated(3)], strict=True)]
 
 
 @pytest.mark.parametrize(("first", "then"), BETWEEN, ids=str)
-@pytest.mark.parametrize("case", MOVED)
+@pytest.mark.parametrize("case", ["adafactor", "soap"])
 def test_what_some_ranks_saved_is_loaded_by_any_others(case: str, first: Ranks, then: Ranks, tmp_path: Path) -> None:
     first.run(saved, case, str(tmp_path / "halfway"))
     for full in then.run(loaded, case, str(tmp_path / "halfway")):
@@ -123,7 +108,7 @@ class _Plain(torch.nn.Module):
             self.get_submodule(unit).register_parameter(own, torch.nn.Parameter(x))
 
 
-@pytest.mark.parametrize("case", ["muon", "adafactor"])
+@pytest.mark.parametrize("case", ["adafactor"])
 def test_the_checkpoint_of_a_plain_program_is_loaded_by_owners(case: str, tmp_path: Path) -> None:
     model, (cls, options) = _Plain(), CASES[case]
     both = [[x for name, x in model.named_parameters() if is_whole(name) == whole] for whole in (True, False)]
@@ -138,7 +123,7 @@ def test_the_checkpoint_of_a_plain_program_is_loaded_by_owners(case: str, tmp_pa
     assert_unsharded(loaded(fs.simulated_mesh(3), case, str(tmp_path / "plain")), case)
 
 
-@pytest.mark.parametrize("case", ["muon", "adafactor"])
+@pytest.mark.parametrize("case", ["muon"])
 def test_a_plain_program_reads_the_state_of_owners(case: str, tmp_path: Path) -> None:
     params, state = halfway(fs.simulated_mesh(3), case)
     fs.checkpoint.save(tmp_path / "ours", {"model": params, "optim": optimizer(case).state_dict(state, params)})
@@ -189,7 +174,7 @@ def test_state_of_other_owners_is_refused_and_so_is_a_move_without_fresh() -> No
     mesh = fs.simulated_mesh(2)
     params, opt = fs.shard(values(), planned(mesh)), optimizer("muon")
     state, (_, other) = opt.init(params), with_frozen(mesh)
-    text = r"'momentum_buffer': the owners of its parameters are others(?s:.*)fs.reshard\(state, layout, fresh="
+    text = r"'momentum_buffer' was sharded for other owners(?s:.*)fs.reshard\(state, layout, fresh="
     with pytest.raises(ValueError, match=text):
         opt.step(params, grads=params, state={**state, "momentum_buffer": other["momentum_buffer"]})
     adams = {name: tree for name, tree in state.items() if name != "momentum_buffer"}
@@ -199,10 +184,3 @@ def test_state_of_other_owners_is_refused_and_so_is_a_move_without_fresh() -> No
         fs.reshard(state, params.layout)
     with pytest.raises(ValueError, match=r"'momentum_buffer'.*: missing"):
         fs.reshard(state, params.layout, fresh=adams)
-
-
-def test_an_average_of_state_is_one_tree_map() -> None:
-    _, state = halfway(fs.simulated_mesh(2), "muon")
-    tree: Any = state["momentum_buffer"]
-    half: Any = optree.tree_map(lambda x: x / 2, tree)
-    assert_trees_close(dict(fs.gather(half)), {name: x / 2 for name, x in fs.gather(tree).items()}, rtol=0, atol=0)

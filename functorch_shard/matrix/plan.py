@@ -8,6 +8,10 @@ of the assignment the parameters of a round have similar costs, and at most two 
 State stays with the owner and is never sent. It is a ``Sharded`` as any other: its layout has one buffer in which each
 parameter's state is, with its true shape, inside of the shard of its owner. So a checkpoint has one tensor for each
 parameter and name, and :func:`reshard` and ``load`` move it to other owners.
+
+Owners are assigned by longest processing time first (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969):
+parameters in order of decreasing cost, each to the rank with the least cost so far. The largest sum is at most
+4/3 - 1/(3N) of the best one.
 """
 
 from __future__ import annotations
@@ -15,19 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...communication.collective import Splits
-from ...layout.buffers import OWNERS, Buffer, Slot, Unit, aligned
-from ...layout.layout import Layout
-from .owners import assign, cost_of
-from .probe import Spec
+from ..communication.collective import Splits
+from ..layout.buffers import OWNERS, Buffer, Slot, Unit, aligned
+from ..layout.layout import Layout
+from .spec import Entry, Spec
 
 ROUND = 1 << 22  # bytes of parameters of one owner after which a round ends
 EVERY_RANK = -1  # the owner of a parameter that is not sharded
+Buffers = Mapping[str, Buffer]
 
 
 class Part(NamedTuple):
@@ -55,7 +60,7 @@ class Round:
         dtype: of the parameters.
         owned: the names that each rank updates.
         parts: ``parts[i][j]`` are in the shards of rank i, and rank j updates their parameters.
-        there: elements from rank i to rank j, of the parameters alone.
+        there: elements from rank i to rank j, of the parameters only.
     """
 
     dtype: torch.dtype
@@ -81,14 +86,20 @@ class Plan:
     """What does not change from step to step.
 
     Args:
+        num_ranks: the ranks of the shard axis.
         owners: the rank that updates each parameter.
+        slots: the place of each parameter.
+        labels: the label of each.
         specs: what the class keeps for each.
         state: the buffers that it is in, by the name of an entry, then by key.
     """
 
+    num_ranks: int
     owners: Mapping[str, int]
+    slots: Mapping[str, Slot]
+    labels: Mapping[str, str]
     specs: Mapping[str, Spec]
-    state: Mapping[str, Mapping[str, Buffer]]
+    state: Mapping[str, Buffers]
 
     @cached_property
     def names(self) -> Mapping[str, Sequence[str]]:
@@ -103,17 +114,16 @@ class Plan:
     def places(self) -> Mapping[tuple[str, str], tuple[str, int, int]]:
         """By parameter and entry: the key, and offset and number of elements in the owner's shard."""
         return {
-            (slot.name, name): (key, slot.offset % max(buffer.shard_numel, 1), slot.numel)
+            (slot.name, name): (key, slot.offset % buffer.shard_numel if buffer.shard_numel else 0, slot.numel)
             for name, buffers in self.state.items()
             for key, buffer in buffers.items()
             for slot in buffer.slots
         }
 
-    def rounds(self, layout: Layout, buffers: Mapping[str, Buffer]) -> Sequence[Round]:
-        """The rounds in which ``buffers`` are updated, made once."""
-        keys = tuple(buffers)
-        if keys not in self._rounds:
-            self._rounds[keys] = rounds_of(layout, buffers, self.owners)
+    def rounds(self, buffers: Buffers) -> Sequence[Round]:
+        """The rounds in which ``buffers`` are updated, found once for the same ones."""
+        if (keys := tuple(buffers)) not in self._rounds:
+            self._rounds[keys] = rounds_of(self.num_ranks, buffers, self.owners)
         return self._rounds[keys]
 
     @cached_property
@@ -124,32 +134,69 @@ class Plan:
         return [name for name, owner in self.owners.items() if owner in (rank, EVERY_RANK)]
 
 
-def owners_of(layout: Layout, buffers: Mapping[str, Buffer]) -> dict[str, int]:
+def make_plan(layout: Layout, buffers: Buffers, specs: Mapping[Any, Spec]) -> Plan:
+    """Owners and state of the parameters of ``buffers``; ``specs`` are by label, dtype and shape."""
+    owners = owners_of(layout.num_shards, buffers)
+    pairs = [(buffer, slot) for buffer in buffers.values() for slot in buffer.slots]
+    named = {slot.name: specs[buffer.label, buffer.dtype, slot.shape] for buffer, slot in pairs}
+    labels = {slot.name: buffer.label for buffer, slot in pairs}
+    state = state_buffers(layout, buffers, owners, named)
+    return Plan(layout.num_shards, owners, {slot.name: slot for _, slot in pairs}, labels, named, state)
+
+
+def cost_of(shape: Sequence[int]) -> int:
+    """The work of an update, up to a factor: products of a matrix with its own Gram matrix; else one pass over it.
+
+    Dims behind the first are one, as for convolutions.
+    """
+    rows, columns = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+    return rows * columns * min(rows, columns)
+
+
+def assign(costs: Sequence[int], num_ranks: int, held: Sequence[Sequence[int]]) -> list[int]:
+    """Return the owner of each parameter.
+
+    Args:
+        costs: of each parameter.
+        num_ranks: the owners to choose from.
+        held: for each parameter the elements that each rank has of it already. Of ranks with the same work so far, the
+            one with most of them is chosen, then the first.
+    """
+    work, owners = [0] * num_ranks, [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owners[i] = min(range(num_ranks), key=lambda rank: (work[rank], -held[i][rank], rank))
+        work[owners[i]] += costs[i]
+    return owners
+
+
+def owners_of(num_ranks: int, buffers: Buffers) -> dict[str, int]:
     """The owner of each parameter of ``buffers``, by work; of ranks with equal work, the one that has most of it."""
-    sharded = [slot for buffer in buffers.values() if buffer.num_shards > 1 for slot in buffer.slots]
-    held = {slot.name: [0] * layout.num_shards for slot in sharded}
-    for buffer in buffers.values():
-        for rank in range(buffer.num_shards if buffer.num_shards > 1 else 0):
+    cut = [buffer for buffer in buffers.values() if buffer.num_shards > 1]
+    sharded = [slot for buffer in cut for slot in buffer.slots]
+    held = {slot.name: [0] * num_ranks for slot in sharded}
+    for buffer in cut:
+        for rank in range(buffer.num_shards):
             for part in buffer.slices(rank):
                 held[part.name][rank] = part.numel
-    owners = assign([cost_of(slot.shape) for slot in sharded], layout.num_shards, [held[s.name] for s in sharded])
+    owners = assign([cost_of(slot.shape) for slot in sharded], num_ranks, [held[slot.name] for slot in sharded])
+    found = {slot.name: owner for slot, owner in zip(sharded, owners, strict=True)}
     names = [slot.name for buffer in buffers.values() for slot in buffer.slots]
-    return {**dict.fromkeys(names, EVERY_RANK), **{s.name: o for s, o in zip(sharded, owners, strict=True)}}
+    return {name: found.get(name, EVERY_RANK) for name in names}
 
 
-def rounds_of(layout: Layout, buffers: Mapping[str, Buffer], owners: Mapping[str, int]) -> list[Round]:
+def rounds_of(num_ranks: int, buffers: Buffers, owners: Mapping[str, int]) -> list[Round]:
     """The rounds in which ``buffers`` are updated."""
     rounds = []
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers.values()):
         same = {key: buffer for key, buffer in buffers.items() if buffer.dtype == dtype}
-        for owned in _turns(layout.num_shards, same, owners):
-            parts = _parts(layout.num_shards, same, owned)
+        for owned in _turns(num_ranks, same, owners):
+            parts = _parts(num_ranks, same, owned)
             there = [[sum(p.numel for p in to) if i != j else 0 for j, to in enumerate(p)] for i, p in enumerate(parts)]
             rounds.append(Round(dtype, owned, parts, tuple(map(tuple, there))))
     return rounds
 
 
-def _turns(num_ranks: int, buffers: Mapping[str, Buffer], owners: Mapping[str, int]) -> list[list[list[str]]]:
+def _turns(num_ranks: int, buffers: Buffers, owners: Mapping[str, int]) -> list[list[list[str]]]:
     """The names that each rank updates in each round: its next most expensive ones, until one rank has enough."""
     slots = [slot for buffer in buffers.values() for slot in buffer.slots]
     slots.sort(key=lambda slot: -cost_of(slot.shape))
@@ -167,11 +214,11 @@ def _turns(num_ranks: int, buffers: Mapping[str, Buffer], owners: Mapping[str, i
     return turns
 
 
-def _parts(num_ranks: int, buffers: Mapping[str, Buffer], owned: Sequence[Sequence[str]]) -> list[list[list[Part]]]:
-    updates: dict[str, list[int]] = {name: [] for names in owned for name in names}
+def _parts(num_ranks: int, buffers: Buffers, owned: Sequence[Sequence[str]]) -> list[list[list[Part]]]:
+    updates: dict[str, list[int]] = {}
     for rank, names in enumerate(owned):
         for name in names:
-            updates[name].append(rank)
+            updates.setdefault(name, []).append(rank)
     parts: list[list[list[Part]]] = [[[] for _ in range(num_ranks)] for _ in range(num_ranks)]
     for key, buffer in buffers.items():
         for source in range(num_ranks):
@@ -183,7 +230,7 @@ def _parts(num_ranks: int, buffers: Mapping[str, Buffer], owned: Sequence[Sequen
 
 
 def state_buffers(
-    layout: Layout, buffers: Mapping[str, Buffer], owners: Mapping[str, int], specs: Mapping[str, Spec]
+    layout: Layout, buffers: Buffers, owners: Mapping[str, int], specs: Mapping[str, Spec]
 ) -> dict[str, dict[str, Buffer]]:
     """The buffers that the state is in: by the name of an entry, then by key.
 
@@ -199,48 +246,44 @@ def state_buffers(
     found: dict[str, dict[str, Buffer]] = {}
     for key, slots in groups.items():
         for name in dict.fromkeys(entry.name for slot, _ in slots for entry in specs[slot.name].entries):
-            found.setdefault(name, {})[key] = _state_buffer(key, name, slots, owners, specs, layout)
+            every = [(slot, entry) for slot, _ in slots for entry in specs[slot.name].entries if entry.name == name]
+            found.setdefault(name, {})[key] = _state_buffer(key, name, slots[0][1], every, owners, layout.align_bytes)
     return found
 
 
 def _state_buffer(
-    key: str,
-    name: str,
-    slots: Iterable[tuple[Slot, Buffer]],
-    owners: Mapping[str, int],
-    specs: Mapping[str, Spec],
-    layout: Layout,
+    key: str, name: str, like: Buffer, every: Iterable[tuple[Slot, Entry]], owners: Mapping[str, int], align: int
 ) -> Buffer:
     """The buffer of one entry: in the shard of each owner the parameters that it has, then padding."""
-    every = [(slot, buffer, _entry(specs[slot.name], name)) for slot, buffer in slots]
-    every = [(slot, buffer, entry) for slot, buffer, entry in every if entry]
-    buffer, dtypes = every[0][1], {entry.dtype for _, _, entry in every}
+    dtypes = {entry.dtype for _, entry in every}
     if len(dtypes) > 1:
         raise TypeError(f"optimizer: {name!r} has several dtypes, {dtypes}. Give parameters of each kind a label.")
     (dtype,) = dtypes
-    taken = [0] * buffer.num_shards
+    taken = [0] * like.num_shards
     placed = []
-    for slot, _, entry in every:
+    for slot, entry in every:
         rank = max(owners[slot.name], 0)
-        offset, numel = aligned(taken[rank], dtype, layout.align_bytes), torch.Size(entry.shape).numel()
+        offset, numel = aligned(taken[rank], dtype, align), prod(entry.shape)
         placed.append((rank, replace(slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel, granularity=1)))
         taken[rank] = offset + numel
-    shard = aligned(max(taken), dtype, layout.align_bytes)
+    shard = aligned(max(taken), dtype, align)
     moved = [replace(slot, offset=rank * shard + slot.offset) for rank, slot in placed]
     moved.sort(key=lambda slot: (slot.offset, slot.end))
-    return Buffer(key, buffer.label, True, shard * len(taken), len(taken), tuple(moved))
+    return Buffer(key, like.label, True, shard * len(taken), len(taken), tuple(moved))
 
 
-def _entry(spec: Spec, name: str) -> Any:
-    return next((entry for entry in spec.entries if entry.name == name), None)
-
-
-def with_owners(layout: Layout, keys: Iterable[str], owned: Mapping[str, Buffer]) -> Layout:
-    """``layout`` with the buffers ``keys`` of its own, if any, and those of owners."""
-    if not owned:
-        return layout
-    keep = set(keys)
-    kept = layout.select({key: key in keep for key in layout.buffers})
-    names = {*kept.slots, *(slot.name for buffer in owned.values() for slot in buffer.slots)}
-    aliases = tuple((alias, name) for alias, name in layout.aliases if name in names)
-    return replace(layout, units=(*kept.units, Unit(OWNERS, tuple(owned.values()))), aliases=aliases)
+def layouts_with_owners(
+    layout: Layout, leaves: Mapping[str, Mapping[str, Any]], owned: Iterable[tuple[str, Buffers]]
+) -> dict[str, Layout]:
+    """By name of state: ``layout`` with the buffers of its own that have it, if any, and those of owners."""
+    buffers: dict[str, dict[str, Buffer]] = {}
+    for name, of_owners in owned:
+        buffers.setdefault(name, {}).update(of_owners)
+    layouts = {}
+    for name, of_owners in buffers.items():
+        kept = layout.select({key: name in leaves.get(key, {}) for key in layout.buffers})
+        names = {*kept.slots, *(slot.name for buffer in of_owners.values() for slot in buffer.slots)}
+        aliases = tuple((alias, name) for alias, name in layout.aliases if name in names)
+        units = (*kept.units, Unit(OWNERS, tuple(of_owners.values())))
+        layouts[name] = replace(layout, units=units, aliases=aliases)
+    return layouts

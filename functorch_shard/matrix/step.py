@@ -7,21 +7,29 @@ this rank, simulated ranks those of all ranks as rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...communication.axis import Axis
-from ...communication.work import Work
-from ..optimizer_probe import Class
-from ..optimizer_step import PARAM, copied, in_memory_of, in_place
-from ..tensor_options import OPTIONS, TensorOptions, of_first_row, same_in_rows
-from ..torch_optim import Group, update
-from .exchange import Exchange, Place, Rows, message, split
+from ..communication.axis import Axis
+from ..communication.work import Work
+from ..training.optimizer_step import (
+    GRAD,
+    OPTIONS,
+    PARAM,
+    ByLabel,
+    Leaves,
+    copied,
+    in_memory_of,
+    in_place,
+    same_in_rows,
+    with_values,
+)
+from ..training.torch_optim import Class, Group, update
+from .exchange import Place, Ranks, message, split
 from .plan import Part, Plan, Round
-from .probe import kept
+from .spec import kept
 from .state import PLACE, ParameterStates
 
 Shards = Mapping[str, Tensor]  # by key, with batch dims in front
@@ -33,38 +41,28 @@ class WholeStep:
     """``step`` on plain tensors: parameters, gradients and state to parameters and state."""
 
     cls: Class
+    known: Sequence[str]  # options of the class
     axis: Axis | None
-    size: int
     plan: Plan
     rounds: Sequence[Round]
-    options: Mapping[str, Mapping[str, Any]]  # of each parameter
-    shapes: Mapping[str, tuple[int, ...]]
+    options: ByLabel
     device: torch.device
     donate: bool
-    tensor_options: TensorOptions
 
-    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-        """``tensors`` has the place, parameters with their gradients, and leaves of state in the order of the plan."""
-        own, names, beside = in_place if self.donate else copied, self.plan.names, (PLACE, OPTIONS)
-        given = {
-            key: dict(zip(names.get(key, [PARAM]), x, strict=False)) for key, x in tensors.items() if key not in beside
-        }
-        new = {key: {name: own(x) for name, x in leaves.items()} for key, leaves in given.items()}
-        params = {key: leaves[PARAM] for key, leaves in new.items() if key not in names}
-        index, others = tensors[PLACE]
-        ranks = Rows.of(index, others, rows, self.size)
-        grads = {key: tensors[key][1] for key in params}
-        step = replace(self, options=self._options(tensors.get(OPTIONS, ()), rows))
-        _Run(step, ranks, Exchange(self.axis, ranks), params, grads, ParameterStates(new, self.plan)).all_rounds()
+    def __call__(self, tensors: Mapping[str, Leaves], rows: tuple[int, ...]) -> dict[str, Leaves]:
+        """``tensors`` has the place, parameters with their gradients, and leaves of state."""
+        own, values = in_place if self.donate else copied, tensors.get(OPTIONS, {})
+        if not same_in_rows(values.values(), rows):
+            raise ValueError(_OWN_OPTIONS)
+        given = {key: leaves for key, leaves in tensors.items() if key not in (PLACE, OPTIONS)}
+        new = {key: {name: own(x) for name, x in leaves.items() if name != GRAD} for key, leaves in given.items()}
+        params = {key: leaves[PARAM] for key, leaves in new.items() if PARAM in leaves}
+        ranks, grads = Ranks.of(tensors[PLACE], rows, self.plan.num_ranks), {key: given[key][GRAD] for key in params}
+        options = with_values(self.options, values, rows)
+        _Run(self, options, ranks, params, grads, ParameterStates(new, self.plan)).all_rounds()
         if not self.donate:
             return new
         return {key: {n: in_memory_of(given[key][n], x) for n, x in leaves.items()} for key, leaves in new.items()}
-
-    def _options(self, values: Sequence[Tensor], rows: tuple[int, ...]) -> Mapping[str, Mapping[str, Any]]:
-        """The options with the values of tensors, which the owners of all parameters have to agree on."""
-        if not same_in_rows(values, rows):
-            raise ValueError(_OWN_OPTIONS)
-        return self.tensor_options.placed(self.options, of_first_row(values, rows))
 
 
 _OWN_OPTIONS = (
@@ -78,8 +76,8 @@ class _Run:
     """One step, on the ranks that are here."""
 
     step: WholeStep
-    ranks: Rows
-    exchange: Exchange
+    options: ByLabel
+    ranks: Ranks
     params: Shards
     grads: Shards
     states: ParameterStates
@@ -91,11 +89,11 @@ class _Run:
         returning: list[tuple[Round, Work | None]] = []
         for i, this in enumerate(rounds):
             work, arriving = arriving, self._send(rounds[i + 1]) if i + 1 < len(rounds) else None
-            received = self.exchange.wait(work)
+            received = self.ranks.wait(work)
             new = {rank: self._updated(this, rank, received.get(rank)) for rank in self.ranks.places}
             returning.append((this, self._send_back(this, new)))
         for this, work in returning:
-            for rank, received in self.exchange.wait(work).items():
+            for rank, received in self.ranks.wait(work).items():
                 self._receive_back(this, rank, received)
 
     def _send(self, this: Round) -> Work | None:
@@ -105,7 +103,7 @@ class _Run:
             sent = [each for owner in self.ranks.others(rank) for each in self._both(this, rank, owner)]
             rows = [[part.of_shard(tree[part.key][place]) for tree, part in sent] for place in places]
             messages[rank] = message(rows, self.step.device, this.dtype)
-        return self.exchange.start(messages, this.with_grads)
+        return self.ranks.start(self.step.axis, messages, this.with_grads)
 
     def _both(self, this: Round, source: int, owner: int) -> list[tuple[Shards, Part]]:
         """The parts of parameters, then those of gradients."""
@@ -116,7 +114,7 @@ class _Run:
         params, grads = self._assembled(this, rank, received)
         for row, place in enumerate(self.ranks.places[rank]):
             groups = {name: self._group(name, place, params[name][row], grads[name][row]) for name in params}
-            update(self.step.cls, list(groups.values()))
+            update(self.step.cls, list(groups.values()), self.step.known)
             for name, group in groups.items():
                 self.states.write(name, place, kept(group))
                 if group.param.data_ptr() != params[name][row].data_ptr():  # the class has replaced its memory
@@ -126,9 +124,9 @@ class _Run:
         return params
 
     def _group(self, name: str, place: Place, param: Tensor, grad: Tensor) -> Group:
-        shape = self.step.shapes[name]
+        shape, options = self.step.plan.slots[name].shape, self.options[self.step.plan.labels[name]]
         state, numbers = self.states.read(name, place)
-        return Group(param.view(shape), grad.view(shape), state, self.step.options[name], numbers)
+        return Group(param.view(shape), grad.view(shape), state, options, numbers)
 
     def _assembled(self, this: Round, rank: int, received: Tensor | None) -> tuple[Whole, Whole]:
         """Parameters and gradients as a whole: what this rank has of them, and what was received."""
@@ -145,19 +143,18 @@ class _Run:
         return params, grads
 
     def _empty(self, this: Round, rank: int, num_rows: int) -> Whole:
-        shapes = self.step.shapes
-        return {
-            name: torch.empty(num_rows, torch.Size(shapes[name]).numel(), dtype=this.dtype, device=self.step.device)
-            for name in this.owned[rank]
-        }
+        slots, how = self.step.plan.slots, {"dtype": this.dtype, "device": self.step.device}
+        return {name: torch.empty(num_rows, slots[name].numel, **how) for name in this.owned[rank]}
 
     def _send_back(self, this: Round, new: Mapping[int, Whole]) -> Work | None:
         messages = {}
         for rank, params in new.items() if this.sends else ():
             sent = [part for source in self.ranks.others(rank) for part in this.parts[source][rank]]
-            rows = [[part.of_whole(params[part.name][row]) for part in sent] for row in range(self.ranks.num_rows)]
+            rows = [
+                [part.of_whole(params[part.name][row]) for part in sent] for row in range(len(self.ranks.places[rank]))
+            ]
             messages[rank] = message(rows, self.step.device, this.dtype)
-        return self.exchange.start(messages, this.back)
+        return self.ranks.start(self.step.axis, messages, this.back)
 
     def _receive_back(self, this: Round, rank: int, received: Tensor) -> None:
         parts = [part for owner in self.ranks.others(rank) for part in this.parts[rank][owner]]

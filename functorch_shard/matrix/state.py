@@ -10,12 +10,12 @@ import optree
 import torch
 from torch import Tensor
 
-from ...storage.memory_kind import memory_kind_of
-from ..optimizer_probe import Class
-from ..optimizer_step import CARRIED, PARAM
-from .exchange import Place, Rows
+from ..storage.memory_kind import memory_kind_of
+from ..training.optimizer_step import NUMBER, PARAM, ByLabel, Leaves
+from ..training.torch_optim import Class
+from .exchange import Place, Ranks
 from .plan import Plan
-from .probe import STARTED, Entry, begin
+from .spec import STARTED, Entry, begin
 
 PLACE = "(place)"  # the operands that distinguish simulated ranks
 
@@ -31,10 +31,10 @@ class ParameterStates:
         """What the class keeps in its state, and in its groups; tensors are views of the leaves."""
         spec = self.plan.specs[name]
         if not spec.known and not self._view(name, STARTED, place).item():
-            return {}, dict.fromkeys(spec.carried)
-        entries = [entry for entry in spec.entries if entry.name != STARTED]
-        tree: Any = optree.tree_unflatten(spec.treedef, [self._value(name, entry, place) for entry in entries])
-        return tree, {each: tree.pop(CARRIED + each, None) for each in spec.carried}
+            return {}, dict.fromkeys(spec.numbers)
+        values = [self._value(name, entry, place) for entry in spec.entries if entry.name != STARTED]
+        tree: Any = optree.tree_unflatten(spec.treedef, values)
+        return tree, {each: tree.pop(NUMBER + each, None) for each in spec.numbers}
 
     def write(self, name: str, place: Place, tree: Any) -> None:
         """Keep what is not in its place already."""
@@ -67,21 +67,19 @@ class WholeInit:
     """``init`` on plain tensors: the state before the first step."""
 
     cls: Class
-    size: int
     plan: Plan
-    options: Mapping[str, Mapping[str, Any]]  # of each parameter
-    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each parameter
+    options: ByLabel
     device: torch.device
 
-    def __call__(self, tensors: Mapping[str, Sequence[Any]], rows: tuple[int, ...]) -> dict[str, dict[str, Any]]:
+    def __call__(self, tensors: Mapping[str, Leaves], rows: tuple[int, ...]) -> dict[str, Leaves]:
         """``tensors`` has the place, and a parameter whose kind of memory the state has."""
-        index, others = tensors[PLACE]
-        leaves = {key: {n: self._zeros(n, key, rows) for n in names} for key, names in self.plan.names.items()}
-        for rank, places in Rows.of(index, others, rows, self.size).places.items():
-            for name in self.plan.owned(rank):
-                self._begin(name, places, ParameterStates(leaves, self.plan))
-        kind = memory_kind_of(tensors[PARAM][0])
-        scalars = {entry.name for spec in self.plan.specs.values() for entry in spec.entries if not entry.shape}
+        plan, kind = self.plan, memory_kind_of(tensors[PARAM][PARAM])
+        leaves = {key: {n: self._zeros(n, key, rows) for n in names} for key, names in plan.names.items()}
+        ranks = Ranks.of(tensors[PLACE], rows, plan.num_ranks)
+        for rank, places in ranks.places.items():
+            for name in plan.owned(rank):
+                self._begin(name, places, ParameterStates(leaves, plan))
+        scalars = {entry.name for spec in plan.specs.values() for entry in spec.entries if not entry.shape}
         return {key: {n: x if n in scalars else kind.put(x) for n, x in of.items()} for key, of in leaves.items()}
 
     def _zeros(self, name: str, key: str, rows: tuple[int, ...]) -> Tensor:
@@ -91,9 +89,10 @@ class WholeInit:
         return torch.zeros(*rows, buffer.shard_numel, dtype=buffer.dtype, device=device)
 
     def _begin(self, name: str, places: Sequence[Place], states: ParameterStates) -> None:
-        spec, (shape, dtype) = self.plan.specs[name], self.forms[name]
+        plan = self.plan
+        spec, slot = plan.specs[name], plan.slots[name]
         if spec.known and spec.entries:
-            like = torch.zeros((), dtype=dtype, device=self.device).expand(shape)
-            tree = begin(self.cls, self.options[name], spec, like)
+            like = torch.zeros((), dtype=slot.dtype, device=self.device).expand(slot.shape)
+            tree = begin(self.cls, self.options[plan.labels[name]], spec.numbers, like)
             for place in places:
                 states.write(name, place, tree)

@@ -13,21 +13,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functorch_shard as fs
 from tests.support import homemade
+from tests.support.matrix import optimizer, planned, values
 from tests.support.pool import run_ranks
-from tests.support.whole import optimizer, planned, values
 
-BY_HAND = r"Gather what it needs, update whole tensors, and shard\(\) the result\.$"
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (torch.optim.LBFGS, {}, "its step needs closure"),
-    (torch.optim.SparseAdam, {}, "its step fails on matrices .*does not support dense gradients"),
-    (homemade.HasModes, {}, "it has a train mode and an eval mode"),
-    (homemade.ChangesItsRate, {}, r"it changes its own options \(lr\)"),
-    (homemade.Estimates, {}, "it keeps 'd' in its parameter groups, which depends on all parameters"),
-    (homemade.EstimatesByHand, {}, "it keeps 'd' in its parameter groups, which depends on all parameters"),
-    (homemade.CountsParameters, {}, "it keeps 'count' in its parameter groups, which depends on all parameters"),
-    (homemade.EstimatesSlowly, {}, "it changes d in its parameter groups, which is not a number"),
-    (homemade.ByGlobalNorm, {}, "its update of a parameter depends on others"),
-    (homemade.OnItself, {}, r"it stores something outside of self.state\[parameter\]"),
+REFUSED: list[tuple[Any, str]] = [
+    (torch.optim.LBFGS, "its step needs closure"),
+    (torch.optim.SparseAdam, "it takes sparse gradients"),
+    (homemade.HasModes, "it has a train mode and an eval mode"),
+    (homemade.ChangesItsRate, r"it changes its own options \(lr\)"),
+    (homemade.Estimates, "it keeps d in its parameter groups, which depends on all parameters"),
+    (homemade.CountsParameters, "it keeps count in its parameter groups, which depends on all parameters"),
+    (homemade.EstimatesSlowly, "its update of a parameter depends on others"),
+    (homemade.ByGlobalNorm, "its update of a parameter depends on others"),
+    (homemade.OnItself, "its update of a parameter depends .* on more than its state"),
 ]
 ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (torch.optim.Muon, {}, ["momentum_buffer"]),
@@ -35,12 +33,8 @@ ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (torch.optim.AdamW, {}, ["exp_avg", "exp_avg_sq", "step"]),
     (torch.optim.SGD, {}, []),
     (torch.optim.SGD, {"momentum": 0.9}, ["momentum_buffer", "owner.started"]),
-    (homemade.TrustRatio, {}, []),
-    (homemade.Projected, {}, []),
     (homemade.Cautious, {"caution": True}, ["mean"]),
-    (homemade.Shampoo, {}, ["columns", "rows"]),
     (homemade.Lists, {}, ["momentums.0", "momentums.1"]),
-    (homemade.Averaged, {}, ["mean", "step"]),
     (homemade.FromTheFirst, {}, ["square", "owner.started"]),
     (homemade.CountsSteps, {}, ["group.step", "mean", "owner.started"]),
     (homemade.Slow, {}, ["slow", "owner.started"]),
@@ -52,15 +46,11 @@ ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("rate", [1e-6, 0.0])
-@pytest.mark.parametrize(("cls", "options", "text"), REFUSED, ids=[case[0].__name__ for case in REFUSED])
-def test_a_class_that_does_not_update_each_parameter_by_itself_is_refused_with_its_reason(
-    cls: Any, options: dict[str, Any], text: str, rate: float
-) -> None:
-    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot update whole parameters: .*{text}(?s:.*){BY_HAND}"):
-        fs.optimizer(cls, whole=True, lr=rate, **options)
-    with pytest.raises(TypeError, match=text):
-        fs.optimizer(cls, whole=True, labels={"other": options}, lr=rate)
+@pytest.mark.parametrize(("cls", "text"), REFUSED, ids=[case[0].__name__ for case in REFUSED])
+def test_a_class_that_does_not_update_each_parameter_by_itself_is_refused_with_its_reason(cls: Any, text: str) -> None:
+    for rate in (1e-6, 0.0):
+        with pytest.raises(TypeError, match=rf"{cls.__name__}: .*{text}(?s:.*)Gather what it needs"):
+            fs.optimizer(cls, whole=True, lr=rate)
 
 
 @pytest.mark.parametrize(("cls", "options", "names"), ACCEPTED, ids=[case[0].__name__ for case in ACCEPTED])
@@ -83,7 +73,7 @@ def one_matrix() -> fs.Sharded:
     ],
 )
 def test_state_that_cannot_be_kept_is_refused_by_init(cls: Any, text: str) -> None:
-    with pytest.raises(TypeError, match=rf"{cls.__name__} cannot update whole parameters: {text}"):
+    with pytest.raises(TypeError, match=rf"{cls.__name__}: {text}"):
         fs.optimizer(cls, whole=True, lr=0.1).init(one_matrix())
 
 
@@ -103,18 +93,6 @@ def test_options_are_those_of_the_class_that_updates_a_label() -> None:
         opt.step(params, grads=grads, state=state, labels={"rest": {"nesterov": True}})
     with pytest.raises(TypeError, match="'betas': Muon has no such option"):
         fs.optimizer(torch.optim.Muon, whole=True, betas=(0.9, 0.9))
-
-
-def test_options_of_labels_that_another_optimizer_updates_are_refused() -> None:
-    layout = fs.plan({"a": torch.ones(2, 2), "b": torch.ones(2)}, fs.simulated_mesh(2), labels={"a": "x", "b": "y"})
-    params = fs.shard({"a": torch.ones(2, 2), "b": torch.ones(2)}, layout)
-    adamw = fs.optimizer(torch.optim.AdamW, labels={"x": {"lr": 0.0}})
-    with pytest.raises(ValueError, match=r"'x' of Optimizer\(AdamW.*its buffers are updated by another optimizer"):
-        fs.optimizer(torch.optim.Muon, whole=True, labels={"y": adamw}).init(params)
-    with pytest.raises(ValueError, match="'z': no buffer has this label"):
-        fs.optimizer(torch.optim.Muon, whole=True, labels={"y": fs.optimizer(torch.optim.AdamW), "z": adamw}).init(
-            params
-        )
 
 
 def test_labels_may_have_optimizers_of_any_kind_inside_of_each_other() -> None:
@@ -163,7 +141,7 @@ def refused_dtensor() -> str:
 
 def test_dtensors_are_refused_by_name_since_no_rank_has_them_as_a_whole() -> None:
     for text in run_ranks(refused_dtensor, 2):
-        assert "'w' is a DTensor\nIts ranks have parts of a tensor" in text
+        assert "'w' is a DTensor\nIts ranks have parts of it" in text
         assert "'b'" not in text
 
 

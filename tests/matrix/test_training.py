@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.communication import Counter
+from functorch_shard.matrix import plan
 from functorch_shard.testing import assert_trees_close, count_collectives
-from functorch_shard.training.whole import plan
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated, slow
-from tests.support.whole import assert_unsharded, optimizer, planned, trained, values
+from tests.support.matrix import assert_unsharded, optimizer, planned, trained, values
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
 # On simulated ranks vmap runs the attention kernel rank by rank, and torch warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -69,28 +69,21 @@ def stock(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(by_label[None], **MUON), adamw]
 
 
-def train_gpt(mesh: fs.Mesh, dtype: torch.dtype) -> tuple[fs.Full, list[float]]:
-    """Ten steps; and for each how far it is from torch's classes on whole parameters and the same gradients."""
-    model, reference, apart = gpt(dtype), gpt(dtype), []
-    params, classes = fs.shard(model, fs.plan(model, mesh, labels=hidden)), stock(reference)
-    opt = muon_and_adamw()
+def train_gpt(mesh: fs.Mesh, dtype: torch.dtype) -> fs.Full:
+    """Ten steps."""
+    model = gpt(dtype)
+    params, opt = fs.shard(model, fs.plan(model, mesh, labels=hidden)), muon_and_adamw()
     state = opt.init(params)
 
     @mesh.spmd
     def step(params: fs.Sharded, state: Any, tokens: Tensor) -> Any:
         grads = fs.grad(lambda p: loss_of(model, fs.gather(p), tokens))(params)
         grads, _ = fs.clip_by_global_norm(grads, 1.0)
-        return *opt.step(params, grads=grads, state=state, labels={"embedding": {"lr": 2e-3}}), grads
+        return opt.step(params, grads=grads, state=state, labels={"embedding": {"lr": 2e-3}})
 
     for tokens in batches():
-        params, state, grads = step(params, state, mesh.split(tokens))
-        whole, by_name = fs.gather(grads, lazy=False), dict(reference.named_parameters())
-        for name, x in by_name.items():
-            x.grad = whole[name].clone()
-        for each in classes:
-            each.step()
-        apart.append(max((x - fs.gather(params, lazy=False)[name]).abs().max().item() for name, x in by_name.items()))
-    return fs.gather(params, lazy=False), apart
+        params, state = step(params, state, mesh.split(tokens))
+    return fs.gather(params, lazy=False)
 
 
 def train_gpt_unsharded(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -105,18 +98,11 @@ def train_gpt_unsharded(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2, HYBRID), *slow(gloo(2, HYBRID))], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(HYBRID), *gloo(2)], ids=str)
 def test_ten_steps_of_the_gpt_by_muon_and_adamw_are_those_of_one_process(ranks: Ranks) -> None:
     expected = train_gpt_unsharded(torch.float64)
-    for full, _ in ranks.run(train_gpt, torch.float64):
+    for full in ranks.run(train_gpt, torch.float64):
         assert_trees_close(dict(full), expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("ranks", [*simulated(2), *slow(gloo(2))], ids=str)
-def test_in_float32_ten_steps_are_those_of_torch_on_whole_parameters_and_the_same_gradients(ranks: Ranks) -> None:
-    """Muon rounds to bfloat16, so that another order of a sum in a gradient is not the same training."""
-    for _, apart in ranks.run(train_gpt, torch.float32):
-        assert max(apart) < 1e-6
 
 
 def counted_step(mesh: fs.Mesh) -> tuple[list[tuple[str, int, int]], int]:
@@ -137,7 +123,7 @@ def counted_step(mesh: fs.Mesh) -> tuple[list[tuple[str, int, int]], int]:
     return [(kind, t.number, t.sent) for (_, kind), t in counter.traffic.items()], 8 * sum(mean)
 
 
-@pytest.mark.parametrize("ranks", [*simulated(2, 3, 5, HYBRID), *gloo(2), *slow(gloo(3, HYBRID))], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(5, HYBRID), *gloo(2)], ids=str)
 def test_parameters_and_gradients_are_sent_to_owners_once_and_new_parts_back_once_and_nothing_else(
     ranks: Ranks,
 ) -> None:
@@ -182,7 +168,7 @@ def skipping(mesh: fs.Mesh, case: str) -> fs.Full:
 
 
 @pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-@pytest.mark.parametrize("case", ["muon", "sgd", "first_gradient"])
+@pytest.mark.parametrize("case", ["sgd", "first_gradient"])
 def test_a_skipped_first_step_leaves_the_state_as_if_there_had_been_none(case: str, ranks: Ranks) -> None:
     for full in ranks.run(skipping, case):
         assert_unsharded(full, case, 3)

@@ -1,0 +1,123 @@
+"""``init`` and ``step`` of whole parameters, on the trees that users have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import reject
+from ..layout.buffers import Buffer
+from ..layout.layout import Layout
+from ..layout.ranks import axis_sizes, rank_dims, shard_at, shard_axis
+from ..layout.trees import Sharded
+from ..storage.memory_kind import working_device
+from ..torch_internals.transforms import being_traced
+from ..training.optimizer_step import (
+    GRAD,
+    PARAM,
+    ByLabel,
+    Leaves,
+    Part,
+    run_below_transforms,
+    tensors_among,
+)
+from .plan import Plan, make_plan
+from .spec import find_spec
+from .state import PLACE, WholeInit
+from .step import WholeStep
+
+
+class WholePart(Part):
+    """The buffers that one optimizer updates as whole parameters, each on the rank that owns it."""
+
+    def init(self, params: Sharded) -> dict[str, Leaves]:
+        """The state before the first step, by key of a buffer, then by name."""
+        if not (plan := self._plan(params)).state:
+            return {}
+        like = params[next(iter(self.buffers))]
+        call = WholeInit(self.opt.cls, plan, self.options(), self._device(params))
+        tensors = {PARAM: {PARAM: like}, PLACE: _place(params.layout)}
+        return run_below_transforms(call, tensors, rank_dims(params.layout))
+
+    def step(
+        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
+    ) -> dict[str, Leaves]:
+        """New parameters and state, by key of a buffer, then by name."""
+        layout, plan, rows = params.layout, self._plan(params), rank_dims(params.layout)
+        active = {key: buffer for key, buffer in self.buffers.items() if grads[key] is not None}
+        axis = shard_axis(layout) if layout.num_shards > 1 else None
+        call = WholeStep(
+            self.opt.cls, self.opt.known, axis, plan, plan.rounds(active), options, self._device(params), donate
+        )
+        tensors = {key: {PARAM: params[key], GRAD: grads[key]} for key in active}
+        leaves = {key: {name: state[name][key] for name in names} for key, names in plan.names.items()}
+        sent = {**tensors, **leaves, PLACE: _place(layout), **tensors_among(options, rows)}
+        return run_below_transforms(call, sent, rows)
+
+    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
+        """What is missing in ``state``, or has another owner or another shape."""
+        problems = []
+        for name, buffers in self.owned(params).items():
+            for key, buffer in buffers.items():
+                if name not in state or key not in state[name]:
+                    problems.append(f"{key!r}: {name!r} is missing")
+                elif state[name].layout.buffers.get(key) != buffer:
+                    problems.append(f"{key!r}: {name!r} was sharded for other owners than those of this layout")
+                else:
+                    x, shape = state[name][key], (*rank_dims(params.layout), buffer.shard_numel)
+                    got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                    problems += [f"{key!r}: {name!r}: got {got}, expected shape {shape}"] if got != shape else []
+        return problems
+
+    def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
+        """Nothing: owners have the numbers of their groups, each in its state."""
+        return {}
+
+    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
+        """The buffers that the state is in, by its name and key."""
+        return self._plan(params).state
+
+    @cached_property
+    def _plans(self) -> dict[torch.device, Plan]:
+        return {}
+
+    def _plan(self, params: Sharded) -> Plan:
+        """The owners and the state of the parameters, found once for a device."""
+        if being_traced():
+            raise NotImplementedError(
+                "optimizer: whole=True: a compiled or recorded function cannot contain a step of whole parameters, in "
+                "which each rank has other shapes. Compile the gradients, and call opt.step outside of it."
+            )
+        device = self._device(params)
+        if device not in self._plans:
+            parts = [slot.name for buffer in self.buffers.values() for slot in buffer.slots if slot.dtensor]
+            advice = "Its ranks have parts of it, and none has it as a whole. Give it a label with another optimizer."
+            reject("optimizer: whole=True", [f"{name!r} is a DTensor" for name in parts], advice, TypeError)
+            forms = {(b.label, b.dtype, slot.shape) for b in self.buffers.values() for slot in b.slots}
+            options = self.options()
+            specs = {form: find_spec(self.opt.cls, options[form[0]], form[2], form[1], device) for form in forms}
+            self._plans[device] = make_plan(params.layout, self.buffers, specs)
+        return self._plans[device]
+
+    def _device(self, params: Sharded) -> torch.device:
+        return working_device(params[next(iter(self.buffers))], params.layout.mesh.device)
+
+
+def _place(layout: Layout) -> Leaves:
+    """This rank's index, and what differs on the ranks of other axes: as many values as there are ranks here."""
+    if layout.num_shards == 1:
+        return {"index": 0, "others": None}
+    if layout.mesh.in_spmd:
+        backend = shard_axis(layout).backend
+        index = backend.index()
+        return {"index": index, "others": backend.others() if isinstance(index, Tensor) else None}
+    sizes, names = axis_sizes(layout), [name for name, _ in layout.axes]
+    grids = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    along = dict(zip(names, grids, strict=True))
+    index = shard_at(along, layout)
+    along = {name: grid for name, grid in along.items() if name not in layout.shard_axes}
+    return {"index": index, "others": sum(along.values(), torch.zeros_like(index)) if along else None}

@@ -1,0 +1,195 @@
+"""What an optimizer class keeps for a whole parameter, and whether it updates each parameter by itself.
+
+Note [State of whole parameters]: what a class keeps for a parameter, nested lists and dicts included, is flattened into
+named entries, ``"exp_avg"`` or ``"GG.0"``: tensors of any shape, and numbers. The entries of a shape are found by two
+steps with numbers of that shape. Where the state that a class begins with does not depend on values, it is known before
+the first step (momentum of zeros). Otherwise a class makes it from its first gradient (SGD's momentum, SOAP's
+eigenvectors): then a further entry, ``"owner.started"``, says whether it has, and until then entries are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from ..torch_internals.transforms import outside_transforms
+from ..training.optimizer import Optimizer
+from ..training.optimizer_step import NUMBER, NUMBER_DTYPES
+from ..training.torch_optim import (
+    ELEMENTWISE,
+    NUMBERS,
+    Class,
+    Group,
+    Options,
+    apart,
+    begins_as_known,
+    changed_numbers,
+    initial_state,
+    on_host,
+    option_names,
+    refusal,
+    update,
+)
+
+STARTED = "owner.started"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a parameter's state: a tensor, or a number, which is stored as a scalar and of type ``kind``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: type
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a class keeps for a parameter of one shape and dtype.
+
+    Args:
+        entries: all of it, in the order of the leaves of ``treedef``, then ``STARTED``.
+        treedef: the structure of ``{**state, **numbers of its parameter groups}``.
+        numbers: the names of the numbers that it keeps in its parameter groups.
+        known: whether the state before the first step is known.
+    """
+
+    entries: tuple[Entry, ...]
+    treedef: Any
+    numbers: tuple[str, ...]
+    known: bool
+
+
+def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Spec:
+    """Find what ``cls`` keeps for a parameter of this shape by two steps with numbers of the shape, Note above.
+
+    Raises:
+        TypeError: it keeps something that is neither a tensor nor a number, or something else from step to step.
+    """
+    options, known_options = _with_rate(options), option_names(cls)
+    with outside_transforms(), torch.inference_mode(False), torch.no_grad():
+        start = _numbers(shape, 0).to(device, dtype)
+        numbers = _numbers_of(cls, options, start)
+
+        def step(param: Tensor, state: dict[str, Any], kept_numbers: dict[str, Any]) -> dict[str, Any]:
+            group = Group(param, _numbers(shape, 3).to(param), state, options, kept_numbers)
+            update(cls, [group], known_options)
+            return kept(group)
+
+        param, state, in_group = start.clone(), {}, dict.fromkeys(numbers)
+        entries, treedef = _flattened(cls, step(param, state, in_group), device)
+        known = begins_as_known(cls, options, numbers, start, torch.zeros_like(start))
+        known = known and _flattened(cls, begin(cls, options, numbers, start), device) == (entries, treedef)
+        later, form = _flattened(cls, step(param.clone(), state, in_group), device)
+        if (later, form) != (entries, treedef):
+            names = ", ".join(sorted({e.name for e in later} ^ {e.name for e in entries})) or "what it has"
+            raise refusal(cls, f"its state changes its shape from step to step ({names})")
+    started = [] if known else [Entry(STARTED, (), torch.bool, bool, device)]
+    return Spec((*entries, *started), treedef, numbers, known)
+
+
+def _with_rate(options: Options) -> Options:
+    """``options`` with a learning rate other than 0, which a schedule may begin with."""
+    rate = options.get("lr")
+    return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
+
+
+def _numbers_of(cls: Class, options: Options, start: Tensor) -> tuple[str, ...]:
+    """The numbers in its group that two steps of the class change."""
+    param = torch.nn.Parameter(start.clone())
+    optimizer = cls([param], **options)
+    before = dict(optimizer.param_groups[0])
+    for _ in range(2):
+        param.grad = _numbers(start.shape, 3).to(start)
+        optimizer.step()
+    return changed_numbers(cls, before, optimizer.param_groups[0])
+
+
+def begin(cls: Class, options: Options, numbers: Sequence[str], param: Tensor) -> dict[str, Any]:
+    """The state of a parameter like ``param`` before the first step, where it is known."""
+    state, in_group = initial_state(cls, torch.zeros_like(param), options, numbers)
+    return {**state, **_prefixed(in_group)}
+
+
+def kept(group: Group) -> dict[str, Any]:
+    """State and numbers of a group after a step."""
+    return {**group.state, **_prefixed(group.numbers)}
+
+
+def _prefixed(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {NUMBER + name: x for name, x in numbers.items() if x is not None}
+
+
+def _flattened(cls: Class, tree: Any, device: torch.device) -> tuple[list[Entry], Any]:
+    paths, leaves, treedef = optree.tree_flatten_with_path(tree)
+    names = [".".join(map(str, path)) for path in paths]
+    kinds = (Tensor, torch.nn.Parameter, *NUMBERS)
+    odd = [f"{name!r} is a {type(x).__name__}" for name, x in zip(names, leaves, strict=True) if type(x) not in kinds]
+    if odd:
+        raise refusal(cls, f"its state has more than tensors and numbers: {', '.join(odd)}")
+    return [_entry(name, x, device) for name, x in zip(names, leaves, strict=True)], treedef
+
+
+def _entry(name: str, x: Any, device: torch.device) -> Entry:
+    if isinstance(x, Tensor):
+        return Entry(name, tuple(x.shape), x.dtype, Tensor, x.device)
+    return Entry(name, (), NUMBER_DTYPES[type(x)], type(x), device)
+
+
+_SHAPES = ((6, 4), (4, 7), (5, 5))
+_NUM_STEPS = 8
+
+
+def check_whole(opt: Optimizer) -> None:
+    """Raise unless the class of ``opt`` updates each parameter by itself, as those of ``torch.optim`` are known to.
+
+    Another class takes a few steps on three matrices, by one object for all, and by a new one for each and each step.
+    With a small learning rate, estimates of a distance do not begin to grow, so that it is tried with 1 as well.
+    """
+    if opt.cls in (*ELEMENTWISE, torch.optim.Muon, torch.optim.Adafactor):
+        return
+    rates = [{}, {"lr": 1.0}] if "lr" in option_names(opt.cls) else [{}]
+    with apart():
+        for options in [opt.defaults, *({**opt.defaults, **x} for x in opt.own.values())]:
+            for rate in rates:
+                _compare(opt.cls, {**_with_rate(on_host(options)), **rate})
+
+
+def _compare(cls: Class, options: Options) -> None:
+    together = [torch.nn.Parameter(_numbers(shape, i)) for i, shape in enumerate(_SHAPES)]
+    optimizer = cls(together, **options)
+    after = optimizer.param_groups[0]
+    before = {name: x for name, x in after.items() if name != "params"}
+    for step in range(_NUM_STEPS):
+        for i, param in enumerate(together):
+            param.grad = _gradient(i, step)
+        optimizer.step()
+    numbers = changed_numbers(cls, before, after)
+    for i, (shape, param) in enumerate(zip(_SHAPES, together, strict=True)):
+        group = Group(_numbers(shape, i), None, {}, options, dict.fromkeys(numbers))
+        for step in range(_NUM_STEPS):
+            update(cls, [Group(group.param, _gradient(i, step), group.state, options, group.numbers)], ())
+        odd = [n for n in numbers if abs(group.numbers[n] - after[n]) > 1e-9 * abs(after[n])]
+        if odd:
+            raise refusal(cls, f"it keeps {', '.join(odd)} in its parameter groups, which depends on all parameters")
+        if not torch.allclose(group.param, param, rtol=1e-6, atol=1e-9, equal_nan=True):
+            reason = "its update of a parameter depends on others, or on more than its state and numbers of its groups"
+            raise refusal(cls, reason)
+
+
+def _numbers(shape: Sequence[int], seed: int) -> Tensor:
+    """Numbers between -1 and 1 other than 0, without a random generator."""
+    numel = torch.Size(shape).numel()
+    return ((torch.arange(numel, dtype=torch.float64) + 0.37 * (seed + 1)) * 12.9898).sin().reshape(shape)
+
+
+def _gradient(i: int, step: int) -> Tensor:
+    """About the same direction in each step, as estimates of a distance need it, of sizes that vary with parameters."""
+    return (_numbers(_SHAPES[i], i + 3) + 0.3 * _numbers(_SHAPES[i], 7 * step + i)) * 10.0 ** (i - 1)
