@@ -145,3 +145,16 @@ def was_compiled(value: Tensor) -> bool:
 def nodes_behind(node: Any) -> list[Any]:
     """The nodes that backward runs after ``node``; ``None`` where the graph ends."""
     return [behind for behind, _ in node.next_functions]
+
+
+def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
+    """Return what ``as_strided`` read in place of a part of a split: sizes, part, first and last element.
+
+    ``None`` of any other node, and where it was given no offset.
+    """
+    if node.name() != "AsStridedBackward0" or (first := node._saved_storage_offset) is None:
+        return None
+    view = node.next_functions[0][0]
+    split, part = view.next_functions[0] if view is not None and view.name() == "ViewBackward0" else (None, 0)
+    steps = zip(node._saved_size, node._saved_stride, strict=True)
+    return tuple(getattr(split, "_saved_split_sizes", ())), part, first, first + sum((n - 1) * by for n, by in steps)

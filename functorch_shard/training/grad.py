@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..layout.packing import sparse_explained
 from ..layout.trees import take_tensors
 from ..sharding.overlapped_means import Place, order_of_means, overlap_means
 from ..sharding.reduction import mean_of_shard
-from ..torch_internals.autograd import gradients_or_none, outside_inference_mode
+from ..torch_internals.autograd import gradients_or_none, nodes, outside_inference_mode
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_only, in_transform, without_batches
@@ -24,7 +24,16 @@ from .argnums import Argnums, as_asked, check_scalar, positions
 from .boundary import Boundary, new_boundary, plus
 from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
-from .usage import is_unused, leaves_of, own_parameters_refused, refuse_hidden, refuse_unused, unused_arguments
+from .usage import (
+    graph_of,
+    is_unused,
+    leaves_of,
+    own_parameters_refused,
+    refuse_hidden,
+    refuse_strided,
+    refuse_unused,
+    unused_arguments,
+)
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -133,8 +142,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             return value, aux
 
         places, nested = given.of_each(places_of), inside() or _needs_graph((args, kwargs))
-        differentiate = _with_graph if nested else partial(_without_graph, places)
-        grads, value, aux, boundary, leaves = differentiate(scalar, given.inputs, given.of_each(carried_wider))
+        differentiate = _with_graph if nested else _without_graph
+        grads, value, aux, boundary, leaves = differentiate(places, scalar, given.inputs, given.of_each(carried_wider))
         _average_each(grads, places, boundary)
         trees = given.gradients(grads)
         refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_unused(tree, reduced=not nested))
@@ -149,7 +158,9 @@ Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
 Derivative = tuple[list[Tensor], Tensor, Any, Boundary, list[Tensor]]  # gradients, value, aux; the value's leaves
 
 
-def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) -> Derivative:
+def _with_graph(
+    places: Sequence[Place | None], scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]
+) -> Derivative:
     """Differentiate with torch.func, whose aux may hold tensors only."""
     put_back: list[Callable[..., Any]] = []
     boundaries: list[Boundary] = []
@@ -158,6 +169,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
         _allow_wider_gradients(inputs, wide)
         with new_boundary() as boundary:
             value, aux = scalar(inputs)
+        refuse_strided(nodes(value.grad_fn), places)
         tensors, rebuild = take_tensors(aux)
         put_back.append(rebuild)
         boundaries.append(boundary)
@@ -169,7 +181,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]) 
             grads, (value, aux) = grad_and_value_freeing(tensors_only)(inputs)
         else:
             grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
-    return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(value, inputs)
+    return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(graph_of(value), inputs)
 
 
 def _without_graph(
@@ -191,7 +203,9 @@ def _without_graph(
             grads = [None] * len(inputs)
         grads = [_sum(x, boundary, i, grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
     tensors, put_back = take_tensors(aux)
-    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(value, inputs)
+    graph = graph_of(value)
+    refuse_strided(graph, places)
+    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(graph, inputs)
 
 
 def _sum(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor:

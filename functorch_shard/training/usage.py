@@ -17,7 +17,7 @@ from ..errors import reject
 from ..layout.trees import Sharded, is_node
 from ..sharding.gather import gather
 from ..sharding.overlapped_means import Place
-from ..torch_internals.autograd import leaves_behind, nodes, nodes_behind, was_compiled
+from ..torch_internals.autograd import leaves_behind, nodes, nodes_behind, strided_read, was_compiled
 from ..torch_internals.tensors import hooks_of
 from ..torch_internals.transforms import without_batches
 from .differentiated_leaves import Differentiated
@@ -77,12 +77,42 @@ def _parameters_in(arg: Any) -> str:
     return next((type(leaf).__name__ for leaf in leaves if is_node(leaf)), "")
 
 
-def leaves_of(value: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that ``value``, below batches, depends on and ``inputs`` do not; none if it has no values."""
+def refuse_strided(graph: Iterable[Any], places: Iterable[Place | None]) -> None:
+    """Raise if ``as_strided`` of a plain gathered parameter, a view of its unit's buffer, reads another parameter.
+
+    Args:
+        graph: the nodes of autograd behind the result.
+        places: those of the differentiated shards.
+    """
+    reads = [read for node in graph if (read := strided_read(node)) is not None]
+    buffers = [place[1].buffers[place[0]] for place in places if place is not None and reads]
+    slots = {tuple(buffer.split_sizes): buffer.slots for buffer in buffers}
+    reject(
+        "grad",
+        [
+            f"{slots[sizes][part // 2].name!r}: as_strided reads elements {first} to {last} of a buffer"
+            for sizes, part, first, last in reads
+            if sizes in slots and not sum(sizes[:part]) <= first <= last < sum(sizes[: part + 1])
+        ],
+        _STRIDED,
+    )
+
+
+_STRIDED = (
+    "They are another parameter's: plain gathered parameters are views of the buffer of their unit, and as_strided "
+    "counts from its start. Write functorch_shard.materialize(w).as_strided(...), or start from w.storage_offset()."
+)
+
+
+def graph_of(value: Tensor) -> list[Any]:
+    """Return the nodes that ``value``, below batches, depends on; none if it has no values."""
     value = without_batches(value)
-    if type(value) is not Tensor:
-        return []
-    users = [node for node in nodes(value.grad_fn) if not getattr(node, "keeps_unused_inputs", False)]
+    return [*nodes(value.grad_fn)] if type(value) is Tensor else []
+
+
+def leaves_of(graph: Iterable[Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that the nodes of ``graph`` use and ``inputs`` do not depend on."""
+    users = [node for node in graph if not getattr(node, "keeps_unused_inputs", False)]
     found = [getattr(behind, "variable", None) for node in users for behind in nodes_behind(node)]
     own = leaves_behind([x for x in map(without_batches, inputs) if type(x) is Tensor])
     return [*{id(x): x for x in found if x is not None and id(x) not in own}.values()]
@@ -92,12 +122,15 @@ def refuse_hidden(leaves: Iterable[Tensor], grads: Sequence[Tensor], places: Seq
     """Raise if ``leaves`` of a value stand in for an argument.
 
     One is a module's own parameter of the shape of a gathered one whose gradient is zero: it was read after
-    ``functional_call`` had put it back. The other has a hook, which may call ``backward()`` and would not run.
+    ``functional_call`` had put it back. One has no values. One has a hook, which may call ``backward()`` and would not
+    run.
 
     Cost:
         An all-gather of each buffer with a parameter that has the shape of such a leaf.
     """
     leaves = [*leaves]
+    meta = [x for x in leaves if x.is_meta and not any(grad.is_meta for grad in grads)]
+    reject("grad", [f"a parameter of shape {tuple(x.shape)} on the meta device is used" for x in meta], _META)
     hooked = [x for x in leaves if not isinstance(x, nn.Parameter) and hooks_of(x)]
     reject("grad", [f"a tensor of shape {tuple(x.shape)} that is not an argument has a hook" for x in hooked], _HOOKED)
     own = {(tuple(x.shape), x.dtype) for x in leaves if isinstance(x, nn.Parameter)}
@@ -114,6 +147,10 @@ def refuse_hidden(leaves: Iterable[Tensor], grads: Sequence[Tensor], places: Seq
     reject("grad", late, _LATE)
 
 
+_META = (
+    "torch computes with it all the same, from memory that nobody wrote. model.to('meta') unties tied parameters, and "
+    "functional_call replaces one of them. Use functorch_shard.bind(model, params)(...), which ties them again."
+)
 _HOOKED = (
     "fs.grad does not run hooks of tensors that it does not differentiate (GradCache calls backward() in one). Use "
     "backward(): loss(params).backward() with fs.bind(model, params), whose parameters such hooks use."

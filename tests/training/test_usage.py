@@ -143,3 +143,38 @@ def gradient_of_the_first_element(mesh: fs.Mesh, size: int, sample: float) -> to
 
 def refused_gradient(mesh: fs.Mesh, size: int) -> str:
     return refused(gradient_of_the_first_element, mesh, size, 0.0)
+
+
+@pytest.mark.parametrize(
+    "mesh", [fs.simulated_mesh(2), fs.simulated_mesh(2, kind="sequential"), fs.init_mesh()], ids=str
+)
+def test_as_strided_that_reads_another_parameter_is_refused_and_of_a_copy_it_is_right(mesh: fs.Mesh) -> None:
+    values = {"a": torch.arange(4.0), "b": 10 + torch.arange(4.0)}
+    params = fs.shard(values, fs.plan(values, mesh, units=[["a", "b"]]))
+
+    def gradient(view: Callable[[Tensor], Tensor]) -> Tensor:
+        grads = mesh.spmd(fs.grad(lambda p: view(fs.gather(p, lazy=False)["b"]).sum()))(params)
+        return fs.gather(grads, lazy=False)["b"]
+
+    text = refused(gradient, lambda b: b.as_strided((3,), (1,), 1))
+    assert "'b': as_strided reads elements 1 to 3 of a buffer" in text
+    assert "functorch_shard.materialize(w).as_strided(...)" in text
+    right = torch.tensor([0.0, 1.0, 1.0, 1.0])
+    assert torch.equal(gradient(lambda b: fs.materialize(b).as_strided((3,), (1,), 1)), right)
+    assert torch.equal(gradient(lambda b: b.as_strided((3,), (1,), b.storage_offset() + 1)), right)
+    assert torch.equal(gradient(lambda b: b.as_strided((2,), (2,))), torch.tensor([1.0, 0.0, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize(
+    "mesh", [fs.simulated_mesh(2), fs.simulated_mesh(2, kind="sequential"), fs.init_mesh()], ids=str
+)
+def test_a_tied_parameter_that_to_meta_untied_is_refused_under_functional_call(mesh: fs.Mesh) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    params = fs.shard(model, fs.plan(model, mesh))
+    model.to("meta")
+    x = mesh.split(torch.ones(mesh.size, 3))
+    loss = lambda p, x: functional_call(model, fs.gather(p), (x,)).sum()  # noqa: E731
+    text = refused(mesh.spmd(fs.grad(loss)), params, x)
+    assert "a parameter of shape (3, 3) on the meta device is used" in text
+    assert torch.isfinite(mesh.spmd(fs.grad(lambda p, x: fs.bind(model, p)(x).sum()))(params, x)["0"]).all()
