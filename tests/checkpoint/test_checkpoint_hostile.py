@@ -6,12 +6,9 @@ import argparse
 import hashlib
 import io
 import json
-import os
 import pickle
 import random
 import resource
-import subprocess
-import sys
 import time
 import zipfile
 from collections import Counter, OrderedDict
@@ -385,15 +382,12 @@ def test_containers_and_tensors_inside_a_plain_value_are_read(tmp_path: Path) ->
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a list": lambda x: [1],
-    "no JSON": lambda x: "{",
     "deep": lambda x: "[" * 100_000,
     "no keys": lambda x: {"format": 1},
-    "order is a text": lambda x: {**x, "order": "abc"},
+    "a later version": lambda x: {"format": 2},
     "order is infinite": lambda x: {**x, "order": float("inf")},
-    "order is negative": lambda x: {**x, "order": -1},
     "files are texts": lambda x: {**x, "files": {FILE: "a"}},
     "checks are short": lambda x: {**x, "checks": {FILE: [[1]]}},
-    "metadata is a number": lambda x: {**x, "metadata": 1},
 }
 
 
@@ -413,13 +407,6 @@ def test_an_invalid_manifest_is_damage_although_its_digest_matches(
     assert "functorch_shard.json" in capsys.readouterr().err
     save(tmp_path / "next", {"x": torch.ones(4)}, keep=1)
     assert latest(tmp_path, verify=True) == tmp_path / "next"
-
-
-def test_a_manifest_of_a_later_version_is_named_as_such(tmp_path: Path) -> None:
-    folder = save(tmp_path / "x", {"x": torch.ones(4)}).result()
-    body = b'{"format": 2}'
-    (folder / "functorch_shard.json").write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-    assert "format 2, this version reads format 1" in refusal(folder)
 
 
 # without a manifest
@@ -453,19 +440,6 @@ def test_inspect_lists_a_value_that_is_not_plain_without_loading_it(
     assert verify(tmp_path / "x") == []  # its program wanted it so
 
 
-def test_inspect_shows_the_beginning_of_values_whose_text_would_never_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    value: list[Any] = ["ha"]
-    for _ in range(30):
-        value = [value] * 10
-    folder = foreign(tmp_path / "x", {}, {"y": saved(value)})
-    begun = time.perf_counter()
-    assert command(["inspect", str(folder)]) == 0
-    assert time.perf_counter() - begun < 10
-    assert "y      [[[[...]" in capsys.readouterr().out
-
-
 def test_inspect_prints_no_escape_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "\x1b[31mred\nline"
     save(tmp_path / "x", {name: torch.ones(1), "\ud800": "\x1b[2J"})
@@ -475,21 +449,3 @@ def test_inspect_prints_no_escape_sequences(tmp_path: Path, capsys: pytest.Captu
     assert repr(name) in out
     assert command(["consolidate", str(tmp_path / "x"), str(tmp_path / "out")]) == 1
     assert "\x1b" not in capsys.readouterr().err
-
-
-def test_an_error_of_the_command_line_is_text_alone(tmp_path: Path) -> None:
-    folder = one(tmp_path / "x", saved(torch.ones(4)))
-    raw = (folder / ".metadata").read_bytes()
-    assert FILE.encode() in raw
-    (folder / ".metadata").write_bytes(raw.replace(FILE.encode(), b"\x1b[2Jx.distcp"[: len(FILE)]))
-    ran = subprocess.run(
-        [sys.executable, "-m", "functorch_shard", "inspect", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-        cwd=os.getcwd(),
-    )
-    assert ran.returncode == 1
-    assert "missing, or not in this folder" in ran.stderr
-    assert "\x1b" not in ran.stderr
