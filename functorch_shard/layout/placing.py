@@ -9,13 +9,13 @@ one, their offsets are multiples of it as well: the blocks of a flat shard are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import gcd, lcm
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-Granularity = int | str | Callable[[str, Tensor], int]
+Granularity = int | Literal["rows"]
 
 
 class Size(NamedTuple):
@@ -30,13 +30,11 @@ def padded(numel: int, step: int) -> int:
     return -(-numel // step) * step
 
 
-def granularity_of(name: str, part: Tensor, granularity: Granularity) -> int:
+def granularity_of(part: Tensor, granularity: Granularity) -> int:
     """The number of elements at whose multiples ``part`` may be cut; of rows, the elements of one."""
-    if callable(granularity):
-        return granularity(name, part)
-    if granularity == "rows":
-        return max(part[:1].numel(), 1) if part.ndim else 1
-    return granularity  # pyright: ignore[reportReturnType]
+    if isinstance(granularity, int):
+        return granularity
+    return max(part[:1].numel(), 1) if part.ndim else 1
 
 
 def place(sizes: Sequence[Size], num_shards: int, align: int) -> tuple[list[int], int]:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import hints, listed, reject
+from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
 from .buffers import Buffer, Reduction, Slot, Unit, alignment, in_source_order
@@ -20,13 +19,13 @@ from .dtensor import form_of, local_part, unfit_dtensor
 from .layout import Layout
 from .placing import Granularity, Size, granularity_of, place
 from .precision import MixedPrecision
-from .sources import source_problems, sparse_problems
 from .stacks import prefixes_of
 from .trees import Sharded
 from .units import Units, assign, merge_small, warn_of_large
+from .validation import source_problems, sparse_problems
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
-Precision = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str], MixedPrecision | None] | None
+Precision = MixedPrecision | Callable[[str], MixedPrecision | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +93,15 @@ def plan(
         replicate_axis: the axis that shards are replicated over.
         reduction: the reduction of gradients over ranks, ``"mean"`` or ``"sum"``.
         precision: the dtypes that ``gather`` returns and that gradients are reduced in; by default those that are
-            stored. One policy for all units, a mapping unit -> policy, or a callable ``(unit) -> policy or None``, for
-            example for norms in float32, if ``units`` puts them in units of their own.
+            stored. One policy for all units, or a callable ``(unit) -> policy or None``, for example for norms in
+            float32, if ``units`` puts them in units of their own.
         reshard_after_forward: whether real ranks free a gathered unit after its use and gather it again in backward.
             ``False`` keeps every unit from its first use to its gradient: half of the gathers, more memory.
         align_bytes: every parameter starts at a multiple of this; 0 packs them without gaps.
         granularity: parameters are cut between ranks only at multiples of so many elements from their start, for
-            example at the blocks that are quantised together: a number, ``"rows"`` for the rows of each parameter, or a
-            callable ``(name, tensor) -> number``. Padding keeps shards equally long; ``print`` shows how much. With one
-            number for all, offsets and shards are multiples of it too: blocks of a flat shard are blocks of parameters.
+            example at the blocks that are quantised together: a number, or ``"rows"`` for the rows of each parameter.
+            Padding keeps shards equally long; ``print`` shows how much. With a number, offsets and shards are multiples
+            of it too: blocks of a flat shard are blocks of parameters.
         ignored: names of parameters or modules that stay whole on every rank; their gradients are still reduced.
 
     Returns:
@@ -182,7 +181,7 @@ def _plan(
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     module = source if isinstance(source, nn.Module) else None
     unit_of = assign(parts, module, units)
-    if units == "auto" and not _names_units(precision):
+    if units == "auto" and (precision is None or isinstance(precision, MixedPrecision)):  # others name the units
         unit_of = merge_small(tensors, unit_of)
     if isinstance(units, str):
         warn_of_large(parts, module, unit_of)
@@ -205,10 +204,6 @@ def _plan(
     )
 
 
-def _names_units(precision: Precision) -> bool:
-    return isinstance(precision, Mapping) or callable(precision)
-
-
 def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
     """The names that are one of ``prefixes`` or inside of one."""
     prefixes = set(prefixes)
@@ -216,18 +211,9 @@ def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
 
 
 def _granularities(parts: Mapping[str, Tensor], granularity: Granularity) -> dict[str, int]:
-    number = isinstance(granularity, int) and not isinstance(granularity, bool)
-    if not (number or callable(granularity) or granularity == "rows"):
-        known = "a number of elements, 'rows', or a callable (name, tensor) -> number"
-        raise TypeError(f"plan: granularity: got {granularity!r}, expected {known}")
-    cuts = {name: granularity_of(name, part, granularity) for name, part in parts.items()}
-    problems = [
-        f"{name!r}: granularity {cut!r}"
-        for name, cut in cuts.items()
-        if not isinstance(cut, int) or isinstance(cut, bool) or cut < 1
-    ]
-    reject("plan: granularity", problems, "It is a positive number of elements; 1 cuts anywhere.")
-    return cuts
+    if granularity != "rows" and (not isinstance(granularity, int) or granularity < 1):
+        raise ValueError(f"plan: granularity: got {granularity!r}, expected a positive number of elements, or 'rows'")
+    return {name: granularity_of(part, granularity) for name, part in parts.items()}
 
 
 def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int) -> tuple[Unit, ...]:
@@ -249,32 +235,11 @@ def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int
 
 def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, ...]:
     """Each unit with its policy; units without one keep their stored dtypes."""
-    if isinstance(precision, (MixedPrecision, type(None))):
-        policies: dict[str, Any] = dict.fromkeys((unit.name for unit in units), precision)
-    elif isinstance(precision, Mapping):
-        names = dict.fromkeys(unit.name for unit in units)
-        guess = hints(names)
-        unknown = [f"{name!r}: not a unit{guess(name)}" for name in precision if name not in names]
-        reject("plan: precision", unknown, _units_are(units))
-        policies = dict(precision)
-    elif callable(precision):
-        policies = {unit.name: precision(unit.name) for unit in units}
-    else:
-        known = "a MixedPrecision, a mapping unit -> MixedPrecision, or a callable"
-        raise TypeError(f"plan: precision: got {type(precision).__name__}, expected {known}")
-    as_stored = MixedPrecision()
-    policies = {name: policy or as_stored for name, policy in policies.items()}
-    problems = [
-        f"unit {name!r}: got {type(policy).__name__}, expected a MixedPrecision or None"
-        for name, policy in policies.items()
-        if not isinstance(policy, MixedPrecision)
-    ]
-    reject("plan: precision", problems, _units_are(units), TypeError)
-    return tuple(replace(unit, precision=policies.get(unit.name, unit.precision)) for unit in units)
-
-
-def _units_are(units: Sequence[Unit]) -> str:
-    return f"The units are {listed(unit.name for unit in units)}."
+    policies = [precision(unit.name) if callable(precision) else precision for unit in units]
+    if odd := [policy for policy in policies if not isinstance(policy, (MixedPrecision, type(None)))]:
+        known = "a MixedPrecision, or a callable (unit) -> MixedPrecision or None"
+        raise TypeError(f"plan: precision: got {type(odd[0]).__name__}, expected {known}")
+    return tuple(replace(u, precision=policy or u.precision) for u, policy in zip(units, policies, strict=True))
 
 
 def _keys(kinds: Collection[_Kind]) -> list[str]:
@@ -365,8 +330,6 @@ def _ignored_problems(tensors: Mapping[str, Tensor], ignored: Sequence[str] | Se
 def _option_problems(options: _Options) -> Iterator[str]:
     if options.reduction not in ("mean", "sum"):
         yield f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'"
-    if not isinstance(options.reshard_after_forward, bool):
-        yield f"reshard_after_forward: got {options.reshard_after_forward!r}, expected True or False"
     if not isinstance(options.align_bytes, int) or options.align_bytes < 0:
         yield f"align_bytes: got {options.align_bytes!r}, expected a number of bytes, 0 to pack"
 

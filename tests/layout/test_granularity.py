@@ -43,7 +43,6 @@ def tensors() -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-CHOICES: list[Any] = [4, "rows", lambda name, x: 6 if x.ndim > 1 else 1]
 AXES: list[dict[str, int]] = [*({"shard": n} for n in (1, 2, 3, 5, 8)), {"replicate": 2, "shard": 3}]
 
 
@@ -57,10 +56,10 @@ def test_rows_are_whole_on_one_rank(axes: dict[str, int]) -> None:
             assert numel % row == 0
 
 
-@pytest.mark.parametrize("choice", range(3))
+@pytest.mark.parametrize("granularity", [4, "rows"])
 @pytest.mark.parametrize("axes", AXES, ids=str)
-def test_values_come_back_and_padding_is_zero(axes: dict[str, int], choice: int) -> None:
-    layout = fs.plan(tensors(), fs.simulated_mesh(axes), granularity=CHOICES[choice])
+def test_values_come_back_and_padding_is_zero(axes: dict[str, int], granularity: Any) -> None:
+    layout = fs.plan(tensors(), fs.simulated_mesh(axes), granularity=granularity)
     params = fs.shard(tensors(), layout)
     assert_trees_close(dict(fs.gather(params)), tensors(), rtol=0, atol=0)
     ones = fs.shard({name: torch.ones_like(x) for name, x in tensors().items()}, layout)
@@ -91,18 +90,7 @@ def test_print_states_the_padding() -> None:
     assert "cut at" not in str(fs.plan(tensors(), fs.simulated_mesh(4)))
 
 
-WRONG: list[tuple[Any, str]] = [
-    (0, "ValueError: plan: granularity: 7 problems\n  'u.a': granularity 0"),
-    (lambda name, x: 2.5, "'u.a': granularity 2.5"),
-    (
-        lambda name, x: None if name == "u.d" else 1,
-        "ValueError: plan: granularity: 1 problem\n  'u.d': granularity None",
-    ),
-    ("row", "TypeError: plan: granularity: got 'row', expected a number of elements, 'rows', or a callable"),
-    (True, "TypeError: plan: granularity: got True"),
-]
-
-
-@pytest.mark.parametrize(("granularity", "text"), WRONG)
-def test_a_wrong_granularity_is_refused(granularity: Any, text: str) -> None:
-    assert text in refused(fs.plan, tensors(), fs.simulated_mesh(2), granularity=granularity)
+@pytest.mark.parametrize("granularity", [0, 2.5, "row"])
+def test_a_wrong_granularity_is_refused(granularity: Any) -> None:
+    text = refused(fs.plan, tensors(), fs.simulated_mesh(2), granularity=granularity)
+    assert f"plan: granularity: got {granularity!r}, expected a positive number of elements, or 'rows'" in text

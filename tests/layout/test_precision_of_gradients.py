@@ -36,7 +36,10 @@ POLICIES: dict[str, Any] = {
     "wider": fs.MixedPrecision(F64),
     "sums in halves": fs.MixedPrecision(BF16, F16),  # divided before and after
     "low gradients": fs.MixedPrecision(BF16, keep_low_precision_grads=True),
-    "by unit": {"a": fs.MixedPrecision(BF16, F32), "c": fs.MixedPrecision(None, F16, keep_low_precision_grads=True)},
+    "by unit": {
+        "a": fs.MixedPrecision(BF16, F32),
+        "c": fs.MixedPrecision(None, F16, keep_low_precision_grads=True),
+    }.get,
 }
 
 
@@ -101,7 +104,7 @@ THIRDS = torch.arange(1, 8) / 3  # no bfloat16 holds one of the 3rds
 def low(mesh: fs.Mesh, keep: bool) -> fs.Sharded:
     policies = {"a": fs.MixedPrecision(BF16, keep_low_precision_grads=keep), "b": fs.MixedPrecision(None, F64)}
     values = {"a.w": THIRDS, "a.n": torch.tensor([3, 5]), "b.w": THIRDS.clone()}
-    return fs.shard(values, fs.plan(values, mesh, precision=policies, reduction="sum"))
+    return fs.shard(values, fs.plan(values, mesh, precision=policies.get, reduction="sum"))
 
 
 def test_gradients_stay_in_low_precision_if_a_policy_keeps_them() -> None:
@@ -150,7 +153,7 @@ def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
         "c.z": torch.zeros(2, dtype=torch.complex64),
     }
     policies = {"a": fs.MixedPrecision(BF16, F32), "b": fs.MixedPrecision(BF16), "c": fs.MixedPrecision(BF16, F32)}
-    layout = fs.plan(values, mesh, precision=policies, reduction="sum")
+    layout = fs.plan(values, mesh, precision=policies.get, reduction="sum")
 
     def microbatch(x: float) -> fs.Full:
         return fs.Full({"a.w": torch.full((7,), x, dtype=BF16), "b.w": torch.full((7,), x, dtype=BF16), "b.n": None,

@@ -174,9 +174,8 @@ def test_auto_merges_small_neighbours_up_to_a_16th_of_the_model() -> None:
 def test_auto_keeps_units_that_have_a_precision_by_name() -> None:
     model, half = layers(40, 4), fs.MixedPrecision(torch.bfloat16)
     assert len(fs.plan(model, MESH, precision=half).units) == 20
-    for by_unit in (lambda unit: half if unit == "3" else None, {"3": half}):
-        layout = fs.plan(model, MESH, precision=by_unit)
-        assert [unit.name for unit in layout.units if unit.precision == half] == ["3"]
+    layout = fs.plan(model, MESH, precision={"3": half}.get)
+    assert [unit.name for unit in layout.units if unit.precision == half] == ["3"]
 
 
 def test_auto_takes_a_number_in_the_names_of_a_mapping_for_an_entry_of_a_stack() -> None:

@@ -139,7 +139,6 @@ PLANNING = {
     "bytes": planning(units=lambda n: 40),
     "labels": planning(labels=lambda n: {Name(f"blocks.{i}.w"): "decay" for i in range(0, n, 2)}),
     "ignored names": planning(ignored=lambda n: [Name(f"blocks.{i}") for i in range(0, n, 2)]),
-    "policies": planning(precision=lambda n: {Name(f"blocks.{i}"): fs.MixedPrecision() for i in range(n)}),
     "a model": lambda n: partial(fs.plan, model_of(n), MESH),
     "classes": lambda n: partial(fs.plan, model_of(n), MESH, units=nn.Linear),
 }
@@ -255,12 +254,6 @@ def misnamed(n: int) -> Callable[[], Any]:
     return lambda: refused(fs.shard, {f"module.{name}": x for name, x in tensors.items()}, layout)
 
 
-def unknown_policies(n: int) -> Callable[[], Any]:
-    tensors = tensors_of(n)
-    policies = {Name(f"block.{i}"): fs.MixedPrecision() for i in range(n)}
-    return lambda: refused(fs.plan, tensors, MESH, precision=policies)
-
-
 def unknown_names_of_files(n: int) -> Callable[[], Any]:
     params = sharded(n)
     names = {Name(f"block.{i}.w"): "w" for i in range(n)}
@@ -272,7 +265,7 @@ def without_rank_dims(n: int) -> Callable[[], Any]:
     return lambda: refused(MESH.spmd(lambda rows: rows), rows)
 
 
-@pytest.mark.parametrize("task", [misnamed, unknown_policies, unknown_names_of_files, without_rank_dims])
+@pytest.mark.parametrize("task", [misnamed, unknown_names_of_files, without_rank_dims])
 def test_an_error_grows_as_the_number_of_offenders(task: Task) -> None:
     assert growth(task) < AT_MOST
 
@@ -310,6 +303,3 @@ def test_an_error_with_one_problem_more_than_are_shown_shows_it() -> None:
     assert lines[0] == "ValueError: shard: 21 problems"
     assert len(lines) == 1 + 21 + 1
     assert "... and 1 more" not in "".join(lines)
-    unknown = {"x": fs.MixedPrecision()}
-    text = refused(fs.plan, tensors_of(30), MESH, precision=unknown)
-    assert text.endswith("'blocks.19', ... and 10 more.")
