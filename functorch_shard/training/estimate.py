@@ -1,8 +1,8 @@
 """Predict the memory and traffic of a training step on each rank: arithmetic on a layout, for a mesh of any size.
 
-Note [Estimate]: counted are shards, their gradients and states, the units that are whole at a time, the gradients that
-are being reduced, and every collective of a step; not activations, and not the memory that a backend needs for
-messages. ``tests/training/test_estimate_on_ranks.py`` compares it with what gloo ranks allocate and send.
+Counted are shards, their gradients and states, the units that are whole at a time, the gradients that are reduced, and
+every collective of a step; not activations, and not the memory that a backend needs for messages.
+``tests/training/test_estimate_on_ranks.py`` compares it with what gloo ranks allocate and send.
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from torch import Tensor
 
 from ..communication.counter import Traffic, bytes_sent
 from ..errors import axes_text, table
-from ..layout.buffers import Buffer, Unit
 from ..layout.layout import Layout
 from ..layout.ranks import rank_dims
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
 from ..sharding.prefetch_policy import small_units
 from .optimizer import Optimizer
-
-AxisAndKind = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Estimate:
     optimizer: int
     gathered: int
     reducing: int
-    traffic: Mapping[AxisAndKind, Traffic]
+    traffic: Mapping[tuple[str, str], Traffic]
 
     @property
     def between_steps(self) -> int:
@@ -104,52 +101,44 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(48)))
         >>> mesh = fs.simulated_mesh({"replicate": 16, "shard": 64})
-        >>> print(estimate(fs.plan(model, mesh), fs.optimizer(torch.optim.AdamW)))
-        memory          bytes a rank
-        ----------------------------
-        parameters       201,351,168
-        gradients        201,351,168
-        optimizer        402,702,528
-        gathered         536,936,448
-        reducing         536,936,448
-        between steps    604,053,696
-        peak           1,879,277,760
-        <BLANKLINE>
-        axis       kind          number           bytes            sent
-        ---------------------------------------------------------------
-        shard      all_gather        94     394,312,704  24,841,700,352
-        shard      psum_scatter      48  12,886,474,752  12,685,123,584
-        replicate  psum              48     201,351,168     377,533,440
-        replicate=16 x shard=64; one step
+        >>> estimate(fs.plan(model, mesh), fs.optimizer(torch.optim.AdamW))   # print shows a table
+        Estimate(replicate=16 x shard=64: peak 1,879,277,760 bytes, 37,904,357,376 bytes sent per step)
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"estimate: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    trainable = [buffer for buffer in layout.buffers.values() if buffer.trainable]
+    buffers, dtypes = layout.buffers.values(), {b.key: layout.schedule(b).dtypes for b in layout.buffers.values()}
+    reducing = [
+        sum(
+            b.numel * (dtypes[b.key].gathered.itemsize + dtypes[b.key].reduced.itemsize)
+            for b in unit.buffers
+            if b.trainable
+        )
+        for unit in layout.units
+    ]
+    traffic: dict[tuple[str, str], Traffic] = {}
+    for axis, kind, nbytes in _collectives(layout):
+        one = Traffic(1, nbytes, bytes_sent(kind, nbytes, layout.axis_size(axis)))
+        traffic[axis, kind] = traffic.get((axis, kind), Traffic()) + one
     return Estimate(
         axes=layout.axes,
-        parameters=sum(_shard_bytes(b, b.dtype) for b in layout.buffers.values()),
-        gradients=sum(_shard_bytes(b, layout.schedule(b).dtypes.returned) for b in trainable),
+        parameters=sum(b.shard_numel * b.dtype.itemsize for b in buffers),
+        gradients=sum(b.shard_numel * dtypes[b.key].returned.itemsize for b in buffers if b.trainable),
         optimizer=_state_bytes(layout, opt) if opt else 0,
         gathered=_gathered_bytes(layout),
-        reducing=max((_reducing_bytes(unit, layout) for unit in layout.units), default=0),
-        traffic=_traffic(layout),
+        reducing=max(reducing, default=0),
+        traffic=traffic,
     )
 
 
-def _shard_bytes(buffer: Buffer, dtype: torch.dtype) -> int:
-    return buffer.shard_numel * dtype.itemsize
-
-
-def _whole_bytes(buffer: Buffer, layout: Layout) -> int:
-    """Bytes of the gathered buffer, or of its cast if every rank holds it whole."""
-    gathered = layout.schedule(buffer).dtypes.gathered
-    return 0 if buffer.num_shards == 1 and gathered == buffer.dtype else buffer.numel * gathered.itemsize
-
-
 def _gathered_bytes(layout: Layout) -> int:
-    """Bytes of small units and buffers that are whole on every rank, and of a unit and the next one of the others."""
-    always = sum(_whole_bytes(b, layout) for b in layout.buffers.values() if b.num_shards == 1)
-    sizes = [sum(_whole_bytes(b, layout) for b in unit.buffers if b.num_shards > 1) for unit in layout.units]
+    """Count small units and buffers that are whole on every rank, and a unit and the next one of the others."""
+    always, sizes = 0, [0] * len(layout.units)
+    for i, b in ((i, b) for i, unit in enumerate(layout.units) for b in unit.buffers):
+        gathered = layout.schedule(b).dtypes.gathered
+        if b.num_shards > 1:
+            sizes[i] += b.numel * gathered.itemsize
+        elif gathered != b.dtype:
+            always += b.numel * gathered.itemsize
     if not layout.reshard_after_forward:
         return always + sum(sizes)
     small = small_units(layout)
@@ -158,36 +147,18 @@ def _gathered_bytes(layout: Layout) -> int:
     return always + sum(sizes[i] for i in small) + two
 
 
-def _reducing_bytes(unit: Unit, layout: Layout) -> int:
-    trainable = [(b.numel, layout.schedule(b).dtypes) for b in unit.buffers if b.trainable]
-    return sum(numel * (dtypes.gathered.itemsize + dtypes.reduced.itemsize) for numel, dtypes in trainable)
-
-
 def _state_bytes(layout: Layout, opt: Optimizer) -> int:
-    """Bytes of the state of ``init``; state that the first gradient creates has the size of its parameter."""
+    """Count the state of ``init``; state that the first gradient creates has the size of its parameter."""
     ranks = rank_dims(layout)
     buffers = layout.buffers.items()
     params = {key: torch.empty((*ranks, b.shard_numel), dtype=b.dtype, device="meta") for key, b in buffers}
     state = opt.init(Sharded(params, layout))
-    leaves = [(params[key], x) for tree in state.values() for key, x in tree.items()]
-    sizes = [_nbytes(param if x is None else x) for param, x in leaves if x is None or isinstance(x, Tensor)]
-    return sum(sizes) // prod(ranks)
-
-
-def _nbytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _traffic(layout: Layout) -> dict[AxisAndKind, Traffic]:
-    traffic: dict[AxisAndKind, Traffic] = {}
-    for axis, kind, nbytes in _collectives(layout):
-        one = Traffic(1, nbytes, bytes_sent(kind, nbytes, layout.axis_size(axis)))
-        traffic[axis, kind] = traffic.get((axis, kind), Traffic()) + one
-    return traffic
+    leaves = [params[key] if x is None else x for tree in state.values() for key, x in tree.items()]
+    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)) // prod(ranks)
 
 
 def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
-    """Axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
+    """Yield axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
     for unit in (*layout.units, *(layout.units[i] for i in _gathered_again(layout))):
         for b in unit.buffers:
             yield from collectives_of(layout.schedule(b).gather, b.shard_numel, b.dtype, b.num_shards)
@@ -197,7 +168,7 @@ def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
 
 
 def collectives_of(ops: Ops, numel: int, dtype: torch.dtype, num_shards: int) -> Iterator[tuple[str, str, int]]:
-    """The counting interpreter of a schedule: an operand is its number of elements and its dtype."""
+    """Interpret a schedule by counting: an operand is its number of elements and its dtype."""
     for op in ops:
         match op:
             case Cast():
@@ -213,14 +184,9 @@ def collectives_of(ops: Ops, numel: int, dtype: torch.dtype, num_shards: int) ->
 
 
 def _gathered_again(layout: Layout) -> list[int]:
-    """The units that backward gathers: down to the first with gradients, without the last two of forward."""
-    if not layout.reshard_after_forward:
+    """Return the units that backward gathers: down to the first with gradients, without the last two of forward."""
+    small, learning = small_units(layout), [any(b.trainable for b in unit.buffers) for unit in layout.units]
+    if not layout.reshard_after_forward or True not in learning:
         return []
-    small = small_units(layout)
     large = [i for i in range(len(layout.units)) if i not in small]
-    learning = [any(b.trainable for b in unit.buffers) for unit in layout.units]
-    if True not in learning:
-        return []
-    start = learning.index(True)
-    first = sum(i < start for i in large)  # its place among the large ones
-    return large[:-2][first:]
+    return [i for i in large[:-2] if i >= learning.index(True)]

@@ -58,8 +58,7 @@ def measured(axes: dict[str, int], depth: int) -> tuple[Step, Step]:
 def planned(axes: dict[str, int], depth: int) -> fs.Estimate:
     with torch.device("meta"):
         model = gpt_of(depth)
-    _, (params, *_) = gpt_step(fs.simulated_mesh(axes), model)
-    return fs.estimate(params.layout)
+    return fs.estimate(fs.plan(model, fs.simulated_mesh(axes)))
 
 
 def main() -> None:

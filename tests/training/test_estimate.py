@@ -34,8 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": fs.optimizer(torch.optim.SGD, momentum=0.9),
     "adagrad": fs.optimizer(torch.optim.Adagrad),
 }
-every_mesh = pytest.mark.parametrize("axes", AXES, ids=str)
-every_plan = pytest.mark.parametrize("options", PLANS)
+PAIRS = [*zip(AXES, PLANS, [*OPTIMIZERS, "adamw"], strict=True), (AXES[3], "half precision", "adamw")]
 
 
 def step(axes: dict[str, int], options: str, opt: Any) -> tuple[fs.Layout, Any, Counter]:
@@ -66,26 +65,15 @@ def nbytes(tree: Any, layout: fs.Layout) -> int:
     return sum(x.numel() * x.element_size() for x in tensors) // layout.mesh.size
 
 
-@every_mesh
-@every_plan
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shards_gradients_and_states_have_the_bytes_that_were_estimated(
-    axes: dict[str, int], options: str, name: str
-) -> None:
-    layout, (params, grads, state), _ = step(axes, options, OPTIMIZERS[name])
+@pytest.mark.parametrize(("axes", "options", "name"), PAIRS, ids=str)
+def test_a_step_has_the_bytes_and_sends_what_was_estimated(axes: dict[str, int], options: str, name: str) -> None:
+    layout, (params, grads, state), counter = step(axes, options, OPTIMIZERS[name])
     expected = fs.estimate(layout, OPTIMIZERS[name])
     assert expected.parameters == nbytes(params, layout) > 0
     assert expected.gradients == nbytes(grads, layout) > 0
     assert expected.optimizer == nbytes(state, layout)
     assert expected.between_steps == expected.parameters + expected.optimizer
-
-
-@every_mesh
-@every_plan
-def test_a_step_sends_what_was_estimated(axes: dict[str, int], options: str) -> None:
-    layout, _, counter = step(axes, options, OPTIMIZERS["sgd"])
     counted = {key: Traffic(t.number, t.nbytes, t.sent) for key, t in counter.traffic.items() if key[1] != "exchange"}
-    expected = fs.estimate(layout)
     assert expected.traffic == counted
     assert bool(counted) == (layout.mesh.size > 1)
     assert expected.sent == sum(one.sent for one in counted.values())
