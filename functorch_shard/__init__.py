@@ -32,7 +32,7 @@ from .training.norms import clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer, optimizer
 
 if TYPE_CHECKING:
-    from . import checkpoint, codecs, curvature, debug, replicas, testing
+    from . import checkpoint, codecs, curvature, debug, testing
     from .graph.compile import Compiled, compile  # noqa: A004  (as torch.compile)
     from .pictures.visualize import visualize
     from .sharding.initialize import init_buffers, init_params
@@ -90,7 +90,6 @@ __all__ = [
     "rademacher_like",
     "randn_like",
     "remat",
-    "replicas",
     "reshard",
     "scatter_grads",
     "shard",
@@ -107,7 +106,6 @@ _ON_FIRST_USE = {
     "codecs": ".codecs",
     "curvature": ".curvature",
     "debug": ".debug",
-    "replicas": ".replicas",
     "init_buffers": ".sharding.initialize",
     "init_params": ".sharding.initialize",
     "reshard": ".sharding.reshard",

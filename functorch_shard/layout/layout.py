@@ -117,38 +117,6 @@ class Layout(Static):
         """The axes of the mesh that shards are replicated over."""
         return tuple(self.replicate_axis.split(","))
 
-    def with_copies(self, *axes: str) -> Layout:
-        """The same buffers, sharded over fewer axes: ranks along ``axes`` have copies of what they have parts of here.
-
-        Args:
-            axes: the last of the shard axes, one or more, so that a new shard is several of these shards side by side.
-
-        Returns:
-            A layout of the same values, whose shards are larger; ``fs.replicas`` has the functions between the two.
-
-        Raises:
-            ValueError: ``axes`` are not the last shard axes, in their order.
-
-        Example:
-            >>> mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
-            >>> states = fs.plan({"w": torch.zeros(8)}, mesh, shard_axis=("shard", "replicate"))
-            >>> [layout.slices(1)[0].numel for layout in (states, states.with_copies("replicate"))]
-            [2, 4]
-        """
-        rest = self.shard_axes[: len(self.shard_axes) - len(axes)]
-        if not axes or (*rest, *axes) != self.shard_axes:
-            raise ValueError(
-                f"Layout.with_copies: got {', '.join(map(repr, axes)) or 'no axes'}, expected the last of "
-                f"{', '.join(map(repr, self.shard_axes))}. plan(shard_axis=(..., axis)) shards over several."
-            )
-        copies = [name for name in self.replicate_axes if self.axis_size(name) > 1]
-        num_shards = prod(map(self.axis_size, rest))
-        units = tuple(
-            replace(unit, buffers=tuple(replace(b, num_shards=min(b.num_shards, num_shards)) for b in unit.buffers))
-            for unit in self.units
-        )
-        return replace(self, units=units, shard_axis=",".join(rest), replicate_axis=",".join([*axes, *copies]))
-
     def schedule(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Schedule:
         """How ``buffer`` is gathered and its gradient reduced, made once; Note [Schedule] in schedule.py.
 

@@ -44,7 +44,7 @@ class _Options:
     """The options of a layout for the whole model."""
 
     shard_axis: str
-    replicate_axis: str
+    replicate_axis: str | None
     reduction: Reduction
     align_bytes: int
     reshard_after_forward: bool
@@ -57,7 +57,7 @@ def plan(
     units: Units = "auto",
     labels: Labels = None,
     shard_axis: str | Sequence[str] = "shard",
-    replicate_axis: str = "replicate",
+    replicate_axis: str | None = "replicate",
     reduction: Reduction = "mean",
     precision: Precision = None,
     reshard_after_forward: bool = True,
@@ -89,8 +89,9 @@ def plan(
             and have their own optimizer options.
         shard_axis: the axis that buffers are sharded over; or several that are one for this, the outermost first, for
             example ``("dp", "cp")``, where ranks of one ``dp`` have parts of the same sequences. ``("shard",
-            "replicate")`` shards over all ranks, for state whose parameters have ``layout.with_copies("replicate")``.
-        replicate_axis: the axis that shards are replicated over.
+            "replicate")`` shards over all ranks.
+        replicate_axis: the axis that shards are replicated over. ``None``: gradients are not reduced over other axes,
+            which is left to the program, for example once for several microbatches (guides/accumulation.md).
         reduction: the reduction of gradients over ranks, ``"mean"`` or ``"sum"``.
         precision: the dtypes that ``gather`` returns and that gradients are reduced in; by default those that are
             stored. One policy for all units, or a callable ``(unit) -> policy or None``, for example for norms in
@@ -200,7 +201,7 @@ def _plan(
         axes=tuple(mesh.axes.items()),
         aliases=tuple(sorted(aliases.items())),
         mesh=mesh,
-        **vars(options),
+        **{**vars(options), "replicate_axis": options.replicate_axis or ""},
     )
 
 
@@ -340,7 +341,7 @@ def _axis_problems(mesh: Mesh, options: _Options) -> Iterator[str]:
         yield f"shard_axis and replicate_axis: got {replicate_axis!r} for both, expected two names"
     yield from (f"shard_axis: {name!r} is there {n} times" for name, n in Counter(shard_axes).items() if n > 1)
     for name, size in mesh.axes.items():
-        if name not in (*shard_axes, replicate_axis) and size > 1:
+        if name not in (*shard_axes, replicate_axis) and size > 1 and replicate_axis is not None:
             yield (
                 f"mesh: axis {name!r} of {size} ranks is neither shard_axis nor replicate_axis: no gradient would be "
                 f"reduced over it. Pass it, for example as replicate_axis={name!r}"

@@ -15,20 +15,17 @@ from torch import Tensor
 
 from ..collectives.codecs import Codec
 from ..collectives.encoded import scatter_encoded
-from ..collectives.primitives import psum, psum_scatter
 from ..collectives.sinks import sink_here
-from ..communication.axis import Axis
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import batch_of, pack
-from ..layout.precision import divide_factors
 from ..layout.ranks import shard_axis
-from ..layout.schedule import AllReduce, Divide, ReduceScatter, Schedule, make_schedule
+from ..layout.schedule import AllReduce, Divide, Schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import Function
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.transforms import in_transform
-from .data_parallel import across, run, within
+from .data_parallel import across, within
 
 
 def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -89,37 +86,6 @@ def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     for dim in copy_dims(buffer, layout):
         x = x.sum(dim, keepdim=True).expand_as(x)
     return _returned(x, buffer, layout)
-
-
-def over_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    """The mean (or the sum) over replicas of what each of them has reduced for itself, added up as gradients are."""
-    plan = _schedule_of_replicas(shard, buffer, layout)
-    return _returned(across(shard, plan, layout.mesh) if plan else shard, buffer, layout)
-
-
-def part_over_replicas(shard: Tensor, buffer: Buffer, layout: Layout, axis: Axis) -> Tensor:
-    """This rank's part along ``axis`` of :func:`over_replicas`; ``axis`` is one of those that have copies."""
-    plan = _schedule_of_replicas(shard, buffer, layout)
-    if plan is None:
-        return _returned(shard, buffer, layout)
-    names = axis.name.split(",")
-    first, *rest = [op for op in plan.across if isinstance(op, AllReduce) and op.axis in names]
-    ops = tuple(ReduceScatter(axis.name) if op is first else op for op in plan.across if op not in rest)
-
-    def communicate(op: Any, x: Tensor) -> Tensor:
-        if isinstance(op, AllReduce):
-            return psum(x, layout.mesh[op.axis].of(buffer.key))
-        return psum_scatter(x, axis.of(buffer.key))
-
-    return _returned(run(ops, shard, communicate), buffer, layout)
-
-
-def _schedule_of_replicas(shard: Tensor, buffer: Buffer, layout: Layout) -> Schedule | None:
-    """How shards that each replica has reduced for itself become their mean; ``None`` without replicas."""
-    sizes = {axis: size for axis in layout.replicate_axes if (size := layout.axis_size(axis)) > 1}
-    dtypes = _schedule_of_shard(shard, buffer, layout).dtypes
-    divisors = divide_factors(prod(sizes.values()), dtypes.reduced) if layout.reduction == "mean" else (1, 1)
-    return make_schedule(buffer.key, dtypes, None, sizes, divisors) if sizes else None
 
 
 def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:

@@ -33,7 +33,7 @@ FLOORS = [
     {"sharding"},
     {"training", "checkpoint"},
     {"graph", "matrix", "pictures"},
-    {"codecs", "curvature", "debug", "replicas"},  # names for users, and nothing else
+    {"codecs", "curvature", "debug"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
     {"cli"},  # a program that uses the public names

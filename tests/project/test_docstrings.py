@@ -15,7 +15,7 @@ import functorch_shard as fs
 MODULES = [importlib.import_module(module.name) for module in pkgutil.walk_packages(fs.__path__, "functorch_shard.")]
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 EXAMPLES = {module.__name__: [test for test in FINDER.find(module) if test.examples] for module in MODULES}
-NAMESPACES = ["checkpoint", "codecs", "collectives", "communication", "curvature", "debug", "replicas", "testing"]
+NAMESPACES = ["checkpoint", "codecs", "collectives", "communication", "curvature", "debug", "testing"]
 FUNCTIONS: dict[str, Any] = {
     f"{space}.{name}".lstrip("."): function
     for space in ["", *NAMESPACES]

@@ -8,7 +8,7 @@ import functorch_shard as fs
 from tests.support.pages import ROOT
 
 API = (ROOT / "docs/reference/api.md").read_text()
-NAMESPACES = ["checkpoint", "codecs", "collectives", "communication", "curvature", "debug", "replicas", "testing"]
+NAMESPACES = ["checkpoint", "codecs", "collectives", "communication", "curvature", "debug", "testing"]
 
 
 def listed() -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -66,7 +67,7 @@ def in_bfloat16(params: Any, mesh: fs.Mesh) -> Tensor:
 
 
 def of_each_replica(params: Any, mesh: fs.Mesh) -> Tensor:
-    return once(fs.replicas.within_replicas(params), mesh)
+    return once(fs.Sharded(params, replace(params.layout, replicate_axis="")), mesh)
 
 
 LOSSES: dict[str, Loss] = {

@@ -129,7 +129,6 @@ TASKS: dict[str, tuple[Callable[[fs.Sharded], Any], Callable[[fs.Sharded], Any] 
     "unscale": (lambda p: unscaled(p)[0], like),
     "finite": (lambda p: unscaled(p)[1], DEVICE),
     "select": (selected, like),
-    "across replicas": (lambda p: fs.replicas.across_replicas(fs.replicas.within_replicas(p), p.layout), like),
     "step": (stepped, like),
 }
 

@@ -93,17 +93,26 @@ def shards_added(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layo
 def shards_added_within_replicas(mesh: fs.Mesh) -> tuple[Grads, list[CollectiveCounter], fs.Layout]:
     """A reduction over shards for each microbatch, and one over replicas in the end."""
     model = awkward()
-    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh)))
+    whole = fs.shard(model, fs.plan(model, mesh))
+    params, frozen = fs.partition(whole)
+    apart, _ = fs.partition(fs.Sharded(whole, fs.plan(model, mesh, replicate_axis=None)))
 
     @mesh.spmd
     def one(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
         rest = dict(fs.gather(frozen))
         return fs.grad(lambda p: loss_of(model, {**fs.gather(p), **rest}, x, y) / NUM_MICROBATCHES)(params)
 
-    parts, counters = each_microbatch(mesh, lambda x, y: one(fs.replicas.within_replicas(params), frozen, x, y))
+    parts, counters = each_microbatch(mesh, lambda x, y: one(apart, frozen, x, y))
     with count_collectives() as seen:
-        total = fs.replicas.across_replicas(added(parts), params.layout)
+        total = mesh.spmd(lambda total: over_replicas(total, params.layout))(added(parts))
     return fs.gather(total, lazy=False), [*counters, seen], params.layout
+
+
+def over_replicas(total: fs.Sharded, layout: fs.Layout) -> fs.Sharded:
+    """The gradients of a layout with ``replicate_axis=None``, reduced over replicas too."""
+    reduce = fs.collectives.pmean if layout.reduction == "mean" else fs.collectives.psum
+    reduced = reduce(total, layout.mesh["replicate"]) if "replicate" in layout.mesh.axes else total
+    return fs.Sharded(reduced, layout)
 
 
 WAYS: dict[str, Callable[[fs.Mesh], tuple[Grads, list[CollectiveCounter], fs.Layout]]] = {
@@ -161,6 +170,7 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
     """
     model = tagger()
     params = fs.shard(model, fs.plan(model, mesh, reduction="sum"))
+    apart = fs.plan(model, mesh, reduction="sum", replicate_axis=None)
 
     @mesh.spmd
     def gradients(params: fs.Sharded, x: Tensor, y: Tensor, counts: Tensor) -> tuple[fs.Sharded, Tensor]:
@@ -171,10 +181,10 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
             return loss_sum(model, parameters, x[i, :end], y[i, :end], counts[i]) / total
 
         if way != "full gradients":
-            start = params if way == "shards" else fs.replicas.within_replicas(params)
+            start = params if way == "shards" else fs.Sharded(params, apart)
             results = [fs.grad_and_value(lambda p, i: loss(fs.gather(p), i))(start, i) for i in range(len(x))]
             grads = added([grad for grad, _ in results])
-            grads = grads if way == "shards" else fs.replicas.across_replicas(grads, params.layout)
+            grads = grads if way == "shards" else over_replicas(grads, params.layout)
         else:
             results = [fs.grad_and_value(loss)(fs.gather(params), i) for i in range(len(x))]
             grads = fs.scatter_grads(added([grad for grad, _ in results]))

@@ -22,6 +22,7 @@ from tests.support.accumulation import (
     weighted_by_tokens,
 )
 from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.refusals import refused
 
 MESHES = [*simulated(*AXES, {"shard": 4}, {"shard": 2, "replicate": 2}), *gloo(*AXES)]
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -85,3 +86,20 @@ def test_ranks_without_a_token_change_nothing(way: str) -> None:
     """Rank 1 of two has none: the gradient is that of rank 0 alone."""
     alone, first, second = (one for ranks in simulated(1, 2) for one in ranks.run(weighted_by_tokens, way))
     assert_trees_close([first, second], [alone, alone], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("axes", [{"replicate": 2, "shard": 2}, {"shard": 3, "replicate": 2}], ids=str)
+def test_replicas_are_averaged_once_for_all_microbatches(axes: dict[str, int]) -> None:
+    mesh, w = fs.simulated_mesh(axes), {"w": torch.arange(7.0).double()}
+    together, apart = (fs.plan(w, mesh, replicate_axis=axis) for axis in ("replicate", None))
+    params, x = fs.shard(w, together), torch.randn(mesh.size, 7, generator=torch.Generator().manual_seed(0)).double()
+    x = mesh.split(x)
+    grad = fs.grad(lambda p, x: (fs.gather(p)["w"] * x).square().sum())
+    within = mesh.spmd(lambda p, x: grad(fs.Sharded(p, apart), x))(params, x)
+    first, second = within["(root)"].unbind([*axes].index("replicate"))
+    assert not torch.allclose(first, second)
+    total = mesh.spmd(lambda g: fs.collectives.pmean(g, mesh["replicate"]))(within)
+    assert_trees_close(dict(total), dict(mesh.spmd(grad)(params, x)), rtol=1e-12, atol=1e-14)
+    opt = fs.optimizer(torch.optim.SGD, lr=1.0)
+    assert "layout" in refused(opt.step, params, grads=within, state=opt.init(params))
+    opt.step(params, grads=fs.Sharded(total, together), state=opt.init(params))
