@@ -383,6 +383,8 @@ def _check_gradients(grads: Sharded, params: Sharded) -> None:
 
 def _by_name(leaves: Mapping[str, Leaves], layout: Layout, others: Mapping[str, Layout]) -> OptState:
     """A tree for each name of state, of ``layout`` where ``others`` has no other one for it."""
-    names = dict.fromkeys(name for x in leaves.values() for name in x)
-    trees = {name: {key: x[name] for key, x in leaves.items() if name in x} for name in names}
+    trees: dict[str, dict[str, Any]] = {}
+    for key, of_key in leaves.items():
+        for name, x in of_key.items():
+            trees.setdefault(name, {})[key] = x
     return {name: Sharded(tree, others.get(name, layout)) for name, tree in trees.items()}

@@ -72,25 +72,25 @@ class Part:
         """New parameters and state, by key of a buffer, then by name."""
         rows, numbers = rank_dims(params.layout), {label: self.opt.traits(label).numbers for label in options}
         call = StepCall(self.opt.cls, self.opt.known, options, self.label_of, numbers, donate)
-        tensors: dict[str, Leaves] = {
-            key: {PARAM: params[key], GRAD: grads[key], **{name: x[key] for name, x in state.items() if key in x}}
-            for key in self.buffers
-        }
+        trees = {PARAM: params, GRAD: grads, **state}
+        leaves = [(name, dict(tree.items())) for name, tree in trees.items()]
+        tensors = {key: {name: tree[key] for name, tree in leaves if key in tree} for key in self.buffers}
         return run_below_transforms(call, {**tensors, **tensors_among(options, rows)}, rows)
 
     def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
         """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
-        problems, scalar = [], rank_dims(params.layout)
-        names = {label: state_names(self.opt.traits(label)) for label in dict.fromkeys(self.label_of.values())}
-        for key, label in self.label_of.items():
-            missing = [name for name in names[label] if name not in state or key not in state[name]]
-            problems += [f"{key!r}: {name!r} is missing" for name in missing]
-            shapes = tuple(params[key].shape), scalar
-            problems += [
-                f"{key!r}: {name!r}: got shape {tuple(tree[key].shape)}, expected {shapes[0]} or {scalar}"
-                for name, tree in state.items()
-                if key in tree and isinstance(tree[key], Tensor) and tree[key].shape not in shapes
-            ]
+        problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
+        trees = {name: dict(tree.items()) for name, tree in state.items()}
+        for label in dict.fromkeys(self.label_of.values()):
+            keys = [key for key in self.buffers if self.label_of[key] == label]
+            for name in state_names(self.opt.traits(label)):
+                missing = keys if name not in trees else [key for key in keys if key not in trees[name]]
+                problems += [f"{key!r}: {name!r} is missing" for key in missing]
+        for name, tree in trees.items():
+            for key, shape in [(key, shards[key].shape) for key in self.buffers if isinstance(tree.get(key), Tensor)]:
+                if (got := tree[key].shape) != shape and got != scalar:
+                    expected = f"{tuple(shape)} or {scalar}"
+                    problems.append(f"{key!r}: {name!r}: got shape {tuple(got)}, expected {expected}")
         return problems
 
     def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
@@ -143,7 +143,9 @@ class StepCall:
     def _group(self, leaves: Leaves, options: Mapping[str, Options], label: str, rows: Rows) -> Group:
         own = in_place if self.donate else copied
         param, grad, *state = leaves.items()
-        given = {name: x.flatten()[0] if _is_count(x, rows) and prod(rows) else x for name, x in state if x is not None}
+        given = {name: x for name, x in state if x is not None}
+        if rows and prod(rows):
+            given = {name: x.flatten()[0] if _is_count(x, rows) else x for name, x in given.items()}
         states = {name: own(x) for name, x in given.items() if not name.startswith(NUMBER)}
         kept = {name: given[NUMBER + name].item() if NUMBER + name in given else None for name in self.numbers[label]}
         return Group(own(param[1]), self._gradient(grad[1], param[1], options[label]), states, options[label], kept)
@@ -156,14 +158,13 @@ class StepCall:
 
     def _results(self, group: Group, given: Leaves, rows: Rows) -> Leaves:
         """Results by name: ``None`` for state that does not exist yet; new state has the parameter's memory kind."""
-        states = {name: _expand(x, rows) for name, x in {**group.state, **_as_state(group.numbers)}.items()}
+        states = {**group.state, **_as_state(group.numbers)}
+        if rows:
+            states = {name: _expand(x, rows) for name, x in states.items()}
         made = {name: _in_memory_kind(x, group.param) for name, x in states.items() if given.get(name) is None}
-        names = {name: None for name in given if name != GRAD}
-        return self._lay({**names, **states, **made, PARAM: group.param}, given)
-
-    def _lay(self, results: Leaves, given: Leaves) -> Leaves:
-        """``results`` in donated memory, for example also a counter of all ranks that was updated once."""
-        return {name: in_memory_of(given.get(name), x) for name, x in results.items()} if self.donate else results
+        results = {**dict.fromkeys(given), **states, **made, PARAM: group.param}
+        del results[GRAD]
+        return _in_memory_of_all(given, results) if self.donate else results
 
     def _row_by_row(self, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
         own = {key: {name: in_place(x) for name, x in leaves.items()} for key, leaves in tensors.items()}
@@ -174,7 +175,7 @@ class StepCall:
             }
             results.append(self(row, rows[1:]))
         stacked = {key: {n: _stack([each[key][n] for each in results]) for n in x} for key, x in results[0].items()}
-        return {key: self._lay(leaves, tensors[key]) for key, leaves in stacked.items()}
+        return {key: _in_memory_of_all(tensors[key], x) for key, x in stacked.items()} if self.donate else stacked
 
 
 def run_below_transforms(call: Call, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
@@ -184,7 +185,7 @@ def run_below_transforms(call: Call, tensors: Mapping[str, Leaves], rows: Rows) 
 
     def on_plain(rows: Rows, plain: Sequence[Tensor]) -> tuple[Tensor, ...]:
         made.update(call(_filled(tensors, plain), rows))
-        return tuple(x for leaves in made.values() for x in leaves.values() if isinstance(x, Tensor))
+        return tuple([x for leaves in made.values() for x in leaves.values() if isinstance(x, Tensor)])
 
     returned = _Below.apply(_Plain(on_plain, rows), *sent) if sent else ()
     return _filled(made, returned)
@@ -302,8 +303,10 @@ def _stack(values: Sequence[Any]) -> Any:
 
 def _as_state(numbers: Mapping[str, Any]) -> Leaves:
     """Numbers as tensors, so that they are leaves of the tree."""
-    tensors = {name: torch.tensor(x, dtype=NUMBER_DTYPES[type(x)]) for name, x in numbers.items() if x is not None}
-    return {NUMBER + name: tensors.get(name) for name in numbers}
+    made = {}
+    for name, x in numbers.items():
+        made[NUMBER + name] = None if x is None else torch.tensor(x, dtype=NUMBER_DTYPES[type(x)])
+    return made
 
 
 def count_writes(donated: Sequence[Any]) -> None:
@@ -315,6 +318,11 @@ def count_writes(donated: Sequence[Any]) -> None:
 def _in_memory_kind(x: Any, param: Tensor) -> Any:
     """State of the parameter's shape in the parameter's memory kind; scalars stay on their device."""
     return memory_kind_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
+
+
+def _in_memory_of_all(given: Leaves, results: Leaves) -> Leaves:
+    """``results`` in donated memory, for example also a counter of all ranks that was updated once."""
+    return {name: in_memory_of(given.get(name), x) for name, x in results.items()}
 
 
 def in_memory_of(given: Any, result: Any) -> Any:
@@ -330,8 +338,12 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def copied(x: Any) -> Any:
-    """A copy of a tensor, in its memory kind."""
-    return memory_kind_of(x).copy(x) if isinstance(x, Tensor) else x
+    """A contiguous copy of a tensor, in its memory kind."""
+    if type(x) is not Tensor or x.is_meta:
+        return memory_kind_of(x).copy(x) if isinstance(x, Tensor) else x
+    if x.is_cpu and not in_transform() and (x.is_pinned() or x.untyped_storage().filename):
+        return memory_kind_of(x).copy(x)
+    return x.detach().clone(memory_format=torch.contiguous_format)
 
 
 def in_place(x: Any) -> Any:

@@ -148,8 +148,9 @@ def _is_count(x: Any) -> bool:
 
 def _implementation(options: Options, params: Sequence[Tensor], known: Collection[str]) -> dict[str, Any]:
     """The fastest that the class has, unless the user selected one; traced, one that reads no tensor on the host."""
-    fuses = "fused" in known and all(options.get(name) is None for name in _IMPLEMENTATIONS)
-    fuses = fuses and all(x.is_floating_point() and not x.is_meta for x in params)
+    chosen = [name for name in _IMPLEMENTATIONS if options.get(name) is not None]
+    fuses = "fused" in known and not chosen
+    fuses = fuses and not [x for x in params if x.is_meta or not x.is_floating_point()]
     if being_traced() and not (fuses and traced_as_it_runs()):
         return {name: x for name, x in (("foreach", False), ("capturable", True)) if name in known}
     return {"fused": True} if fuses else {}
@@ -163,9 +164,11 @@ def option_names(cls: Class) -> list[str]:
 
 def may_write_gradient(cls: Class, options: Options, param: Tensor, known: Collection[str]) -> bool:
     """Whether a step of ``cls`` may write to the gradient of ``param``; loops and fused kernels of torch do not."""
+    if cls in _LEAVE_GRADIENTS:
+        return False
     chosen = {**_implementation(options, [param], known), **options}
     looped = chosen.get("fused") or (param.is_cpu and not chosen.get("foreach"))
-    return cls not in (ELEMENTWISE if looped else _LEAVE_GRADIENTS)
+    return not looped or cls not in ELEMENTWISE
 
 
 def initial_state(cls: Class, param: Tensor, options: Options, numbers: Sequence[str] = ()) -> tuple[State, State]:

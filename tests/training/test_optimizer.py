@@ -240,7 +240,7 @@ MISFITS = [
         "state_missing",
         lambda p, g, s: (p, g, {"step": s["step"], "exp_avg": fs.Sharded({"a": s["exp_avg"]["a"]}, p.layout)}),
         ValueError,
-        "step: state: 5 problems\n  'a': 'exp_avg_sq' is missing\n  'b/float64': 'exp_avg' is missing\n(?s:.*)Start",
+        "step: state: 5 problems\n  'b/float64': 'exp_avg' is missing\n(?s:.*)'a': 'exp_avg_sq' is missing",
     ),
     (
         "state_elsewhere",  # torch's fused kernels would write past the end of it
