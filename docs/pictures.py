@@ -19,22 +19,30 @@ from functorch_shard.pictures import svg
 
 PLACE = Path(__file__).parent / "_static"
 PACKAGE = Path(fs.__file__).parent
-ABOUT = {
-    "cli": "the command line",
-    "matrix": "optimizers of whole parameters",
-    "testing": "run_ranks, count_collectives",
-    "checkpoint": "save, load, two formats",
-    "graph": "compile: a step as one graph",
-    "pictures": "visualize: a layout",
-    "training": "grad, optimizer, norms",
+# The core, which a step goes through, and what each satellite around it is for.
+CORE = {
+    "training": "grad, bind, optimizer, norms",
     "sharding": "shard, gather, scatter_grads",
     "collectives": "psum ... psum_scatter and their derivatives",
     "storage": "where memory is",
     "layout": "which element is on which rank",
-    "sequential": "ranks that take turns",
     "mesh": "the ranks",
     "communication": "how bytes move on one axis",
     "torch_internals": "private names of torch",
+}
+SATELLITES = {
+    "checkpoint": "save, load, two formats",
+    "cli": "the command line",
+    "codecs": "encoded communication",
+    "curvature": "Hessian products, flat vectors",
+    "gloo": "shared memory between ranks of a host",
+    "graph": "record and replay a step",
+    "matrix": "optimizers of whole matrices",
+    "pictures": "layouts and steps as pictures",
+    "remat": "recomputation",
+    "sequential": "ranks that take turns",
+    "tensor_parallel": "DTensor parameters",
+    "testing": "run_ranks, count_collectives",
 }
 
 
@@ -155,14 +163,17 @@ def memory() -> str:
 
 
 def imports() -> dict[str, set[str]]:
-    """The packages that each package imports."""
+    """The packages that each package imports; the core imports satellites inside of functions, which is no arrow."""
     names = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     found: dict[str, set[str]] = {name: set() for name in names}
     for path in (path for name in names for path in (PACKAGE / name).rglob("*.py")):
-        here = ["functorch_shard", *path.relative_to(PACKAGE).parent.parts]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        here, tree = ["functorch_shard", *path.relative_to(PACKAGE).parent.parts], ast.parse(path.read_text("utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = {node for function in functions for node in ast.walk(function)}
+        for node in ast.walk(tree):
             for target in _targets(node, here):
-                found[here[1]] |= {target[1]} & names - {here[1]} if target[0] == here[0] and target[1:] else set()
+                names_here = names - {here[1]} - (SATELLITES.keys() if node in inside else set())
+                found[here[1]] |= {target[1]} & names_here if target[0] == here[0] and target[1:] else set()
     return found
 
 
@@ -176,37 +187,41 @@ def _targets(node: ast.AST, here: list[str]) -> Iterator[list[str]]:
 
 
 def packages() -> str:
-    """Packages on levels, each above all that it imports; an arrow for each import that no other one implies."""
-    below, (width, height, gap) = imports(), (470, 52, 28)
+    """Draw the core on levels, each above all that it imports, and satellites around it."""
+    every = imports()
+    below = {name: every[name] & CORE.keys() for name in CORE}
+    width, height, gap = 400, 40, 24
     level = {name: _level(name, below) for name in below}
     rows = [sorted(name for name in below if level[name] == i) for i in range(max(level.values()), -1, -1)]
     at = {
-        name: (500 + (i - (len(row) - 1) / 2) * (width + 20), 16 + (height + gap) * number)
+        name: (500 + (i - (len(row) - 1) / 2) * (width / len(row) + 10), width / len(row), 16 + (height + gap) * number)
         for number, row in enumerate(rows)
         for i, name in enumerate(row)
     }
-    body = []
+    body: list[str] = []
     for name, imported in sorted(below.items()):
         implied = {other for target in imported for other in _all_below(target, below)}
         for target in sorted(imported - implied):
-            (x, y), (end, bottom) = at[name], at[target]
+            (x, _, y), (end, _, bottom) = at[name], at[target]
             body += [svg.line(x, y + height, end, bottom - 5), _tip(end, bottom)]
-        also = ", ".join(sorted(imported & implied))
-        x, y = at[name][0] - width / 2, at[name][1]
-        tip = f"{name} imports {', '.join(sorted(imported)) or 'no other package'}"
-        body += [svg.rectangle(x, y, width, height, "fs-hue0" if name in STEP else "fs-rest", tip)]
-        body += [svg.text(x + 12, y + 20, f"{name}: {ABOUT[name]}")]
-        body += [svg.text(x + 12, y + 40, f"also {also}")] if also else []
-    bottom = 16 + (height + gap) * len(rows)
-    body += [
-        svg.rectangle(20, bottom - 10, 12, 12, "fs-hue0"),
-        svg.text(38, bottom, LEGEND),
-    ]
-    return svg.document(1000, bottom + 16, "Packages and their imports", body)
+        x, wide, y = at[name]
+        body += _box(name, CORE[name], x - wide / 2, y, wide, "fs-hue0", every)
+    around = sorted(every.keys() - CORE.keys())
+    for i, name in enumerate(around):
+        side, row = i % 2, i // 2
+        body += _box(name, SATELLITES[name], 16 if side == 0 else 724, 16 + row * (height + gap), 260, "fs-rest", every)
+    bottom = 16 + (height + gap) * max(len(rows), (len(around) + 1) // 2)
+    body += [svg.rectangle(20, bottom - 10, 12, 12, "fs-hue0"), svg.text(38, bottom, LEGEND)]
+    return svg.document(1000, bottom + 16, "The core, and satellites around it", body)
 
 
-LEGEND = "what a training step goes through; also: imports without an arrow, of what is further below"
-STEP = {"training", "sharding", "collectives", "layout", "mesh", "communication"}
+def _box(name: str, about: str, x: float, y: float, width: float, style: str, every: dict[str, set[str]]) -> list[str]:
+    tip = f"{name} imports {', '.join(sorted(every[name])) or 'no other package'}"
+    lines = [svg.text(x + 10, y + 16, name), svg.text(x + 10, y + 32, about, "fs-faint")]
+    return [svg.rectangle(x, y, width, 40, style, tip), *lines]
+
+
+LEGEND = "the core, which a training step goes through; the others are imported where they are asked for"
 
 
 def _tip(x: float, y: float) -> str:

@@ -20,9 +20,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import isclose, prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .precision import BufferDtypes
 
@@ -41,12 +42,28 @@ class Divide:
     by: float
 
 
+class Encoding(Protocol):
+    """What a gather sends in place of elements; ``fs.codecs`` has some."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Encode each row of the last dim as one message of bytes; and what decodes it."""
+        ...
+
+    def decode(self, messages: Tensor, form: Any) -> Tensor:
+        """Decode messages of the last dim."""
+        ...
+
+    def recode(self, x: Tensor) -> Tensor:
+        """Encode and decode; the derivative is the identity's."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AllGather:
     """The operands of all ranks side by side; with a ``codec``, what it makes of each of them."""
 
     axis: str
-    codec: Any = None
+    codec: Encoding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +128,7 @@ def _divide(by: float) -> Iterator[Divide]:
         yield Divide(by)
 
 
-def gathered_encoded(ops: Ops, dtypes: BufferDtypes, codec: Any) -> Ops:
+def gathered_encoded(ops: Ops, dtypes: BufferDtypes, codec: Encoding) -> Ops:
     """``ops`` of a gather that moves what ``codec`` makes of the stored shards."""
     encoded = [AllGather(op.axis, codec) for op in ops if isinstance(op, AllGather)]
     return (Cast(dtypes.stored), *encoded, Cast(dtypes.gathered)) if encoded else ops

@@ -1,9 +1,9 @@
 """From whole parameters to shards and back: ``shard``, ``gather``, ``scatter_grads`` and what they are made of.
 
 The verbs: ``gather``, ``scatter``, ``shard``, ``partition``, ``initialize`` (``module_reset``, or ``module_init`` with
-``staging``, on ``blank_modules``), ``reshard``, ``iter_parameters``, ``gather_on_rank``, ``flat_vectors``,
-``compression``; ``slicing``: whole buffers to shards. How a gather and its reduction are
-done: ``data_parallel`` differentiates them by their schedule; ``lazy_gather`` (autograd) makes ``lazy_tensor`` objects;
+``staging``, on ``blank_modules``), ``reshard``, ``iter_parameters``, ``gather_on_rank``, ``flat_vectors``;
+``slicing``: whole buffers to shards. How a gather and its reduction are done:
+``data_parallel`` differentiates them by their schedule; ``lazy_gather`` (autograd) makes ``lazy_tensor`` objects;
 ``prefetch_policy`` decides which unit is gathered next and which is freed, ``gathered_units`` holds them,
 ``asynchronous`` starts gathers and reductions that are waited for later, on ``streams``; ``reduction`` reduces at once,
 and ``unused`` knows what a rank did not use. ``overlapped_means``: the mean over replicas, taken during backward.

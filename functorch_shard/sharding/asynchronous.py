@@ -12,7 +12,6 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import decode_rows, encode_rows
 from ..communication.axis import Axis
 from ..communication.work import Finished, Work
 from ..layout.buffers import Buffer
@@ -35,11 +34,11 @@ def start_gather(ops: Ops, shard: Tensor, key: str, mesh: Mesh, device: torch.de
         return Finished(_copied(shard, dtypes[-1], device))
     if op.codec is None:
         return _start_all_gather(mesh[op.axis], shard, dtypes[-1], key, device)
-    message, form = encode_rows(shard.to(device, non_blocking=True), op.codec)
-    sizes = mesh[op.axis].size, message.shape[-1]
+    message, form = op.codec.encode(shard.to(device, non_blocking=True))
+    codec, sizes = op.codec, (mesh[op.axis].size, message.shape[-1])
 
     def decoded(messages: Tensor) -> Tensor:
-        rows = decode_rows(messages.unflatten(-1, sizes), form, op.codec)
+        rows = codec.decode(messages.unflatten(-1, sizes), form)
         return run(behind, rows.flatten(-2), no_communication)
 
     return _start_all_gather(mesh[op.axis], message, message.dtype, key, device).then(decoded)

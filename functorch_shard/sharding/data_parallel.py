@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import Codec, decode_rows, encode_rows
 from ..collectives.operands import aside, fold, place_of, save_static, saved, stack
 from ..collectives.primitives import psum
 from ..collectives.rules import psum_at
@@ -26,6 +25,7 @@ from ..layout.schedule import (
     Cast,
     Communication,
     Divide,
+    Encoding,
     Ops,
     Schedule,
     gathered_encoded,
@@ -53,7 +53,7 @@ def run(
     return x
 
 
-def gathered(x: Tensor, plan: Schedule, mesh: Mesh, codec: Codec | None = None) -> Tensor:
+def gathered(x: Tensor, plan: Schedule, mesh: Mesh, codec: Encoding | None = None) -> Tensor:
     """The whole buffer of the shards ``x``, through ``codec`` if one is given; the derivative is that without it."""
     ops = gathered_encoded(plan.gather, plan.dtypes, codec) if codec else plan.gather
     return _linear(x, ops, (plan.gather, plan.within), plan, mesh)
@@ -142,9 +142,9 @@ def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
         return axis.issue("psum_scatter", x, dim=dim).wait()
     if op.codec is None:
         return axis.issue("all_gather", x, dim=dim).wait().contiguous()
-    messages, form = encode_rows(x, op.codec)
+    messages, form = op.codec.encode(x)
     rows = axis.issue("all_gather", messages, dim=dim).wait().unflatten(-1, (axis.size, messages.shape[-1]))
-    return decode_rows(rows, form, op.codec).flatten(-2)
+    return op.codec.decode(rows, form).flatten(-2)
 
 
 def no_communication(op: Communication, x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import Codec, as_codec, recode
 from ..collectives.sinks import prepare
 from ..containers import opened
 from ..eager import eager
@@ -18,6 +17,7 @@ from ..layout.buffers import Buffer
 from ..layout.dtensor import with_dtensors
 from ..layout.layout import Layout
 from ..layout.packing import unpack
+from ..layout.schedule import Encoding
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
@@ -131,7 +131,7 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
         check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
-    codec = None if codec is None else as_codec("gather", codec)
+    codec = None if codec is None else _encoding(codec)
     layout = trees[0].layout.merge([tree.layout for tree in trees[1:]]) if len(trees) > 1 else trees[0].layout
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
@@ -152,6 +152,12 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
+def _encoding(codec: Any) -> Encoding:
+    from ..codecs.encoding import encoding
+
+    return encoding("gather", codec)
+
+
 def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
     """Simulated ranks share one memory; one of those that run one after the other may ask for lazy parameters."""
     if layout.mesh.is_simulated or (layout.mesh.shares_memory and lazy is None):
@@ -164,7 +170,7 @@ def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
     return x.device != working_device(x, layout.mesh.device) or memory_kind_of(x).directory is not None
 
 
-def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
+def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Encoding | None) -> Tensor:
     """The whole buffer from this rank's shard."""
     plan, mesh = layout.schedule(buffer, dtype), layout.mesh
     x = x.to(working_device(x, mesh.device), non_blocking=True)
@@ -172,9 +178,11 @@ def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, 
     return gathered(x, plan, mesh, codec if buffer.dtype.is_floating_point else None)
 
 
-def _flat_of_stack(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> Tensor:
+def _flat_of_stack(
+    x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
+) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
-    x = recode(x, codec) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
+    x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
     x = x.to(working_device(x, layout.mesh.device), layout.schedule(buffer, dtype).dtypes.gathered)
     for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
         x = _FirstCopy.apply(x, dim, i == 0)

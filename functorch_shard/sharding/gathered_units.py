@@ -14,13 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import Codec
 from ..communication.work import Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
-from ..layout.schedule import Ops, Schedule, gathered_encoded
+from ..layout.schedule import Encoding, Ops, Schedule, gathered_encoded
 from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
 from ..torch_internals.tensors import version_of
@@ -38,7 +37,7 @@ class Part:
     buffers: tuple[Buffer, ...]
     layout: Layout
     dtype: torch.dtype | None
-    codec: Codec | None = None
+    codec: Encoding | None = None
     joined: bool = False  # whether a node behind it waits for its reductions
     tangent_of: Part | None = None
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import Codec
 from ..collectives.sinks import Sink, prepare, sink_here
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
+from ..layout.schedule import Encoding
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import Function, backward_pass, differentiate_at_once, signed
 from ..torch_internals.lowering import has_tangents
@@ -31,7 +31,7 @@ from .reduction import reduced, scattered
 
 
 def lazily(
-    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
 ) -> dict[str, Tensor]:
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
     session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
@@ -79,7 +79,9 @@ def _joined(
     return dict(zip(requires_grad, joined, strict=True))
 
 
-def _parts(shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Codec | None) -> list[Part]:
+def _parts(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
+) -> list[Part]:
     """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
     if (which := (Part, *shards, dtype, codec)) in layout.derived:
         return layout.derived[which]

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import Codec
-from ..collectives.encoded import scatter_encoded
 from ..collectives.sinks import sink_here
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import batch_of, pack
-from ..layout.ranks import shard_axis
 from ..layout.schedule import AllReduce, Divide, Schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import Function
@@ -46,18 +43,6 @@ def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout
     """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather."""
     packed, plan = _packed(grads, buffer, layout)
     return within(packed, plan, layout.mesh)
-
-
-def reduced_encoded(
-    grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: Codec, error: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """:func:`reduced` of what ``codec`` makes of ``grads`` and last time's ``error``, and what it lost of them."""
-    packed, _ = _packed(grads, buffer, layout)
-    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
-    owed = wide if error is None else wide + error
-    total, lost = scatter_encoded(owed, shard_axis(layout).of(buffer.key), codec)
-    plan = layout.schedule(buffer, wide.dtype)
-    return _returned(across(total, plan, layout.mesh), buffer, layout), lost
 
 
 def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:

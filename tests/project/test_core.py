@@ -36,7 +36,6 @@ FEATURES = {
     "communication.without",
     "mesh.joint",
     "mesh.launching",
-    "sharding.compression",
     "sharding.flat_vectors",
     "sharding.gather_on_rank",
     "sharding.initialize",

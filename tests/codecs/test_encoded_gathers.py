@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
-from functorch_shard.collectives.codecs import decode_rows, encode_rows
+from functorch_shard.codecs.encoding import encoding
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.coding import AXES, CODECS, values
-from tests.support.odd_shards import FORMS
+from tests.codecs.coding import AXES, CODECS, values
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated, slow
 from tests.support.refusals import refused
 
@@ -91,17 +90,6 @@ def test_derivatives_are_those_of_the_plain_gather_at_the_decoded_values(axes: d
     assert_trees_close(grad(coded)(params, rows), grad(plain)(at, rows))
 
 
-def test_outside_spmd_forward_mode_over_forward_mode_is_that_of_the_decoded_values() -> None:
-    given = {"w": torch.tensor([127.0, 1.0, -5.0, 127.0], dtype=torch.float64)}  # int8 is exact
-    params = fs.shard(given, fs.plan(given, fs.simulated_mesh(2)))
-
-    def cubes(p: fs.Sharded) -> Tensor:
-        return (fs.gather(p, codec=CODECS["int8"])["w"] ** 3).sum()
-
-    along = jvp(lambda p: jvp(cubes, (p,), (p,))[1], (params,), (params,))[1]
-    assert_trees_close(along, 9 * (given["w"] ** 3).sum())
-
-
 def counted(mesh: fs.Mesh) -> list[tuple[str, int]]:
     given = {"w": torch.randn(1000, 101)}
     params = fs.shard(given, fs.plan(given, mesh))
@@ -163,48 +151,20 @@ def test_gloo_ranks_lazily_or_at_once_compute_bitwise_what_simulated_ranks_do(ra
         assert_trees_close(ranks.run(results, lazy), expected, rtol=0, atol=0)
 
 
-def trained(mesh: fs.Mesh, lazy: bool | None) -> list[Tensor]:
-    """Losses of a deep model whose units are freed and gathered again, encoded, in backward."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(33, 33), torch.nn.Tanh()) for _ in range(5)])
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, losses = rows_of(mesh, torch.randn(mesh.size, 4, 33)), []
-
-    @mesh.spmd
-    def step(p: fs.Sharded, x: Tensor) -> tuple[fs.Sharded, Tensor]:
-        def loss(p: fs.Sharded) -> Tensor:
-            full = fs.gather(p, codec=CODECS["int8"], lazy=lazy)
-            return torch.func.functional_call(model, full, (x,)).square().mean()
-
-        return fs.grad_and_value(loss)(p)
-
-    for _ in range(4):
-        grads, value = step(params, x)
-        params = fs.Sharded({k: v - 0.5 * grads[k] for k, v in params.items()}, params.layout)
-        losses.append(value)
-    return losses
-
-
-@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2, 3, HYBRID)], ids=str)
-def test_encoded_units_that_are_gathered_again_train_bitwise_like_those_that_stay(ranks: Ranks) -> None:
-    for losses, plain in zip(ranks.run(trained, None), ranks.run(trained, False), strict=True):
-        assert_trees_close(losses, plain, rtol=0, atol=0)
-        assert losses[-1] < losses[0]
-
-
 @every_codec
 def test_a_message_is_bytes_of_a_length_that_says_nothing_of_values(name: str) -> None:
     codec = CODECS[name]
     for n in (0, 1, 2, 3, 255, 256, 257):
         x = torch.randn(2, 3, n, dtype=torch.float64)
-        messages, form = encode_rows(x, codec)
+        rows = encoding("test", codec)
+        messages, form = rows.encode(x)
         assert messages.dtype == torch.uint8
         assert messages.shape[:2] == (2, 3)
         assert messages.shape[2] % 16 == 0
-        back = decode_rows(messages, form, codec)
+        back = rows.decode(messages, form)
         expected = torch.stack([codec.decode(codec.encode(row)) for row in x.view(6, n)]).view(2, 3, n)
         assert torch.equal(back, expected)
-        assert torch.equal(decode_rows(*encode_rows(torch.zeros(2, n), codec), codec), torch.zeros(2, n))
+        assert torch.equal(rows.decode(*rows.encode(torch.zeros(2, n))), torch.zeros(2, n))
 
 
 def test_what_cannot_be_coded_makes_its_block_nan_and_no_other() -> None:
@@ -266,12 +226,3 @@ def test_blocks_have_a_size() -> None:
     for wrong in (0, -1, 1.5, None):
         for make in (fs.codecs.int8, fs.codecs.float8):
             assert refused(make, wrong) == f"ValueError: block: got {wrong!r}, expected a positive number of elements"
-
-
-@pytest.mark.parametrize("form", sorted(FORMS))
-@pytest.mark.parametrize("numel", [0, 1, 5])
-def test_elements_that_lie_oddly_in_memory_are_sent_as_they_are(form: str, numel: int) -> None:
-    x = torch.arange(1.0, numel + 1)
-    same = fs.codecs.Codec(lambda x: x, lambda x: x)
-    message, shapes = encode_rows(FORMS[form](x), same)
-    assert torch.equal(decode_rows(message, shapes, same), x)

@@ -8,13 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.codecs import as_codec
+from ..collectives.operands import aside, fold, place_of, stack
+from ..communication.axis import Axis
 from ..errors import name_problems, reject
+from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.packing import pack
+from ..layout.ranks import shard_axis
 from ..layout.trees import Sharded
 from ..layout.validation import check_grads, check_ranked
-from .reduction import reduced_and_cast, reduced_encoded
-from .scatter import layout_of_grads, near_grads
+from ..sharding.data_parallel import across
+from ..sharding.reduction import complete, reduced_and_cast
+from ..sharding.scatter import layout_of_grads, near_grads
+from ..torch_internals.autograd import Function
+from .encoding import RowEncoding, encoding
 
 Error = dict[str, Tensor]
 
@@ -62,7 +69,7 @@ def scatter_encoded_grads(
 
     Stands for the quantized gradients of ZeRO++ (qgZ) and LoCo's error feedback.
     """
-    pair = as_codec("scatter_encoded_grads", codec)
+    encoder = encoding("scatter_encoded_grads", codec)
     layout = layout_of_grads("scatter_encoded_grads", grads, layout)
     if not layout.mesh.in_spmd:
         check_ranked(grads, layout)
@@ -79,11 +86,70 @@ def scatter_encoded_grads(
     for key, buffer in layout.buffers.items():
         if key in encoded:
             before = error[key] if error else None
-            shards[key], lost = reduced_encoded(parts, buffer, layout, pair, before)
+            shards[key], lost = _reduced(parts, buffer, layout, encoder, before)
             owed[key] = _finite(lost, before)
         else:
             shards[key] = reduced_and_cast(parts, buffer, layout) if buffer.trainable else None
     return Sharded(shards, layout), owed
+
+
+def _reduced(
+    grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: RowEncoding, error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Reduce what ``codec`` makes of ``grads`` and last time's ``error``; and return what it lost of them."""
+    packed = pack(complete(grads, buffer, layout), buffer)
+    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    owed, axis = wide if error is None else wide + error, shard_axis(layout).of(buffer.key)
+    total, lost = _ScatterEncoded.apply(owed, *place_of(axis), axis, codec)
+    mean = across(total, layout.schedule(buffer, wide.dtype), layout.mesh)
+    return mean.to(layout.schedule(buffer).dtypes.returned), lost
+
+
+class _ScatterEncoded(Function):
+    """``psum_scatter`` of what a codec makes of each rank's part, and what it lost. Has no derivative."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: RowEncoding
+    ) -> tuple[Tensor, Tensor]:
+        return _exchange(x, axis, codec, 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: RowEncoding
+    ) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim, _ = aside(x, in_dims[0])
+            return _ScatterEncoded.apply(x, index, others, fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
+        return _exchange(stack(x, in_dims[0], axis), axis, codec, 3), (0, 0)
+
+
+def _exchange(x: Tensor, axis: Axis, codec: RowEncoding, dims: int) -> tuple[Tensor, Tensor]:
+    """The sum, in rank order, of the rows that ranks encoded for this one; and what this rank's lost."""
+    parts = x.unflatten(-1, (axis.size, x.shape[-1] // axis.size))
+    messages, form = codec.encode(parts)
+    received = axis.issue("all_to_all", messages, dim=messages.ndim - dims).wait()
+    total, *addends = codec.decode(received, form).unbind(-2)
+    for addend in addends:
+        total = total + addend
+    return total, (parts - codec.decode(messages, form)).flatten(-2)
+
+
+_NO_DERIVATIVE = (
+    "a reduction of encoded gradients has no derivative: use scatter_grads where somebody differentiates it."
+)
 
 
 def _finite(lost: Tensor, before: Tensor | None) -> Tensor:

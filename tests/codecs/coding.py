@@ -15,10 +15,7 @@ CODECS = {
 }
 AXES: list[dict[str, int]] = [
     {"shard": 1},
-    {"shard": 2},
     {"shard": 3},
-    {"shard": 8},
-    {"replicate": 2, "shard": 2},
     {"shard": 3, "replicate": 2},
     {"replicate": 3},
 ]
