@@ -88,8 +88,8 @@ def plan(
         labels: name -> label, or a callable ``(name, tensor) -> label or None``. Parameters of one label share buffers,
             and have their own optimizer options.
         shard_axis: the axis that buffers are sharded over; or several that are one for this, the outermost first, for
-            example ``("dp", "cp")``, where ranks of one ``dp`` have parts of the same sequences. ``("shard",
-            "replicate")`` shards over all ranks.
+            example ``("dp", "cp")``, where ranks of one ``dp`` have parts of the same sequences; in the order of
+            the mesh.
         replicate_axis: the axis that shards are replicated over. ``None``: gradients are not reduced over other axes,
             which is left to the program, for example once for several microbatches (guides/accumulation.md).
         reduction: the reduction of gradients over ranks, ``"mean"`` or ``"sum"``.
@@ -340,6 +340,9 @@ def _axis_problems(mesh: Mesh, options: _Options) -> Iterator[str]:
     if replicate_axis in shard_axes:
         yield f"shard_axis and replicate_axis: got {replicate_axis!r} for both, expected two names"
     yield from (f"shard_axis: {name!r} is there {n} times" for name, n in Counter(shard_axes).items() if n > 1)
+    ordered = [name for name in mesh.axes if name in shard_axes]
+    if sorted(ordered) == sorted(shard_axes) and ordered != shard_axes:
+        yield f"shard_axis: got {', '.join(shard_axes)}, expected the order of the mesh, {', '.join(ordered)}"
     for name, size in mesh.axes.items():
         if name not in (*shard_axes, replicate_axis) and size > 1 and replicate_axis is not None:
             yield (

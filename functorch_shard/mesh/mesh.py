@@ -81,7 +81,7 @@ class Mesh(Static):
         return self._simulated is not None
 
     def __getitem__(self, name: str | tuple[str, ...]) -> Axis:
-        """The axis of this name; of several, ``mesh["dp", "cp"]``, their ranks as one, in row-major order of the names.
+        """The axis of this name; of several, ``mesh["dp", "cp"]``, in the mesh's order, their ranks as one.
 
         On real ranks the first use of joint axes makes a process group, so all of its ranks have to come there.
         """
@@ -90,7 +90,7 @@ class Mesh(Static):
             if axis.name == name:
                 return axis
         names = name.split(",")
-        if len(names) > 1 and set(names) <= set(self.axes) and len(set(names)) == len(names):
+        if len(names) > 1 and names == [axis for axis in self.axes if axis in names]:
             from .joint import joint_axis, joint_backend
 
             if name not in self._groups:

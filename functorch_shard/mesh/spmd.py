@@ -46,9 +46,12 @@ class BatchedRanks(Simulated):
             gathered.add(key, whole, names)
 
     def joint(self, names: Sequence[str]) -> Backend:
-        from ..communication.joint import joint_of_stacked
+        from ..communication.joint import JointStackedBackend
 
-        return joint_of_stacked(self._backends, names)
+        several = [name for name in names if self._backends[name].size > 1] or [*names]
+        parts = tuple(self._backends[name] for name in several)
+        siblings = tuple(backend.ranks for name, backend in self._backends.items() if name not in several)
+        return parts[0] if len(parts) == 1 else JointStackedBackend(parts, siblings)
 
     def spmd(
         self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
