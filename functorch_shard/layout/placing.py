@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+_BLOCK = 64  # the last elements of a kernel round otherwise: on any number of ranks there are none in multiples of this
+_LARGE = 4096  # so padding is at most 1.6 %
 Granularity = int | Literal["rows"]
 
 
@@ -41,7 +43,8 @@ def place(sizes: Sequence[Size], num_shards: int, align: int) -> tuple[list[int]
     """The offset of each parameter, all multiples of ``align``, and the number of elements of one shard."""
     if all(size.granularity == 1 for size in sizes):
         offsets, end = _offsets(sizes, 0, align)
-        return offsets, -(-end // num_shards)
+        shard = -(-end // num_shards)
+        return offsets, padded(shard, _BLOCK) if align > 1 and shard >= _LARGE else shard
     align = lcm(align, gcd(*(size.granularity for size in sizes)))
     least = -(-sum(size.numel for size in sizes) // num_shards)
     while True:

@@ -98,7 +98,9 @@ def plan(
             float32, if ``units`` puts them in units of their own.
         reshard_after_forward: whether real ranks free a gathered unit after its use and gather it again in backward.
             ``False`` keeps every unit from its first use to its gradient: half of the gathers, more memory.
-        align_bytes: every parameter starts at a multiple of this; 0 packs them without gaps.
+        align_bytes: every parameter starts at a multiple of this, in each dtype of ``precision`` too; 0 packs them
+            without gaps. Otherwise shards of 4,096 elements and more are multiples of 64, so that elementwise kernels
+            round alike on any number of ranks.
         granularity: parameters are cut between ranks only at multiples of so many elements from their start, for
             example at the blocks that are quantised together: a number, or ``"rows"`` for the rows of each parameter.
             Padding keeps shards equally long; ``print`` shows how much. With a number, offsets and shards are multiples
@@ -197,7 +199,9 @@ def _plan(
         groups.setdefault(kind, []).append(slot)
     shards = prod(mesh.axes.get(name, 1) for name in options.shard_axis.split(","))
     return Layout(
-        units=_with_policies(_units(groups, shards, options.align_bytes), precision),
+        units=_units(
+            groups, shards, options.align_bytes, _policies([*{kind.unit: None for kind in groups}], precision)
+        ),
         axes=tuple(mesh.axes.items()),
         aliases=tuple(sorted(aliases.items())),
         mesh=mesh,
@@ -217,7 +221,9 @@ def _granularities(parts: Mapping[str, Tensor], granularity: Granularity) -> dic
     return {name: granularity_of(part, granularity) for name, part in parts.items()}
 
 
-def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int) -> tuple[Unit, ...]:
+def _units(
+    groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int, policies: Mapping[str, MixedPrecision]
+) -> tuple[Unit, ...]:
     """Units, and the buffers in each, in the order of their first parameters."""
     keys = _keys(groups)
     problems = [f"{key!r}: the key of {count} buffers" for key, count in Counter(keys).items() if count > 1]
@@ -226,21 +232,27 @@ def _units(groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int
     for key, (kind, slots) in zip(keys, groups.items(), strict=True):
         num_shards = 1 if kind.ignored else shards
         sizes = [Size(slot.numel, slot.granularity) for slot in slots]
-        offsets, shard = place(sizes, num_shards, alignment(kind.dtype, align_bytes))
+        offsets, shard = place(sizes, num_shards, alignment(_smallest(kind.dtype, policies[kind.unit]), align_bytes))
         placed = tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True))
         buffers.setdefault(kind.unit, []).append(
             Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, placed)
         )
-    return tuple(Unit(name, in_source_order(parts)) for name, parts in buffers.items())
+    return tuple(Unit(name, in_source_order(parts), policies[name]) for name, parts in buffers.items())
 
 
-def _with_policies(units: Sequence[Unit], precision: Precision) -> tuple[Unit, ...]:
-    """Each unit with its policy; units without one keep their stored dtypes."""
-    policies = [precision(unit.name) if callable(precision) else precision for unit in units]
-    if odd := [policy for policy in policies if not isinstance(policy, (MixedPrecision, type(None)))]:
+def _smallest(dtype: torch.dtype, policy: MixedPrecision) -> torch.dtype:
+    """The smallest dtype that a buffer of ``dtype`` is gathered or reduced in: a kernel reads slots in each of them."""
+    others = (policy.param_dtype, policy.reduce_dtype) if dtype.is_floating_point else ()
+    return min((dtype, *(other for other in others if other)), key=lambda each: each.itemsize)
+
+
+def _policies(names: Sequence[str], precision: Precision) -> dict[str, MixedPrecision]:
+    """The policy of each unit; units without one keep their stored dtypes."""
+    policies = {name: precision(name) if callable(precision) else precision for name in names}
+    if odd := [policy for policy in policies.values() if not isinstance(policy, (MixedPrecision, type(None)))]:
         known = "a MixedPrecision, or a callable (unit) -> MixedPrecision or None"
         raise TypeError(f"plan: precision: got {type(odd[0]).__name__}, expected {known}")
-    return tuple(replace(u, precision=policy or u.precision) for u, policy in zip(units, policies, strict=True))
+    return {name: policy or MixedPrecision() for name, policy in policies.items()}
 
 
 def _keys(kinds: Collection[_Kind]) -> list[str]:

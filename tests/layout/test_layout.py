@@ -121,6 +121,25 @@ def test_every_parameter_starts_at_a_multiple_of_align_bytes(layout: Layout) -> 
         assert not fine or gap_bytes < step * len(buffer.slots) + layout.num_shards * buffer.dtype.itemsize
 
 
+def test_shards_of_many_elements_are_multiples_of_64_and_packed_and_small_ones_are_not_padded() -> None:
+    sizes = [4095 * 3, 4097 * 3]
+    for align_bytes, expected in ((16, [4095, 4160]), (0, [4095, 4097])):
+        layouts = [fs.plan({"p": torch.zeros(n)}, fs.simulated_mesh(3), align_bytes=align_bytes) for n in sizes]
+        assert [layout.buffers["(root)"].shard_numel for layout in layouts] == expected
+
+
+def test_slots_are_aligned_in_the_smallest_dtype_that_they_are_gathered_or_reduced_in() -> None:
+    values = {"a": torch.zeros(1), "b": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64), "m": torch.zeros(1)}
+    for policy, offset in (
+        (None, 4),
+        (fs.MixedPrecision(torch.bfloat16), 8),
+        (fs.MixedPrecision(reduce_dtype=torch.bfloat16), 8),
+        (fs.MixedPrecision(torch.float64), 4),
+    ):
+        layout = fs.plan(values, fs.simulated_mesh(2), precision=policy, units=[["a", "b", "n"], ["m"]])
+        assert layout.slots["b"].offset == offset
+
+
 def test_an_empty_parameter_is_in_no_shard() -> None:
     layout = fs.plan({"m.a": torch.zeros(0, 3), "m.b": torch.zeros(3), "m.c": torch.zeros(0)}, fs.simulated_mesh(2))
     assert [piece.name for rank in range(2) for piece in layout.slices(rank)] == ["m.b", "m.b"]
