@@ -50,7 +50,7 @@ def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[Chunk]:
 
 def _of_buffer(leaf: Leaf, buffer: Buffer, x: Tensor, participants: Mesh) -> Iterator[Chunk]:
     layout = leaf.value.layout
-    by_shard, shard_of, first = ranks_by_shard(layout), shards_of_ranks(layout), _is_first_sibling(layout)
+    by_shard, shard_of, first = ranks_by_shard(layout), shards_of_ranks(layout), _is_first_sibling(layout, buffer)
     for rank, row in rows_here(x, layout.mesh).items():
         writer = rank if participants.is_simulated else participants.rank
         holders = by_shard[shard_of[rank]] if buffer.num_shards > 1 else range(layout.mesh.size)
@@ -75,12 +75,14 @@ def _origin(layout: Layout, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...
     return spec.shape, spec.local_start(layout.tensor_meshes[spec.axes].coordinate)
 
 
-def _is_first_sibling(layout: Layout) -> Mapping[str, bool]:
-    """Whether this process writes a parameter, and not another one with the same elements on the axes of DTensors."""
+def _is_first_sibling(layout: Layout, buffer: Buffer) -> Mapping[str, bool]:
+    """Which parameters of ``buffer`` this process writes, and not another one with the same elements of a DTensor."""
     coordinates = {}
     for axes, mesh in layout.tensor_meshes.items():
         coordinates.update(zip(dict(axes), mesh.coordinate, strict=True))
     return {
-        name: not any(i for axis, i in coordinates.items() if slot.dtensor is None or axis not in slot.dtensor.cut_over)
-        for name, slot in layout.slots.items()
+        slot.name: not any(
+            i for axis, i in coordinates.items() if slot.dtensor is None or axis not in slot.dtensor.cut_over
+        )
+        for slot in buffer.slots
     }
