@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from .asynchronous import Reductions, start_gather
 from .prefetch_policy import use_order
 from .streams import RecordedEvent, Streams, streams_of
 from .unused import Owed
+
+# The buffer, shape, strides and offset there, dtype, and the offset of its parameter.
+Place = tuple[int, tuple[int, ...], tuple[int, ...], int, torch.dtype, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +50,36 @@ class Part:
         return all(buffer.num_shards > 1 for buffer in self.buffers)
 
     @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        return tuple(slot for buffer in self.buffers for slot in buffer.slots)
+    def has_shards(self) -> bool:
+        return any(buffer.num_shards > 1 for buffer in self.buffers)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(buffer.key for buffer in self.buffers)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(slot.name for buffer in self.buffers for slot in buffer.slots)
 
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
         """How each buffer is gathered and its gradient reduced."""
         return tuple(self.layout.schedule(buffer, self.dtype) for buffer in self.buffers)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where each parameter is in its whole buffer."""
+        return self.places_of([()] * len(self.buffers))
+
+    def places_of(self, batches: Sequence[Sequence[int]]) -> list[Place]:
+        """The same where there is a whole buffer for each of a batch."""
+        groups = enumerate(zip(self.buffers, batches, self.schedules, strict=True))
+        return [
+            (i, *_place(slot, buffer, batch), schedule.dtypes.gathered, slot.offset)
+            for i, (buffer, batch, schedule) in groups
+            for slot in buffer.slots
+        ]
 
     @cached_property
     def has_mean(self) -> bool:
@@ -76,15 +103,28 @@ class Part:
         )
 
 
+def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, strides and offset of a parameter in the whole buffer, of which there is one for each of a batch."""
+    if not batch:
+        return slot.shape, _strides(slot.shape), slot.offset
+    return (*batch, *slot.shape), (*_strides((*batch, buffer.numel))[:-1], *_strides(slot.shape)), slot.offset
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Those of a contiguous tensor."""
+    behind = accumulate(reversed(shape[1:]), lambda product, size: product * max(size, 1), initial=1)
+    return tuple(reversed([*behind]))[: len(shape)]
+
+
 class UnitBuffers:
     """The shards of a part, and the whole buffers while they are resident; dims before the last are batch dims."""
 
-    __slots__ = ("_made", "_sent_on", "_streams", "_versions", "_works", "device", "flats", "left_in", "part", "shards")
+    __slots__ = ("_sent_on", "_streams", "_versions", "_works", "device", "flats", "left_in", "made", "part", "shards")
 
     def __init__(self, part: Part, shards: Sequence[Tensor], streams: Streams | None) -> None:
         self.part, self.device = part, working_device(shards[0], part.layout.mesh.device)
         self._streams = streams
-        self._made: RecordedEvent | None = None
+        self.made: RecordedEvent | None = None
         self.shards = [shard.detach() for shard in shards]
         self._versions = _versions(self.shards)
         self._works: list[Work] | None = None
@@ -113,18 +153,11 @@ class UnitBuffers:
             assert self._works is not None
             with self._where_sent():
                 self.flats, self._works = [work.wait().contiguous() for work in self._works], None
-                self._made = None if self._streams is None else RecordedEvent(self._streams)
+                self.made = None if self._streams is None else RecordedEvent(self._streams)
 
     def drop(self) -> None:
         """Free the gathered buffers."""
         self.flats = self._works = None
-
-    def use(self, index: int) -> Tensor:
-        """The whole buffer ``index``, once it was waited for, for use on the current stream."""
-        assert self.flats is not None
-        if self._made is not None:
-            self._made.take(self.flats)
-        return self.flats[index]
 
     def _gather(self, i: int) -> Work:
         part, key = self.part, self.part.buffers[i].key
@@ -184,7 +217,7 @@ class Session:
         return buffers
 
     def data(self, buffers: UnitBuffers, index: int) -> Tensor:
-        """The whole buffer ``index`` of ``buffers``, whose unit is in use from now on."""
+        """The whole buffer ``index`` of ``buffers`` for the current stream; their unit is in use from now on."""
         if self.rank is not None and shard_axis(self.layout).backend.ready() != self.rank:
             raise RuntimeError(
                 "gather: a simulated rank uses a lazy parameter that another one gathered and put into a module, or "
@@ -192,7 +225,10 @@ class Session:
             )
         if buffers.flats is None or buffers.part.unit != self._order.current:
             self._arrive(buffers)
-        return buffers.use(index)
+        assert buffers.flats is not None
+        if buffers.made is not None:
+            buffers.made.take(buffers.flats)
+        return buffers.flats[index]
 
     def leave(self, part: Part, tangents: bool = False) -> None:
         """Free ``part``: its gradients are complete, and backward is done with it. Frozen parts of its unit stay.

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..collectives.sinks import Sink, prepare, sink_here
-from ..layout.buffers import Buffer, Slot
+from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
 from ..layout.schedule import Encoding
@@ -35,31 +33,23 @@ def lazily(
 ) -> dict[str, Tensor]:
     """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
     session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), {}
-    if any(layout.buffers[key].num_shards > 1 for key in shards):
+    parts = _parts(shards, layout, dtype, codec)
+    if any(part.has_shards for part in parts):
         session.rank = shard_axis(layout).backend.ready()
     anchors = sink_here().anchors
     together = anchors is not None and not has_tangents([*shards.values()])
     joined = _joined(session, shards, layout, anchors) if together else {}
-    for part in _parts(shards, layout, dtype, codec):
-        whole = _gather(session, part, shards, joined)
+    for part in parts:
+        if not together:
+            joined = _joined(session, {key: shards[key] for key in part.keys}, layout)
+        found = joined.keys() & part.keys
+        part = part.with_node if found else part
+        whole = _Gather.apply(session, part, *[joined[key] if key in joined else shards[key] for key in part.keys])
+        if together and len(found) == len(part.keys):
+            session.owed.expect(part, whole[0].grad_fn)
         differentiate_at_once(whole)
-        tensors.update(zip((slot.name for slot in part.slots), whole, strict=True))
+        tensors.update(zip(part.names, whole, strict=True))
     return tensors
-
-
-def _gather(
-    session: Session, part: Part, shards: Mapping[str, Tensor], joined: Mapping[str, Tensor]
-) -> tuple[Tensor, ...]:
-    own = {buffer.key: shards[buffer.key] for buffer in part.buffers}
-    together = {key: x for key, x in joined.items() if key in own}
-    joined = together or _joined(session, own, part.layout)
-    if not joined:
-        return _Gather.apply(session, part, *own.values())
-    part = part.with_node
-    whole = _Gather.apply(session, part, *(own | joined).values())
-    if own.keys() == together.keys():
-        session.owed.expect(part, whole[0].grad_fn)
-    return whole
 
 
 def _joined(
@@ -73,7 +63,7 @@ def _joined(
     if not requires_grad or in_transform() or not torch.is_grad_enabled():
         return {}
     device = working_device(shards[requires_grad[0]], layout.mesh.device)
-    anchor, *joined = _Join.apply(session, requires_grad, device, *(shards[key] for key in requires_grad))
+    anchor, *joined = _Join.apply(session, requires_grad, device, *[shards[key] for key in requires_grad])
     if anchors is not None:
         anchors.append(anchor)
     return dict(zip(requires_grad, joined, strict=True))
@@ -104,15 +94,9 @@ class _Gather(Function):
     @signed
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
         buffers = session.add(part, shards)
-        return tuple(
-            [
-                Lazy(
-                    session, buffers, i, *_place(slot, buffer, shard.shape[:-1]), schedule.dtypes.gathered, slot.offset
-                )
-                for i, (buffer, shard, schedule) in enumerate(zip(part.buffers, shards, part.schedules, strict=True))
-                for slot in buffer.slots
-            ]
-        )
+        plain = {x.ndim for x in shards} == {1}
+        places = part.places if plain else part.places_of([x.shape[:-1] for x in shards])
+        return tuple([Lazy(session, buffers, *place) for place in places])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -122,23 +106,20 @@ class _Gather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         with without_torch_function():
-            return _Gather._transpose(ctx, grads)
-
-    @staticmethod
-    def _transpose(ctx: Any, grads: Sequence[Tensor]) -> Any:
-        session, part, now = ctx.session, ctx.part, backward_pass()
-        averages, grads = ctx.sink.start(ctx, grads)
-        session.leave(part, tangents=in_transform() or has_tangents(grads))
-        by_name = {slot.name: grad for slot, grad in zip(part.slots, grads, strict=True)}
-        wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
-        if part.joined and now is not None and not _is_differentiated(grads):
-            _reduce_zeros(session, session.owed.before(part, now), now, ctx.sink)
-            session.reductions.start(by_name, wanted, part.layout, now, averages)
-            shards = {buffer.key: _placeholder(buffer, session.memory_kinds[buffer.key].device) for buffer in wanted}
-        else:
-            total = reduced if averages else scattered
-            shards = {b.key: total(by_name, b, part.layout).to(session.memory_kinds[b.key].device) for b in wanted}
-        return None, None, *(shards.get(buffer.key) for buffer in part.buffers)
+            session, part, now = ctx.session, ctx.part, backward_pass()
+            averages, handed = ctx.sink.start(ctx, grads)
+            session.leave(part, tangents=in_transform() or has_tangents(handed))
+            by_name = dict(zip(part.names, handed, strict=True))
+            wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
+            kinds = session.memory_kinds
+            if part.joined and now is not None and not _is_differentiated(handed):
+                _reduce_zeros(session, session.owed.before(part, now), now, ctx.sink)
+                session.reductions.start(by_name, wanted, part.layout, now, averages)
+                shards = {b.key: _placeholder(b, kinds[b.key].device) for b in wanted}
+            else:
+                total = reduced if averages else scattered
+                shards = {b.key: total(by_name, b, part.layout).to(kinds[b.key].device) for b in wanted}
+        return None, None, *map(shards.get, part.keys)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
@@ -146,8 +127,7 @@ class _Gather(Function):
         buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
         part = replace(ctx.part, buffers=buffers, codec=None, joined=False, tangent_of=ctx.part)
         whole = _Gather.apply(ctx.session, part, *given.values())
-        by_name = {slot.name: x for slot, x in zip(part.slots, whole, strict=True)}
-        return tuple(by_name.get(slot.name) for slot in ctx.part.slots)
+        return tuple(map(dict(zip(part.names, whole, strict=True)).get, ctx.part.names))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, session: Session, part: Part, *shards: Tensor) -> Any:
@@ -160,20 +140,6 @@ class _Gather(Function):
 def _is_differentiated(grads: Sequence[Tensor]) -> bool:
     """Whether what is done with ``grads`` is differentiated or batched in turn."""
     return has_tangents(grads) or in_transform() or torch.is_grad_enabled()
-
-
-def _place(slot: Slot, buffer: Buffer, batch: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, strides and offset of a parameter in the whole buffer, of which there is one for each of a batch."""
-    if not batch:
-        return slot.shape, _strides(slot.shape), slot.offset
-    return (*batch, *slot.shape), (*_strides((*batch, buffer.numel))[:-1], *_strides(slot.shape)), slot.offset
-
-
-@lru_cache(maxsize=4096)
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Those of a contiguous tensor."""
-    behind = accumulate(reversed(shape[1:]), lambda product, size: product * max(size, 1), initial=1)
-    return tuple(reversed([*behind]))[: len(shape)]
 
 
 def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
@@ -205,7 +171,7 @@ class _Join(Function):
     @staticmethod
     @signed
     def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
-        return torch.empty(0, device=device), *(x.view_as(x) for x in shards)
+        return torch.empty(0, device=device), *[x.view_as(x) for x in shards]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -223,7 +189,7 @@ class _Join(Function):
         totals = [session.reductions.wait(key, now) for key in ctx.keys]
         handed_on = ctx.sink.finish(ctx, totals, session.reductions.means.means.taken)
         pairs = zip(totals, handed_on, grads, strict=True)
-        return None, None, None, *(grad if total is None else x for total, x, grad in pairs)
+        return None, None, None, *[grad if total is None else x for total, x, grad in pairs]
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:

@@ -19,7 +19,6 @@ from ..torch_internals.tensors import (
     arguments_of,
     is_written,
     no_torch_function,
-    refuse_pointers,
     without_memory,
     without_torch_function,
     writes_nothing,
@@ -74,7 +73,6 @@ class Lazy(Tensor):
         self = without_memory(cls, shape, strides, offset - start, dtype, buffers.device)
         self._session, self._buffers, self._index = session, buffers, index
         self._place, self._start = (shape, strides, offset), start
-        refuse_pointers(self)
         return self
 
     __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
@@ -100,10 +98,6 @@ class Lazy(Tensor):
             return func(self._data(own=True), *args, **kwargs)  # a view of other numbers
         lazy = [self._at(view.shape, view.stride(), offset + int(view.storage_offset())) for view in several]
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
-
-    def _transposed(self) -> Lazy:
-        shape, strides, offset = self._place
-        return self._at(shape[::-1], strides[::-1], offset)
 
     def _at(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> Lazy:
         return Lazy(self._session, self._buffers, self._index, shape, strides, offset, self.dtype, self._start)
@@ -187,7 +181,7 @@ def _rule(func: Any) -> Callable[[Any, Any, Any], Any]:
     if func in _FORM_ONLY:
         return _of_first(lambda x, args, kwargs: func(x._form(), *args, **kwargs))
     if func is aten.t.default:  # every linear layer, twice
-        return _of_first(lambda x, args, kwargs: x._transposed())
+        return _transposed
     if func.is_view:
         return _of_first(lambda x, args, kwargs: _viewed(func, x, args, kwargs))
     return _of_data if writes_nothing(func) else _of_data_unless_written
@@ -203,6 +197,12 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
     return of_first
 
 
+def _transposed(func: Any, args: Sequence[Lazy], kwargs: Any) -> Lazy:
+    (x,) = args
+    shape, strides, offset = x._place
+    return x._at(shape[::-1], strides[::-1], offset)
+
+
 def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
     """Reshape, contiguous and to are a view or a copy, which their decomposition decides. Autograd decomposes them;
     below it (in inference mode, inside of a DTensor) they arrive whole."""
@@ -211,13 +211,12 @@ def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
 
 
 def _of_data(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*map(_plain, args), **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
+    plain = [x._data() if isinstance(x, Lazy) else _inside(x) if isinstance(x, (list, tuple)) else x for x in args]
+    return func(*plain, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
 
 
-def _plain(x: Any) -> Any:
-    if isinstance(x, Lazy):
-        return x._data()
-    return [*map(_plain, x)] if isinstance(x, (list, tuple)) else x
+def _inside(xs: Sequence[Any]) -> list[Any]:
+    return [x._data() if isinstance(x, Lazy) else x for x in xs]
 
 
 def _of_data_unless_written(func: Any, args: Any, kwargs: Any) -> Any:

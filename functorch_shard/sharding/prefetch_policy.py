@@ -77,7 +77,8 @@ class UseOrder:
         evict = () if self._keeps else tuple([other for other in large if other not in kept])
         if ahead is None:
             return Decision(evict=evict)
-        return Decision((*[other for other in range(unit + 1, ahead) if other in self._small], ahead), evict)
+        on_the_way = [other for other in range(unit + 1, ahead) if other in self._small] if self._small else ()
+        return Decision((*on_the_way, ahead), evict)
 
     def _forward(self, unit: int, with_graph: bool) -> int | None:
         before, last = self._last

@@ -25,7 +25,6 @@ __all__ = [
     "is_on_cpu",
     "is_written",
     "no_torch_function",
-    "refuse_pointers",
     "returns_anything",
     "tensors_of",
     "version_of",
@@ -44,8 +43,13 @@ HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default  # 
 def without_memory(
     cls: type[T], shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
 ) -> T:
-    """A tensor of class ``cls`` without data, as in torch's documentation of ``__torch_dispatch__``."""
-    return Tensor._make_wrapper_subclass(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
+    """A tensor of class ``cls`` without data, as in torch's documentation of ``__torch_dispatch__``.
+
+    Native code that asks for its memory raises, and does not read from address 0.
+    """
+    x = Tensor._make_wrapper_subclass(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
+    _set_throw_on_mutable_data_ptr(x)
+    return x
 
 
 def is_on_cpu(x: Tensor) -> bool:
@@ -81,11 +85,6 @@ def writes_nothing(target: Any) -> bool:
 def returns_anything(operator: Any) -> bool:
     """Whether the operator declares a result."""
     return bool(operator._schema.returns)
-
-
-def refuse_pointers(tensor: Tensor) -> None:
-    """Make native code that asks for the memory of ``tensor`` raise instead of reading from address 0."""
-    _set_throw_on_mutable_data_ptr(tensor)
 
 
 def hooks_of(tensor: Tensor) -> list[str]:
