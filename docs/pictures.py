@@ -39,7 +39,7 @@ SATELLITES = {
     "graph": "record and replay a step",
     "matrix": "optimizers of whole matrices",
     "pictures": "layouts and steps as pictures",
-    "remat": "recomputation",
+    "recompute": "remat: run again in backward",
     "sequential": "ranks that take turns",
     "tensor_parallel": "DTensor parameters",
     "testing": "run_ranks, count_collectives",

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from . import checkpoint, codecs, curvature, debug, testing
     from .graph.compile import Compiled, compile  # noqa: A004  (as torch.compile)
     from .pictures.visualize import visualize
+    from .recompute.remat import remat
     from .sharding.initialize import init_buffers, init_params
     from .sharding.iter_parameters import iter_parameters
     from .sharding.reshard import reshard
     from .storage.offloading import offload
     from .training.estimate import Estimate, estimate
     from .training.jacobian import hessian, jacfwd, jacrev
-    from .training.remat import remat
     from .training.vectors import rademacher_like, randn_like, vdot
 
 __version__ = "0.1.0"
@@ -119,7 +119,7 @@ _ON_FIRST_USE = {
     "hessian": ".training.jacobian",
     "jacfwd": ".training.jacobian",
     "jacrev": ".training.jacobian",
-    "remat": ".training.remat",
+    "remat": ".recompute.remat",
     "rademacher_like": ".training.vectors",
     "randn_like": ".training.vectors",
     "vdot": ".training.vectors",

@@ -2,11 +2,10 @@
 
 ``grad``: ``grad`` and ``grad_and_value`` (``argnums``, ``forward_over_reverse``, ``differentiated_leaves``);
 ``boundary``: where they take the mean; ``jacobian``; ``usage``: whether a loss uses its parameters. ``bind``: the model
-with other parameters; ``apply``: the model as a function. ``remat``: recomputation, and ``recomputed``: its
-derivatives. ``optimizer``: ``torch.optim`` classes on shards; ``optimizer_step``: their steps on plain tensors;
-``torch_optim``: calls of the classes, and ``elementwise``: a test of one. ``vectors``: trees as vectors,
-``element_bits`` their random numbers; ``curvature``: operators on them. ``norms``, ``finite``, ``loss_scale``: norms,
-NaN and loss scales. ``estimate``: predicted memory and traffic.
+with other parameters; ``apply``: the model as a function. ``optimizer``: ``torch.optim`` classes on shards;
+``optimizer_step``: their steps on plain tensors; ``torch_optim``: calls of the classes, and ``elementwise``: a test of
+one. ``vectors``: trees as vectors, ``element_bits`` their random numbers; ``curvature``: operators on them. ``norms``,
+``finite``, ``loss_scale``: norms, NaN and loss scales. ``estimate``: predicted memory and traffic.
 
 Imports ``sharding`` and below; nothing but the top imports it.
 """

@@ -32,7 +32,7 @@ FLOORS = [
     {"storage"},
     {"sharding"},
     {"training", "checkpoint", "codecs"},
-    {"graph", "matrix", "pictures"},
+    {"graph", "matrix", "pictures", "recompute"},
     {"curvature", "debug"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
@@ -40,7 +40,18 @@ FLOORS = [
     {"__main__"},
 ]
 CORE = {"torch_internals", "communication", "mesh", "layout", "collectives", "storage", "sharding", "training"}
-SATELLITES = {"checkpoint", "cli", "codecs", "curvature", "gloo", "graph", "matrix", "pictures", "remat", "sequential"}
+SATELLITES = {
+    "checkpoint",
+    "cli",
+    "codecs",
+    "curvature",
+    "gloo",
+    "graph",
+    "matrix",
+    "pictures",
+    "recompute",
+    "sequential",
+}
 SATELLITES |= {"tensor_parallel", "testing"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 # Imports of torch.distributed outside of communication and mesh, each with its reason.

@@ -20,6 +20,7 @@ FEATURES = {
     "debug",
     "graph",
     "pictures",
+    "recompute",
     "matrix",
     "sequential",
     "testing",
@@ -47,8 +48,6 @@ FEATURES = {
     "training.elementwise",
     "training.estimate",
     "training.jacobian",
-    "training.recomputed",
-    "training.remat",
     "training.vectors",
 }
 MOST_MODULES, MOST_LINES = 99, 13_000  # of the core: these numbers go down

@@ -23,7 +23,7 @@ from ..torch_internals import lowering
 from ..torch_internals.autograd import Function, gradients_or_none, leaves_behind, nodes
 from ..torch_internals.lowering import active_transforms, constants, in_common, is_differentiated
 from ..torch_internals.transforms import in_transform
-from .boundary import Boundary, new_boundary
+from ..training.boundary import Boundary, new_boundary
 
 Tensors = Sequence[Tensor]
 Results = Sequence["Tensor | None"]

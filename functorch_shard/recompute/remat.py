@@ -24,13 +24,13 @@ from ..torch_internals.lowering import is_differentiated
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.tensors import version_of
 from ..torch_internals.transforms import without_batches
-from .bind import bind
-from .recomputed import Program, first_run
+from ..training.bind import bind
+from .program import Program, first_run
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
+def remat(fn: Fn) -> Fn:
     """Return ``fn`` with derivatives that save its inputs only and run it again: activation checkpointing.
 
     Values and derivatives are those of ``fn``, of every order, in both modes, in any nesting of ``fs.grad``,
@@ -42,9 +42,9 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
         fn: a pure function of pytrees: a function, a ``functools.partial``, a module or a method of one. Inputs are the
             tensors in its arguments, and the parameters and buffers of a module that is ``fn``, has the method, or is
             an argument: ``fs.remat(block)(x)``. Inside of ``functional_call`` these are the given ones.
-        preserve_rng_state: whether ``fn`` may draw random numbers, which are then the same each time: from the
-            generators of the CPU and of the devices of its inputs, or from a ``torch.Generator`` that is an argument,
-            a variable that ``fn`` closes over, or an attribute of a module among these. ``False`` saves 5 KB a call.
+            Random numbers are the same each time: from the generators of the CPU and of the devices of its inputs, or
+            from a ``torch.Generator`` that is an argument, a variable that ``fn`` closes over, or an attribute of a
+            module among these.
 
     Returns:
         A function with the arguments of ``fn``. Where nothing is differentiated it calls ``fn``. ``torch.compile``
@@ -79,7 +79,7 @@ def remat(fn: Fn, *, preserve_rng_state: bool = True) -> Fn:
     def rematted(*args: Any, **kwargs: Any) -> Any:
         call = _call(fn, args, kwargs)
         if is_differentiated(call.tensors):
-            return _rematted(call, preserve_rng_state)
+            return _rematted(call)
         result = fn(*args, **kwargs)
         if is_differentiated(take_tensors(result)[0]):
             reject("remat", _not_inputs(call), _PASS_IT)
@@ -152,9 +152,9 @@ def _taken(label: str, x: Any) -> tuple[Mapping[str, Tensor], Put]:
     return {}, lambda rest, again: now if again else x
 
 
-def _rematted(call: _Call, preserve_rng_state: bool) -> Any:
+def _rematted(call: _Call) -> Any:
     tensors, closed_over, put_back = call.tensors, call.closed_over, list[Callable[..., Any]]()
-    surrounded = _surroundings(tensors, _generators(call) if preserve_rng_state else None)
+    surrounded = _surroundings(tensors, _generators(call))
     named = [(name, without_batches(x)) for name, x in (*call.inputs, *closed_over)]
     versions = [version_of(x) for _, x in named]
 
@@ -239,13 +239,13 @@ def _generators(call: _Call) -> list[Generator]:
     return [x for x in found if isinstance(x, Generator)]
 
 
-def _surroundings(tensors: Sequence[Tensor], own: Sequence[Generator] | None) -> Callable[[], ContextManager[None]]:
-    """Return what makes contexts with the autocast and random numbers of now; ``None``: with other random numbers."""
+def _surroundings(tensors: Sequence[Tensor], own: Sequence[Generator]) -> Callable[[], ContextManager[None]]:
+    """Return what makes contexts with the autocast and random numbers of now."""
     kinds = sorted({x.device.type for x in tensors} - {"cpu", "meta"})
     casts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", *kinds)]
-    generators = [] if own is None else [torch.default_generator, *own]
+    generators = [torch.default_generator, *own]
     states = [x.get_state() for x in generators]
-    devices, on_devices = get_device_states(*tensors) if kinds and generators else ([], [])
+    devices, on_devices = get_device_states(*tensors) if kinds else ([], [])
 
     @contextmanager
     def again() -> Iterator[None]:
