@@ -9,10 +9,9 @@ from torch import Tensor
 from functorch_shard.mesh.fingerprints import value_lines
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8, torch.uint16, torch.bool),
+    *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64, torch.uint8, torch.bool),
 ]
-SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (5, 13)]
+SHAPES = [(), (0,), (5, 13)]
 
 
 def line(x: Tensor) -> str:
@@ -65,10 +64,3 @@ def test_seeds_zeros_and_signs_tell_apart() -> None:
     tensors = [first, torch.randn(100, 3), -first, torch.zeros(100, 3), torch.full((100, 3), -0.0), first * 2]
     assert len({line(x) for x in tensors}) == len(tensors)
     assert line(first).startswith("'w': values of bit sum ")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_column_has_the_line_of_a_vector(dtype: torch.dtype) -> None:
-    x = values((5, 3), dtype)
-    assert line(x[:, 1]) == line(x[:, 1].clone(memory_format=torch.contiguous_format))
-    assert line(x[:, 1:2]) == line(x[:, 1:2].contiguous())

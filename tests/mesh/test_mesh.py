@@ -7,7 +7,6 @@ import os
 import pickle
 from collections import namedtuple
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 import functorch_shard as fs
-from functorch_shard.collectives import axis_index, pmean, psum
+from functorch_shard.collectives import pmean, psum
 from functorch_shard.mesh.init import choose_device
-from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 from tests.support.scripts import exit_code_of
 
@@ -31,13 +29,6 @@ def test_a_mesh_tells_its_axes_outermost_first() -> None:
     assert (mesh["shard"].name, mesh["shard"].size) == ("shard", 3)
     assert [axis.name for axis in mesh] == ["replicate", "shard"]
     assert repr(mesh) == "Mesh(replicate=2 x shard=3, simulated, cpu)"
-
-
-def test_a_simulated_mesh_puts_shards_where_it_says() -> None:
-    mesh = fs.simulated_mesh(2, device="meta")
-    assert fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, mesh))["(root)"].is_meta
-    with torch.device("meta"):
-        assert fs.simulated_mesh(2).device.type == "meta"
 
 
 def test_plain_python_has_one_rank_and_no_process_group() -> None:
@@ -56,10 +47,9 @@ def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
 
 
 OF_THE_USERS_GROUP = """
-import sys
 import tempfile
 import torch, torch.distributed as dist, functorch_shard as fs
-dist.init_process_group(sys.argv[1] if sys.argv[1] != "None" else None)
+dist.init_process_group("cpu:gloo")
 params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.init_mesh(device="cpu")))
 with tempfile.TemporaryDirectory() as folder:
     for tree in (params, {"x": torch.ones(3)}):
@@ -69,10 +59,9 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
-def test_a_process_group_that_the_program_made_itself_is_as_good(backend: str | None) -> None:
+def test_a_process_group_that_the_program_made_itself_is_as_good() -> None:
     job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    assert exit_code_of(OF_THE_USERS_GROUP, str(backend), environ={**os.environ, **job}) == 0
+    assert exit_code_of(OF_THE_USERS_GROUP, environ={**os.environ, **job}) == 0
 
 
 # What init_mesh() is given, what the group that exists has, whether there is CUDA, and where the ranks work.
@@ -80,13 +69,9 @@ DEVICES = [
     (None, None, False, "cpu"),
     (None, None, True, "cuda"),
     (None, "cpu:gloo,cuda:gloo", True, "cpu"),  # init_process_group("gloo"), as run_ranks does
-    (None, "cpu:gloo", True, "cpu"),
     (None, "cpu:gloo,cuda:nccl", True, "cuda"),  # init_process_group()
-    (None, "cpu:gloo,cuda:nccl", False, "cpu"),
-    (None, "cuda:nccl", True, "cuda"),
     ("cpu", "cpu:gloo,cuda:nccl", True, "cpu"),
     ("cuda", "cpu:gloo,cuda:gloo", True, "cuda"),  # asked for by name
-    ("cuda:1", None, True, "cuda:1"),
     (torch.device("cuda", 3), "cuda:nccl", True, "cuda:3"),
 ]
 
@@ -102,24 +87,6 @@ def test_a_device_that_the_process_group_does_not_serve_is_refused() -> None:
     assert "for cpu alone (cpu:gloo). Name one in init_process_group" in refused(
         choose_device, "cuda", "cpu:gloo", True
     )
-
-
-def mesh_of_a_rank_that_has_cuda() -> str:
-    with patch("torch.cuda.is_available", lambda: True):
-        return str(fs.init_mesh())
-
-
-def test_gloo_ranks_stay_on_the_cpu_of_a_machine_that_has_cuda() -> None:
-    assert fs.testing.run_ranks(mesh_of_a_rank_that_has_cuda, 2) == ["Mesh(shard=2, cpu)"] * 2
-
-
-def test_the_number_of_a_cuda_device_is_kept() -> None:
-    assert fs.init_mesh(device="cuda:1").device == torch.device("cuda", 1)
-
-
-def test_the_size_of_one_axis_is_enough() -> None:
-    assert fs.init_mesh(1).axes == fs.init_mesh(-1).axes == {"shard": 1}
-    assert "4 ranks, but there are 1" in refused(fs.init_mesh, 4)
 
 
 def test_spmd_is_the_function_itself_on_real_ranks() -> None:
@@ -147,13 +114,7 @@ def test_tensors_are_mapped_and_everything_else_is_passed_through() -> None:
     assert torch.equal(result["pair"].left, x[:, 0])
 
 
-def test_a_function_may_take_and_return_no_tensor_at_all() -> None:
-    mesh = fs.simulated_mesh(3)
-    assert mesh.spmd(lambda: "done")() == "done"
-    assert torch.equal(mesh.spmd(lambda: axis_index(mesh))(), torch.arange(3))
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+@pytest.mark.parametrize("dim", [1, -1])
 def test_rank_dims_may_be_anywhere_on_either_side(dim: int) -> None:
     mesh = fs.simulated_mesh({"a": 2, "b": 3})
     per_rank = torch.randn(2, 3, 4, 5)  # (a, b, ..)
@@ -212,13 +173,6 @@ def test_spmd_does_not_nest_with_itself_and_recovers_from_exceptions() -> None:
     assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(torch.ones(2)), torch.tensor([2.0, 2.0]))
 
 
-def test_two_meshes_nest_in_each_other() -> None:
-    outer, inner = fs.simulated_mesh(2), fs.simulated_mesh(3)
-    rows = torch.arange(6.0).view(2, 3)
-    both = outer.spmd(lambda row: inner.spmd(lambda x: psum(x, inner) + 10 * psum(x, outer))(row))
-    assert torch.equal(both(rows), rows.sum(1, keepdim=True) + 10 * rows.sum(0))
-
-
 def test_dropout_differs_between_ranks_unless_told_otherwise() -> None:
     mesh, x = fs.simulated_mesh(4), torch.ones(4, 64)
 
@@ -231,16 +185,7 @@ def test_dropout_differs_between_ranks_unless_told_otherwise() -> None:
     assert "randomness" in refused(mesh.spmd(drop, randomness="error"), x)
 
 
-def test_the_wrapped_function_keeps_its_name() -> None:
-    @fs.simulated_mesh(2).spmd
-    def train_step() -> None:
-        """Once."""
-
-    assert (train_step.__name__, train_step.__doc__) == ("train_step", "Once.")
-
-
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 3, "b": 2}, {"a": 1, "b": 6}])
-@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(("axes", "dim"), [({"shard": 3}, -1), ({"a": 3, "b": 2}, 0)])
 def test_split_gives_every_rank_its_part_in_rank_order(axes: dict[str, int], dim: int) -> None:
     mesh = fs.simulated_mesh(axes)
     x = torch.randn(12, 6)
@@ -290,20 +235,18 @@ def test_a_user_vmap_may_go_around_or_inside_of_split_batches() -> None:
     torch.testing.assert_close(vmap(lambda x: step(mesh.split(x)))(x), x.sum(1) / 2)
 
 
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 3, "b": 2}])
-def test_split_inside_spmd_gives_this_rank_its_own_part_as_on_real_ranks(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
+def test_split_inside_spmd_gives_this_rank_its_own_part_as_on_real_ranks() -> None:
+    mesh = fs.simulated_mesh({"a": 3, "b": 2})
     x = torch.randn(12, 6)
     inside = mesh.spmd(lambda x: mesh.split({"x": x}, dim=1)["x"], in_dims=None)
     assert torch.equal(inside(x), mesh.split(x, dim=1))
     by_x = mesh.spmd(torch.func.grad(lambda x: (mesh.split(x) ** 2).sum()), in_dims=None)(x)
-    torch.testing.assert_close(by_x.flatten(0, len(axes) - 1).sum(0), 2 * x)
+    torch.testing.assert_close(by_x.flatten(0, 1).sum(0), 2 * x)
 
 
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"a": 1, "b": 2}])
-def test_no_simulated_rank_is_told_that_it_is_number_0(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
-    assert (mesh.rank, mesh.coordinate) == (0, (0,) * len(axes))
+def test_no_simulated_rank_is_told_that_it_is_number_0() -> None:
+    mesh = fs.simulated_mesh({"a": 1, "b": 2})
+    assert (mesh.rank, mesh.coordinate) == (0, (0, 0))
     for ask in (
         lambda x: x + mesh.rank,
         lambda x: x + mesh.coordinate[-1],
@@ -319,18 +262,3 @@ def test_no_simulated_rank_is_told_that_it_is_number_0(axes: dict[str, int]) -> 
 def number_of(mesh: fs.Mesh) -> Any:
     """This rank's number, as a program for all kinds of ranks asks for it."""
     return mesh.spmd(lambda: fs.collectives.axis_index(mesh))()
-
-
-def numbers(mesh: fs.Mesh) -> tuple[int, int]:
-    return mesh.rank, int(number_of(mesh))
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_a_real_rank_is_told_its_number_both_ways(ranks: Ranks) -> None:
-    assert ranks.run(numbers) == [(0, 0), (1, 1)]
-
-
-def test_inside_simulated_ranks_another_mesh_still_has_its_rank() -> None:
-    mesh, other, real = fs.simulated_mesh(2), fs.simulated_mesh(3), fs.init_mesh()
-    assert torch.equal(mesh.spmd(lambda x: x + other.rank + real.rank)(torch.zeros(2)), torch.zeros(2))
-    assert number_of(real) == real.rank == 0

@@ -107,13 +107,6 @@ def test_after_a_failure_there_are_new_processes(how: str, kind: type[Exception]
     assert not {*before[:3]} & {*pids(4)}
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is_sent() -> None:
-    before = pids(2)
-    with pytest.raises(TypeError, match="cannot be sent to another process"):
-        run_ranks(lambda: None, 2)
-    assert pids(2) == before
-
-
 def test_a_process_ends_when_nobody_can_ask_it_any_more() -> None:
     rank = start(pool._serve)
     rank.connection.close()

