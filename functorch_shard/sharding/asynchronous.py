@@ -118,11 +118,11 @@ class Reductions:
 
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
         like = grads[buffer.slots[0].name]
-        plan = layout.schedule(buffer, like.dtype)
-        ops = (*plan.within, *plan.across, Cast(plan.dtypes.stored)) if averages else plan.within
+        schedule = layout.schedule(buffer, like.dtype)
+        ops = (*schedule.within, *schedule.across, Cast(schedule.dtypes.stored)) if averages else schedule.within
         # where there is nothing to add up now, what is packed may be the result, and is in new memory
         sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others
-        scratch = self._scratch_for(buffer, like, plan.dtypes.reduced, place) if sharded else None
+        scratch = self._scratch_for(buffer, like, schedule.dtypes.reduced, place) if sharded else None
         return start_reduction(ops, pack(grads, buffer, out=scratch), buffer.key, layout.mesh)
 
     def _scratch_for(self, buffer: Buffer, like: Tensor, dtype: torch.dtype, place: int) -> Tensor:

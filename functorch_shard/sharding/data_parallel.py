@@ -53,27 +53,27 @@ def run(
     return x
 
 
-def gathered(x: Tensor, plan: Schedule, mesh: Mesh, codec: Encoding | None = None) -> Tensor:
+def gathered(x: Tensor, schedule: Schedule, mesh: Mesh, codec: Encoding | None = None) -> Tensor:
     """The whole buffer of the shards ``x``, through ``codec`` if one is given; the derivative is that without it."""
-    ops = gathered_encoded(plan.gather, plan.dtypes, codec) if codec else plan.gather
-    return _linear(x, ops, (plan.gather, plan.within), plan, mesh)
+    ops = gathered_encoded(schedule.gather, schedule.dtypes, codec) if codec else schedule.gather
+    return _linear(x, ops, (schedule.gather, schedule.within), schedule, mesh)
 
 
-def within(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
+def within(x: Tensor, schedule: Schedule, mesh: Mesh) -> Tensor:
     """The shard of the sum of the full gradients ``x`` over the ranks that share the buffer."""
-    return _linear(x, plan.within, (plan.within, plan.gather), plan, mesh)
+    return _linear(x, schedule.within, (schedule.within, schedule.gather), schedule, mesh)
 
 
-def across(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
+def across(x: Tensor, schedule: Schedule, mesh: Mesh) -> Tensor:
     """The mean over all ranks (or the sum) of what ``within`` returned."""
-    return run(plan.across, x, lambda op, x: psum(x, mesh[op.axis].of(plan.key)))
+    return run(schedule.across, x, lambda op, x: psum(x, mesh[op.axis].of(schedule.key)))
 
 
-def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], plan: Schedule, mesh: Mesh) -> Tensor:
+def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], schedule: Schedule, mesh: Mesh) -> Tensor:
     _, op, _ = up_to_communication(ops)
     if op is None:
         return run(ops, x, no_communication)
-    axis = mesh[op.axis].of(plan.key)
+    axis = mesh[op.axis].of(schedule.key)
     return _Linear.apply(x, *place_of(axis), _Map(axis, ops, *derivative))
 
 
@@ -151,21 +151,21 @@ def no_communication(op: Communication, x: Tensor) -> Tensor:
     raise AssertionError(op)
 
 
-def averaged(x: Tensor, plan: Schedule, mesh: Mesh) -> Tensor:
-    """``x``, as a value that ranks hold copies of: its gradient is the mean of theirs, by ``plan.across``.
+def averaged(x: Tensor, schedule: Schedule, mesh: Mesh) -> Tensor:
+    """``x``, as a value that ranks hold copies of: its gradient is the mean of theirs, by ``schedule.across``.
 
     Unless ``fs.grad`` takes the mean: Note [Boundary]. The gradient comes in the dtype that sums are carried in, if
     ``x`` can have one of that dtype. Forward mode passes the tangent through, as the copies' tangents are equal.
     """
-    pieces: list[Ops] = one_communication_each(plan.across) if plan.has_mean else []
-    if not pieces and x.dtype != plan.dtypes.carried:
+    pieces: list[Ops] = one_communication_each(schedule.across) if schedule.has_mean else []
+    if not pieces and x.dtype != schedule.dtypes.carried:
         pieces = [()]
     for i, ops in reversed([*enumerate(pieces)]):  # backward goes from the first to the last
         _, op, _ = up_to_communication(ops)
-        axis = None if op is None else mesh[op.axis].of(plan.key)
+        axis = None if op is None else mesh[op.axis].of(schedule.key)
         place = (None, None) if axis is None else place_of(axis)
-        takes = i == 0 and plan.has_mean
-        x = _Averaged.apply(x, *place, _Mean(axis, ops, plan.dtypes.carried, plan.mean_is_transpose, takes))
+        takes = i == 0 and schedule.has_mean
+        x = _Averaged.apply(x, *place, _Mean(axis, ops, schedule.dtypes.carried, schedule.mean_is_transpose, takes))
     return x
 
 

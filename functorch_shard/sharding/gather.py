@@ -172,10 +172,10 @@ def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
 
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Encoding | None) -> Tensor:
     """The whole buffer from this rank's shard."""
-    plan, mesh = layout.schedule(buffer, dtype), layout.mesh
+    schedule, mesh = layout.schedule(buffer, dtype), layout.mesh
     x = x.to(working_device(x, mesh.device), non_blocking=True)
-    x = averaged(x, plan, mesh) if buffer.differentiable else x
-    return gathered(x, plan, mesh, codec if buffer.dtype.is_floating_point else None)
+    x = averaged(x, schedule, mesh) if buffer.differentiable else x
+    return gathered(x, schedule, mesh, codec if buffer.dtype.is_floating_point else None)
 
 
 def _flat_of_stack(

@@ -103,8 +103,8 @@ def start_mean(places: Sequence[Place | None], i: int, total: Tensor) -> Work:
     place = places[i]
     assert place is not None, i
     key, layout = place
-    plan = layout.schedule(layout.buffers[key])
-    ops = (Cast(plan.dtypes.carried), *plan.across, Cast(plan.dtypes.returned))
+    schedule = layout.schedule(layout.buffers[key])
+    ops = (Cast(schedule.dtypes.carried), *schedule.across, Cast(schedule.dtypes.returned))
     return start_all_reduces(ops, total, key, layout.mesh)
 
 

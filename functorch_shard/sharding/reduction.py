@@ -30,8 +30,8 @@ def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) 
 
     Not yet cast to the dtype that it is stored or returned in.
     """
-    packed, plan = _packed(grads, buffer, layout)
-    return across(within(packed, plan, layout.mesh), plan, layout.mesh)
+    packed, schedule = _packed(grads, buffer, layout)
+    return across(within(packed, schedule, layout.mesh), schedule, layout.mesh)
 
 
 def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
@@ -41,8 +41,8 @@ def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout:
 
 def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
     """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather."""
-    packed, plan = _packed(grads, buffer, layout)
-    return within(packed, plan, layout.mesh)
+    packed, schedule = _packed(grads, buffer, layout)
+    return within(packed, schedule, layout.mesh)
 
 
 def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:
@@ -58,12 +58,12 @@ def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = Fa
     """
     if not layout.mesh.in_spmd:
         return _sum_of_stack(x, buffer, layout)
-    plan = _schedule_of_shard(x, buffer, layout)
-    has_copies = any(isinstance(op, AllReduce) for op in plan.across)
-    if in_place and not has_copies and x.dtype == plan.dtypes.returned:
-        return x.div_(prod(op.by for op in plan.across if isinstance(op, Divide))) if plan.has_mean else x
+    schedule = _schedule_of_shard(x, buffer, layout)
+    has_copies = any(isinstance(op, AllReduce) for op in schedule.across)
+    if in_place and not has_copies and x.dtype == schedule.dtypes.returned:
+        return x.div_(prod(op.by for op in schedule.across if isinstance(op, Divide))) if schedule.has_mean else x
     there = to_working_device(x, layout.mesh.device) if has_copies else x
-    average = _returned(across(there, plan, layout.mesh), buffer, layout)
+    average = _returned(across(there, schedule, layout.mesh), buffer, layout)
     return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
 
 

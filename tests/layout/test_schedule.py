@@ -69,9 +69,9 @@ TRANSPOSED: dict[type, Any] = {AllGather: ReduceScatter, ReduceScatter: AllGathe
 @given(schedules)
 @some_laws
 def test_within_communicates_as_the_transpose_of_gather_does(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
-    _, _, plan = planned
-    transposed = [TRANSPOSED[type(op)](op.axis) for op in reversed(communications(plan.gather))]
-    assert transposed == communications(plan.within)
+    _, _, schedule = planned
+    transposed = [TRANSPOSED[type(op)](op.axis) for op in reversed(communications(schedule.gather))]
+    assert transposed == communications(schedule.within)
 
 
 @given(
@@ -86,22 +86,22 @@ def test_within_communicates_as_the_transpose_of_gather_does(planned: tuple[fs.L
 def test_within_is_the_transpose_of_gather_exactly_on_integers(
     dtype: torch.dtype, axes: dict[str, int], reduction: str, numel: int, seed: int, policy: fs.MixedPrecision
 ) -> None:
-    layout, buffer, plan = planned(dtype, policy, axes, reduction, numel)
+    layout, buffer, schedule = planned(dtype, policy, axes, reduction, numel)
     mesh, generator = layout.mesh, torch.Generator().manual_seed(seed)
     ranks = tuple(mesh.axes.values())
-    shards = torch.randint(-4, 5, (*ranks, buffer.shard_numel), generator=generator).to(plan.dtypes.carried)
-    grads = torch.randint(-4, 5, (*ranks, buffer.numel), generator=generator).to(plan.dtypes.gathered)
-    whole = mesh.spmd(lambda x: gathered(x, plan, mesh))(shards)
-    sums = mesh.spmd(lambda g: within(g, plan, mesh))(grads)
+    shards = torch.randint(-4, 5, (*ranks, buffer.shard_numel), generator=generator).to(schedule.dtypes.carried)
+    grads = torch.randint(-4, 5, (*ranks, buffer.numel), generator=generator).to(schedule.dtypes.gathered)
+    whole = mesh.spmd(lambda x: gathered(x, schedule, mesh))(shards)
+    sums = mesh.spmd(lambda g: within(g, schedule, mesh))(grads)
     assert (whole.double() * grads.double()).sum() == (shards.double() * sums.double()).sum()
 
 
 @given(schedules)
 @some_laws
 def test_within_is_a_sum_and_across_divides_by_the_number_of_ranks(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
-    layout, _, plan = planned
-    assert divided_by(plan.within) == 1
-    assert divided_by(plan.across) == (layout.num_ranks if layout.reduction == "mean" else 1)
+    layout, _, schedule = planned
+    assert divided_by(schedule.within) == 1
+    assert divided_by(schedule.across) == (layout.num_ranks if layout.reduction == "mean" else 1)
 
 
 @given(schedules)
@@ -109,21 +109,21 @@ def test_within_is_a_sum_and_across_divides_by_the_number_of_ranks(planned: tupl
 def test_sums_are_made_in_the_dtype_to_reduce_in_and_divided_in_one_that_loses_nothing(
     planned: tuple[fs.Layout, Buffer, Schedule],
 ) -> None:
-    _, _, plan = planned
-    dtype = plan.dtypes.gathered
-    for op in plan.reduce:
+    _, _, schedule = planned
+    dtype = schedule.dtypes.gathered
+    for op in schedule.reduce:
         if isinstance(op, Cast):
             dtype = op.dtype
         elif isinstance(op, Communication):
-            assert dtype == plan.dtypes.reduced
-    assert dtype == plan.dtypes.returned
-    assert torch.promote_types(plan.dtypes.carried, plan.dtypes.reduced) == plan.dtypes.carried
+            assert dtype == schedule.dtypes.reduced
+    assert dtype == schedule.dtypes.returned
+    assert torch.promote_types(schedule.dtypes.carried, schedule.dtypes.reduced) == schedule.dtypes.carried
 
 
 def test_a_schedule_reads_as_the_note_says() -> None:
     policy = fs.MixedPrecision(torch.bfloat16, torch.float16)
-    _, _, plan = planned(torch.float32, policy, {"replicate": 2, "shard": 2}, "mean")
+    _, _, schedule = planned(torch.float32, policy, {"replicate": 2, "shard": 2}, "mean")
     bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-    assert plan.gather == (Cast(bf16), AllGather("shard"))
-    assert plan.within == (Cast(f16), Divide(2), ReduceScatter("shard"), Cast(f32), Divide(0.5))
-    assert plan.across == (Divide(2), Cast(f16), AllReduce("replicate"), Cast(f32), Divide(2))
+    assert schedule.gather == (Cast(bf16), AllGather("shard"))
+    assert schedule.within == (Cast(f16), Divide(2), ReduceScatter("shard"), Cast(f32), Divide(0.5))
+    assert schedule.across == (Divide(2), Cast(f16), AllReduce("replicate"), Cast(f32), Divide(2))
