@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,11 +11,10 @@ from torch import Tensor
 
 from ..containers import Static
 from ..eager import eager
-from ..torch_internals.transforms import being_traced
-from .backend import Backend, DetachedBackend
+from ..torch_internals.transforms import being_traced, is_watched
+from .backend import Backend, DetachedBackend, Work, Wrap, Wrapped
 from .collective import Splits, collective, record
 from .recorded import issue_recorded
-from .work import Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +58,21 @@ class Axis(Static):
             dtype, key, dim, device, source, transient, splits: see :class:`Collective`; the dtype is that of ``x``
                 unless given.
         """
-        numel = self._mean_sent(x, splits) if splits else self._numel(kind, x)
+        simulated = self.backend.simulated
+        if splits:
+            numel = self._mean_sent(x, splits)
+        else:
+            numel = self._numel(kind, x, simulated) if simulated or kind == "scatter" else x.numel()
         what = kind, self.name, numel, dtype or x.dtype, key or self.key
         op = collective(*what, dim, device, source, transient, splits)
-        if being_traced() and not self.backend.simulated:
-            return issue_recorded(op, x, self.size, self.backend)
-        record(op)
+        if is_watched():
+            if being_traced() and not simulated:
+                return issue_recorded(op, x, self.size, self.backend)
+            record(op)
         return self.backend.issue(op, x)
 
-    def _numel(self, kind: str, x: Tensor) -> int:
+    def _numel(self, kind: str, x: Tensor, stacked: bool) -> int:
         """Elements of the operand of one rank, or of one row of it."""
-        stacked = self.backend.simulated
         if kind == "scatter":
             return x.shape[1 + stacked :].numel() // self.folded
         return x.numel() // max(self.backend.rows(self.size) * self.folded, 1) if stacked else x.numel()
@@ -77,3 +81,32 @@ class Axis(Static):
         """What ranks send to others on average, the same number on every rank."""
         rows = x.shape[int(self.backend.simulated) : -1].numel() // self.folded
         return -(-rows * sum(sum(row) - row[rank] for rank, row in enumerate(splits)) // self.size)
+
+
+def wrap(fn: Wrap) -> Callable[[Axis], Backend]:
+    """Have ``fn`` called for every collective of a mesh, in whatever thread: ``mesh.with_backend(wrap(fn))``.
+
+    Args:
+        fn: ``fn(op, x, send)`` gets the :class:`Collective`, its operand, and what would issue it. It returns a
+            :class:`Work`: that of ``send(op, x)``, of another collective or operand, changed by :meth:`Work.then`, or
+            one of its own. :class:`Backend` says what ``x`` and the result are, on real and on simulated ranks.
+
+    Returns:
+        A function for :meth:`Mesh.with_backend`, from an axis to its backend behind ``fn``. Derivatives are those of
+        the true collectives, whose transposes go through ``fn`` as well.
+
+    Cost:
+        That of ``fn``. All ranks have to wrap alike. Sequential simulated ranks each call ``fn``.
+
+    Example:
+        >>> import dataclasses
+        >>> @fs.communication.wrap
+        ... def half_sums(op, x, send):
+        ...     half = dataclasses.replace(op, dtype=torch.bfloat16)
+        ...     return send(half, x.bfloat16()).then(lambda total: total.to(x.dtype))
+        >>> mesh = fs.simulated_mesh(2).with_backend(half_sums)
+        >>> rows = torch.tensor([256.0, 1.0])   # row r = rank r; bfloat16 has no 257
+        >>> mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
+        tensor([256., 256.])
+    """
+    return lambda axis: Wrapped(axis.backend, fn)

@@ -10,10 +10,8 @@ from threading import Lock
 from torch import Tensor
 
 from .axis import Axis
-from .backend import Backend
+from .backend import Backend, Finished, Issue, Work, Wrapped
 from .collective import Collective
-from .work import Finished, Work
-from .wrapper import Issue, Wrapped
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from ..torch_internals.autograd import Function
-from .backend import Backend
+from .backend import Backend, Finished, Work
 from .collective import Collective
 from .simulated import Index, StackedBackend
-from .work import Finished, Work
 
 _ONE_VALUE = ("all_gather", "exchange", "psum", "pmax", "broadcast")  # for all ranks
 

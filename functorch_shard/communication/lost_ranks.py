@@ -20,76 +20,43 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist  # for the store of the job and for who is in a group; no collectives
-from torch import Tensor
 
 from ..torch_internals.process_groups import job_store, timeout_of
-from .backend import Backend
-from .collective import Collective
-from .process_group import GroupBackend
-from .work import Finished, Work
-from .wrapper import Issue, Wrapped
 
 T = TypeVar("T")
 POLL = 0.1  # seconds between two looks, after an error
 _LOST = ("gloo/transport/", "Operation timed out")  # what gloo's errors say; all are plain RuntimeErrors
 
 
-def naming_lost_ranks(backend: GroupBackend) -> Backend:
-    """``backend``, whose errors name the rank that caused them. One rank alone can lose none."""
-    group = backend.group
-
-    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
-        work = _run(op, group, send, op, x)
-        return work if isinstance(work, Finished) else Work(lambda: _run(op, group, work.wait))
-
-    return _Named(backend, issue) if backend.size > 1 else backend
-
-
-class _Named(Wrapped):
-    """A backend whose collectives are those of the one inside, with other errors."""
-
-
 def run_on_job(what: str, part: Callable[[], T]) -> T:
-    """``part()``, which waits for ranks of the default group: an error that one of them caused names it."""
-    return _run(what, dist.group.WORLD, part)
+    """Return ``part()``, which waits for ranks of the default group: an error that one of them caused names it."""
+    return run_on_group(what, dist.group.WORLD, part)
 
 
-def _run(what: Collective | str, group: Any, part: Callable[..., T], *args: Any) -> T:
+def run_on_group(what: str, group: Any, part: Callable[[], T]) -> T:
+    """The same for ranks of ``group``."""
     try:
-        return part(*args)
+        return part()
     except RuntimeError as error:
-        if not _is_of_lost_ranks(error):
-            raise
-        text = _explained(what if isinstance(what, str) else _text(what), group)
-        if text is None:
-            raise
-        raise RuntimeError(text) from error
+        raise_named(error, what, group)
+        raise
 
 
-def _text(op: Collective) -> str:
-    what = repr(op.key) if op.key else f"{op.numel:,} {str(op.dtype).removeprefix('torch.')}"
-    return f"{op.kind} of {what} on axis {op.axis!r}"
-
-
-def _is_of_lost_ranks(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST)
-
-
-def _explained(what: str, group: Any) -> str | None:
-    """Why ``what`` failed; None where no rank is missing, or there is no store to ask."""
-    try:
-        store = job_store()
-    except ValueError:  # the process group was destroyed meanwhile
-        return None
-    check = _ResponseCheck(store, what, dist.get_process_group_ranks(group), window_of(timeout_of(group)))
-    check.run()
-    return check.explanation()
+def raise_named(error: RuntimeError, what: str, group: Any) -> None:
+    """Raise an error that names the ranks because of which ``what`` failed; return where none is missing."""
+    if isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST):
+        with suppress(ValueError):  # the process group was destroyed meanwhile: there is no store to ask
+            store, window = job_store(), window_of(timeout_of(group))
+            call = RollCall(store, what, dist.get_process_group_ranks(group), window)
+            _in_thread(call.run, 3 * window)
+            if text := call.explanation():
+                raise RuntimeError(text) from error
 
 
 def window_of(timeout: timedelta) -> float:
@@ -97,121 +64,128 @@ def window_of(timeout: timedelta) -> float:
     return min(max(timeout.total_seconds() / 10, 2.0), 10.0)
 
 
-@dataclass(frozen=True)
-class _Conclusion:
-    """What rank ``by`` found after its window; ranks are numbered as in the default group."""
+def texts_of_all(group: Any, number: int, text: str) -> dict[int, str]:
+    """Return ``text`` of each rank of the group that writes it into the job's store within a while."""
+    texts, window, members = dict[int, str](), window_of(timeout_of(group)), dist.get_process_group_ranks(group)
 
-    missing: Sequence[int]
-    here: Sequence[int]
-    by: int
-    what: str
-    window: float
+    def exchange() -> None:
+        with suppress(RuntimeError, ValueError):  # of the store, whose host may have exited
+            board, end = _Board(job_store(), f"different/{group.group_name}/{number}"), time.monotonic() + window
+            board.sign_in(text)
+            while len(texts) < len(members) and time.monotonic() < end:
+                texts.update(board.texts([rank for rank in members if rank not in texts]))
+                time.sleep(POLL / 10)
+            board.leave(members, end)
 
-    def text(self, rank: int) -> str:
-        responded = sorted({*self.here, rank} - {*self.missing})
-        found = f"within {self.window:g} s" + ("" if self.by == rank else f" to rank {self.by} in its {self.what}")
-        return f"{_ranks(self.missing)} did not respond {found} (exited or stalled); {_ranks(responded)} responded"
+    _in_thread(exchange, 2 * window)
+    return dict(texts)
+
+
+def _in_thread(run: Callable[[], None], seconds: float) -> None:
+    """Wait for so long at most: a store whose host is stopped does not answer in time, or ever."""
+    thread = Thread(target=run, name="functorch_shard lost ranks", daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+class _Board:
+    """What ranks show each other in the store of the job, each once."""
+
+    def __init__(self, store: Any, name: str) -> None:
+        self.store, self._name, self.rank = store, name, dist.get_rank()
+
+    def key(self, *parts: object) -> str:
+        return "/".join(["functorch_shard", self._name, *map(str, parts)])
+
+    def sign_in(self, text: str) -> None:
+        if not self.store.check([self.key("here", self.rank)]):
+            self.store.set(self.key("here", self.rank), text)
+
+    def texts(self, ranks: Sequence[int]) -> dict[int, str]:
+        here = [rank for rank in ranks if self.store.check([self.key("here", rank)])]
+        return {rank: self.store.get(self.key("here", rank)).decode() for rank in here}
+
+    def leave(self, ranks: Sequence[int], end: float) -> None:
+        """Rank 0 may host the store: it stays until the others have read there, or until ``end``."""
+        self.store.set(self.key("read", self.rank), "")
+        unread = {*ranks} - {0}
+        while self.rank == 0 and unread and time.monotonic() < end:
+            unread = {rank for rank in unread if not self.store.check([self.key("read", rank)])}
+            time.sleep(POLL / 10)
+
+
+class RollCall:
+    """Which ranks respond: one rank's part in Note [Lost ranks]."""
+
+    def __init__(self, store: Any, what: str, members: Sequence[int], window: float) -> None:
+        self._board, self._what, self._members, self._window = _Board(store, "lost ranks"), what, members, window
+        self._text = ""  # who did not respond
+        self._note = ""  # that others say so of this rank
+        self._trouble = "no answer"
+
+    def run(self) -> None:
+        try:
+            self._board.sign_in(self._what)
+            self._text = self._listen() or self._conclude()
+            self._trouble = ""
+            self._board.leave(range(dist.get_world_size()), time.monotonic() + self._window)
+        except RuntimeError as error:  # of the store; no harm once all is found
+            self._trouble = self._trouble and str(error).partition("\n")[0]
+
+    def explanation(self) -> str | None:
+        """Why the collective failed; ``None`` where no rank is missing."""
+        texts = [text for text in (self._text, self._note) if text]
+        if self._trouble and not texts:
+            guess = "it is not known which rank" if self._board.rank == 0 else "rank 0 probably"
+            texts = [
+                f"{guess} exited or stalled: the key/value store in which ranks sign in does not answer. Unless "
+                f"torchrun hosts it, rank 0 does ({self._trouble})"
+            ]
+        return f"{self._what} failed: {'; '.join(texts)}" if texts else None
+
+    def _listen(self) -> str:
+        """What another rank concludes, until the window is over: twice as long where only others can know."""
+        board, everybody, start = self._board, range(dist.get_world_size()), time.monotonic()
+        while (passed := time.monotonic() - start) < self._window or (
+            passed < 2 * self._window and not self._missing()
+        ):
+            if board.store.check([board.key("conclusion")]) and (text := self._read(board.store)):
+                return text
+            if len(board.texts(everybody)) == len(everybody):
+                return ""
+            time.sleep(POLL)
+        return ""
+
+    def _read(self, store: Any) -> str:
+        """What another rank concluded, unless it is that this one does not respond."""
+        missing, here, by, what = json.loads(store.get(self._board.key("conclusion")))
+        if self._board.rank in missing:
+            self._note = f"this rank, {self._board.rank}, did not respond to rank {by} within {self._window:g} s"
+            return ""
+        return self._sentence(missing, here, f" to rank {by} in its {what}")
+
+    def _conclude(self) -> str:
+        if missing := self._missing():
+            here = [rank for rank in self._members if rank not in missing]
+            mine = json.dumps([missing, here, self._board.rank, self._what])
+            first = self._board.store.compare_set(self._board.key("conclusion"), "", mine)
+            repeated = self._read(self._board.store) if json.loads(first) != json.loads(mine) else ""
+            return repeated or self._sentence(missing, here, "")
+        texts = self._board.texts(self._members)
+        if self._note or len({*texts.values()}) == 1:
+            return ""
+        each = "; ".join(f"rank {rank}: {what}" for rank, what in texts.items())
+        return f"all of its ranks responded, and wait for each other in different collectives ({each})"
+
+    def _sentence(self, missing: Sequence[int], here: Sequence[int], to: str) -> str:
+        responded = sorted({*here, self._board.rank} - {*missing})
+        found = f"did not respond within {self._window:g} s{to} (exited or stalled)"
+        return f"{_ranks(missing)} {found}; {_ranks(responded)} responded"
+
+    def _missing(self) -> list[int]:
+        here = self._board.texts(self._members)
+        return [rank for rank in self._members if rank not in here]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-class _ResponseCheck:
-    """Which ranks respond: one rank's part in Note [Lost ranks]."""
-
-    def __init__(self, store: Any, what: str, participants: Sequence[int], window: float) -> None:
-        self._store, self._what, self._participants, self._window = store, what, participants, window
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._found: _Conclusion | None = None
-        self._verdict: _Conclusion | None = None  # of others, on this rank
-        self._waiting: dict[int, str] = {}  # what each participant waits in, where none is missing
-        self._trouble = "no answer"
-
-    def run(self) -> None:
-        """In a thread of its own: a store whose host is stopped does not answer in time, or ever."""
-        thread = Thread(target=self._run, name="functorch_shard lost ranks", daemon=True)
-        thread.start()
-        thread.join(3 * self._window)
-
-    def explanation(self) -> str | None:
-        note = ""
-        if by := self._verdict:
-            note = f"this rank, {self._rank}, did not respond to rank {by.by} within {by.window:g} s"
-        if self._found:
-            text = self._found.text(self._rank) + (f"; {note}" if note else "")
-        elif note:
-            text = note
-        elif self._trouble:
-            guess = (
-                "rank 0 probably exited or stalled" if self._rank else "it is not known which rank exited or stalled"
-            )
-            text = (
-                f"{guess}: the key/value store in which ranks sign in does not answer. Unless torchrun hosts it, "
-                f"rank 0 does ({self._trouble})"
-            )
-        elif len({*self._waiting.values()}) > 1:
-            each = "; ".join(f"rank {rank}: {what}" for rank, what in self._waiting.items())
-            text = f"all of its ranks responded, and wait for each other in different collectives ({each})"
-        else:
-            return None
-        return f"{self._what} failed: {text}"
-
-    def _run(self) -> None:
-        try:
-            self._sign_in()
-            self._found = self._listen() or self._conclude()
-            self._waiting = {} if self._found else self._waiting_in()
-            self._trouble = ""
-            self._store.set(_key("read", self._rank), "")
-            self._linger()
-        except RuntimeError as error:  # of the store; no harm once all is found
-            self._trouble = self._trouble and str(error).partition("\n")[0]
-
-    def _sign_in(self) -> None:
-        if not self._store.check([_key("here", self._rank)]):
-            self._store.set(_key("here", self._rank), self._what)
-            self._store.add(_key("number here"), 1)
-
-    def _listen(self) -> _Conclusion | None:
-        """What another rank concludes, until the window is over: twice as long where only others can know."""
-        end = time.monotonic() + self._window
-        while time.monotonic() < end or (time.monotonic() < end + self._window and not self._missing()):
-            if self._store.check([_key("conclusion")]):
-                found = _Conclusion(**json.loads(self._store.get(_key("conclusion"))))
-                if self._rank not in found.missing:
-                    return found
-                self._verdict = found
-            if self._store.add(_key("number here"), 0) == self._size:
-                return None
-            time.sleep(POLL)
-        return None
-
-    def _conclude(self) -> _Conclusion | None:
-        missing = self._missing()
-        if not missing:
-            return None
-        here = [rank for rank in self._participants if rank not in missing]
-        mine = _Conclusion(missing, here, self._rank, self._what, self._window)
-        first = _Conclusion(**json.loads(self._store.compare_set(_key("conclusion"), "", json.dumps(asdict(mine)))))
-        return mine if self._rank in first.missing else first
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in self._participants if not self._store.check([_key("here", rank)])]
-
-    def _waiting_in(self) -> dict[int, str]:
-        if self._missing():
-            return {}
-        return {rank: self._store.get(_key("here", rank)).decode() for rank in self._participants}
-
-    def _linger(self) -> None:
-        """Rank 0 may host the store: it stays until the others have read there, or for another window."""
-        end = time.monotonic() + self._window
-        others = set(range(1, self._size)) - {*(self._found.missing if self._found else ())}
-        while self._rank == 0 and others and time.monotonic() < end:
-            others = {rank for rank in others if not self._store.check([_key("read", rank)])}
-            time.sleep(POLL)
-
-
-def _key(*parts: object) -> str:
-    return "/".join(["functorch_shard", "lost ranks", *map(str, parts)])

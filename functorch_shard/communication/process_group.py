@@ -1,4 +1,4 @@
-"""Real ranks over a ``torch.distributed`` process group: with ``gloo``, the only file that calls its collectives."""
+"""Real ranks over a ``torch.distributed`` process group: with the package ``gloo``, all that calls its collectives."""
 
 from __future__ import annotations
 
@@ -11,14 +11,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .backend import Backend
+from .backend import Backend, Finished, Work, wait_for_all
 from .collective import Collective, record
-from .dtypes import as_ordered, as_real, as_sendable, from_ordered, from_real
-from .work import Finished, Work, wait_for_all
 
 # 2.13 renamed them, and the old names warn there; 2.11 has only the old ones.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ALONG_DIM = ("all_gather", "psum_scatter", "all_to_all")
+_KINDS = (*_ALONG_DIM, "psum", "pmax", "ragged_all_to_all", "scatter", "broadcast")
+# What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) are sent as their bytes.
+_SENDABLE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -28,29 +40,20 @@ class GroupBackend(Backend):
     group: Any = field(repr=False)
     rank: int
     size: int
+    simulated: bool = field(default=False, init=False, repr=False)
+    in_rank: bool = field(default=True, init=False, repr=False)
 
     def index(self) -> int:
         return self.rank
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        match op.kind:
-            case "all_gather" | "exchange":
-                return over_dim(self.all_gather, op, x)
-            case "psum_scatter":
-                return over_dim(self.psum_scatter, op, x)
-            case "psum":
-                return self.psum(op, x)
-            case "pmax":
-                return self.pmax(op, x)
-            case "all_to_all":
-                return over_dim(self.all_to_all, op, x)
-            case "ragged_all_to_all":
-                return self.ragged_all_to_all(op, x)
-            case "scatter":
-                return self.scatter(op, x)
-            case "broadcast":
-                return self.broadcast(op, x)
-        raise NotImplementedError(f"{type(self).__name__} has no collective {op.kind!r}")
+        kind = "all_gather" if op.kind == "exchange" else op.kind
+        if kind not in _KINDS:
+            raise NotImplementedError(f"{type(self).__name__} has no collective {kind!r}")
+        move = getattr(self, kind)
+        if op.dim and kind in _ALONG_DIM:
+            return move(op, x.movedim(op.dim, 0)).then(lambda result: result.movedim(0, op.dim))
+        return move(op, x)
 
     # What moves bytes, each with its ranks in dim 0.
 
@@ -143,13 +146,6 @@ def _joined(parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
     return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], -1)
 
 
-def over_dim(collective: Any, op: Collective, x: Tensor) -> Work:
-    """``collective``, whose ranks are in dim 0, along ``op.dim``."""
-    if not op.dim:
-        return collective(op, x)
-    return collective(op, x.movedim(op.dim, 0)).then(lambda result: result.movedim(0, op.dim))
-
-
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype: torch.dtype) -> None:
     """Messages of ``dtype`` between processes, by their ranks in the default group; received in place.
 
@@ -178,3 +174,38 @@ def in_memory(x: Tensor, dtype: torch.dtype) -> Tensor:
 def as_bytes(x: Tensor) -> bytes:
     """The memory of ``x``, which is contiguous and on the CPU."""
     return string_at(x.data_ptr(), x.nbytes)
+
+
+# Dtypes in which numbers are sent or compared where a library cannot do it in their own.
+
+
+def as_sendable(x: Tensor) -> Tensor:
+    return x if x.dtype in _SENDABLE else x.unsqueeze(-1).view(torch.uint8)
+
+
+def as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def from_real(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.view_as_complex(x) if dtype.is_complex else x
+
+
+def as_ordered(x: Tensor) -> Tensor:
+    """Integers in the order of the floats, NaN above all: libraries compare floats, and a NaN is lost by a comparison.
+
+    Gloo keeps a NaN of the first rank alone.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if x.dtype == torch.float64 else torch.int32)
+    return _flip_negative(bits)
+
+
+def from_ordered(order: Tensor, dtype: torch.dtype) -> Tensor:
+    bits = _flip_negative(order)
+    return bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32).to(dtype)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    """Floats are a sign and a magnitude; its own inverse."""
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)

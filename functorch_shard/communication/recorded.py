@@ -21,9 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .backend import Backend
+from .backend import Backend, Work
 from .collective import LIBRARY, START, WAIT, Collective, record
-from .work import Work
 
 # As torch.distributed does for process groups: an operator of a graph finds its ranks by name.
 _BACKENDS: WeakValueDictionary[str, Backend] = WeakValueDictionary()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .backend import Backend
+from .backend import Backend, Finished, Work
 from .collective import Collective, Splits
-from .work import Finished, Work
 
 Index = ContextVar["Tensor | None"]  # of one axis: the number of the rank that runs, batched over all of them
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..communication.axis import Axis
+from ..communication.backend import Work
 from ..communication.collective import Splits
-from ..communication.work import Work
 from ..training.optimizer_step import Leaves
 from .plan import Part
 

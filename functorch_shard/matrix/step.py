@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..communication.work import Work
+from ..communication.backend import Work
 from ..training.optimizer_step import (
     GRAD,
     OPTIONS,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.axis import Axis
 from ..communication.backend import Backend
+from ..communication.process_group import GroupBackend
 from ..errors import axes_text
 
 
@@ -34,6 +37,15 @@ class Simulated(ABC):
     @abstractmethod
     def joint(self, names: Sequence[str]) -> Backend:
         """Return the backend of several axes as one, whose ranks count in row-major order of ``names``."""
+
+
+def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device) -> Axis:
+    """Return the ranks of a process group of torch as an axis, over the fastest backend for tensors on ``device``."""
+    config = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    if config.get(device.type) != "gloo":
+        return Axis(name, size, GroupBackend(group, rank, size))
+    kind: type[GroupBackend] = import_module("functorch_shard.gloo.backend").GlooBackend
+    return Axis(name, size, kind(group, rank, size))
 
 
 def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..communication.axis import Axis
 from ..communication.backend import DetachedBackend
-from ..communication.group_axis import group_axis
 from ..errors import axes_text
 from ..torch_internals.process_groups import set_timeout, timeout_of
-from .axes import check_axes, is_accelerator, with_index
+from .axes import check_axes, group_axis, is_accelerator, with_index
 from .mesh import Mesh
 
 

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend, DetachedBackend
-from ..communication.group_axis import group_axis
+from ..communication.backend import Backend, DetachedBackend, transport
 from ..communication.process_group import GroupBackend
-from ..communication.wrapper import transport
 from ..torch_internals.process_groups import timeout_of
+from .axes import group_axis
 
 
 def joint_axis(

@@ -20,14 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend
-from ..communication.group_axis import group_axis
-from ..communication.wrapper import transport
+from ..communication.backend import Backend, transport
 from ..containers import Static
 from ..eager import eager
 from ..errors import axes_text
 from ..torch_internals.process_groups import whole_mesh
-from .axes import Simulated, check_axes, with_index
+from .axes import Simulated, check_axes, group_axis, with_index
 from .consensus import agree, gather_texts
 from .spmd import BatchedRanks, split_tensor
 
@@ -246,7 +244,7 @@ class Mesh(Static):
         is. Pickles keep neither ranks nor backends.
 
         Args:
-            wrap: from an axis to the backend it is to have, as ``fs.communication.checked`` or a
+            wrap: from an axis to the backend it is to have, as ``fs.communication.skip(kind)`` or a
                 ``fs.communication.Counter``: one that stands before ``axis.backend``, or that itself, to leave the axis
                 alone.
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend
+from ..communication.backend import Backend, Finished, Work
 from ..communication.collective import Collective, RecordMode
 from ..communication.simulated import of_all_ranks
 from ..communication.simulated_group import default_group
-from ..communication.work import Finished, Work
 from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..mesh.axes import Simulated, coordinate_of

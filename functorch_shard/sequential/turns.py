@@ -14,10 +14,10 @@ from threading import Event, Lock, Thread, get_ident
 import torch
 from torch import Tensor
 
+from ..communication.backend import Work
 from ..communication.collective import Collective, describe
 from ..communication.process_group import in_memory
 from ..communication.simulated import RANK_OF_THREAD, of_all_ranks
-from ..communication.work import Work
 from ..communication.writes import Gathered
 
 _ADVICE = (

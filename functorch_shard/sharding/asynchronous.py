@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..communication.work import Finished, Work
+from ..communication.backend import Finished, Work
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import pack

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..communication.work import Work
+from ..communication.backend import Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout

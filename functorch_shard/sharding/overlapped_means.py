@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.operands import axis_of
-from ..communication.work import Finished, Work
+from ..communication.backend import Finished, Work
 from ..layout.layout import Layout
 from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh

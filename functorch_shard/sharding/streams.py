@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..communication.work import Work
+from ..communication.backend import Work
 
 
 @dataclass(frozen=True)

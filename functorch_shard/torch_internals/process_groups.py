@@ -33,7 +33,7 @@ def _unwrapped(group: Any) -> list[Any]:
 def job_store() -> Any:
     """The store that the job's process group was made with.
 
-    A new store would need an address that all ranks know. Tested by tests/communication/test_lost_ranks_on_ranks.py.
+    A new store would need an address that all ranks know. Tested by tests/gloo/test_lost_ranks_on_ranks.py.
     """
     return dist.distributed_c10d._get_default_store()
 

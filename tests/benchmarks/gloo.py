@@ -2,9 +2,8 @@
 
 python -m tests.benchmarks.gloo
 
-"gloo's own" are its all-gather and reduce-scatter; the rest is what this library chooses from by the size of a message:
-sockets, for small ones (the smallest go inside of envelopes) and between hosts; shared memory, on one host; and of
-gathers whose results are freed soon, one memory of all ranks.
+"gloo's own" are its all-gather and reduce-scatter; the rest is what this library chooses from: sockets between hosts,
+shared memory on one host, and of gathers whose results are freed soon, one memory of all ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functorch_shard.communication import gloo
 from functorch_shard.communication.axis import Axis
-from functorch_shard.communication.gloo import GlooBackend
 from functorch_shard.communication.process_group import GroupBackend
+from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
 
 SIZES = {  # of the whole buffer, in float32
@@ -38,15 +37,15 @@ Call = Callable[[Axis, bool], Tensor]
 
 @dataclass(frozen=True)
 class Way:
-    """A backend, and up to how many bytes it sends a message over sockets."""
+    """A backend, and whether it may send large messages through shared memory."""
 
     axis: Axis
-    socket_limit: int = 1 << 40
+    by_memory: bool = False
     transient: bool = False
 
     def time(self, call: Call) -> tuple[float, float]:
         """Milliseconds, and milliseconds of this rank's processor."""
-        with patch.object(gloo, "SOCKET_LIMIT", self.socket_limit):
+        with nullcontext() if self.by_memory else patch.object(GlooBackend, "_memory", None):
             dist.barrier()
             start, work = time.perf_counter(), time.process_time()
             call(self.axis, self.transient)
@@ -59,8 +58,8 @@ def on_this_rank() -> list[str]:
     every = {
         "gloo's own": Way(own),
         "sockets": Way(ours),
-        "shared memory": Way(ours, socket_limit=0),
-        "one memory": Way(ours, socket_limit=0, transient=True),
+        "shared memory": Way(ours, by_memory=True),
+        "one memory": Way(ours, by_memory=True, transient=True),
     }
     lines = []
     for size, numel in SIZES.items():

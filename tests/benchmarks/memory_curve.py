@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.communication import gloo
+from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.workloads import WORKLOADS, Workload
 from tests.support.live_bytes import LiveBytes
@@ -98,7 +98,7 @@ def _ended(collective: Callable[..., Any]) -> Callable[..., None]:
 def curves_on_this_rank(name: str) -> Curves:
     """MiB after each allocation and free of the last step, by phase."""
     gc.disable()
-    gloo.SOCKET_LIMIT = 1 << 40
+    GlooBackend._memory = None  # by sockets
     torch.manual_seed(0)
     if name == "FSDP2":
         dist.barrier()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication.axis import Axis
-from functorch_shard.communication.gloo import SMALL_SUM
+from functorch_shard.gloo.backend import SMALL_SUM
 from tests.support.one_door import AXES, check_records, every_kind, in_threads, noting, records_of
 from tests.support.pool import run_ranks
 
@@ -34,7 +34,7 @@ def test_every_collective_is_seen_once_on_real_ranks_and_in_another_thread(axes:
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64]
-WIDTHS = [1, 1025, SMALL_SUM]  # of 12 rows: in an envelope, over sockets, through shared memory and in two rounds
+WIDTHS = [1, 1025, SMALL_SUM]  # of 12 rows: in an envelope, through shared memory, and in two rounds
 KINDS = ["all_gather", "psum_scatter", "psum", "pmax", "all_to_all"]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,13 +12,18 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Counter
 from functorch_shard.communication.axis import Axis
-from functorch_shard.communication.gloo import SOCKET_LIMIT, GlooBackend
+from functorch_shard.communication.backend import transport
 from functorch_shard.communication.process_group import GroupBackend
-from functorch_shard.communication.wrapper import transport
+from functorch_shard.gloo.backend import GlooBackend
 from tests.support.ranks import Ranks, gloo, simulated
 
 Splits = tuple[tuple[int, ...], ...]
 KINDS = [*simulated(2, 3), *gloo(2, 3)]
+WAYS = {
+    "envelope": (11, torch.bfloat16),
+    "shared memory": (5000, torch.complex64),
+    "sockets": (5000, torch.bfloat16),
+}
 
 
 def splits_of(size: int, largest: int) -> Splits:
@@ -39,11 +47,14 @@ def operand(mesh: fs.Mesh, splits: Splits, lead: int, dtype: torch.dtype) -> Ten
     return torch.stack([torch.nn.functional.pad(row, (0, longest - row.shape[-1])) for row in rows])
 
 
-def exchanged(mesh: fs.Mesh, largest: int, lead: int, dtype: torch.dtype) -> tuple[Tensor, tuple[int, int]]:
+def exchanged(
+    mesh: fs.Mesh, largest: int, lead: int, dtype: torch.dtype, by_sockets: bool
+) -> tuple[Tensor, tuple[int, int]]:
     counter, splits = Counter(), splits_of(mesh.size, largest)
     mesh = mesh.with_backend(counter)
     axis = mesh["shard"]
-    works = [axis.issue("ragged_all_to_all", operand(mesh, splits, lead, dtype), splits=splits) for _ in range(2)]
+    with patch.object(GlooBackend, "_memory", None) if by_sockets else nullcontext():
+        works = [axis.issue("ragged_all_to_all", operand(mesh, splits, lead, dtype), splits=splits) for _ in range(2)]
     first, second = (work.wait() for work in reversed(works))
     assert torch.equal(first, second)
     seen = counter["shard", "ragged_all_to_all"]
@@ -51,11 +62,11 @@ def exchanged(mesh: fs.Mesh, largest: int, lead: int, dtype: torch.dtype) -> tup
 
 
 @pytest.mark.parametrize("ranks", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-@pytest.mark.parametrize("largest", [11, 5000, SOCKET_LIMIT], ids=["envelope", "sockets", "shared memory"])
-def test_each_rank_receives_what_the_others_have_for_it(ranks: Ranks, largest: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_each_rank_receives_what_the_others_have_for_it(ranks: Ranks, way: str) -> None:
+    largest, dtype = WAYS[way]
     splits, lead = splits_of(ranks.size, largest), 2
-    for j, (received, (number, sent)) in enumerate(ranks.run(exchanged, largest, lead, dtype)):
+    for j, (received, (number, sent)) in enumerate(ranks.run(exchanged, largest, lead, dtype, way == "sockets")):
         expected = torch.cat([part(i, j, row[j], dtype) for i, row in enumerate(splits)])
         assert torch.equal(received[:, : len(expected)], expected.expand(lead, -1))
         mean = -(-lead * sum(map(sum, splits)) // ranks.size)

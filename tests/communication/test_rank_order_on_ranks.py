@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -10,16 +11,14 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum, psum_scatter
-from functorch_shard.communication import gloo
-from functorch_shard.communication.gloo import SMALL_SUM
-from functorch_shard.communication.headers import SMALL_MESSAGE
+from functorch_shard.gloo.backend import SMALL_SUM, GlooBackend
+from functorch_shard.gloo.guard import SMALL_MESSAGE
 from tests.support.pool import run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32]
 SPECIAL = [0.0, -0.0, 4e4, -4e4, float("inf"), -float("inf"), float("nan"), 1e-8, 256.0, 1.0]
-# Elements for 2, 3 and 4 ranks alike: one message with its envelope, over sockets, and through shared memory.
-SOCKET_LIMIT = 1 << 19  # here, so that all dtypes go the same way
-SIZES = {"short": 60, "sockets": 12 * 4001, "shared memory": 12 * 40003}
+# Elements for 2, 3 and 4 ranks alike.
+SIZES = {"envelope": 60, "sockets": 12 * 4001, "shared memory": 12 * 4003}
 
 
 def rows_of(num_ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -50,7 +49,6 @@ def bytes_of(x: Tensor) -> Tensor:
     return real.masked_fill(real.isnan(), 0 if x.dtype == torch.int32 else torch.nan).flatten().view(torch.uint8)
 
 
-@patch.object(gloo, "SOCKET_LIMIT", SOCKET_LIMIT)
 def sums_on_this_rank() -> list[str]:
     mesh, different = fs.init_mesh(), []
     simulated = fs.simulated_mesh(mesh.size)
@@ -58,7 +56,8 @@ def sums_on_this_rank() -> list[str]:
         for dtype in DTYPES:
             rows = rows_of(mesh.size, numel, dtype)
             expected, own = added_in_order(rows), rows[mesh.rank]
-            real = psum(own, mesh), psum_scatter(own, mesh)
+            with patch.object(GlooBackend, "_memory", None) if kind == "sockets" else nullcontext():
+                real = psum(own, mesh), psum_scatter(own, mesh)
             stacked = simulated.spmd(lambda x: (psum(x, simulated), psum_scatter(x, simulated)))(rows)
             for x, parts in zip(real, stacked, strict=True):
                 whole = expected if x.numel() == numel else expected.chunk(mesh.size)[mesh.rank]
@@ -73,9 +72,7 @@ def test_sums_are_added_in_rank_order_bitwise_on_real_and_simulated_ranks(num_ra
 
 
 def test_the_sizes_go_each_way() -> None:
-    assert SIZES["short"] * 16 < SMALL_MESSAGE // 2
-    assert SMALL_SUM < SIZES["sockets"] * 2 < SIZES["sockets"] * 8 < SOCKET_LIMIT
-    assert SIZES["shared memory"] * 8 // 4 > SOCKET_LIMIT
+    assert SIZES["envelope"] * 16 < SMALL_MESSAGE // 2 < SMALL_SUM < SIZES["sockets"] * 2
 
 
 def overflow_on_this_rank() -> list[float]:

@@ -27,6 +27,7 @@ FLOORS = [
     {"containers"},
     {"eager"},
     {"communication"},
+    {"gloo"},
     {"mesh"},
     {"layout", "collectives", "sequential"},
     {"storage"},
@@ -54,7 +55,7 @@ SATELLITES = {
 }
 SATELLITES |= {"tensor_parallel", "testing"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
-# Imports of torch.distributed outside of communication and mesh, each with its reason.
+# Imports of torch.distributed outside of communication, gloo and mesh, each with its reason.
 DISTRIBUTED = {
     "checkpoint.format": "the format of checkpoints is torch.distributed's",
     "layout.dtensor": "and so are DTensors",
@@ -167,11 +168,13 @@ def test_integers_of_the_layout_do_not_use_process_groups() -> None:
         assert not any(origin.startswith("torch.distributed") for origin, _ in imports(module)), module
 
 
-def test_only_communication_and_mesh_touch_torch_distributed_at_work() -> None:
+def test_only_communication_gloo_and_mesh_touch_torch_distributed_at_work() -> None:
     users = {
         module for module in MODULES if any(origin.startswith("torch.distributed") for origin, _ in imports(module))
     }
-    assert {module for module in users if floor_of(module) not in ("communication", "mesh")} == DISTRIBUTED.keys()
+    assert {
+        module for module in users if floor_of(module) not in ("communication", "gloo", "mesh")
+    } == DISTRIBUTED.keys()
 
 
 def is_private(name: str) -> bool:

@@ -11,10 +11,10 @@ from tests.support.live_bytes import LiveBytes, settle_scatters
 from tests.support.memory import (
     OPTIMIZERS,
     RANKS,
-    SOCKET_LIMITS,
     STEPS,
     UNIT,
     UNITS,
+    WAYS,
     activations,
     model_of_equal_units,
     training,
@@ -41,14 +41,14 @@ def test_the_counter_sees_every_byte_and_what_was_freed_again() -> None:
     assert live.peak("start", "end") == 4000 + max(840, live.growth("dropped", "kernel"))
 
 
-@pytest.mark.parametrize("way", SOCKET_LIMITS)
+@pytest.mark.parametrize("way", WAYS)
 def test_forward_has_two_units_and_the_activations_at_most(way: str) -> None:
     bound = 2 * UNIT + activations()
     for live in training("adamw", way):
         assert max(live.growth(f"forward {i}", f"backward {i}") for i in range(STEPS)) <= bound
 
 
-@pytest.mark.parametrize("way", SOCKET_LIMITS)
+@pytest.mark.parametrize("way", WAYS)
 def test_backward_has_one_full_gradient_more_and_its_reduction(way: str) -> None:
     full_gradient, received, results = UNIT, UNIT * (RANKS - 1) // RANKS, UNITS * UNIT // RANKS
     bound = 2 * UNIT + activations() + full_gradient + received + results
@@ -57,7 +57,7 @@ def test_backward_has_one_full_gradient_more_and_its_reduction(way: str) -> None
         assert max(peaks) <= bound
 
 
-@pytest.mark.parametrize("way", SOCKET_LIMITS)
+@pytest.mark.parametrize("way", WAYS)
 def test_every_step_after_the_first_ends_and_peaks_at_the_same_byte(way: str) -> None:
     for live in training("adamw", way):
         assert len({live.at(f"end {i}") for i in range(1, STEPS)}) == 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from functorch_shard.communication.work import Work
+from functorch_shard.communication.backend import Work
 from functorch_shard.sharding.overlapped_means import UNDER_WAY, Means
 
 

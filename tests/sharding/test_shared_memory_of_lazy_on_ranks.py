@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.communication.shared_results import SharedResults
 from tests.support.pool import run_ranks
 
 SIDE = 512  # a part of two is large enough for shared memory
@@ -137,23 +135,3 @@ def forked_on_this_rank() -> str:
 
 def test_a_forked_process_has_what_its_parent_had() -> None:
     assert run_ranks(forked_on_this_rank, 2) == ["True, exit status 0"] * 2
-
-
-def without_regions_on_this_rank(name: str, ranks: list[int]) -> None:
-    mesh = fs.init_mesh()
-    params = sharded(mesh, w=whole(), v=whole() + 1)
-
-    def fails(*_: object) -> None:
-        raise OSError("none left")
-
-    with patch.object(SharedResults, name, fails if mesh.rank in ranks else getattr(SharedResults, name)):
-        for _ in range(4):
-            full = fs.gather(params)
-            assert torch.equal(full["w"] + 0, whole())
-            assert torch.equal(full["v"] + 0, whole() + 1)
-
-
-@pytest.mark.parametrize("name", ["_map", "_private_map", "_lock"])
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
-def test_a_rank_that_has_no_locks_or_file_descriptors_for_regions_sends_messages(name: str, ranks: list[int]) -> None:
-    run_ranks(without_regions_on_this_rank, 2, name, ranks)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.communication import Collective, Work, wrap
-from functorch_shard.communication.wrapper import Issue
+from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import loss_of, two_layers
 

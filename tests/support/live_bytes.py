@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from functorch_shard.communication import process_group
+from functorch_shard.communication.backend import Work
 from functorch_shard.communication.collective import Collective
-from functorch_shard.communication.gloo import GlooBackend
-from functorch_shard.communication.shared_results import SharedResults
-from functorch_shard.communication.work import Work
+from functorch_shard.gloo.backend import GlooBackend
+from functorch_shard.gloo.guard import Call
+from functorch_shard.gloo.shared_memory import Region
 
 _MEMORY, _MARK, _SHARED = "[memory]", "live_bytes: ", "live_bytes_shared: "
 
@@ -84,23 +85,25 @@ class LiveBytes:
 @contextmanager
 def _shared_results_reported() -> Iterator[None]:
     """Show the profiler when this rank has, and lets go of, a result that ranks share."""
-    rows, let_go, sizes = SharedResults.rows, SharedResults.let_go, dict[tuple[int, int], int]()
+    memory, free, held = Call.memory, Region.free, dict[Region, int]()
 
-    def rows_seen(self: SharedResults, region: int, *form: Any) -> Tensor | None:
-        result = rows(self, region, *form)
-        sizes[id(self), region] = 0 if result is None else result.nbytes
-        report(sizes[id(self), region])
+    def memory_seen(self: Call) -> Tensor:
+        region = self.region
+        result = memory(self)
+        if region and self.op.transient:
+            held[region] = result.nbytes
+            report(result.nbytes)
         return result
 
-    def let_go_seen(self: SharedResults, region: int) -> None:
-        report(-sizes.pop((id(self), region), 0))
-        let_go(self, region)
+    def free_seen(self: Region) -> None:
+        report(-held.pop(self, 0))
+        free(self)
 
     def report(nbytes: int) -> None:
         with record_function(f"{_SHARED}{nbytes}"):
             pass
 
-    with patch.multiple(SharedResults, rows=rows_seen, let_go=let_go_seen):
+    with patch.object(Call, "memory", memory_seen), patch.object(Region, "free", free_seen):
         yield
 
 
@@ -111,7 +114,7 @@ def settle() -> None:
     here or there, now or then, is up to the scheduler, and frees on their threads are not reported. An all-gather of a
     few bytes never settles: plan before, and shard a mapping, of which nothing is compared.
     """
-    wait, gather, moved = Work.wait, process_group._gather_into, {}
+    wait, wait_of_call, gather, moved = Work.wait, Call.wait, process_group._gather_into, {}
 
     def gather_seen(out: Tensor, x: Tensor, **options: Any) -> Any:
         work = gather(out, x, **options)
@@ -128,7 +131,14 @@ def settle() -> None:
             pass
         return result
 
-    Work.wait = wait_settled
+    def wait_of_call_settled(self: Call) -> Tensor:
+        under_way = bool(self.works)
+        result = wait_of_call(self)
+        while under_way and _uses(result) > 1:
+            pass
+        return result
+
+    Work.wait, Call.wait = wait_settled, wait_of_call_settled
     process_group._gather_into = gather_seen
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.communication import gloo
-from functorch_shard.communication.gloo import SOCKET_LIMIT
-from functorch_shard.communication.headers import SMALL_MESSAGE
+from functorch_shard.gloo.backend import GlooBackend
+from functorch_shard.gloo.guard import SMALL_MESSAGE
 from functorch_shard.testing import run_ranks
 from tests.support.live_bytes import LiveBytes, settle
 
@@ -21,7 +20,7 @@ RANKS, UNITS, WIDTH, SAMPLES = 2, 6, 256, 16
 
 UNIT = 4 * WIDTH * (WIDTH + 1)  # bytes of a weight and a bias in float32: nothing else is nearly as large
 STEPS = 10
-SOCKET_LIMITS = {"sockets": 1 << 40, "shared memory": SMALL_MESSAGE}  # for units of this size
+WAYS = ("sockets", "shared memory")  # of units of this size
 OPTIMIZERS: dict[str, Any] = {
     "adamw": fs.optimizer(torch.optim.AdamW, lr=1e-3),
     "sgd": fs.optimizer(torch.optim.SGD, lr=1e-2, momentum=0.9),
@@ -46,9 +45,10 @@ def loss_of_shards(params: fs.Sharded, live: LiveBytes, i: int, model: nn.Module
 
 def train_on_this_rank(optimizer: str, way: str) -> LiveBytes:
     gc.disable()
-    gloo.SOCKET_LIMIT = SOCKET_LIMITS[way]
+    if way == "sockets":
+        GlooBackend._memory = None
     mesh, model = fs.init_mesh(), model_of_equal_units()
-    mesh["shard"].issue("all_gather", torch.empty(SOCKET_LIMIT)).wait()  # opens the files of all ranks
+    mesh["shard"].issue("all_gather", torch.empty(SMALL_MESSAGE)).wait()  # opens the memory of all ranks
     layout, opt = fs.plan(model, mesh), OPTIMIZERS[optimizer]
     assert [unit.buffers[0].nbytes for unit in layout.units] == [UNIT] * UNITS
     assert SMALL_MESSAGE < UNIT // RANKS  # gradients are sent from where they lie

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.communication.backend import transport
 from functorch_shard.communication.simulated import StackedBackend
-from functorch_shard.communication.wrapper import transport
 from tests.support.pool import run_ranks
 
 

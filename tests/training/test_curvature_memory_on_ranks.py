@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.communication import gloo
-from functorch_shard.communication.gloo import SOCKET_LIMIT
 from functorch_shard.curvature import fisher, gauss_newton, hessian
+from functorch_shard.gloo.backend import GlooBackend
+from functorch_shard.gloo.guard import SMALL_MESSAGE
 from functorch_shard.testing import run_ranks
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.memory import OPTIMIZERS, RANKS, UNIT, WIDTH, model_of_equal_units
@@ -50,14 +50,12 @@ def step(params: fs.Sharded, state: Any, x: Tensor) -> Any:
     return ADAMW.step(params, grads=grads, state=state, donate=True)
 
 
-WAYS = {"sockets": 1 << 40, "shared memory": SOCKET_LIMIT}  # the limit of what goes over sockets
-
-
 def all_on_this_rank(way: str) -> dict[tuple[str, int], tuple[int, int]]:
     gc.disable()
-    gloo.SOCKET_LIMIT = WAYS[way]
+    if way == "sockets":
+        GlooBackend._memory = None
     mesh = fs.init_mesh()
-    mesh["shard"].issue("all_gather", torch.empty(SOCKET_LIMIT)).wait()  # opens the files of all ranks
+    mesh["shard"].issue("all_gather", torch.empty(SMALL_MESSAGE)).wait()  # opens the memory of all ranks
     layout = fs.plan(MODEL, mesh)
     settle()
     gc.freeze()  # what is loaded stays: a collection before each measurement need not look at it

@@ -19,12 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.communication import lost_ranks as failures
-from functorch_shard.communication.wrapper import transport
+from functorch_shard.communication.backend import transport
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.process_groups import timeout_of
 from tests.support.scripts import free_port
@@ -154,9 +153,9 @@ def assert_each_names(victim: int, answers: Mapping[int, tuple[str, str, float]]
         assert seconds < KILL_AFTER / 2, (rank, seconds)
 
 
-GATHER, REDUCTION = r"all_gather of '[\w.]+' on axis 'shard'", r"psum_scatter of '[\w.]+' on axis 'shard'"
+GATHER, REDUCTION = (rf"{kind} of \d+ float32 for '\d' on axis 'shard'" for kind in ("all_gather", "psum_scatter"))
 PSUM = r"psum of 3 float32 on axis '\w+'"
-ANY = r"(all_gather|psum_scatter|psum) of '[\w.]+' on axis '\w+'"
+ANY = r"(all_gather|psum_scatter|psum) of \d+ float32 for '\d' on axis '\w+'"
 CASES: dict[str, tuple[int, Callable[[], None], Step, dict[str, int], str]] = {
     "exits in forward": (2, end_by_exit, in_forward, {"shard": 3}, GATHER),
     "raises in backward": (1, end_by_exception, in_backward, {"shard": 3}, f"{GATHER}|{REDUCTION}"),
@@ -223,44 +222,27 @@ def test_the_store_is_asked_only_after_an_error() -> None:
     run_ranks(undisturbed_on_this_rank, 2)
 
 
-def response_to(rank: int, members: list[int], num_ranks: int, given_up: list[int], here: list[int]) -> str | None:
+def response_to(rank: int, members: list[int], num_ranks: int, given_up: list[int]) -> str | None:
     """What ``rank`` reports after rank 0 has concluded that some did not respond."""
-    store, keys = dist.HashStore(), failures._key
-    verdict = {"missing": given_up, "here": [0], "by": 0, "what": "pmax of 'x'", "window": 2.0}
-    store.set(keys("conclusion"), json.dumps(verdict))
-    for other in here:
-        store.set(keys("here", other), "pmax of 'x'")
-        store.add(keys("number here"), 1)
+    store = dist.HashStore()
     with patch.object(dist, "get_rank", lambda: rank), patch.object(dist, "get_world_size", lambda: num_ranks):
-        check = failures._ResponseCheck(store, "psum of 'y'", members, window=0.2)
-    check.run()
-    return check.explanation()
+        call = failures.RollCall(store, "psum of 'y'", members, window=0.2)
+        store.set(call._board.key("conclusion"), json.dumps([given_up, [0], 0, "pmax of 'x'"]))
+        store.set(call._board.key("here", 0), "pmax of 'x'")
+        call.run()
+    return call.explanation()
 
 
 def test_a_rank_of_another_row_repeats_the_first_conclusion() -> None:
-    text = "rank 3 did not respond within 2 s to rank 0 in its pmax of 'x' (exited or stalled); ranks 0, 1 responded"
-    assert response_to(1, [1, 2], 4, given_up=[3], here=[0]) == f"psum of 'y' failed: {text}"
+    text = "rank 3 did not respond within 0.2 s to rank 0 in its pmax of 'x' (exited or stalled); ranks 0, 1 responded"
+    assert response_to(1, [1, 2], 4, given_up=[3]) == f"psum of 'y' failed: {text}"
 
 
 def test_a_rank_that_others_named_says_so_and_concludes_for_itself() -> None:
-    note = "this rank, 1, did not respond to rank 0 within 2 s"
-    assert response_to(1, [0, 1], 2, given_up=[1], here=[0]) == f"psum of 'y' failed: {note}"
+    note = "this rank, 1, did not respond to rank 0 within 0.2 s"
+    assert response_to(1, [0, 1], 2, given_up=[1]) == f"psum of 'y' failed: {note}"
     own = "rank 2 did not respond within 0.2 s (exited or stalled); ranks 0, 1 responded"
-    assert response_to(1, [0, 1, 2], 3, given_up=[1], here=[0]) == f"psum of 'y' failed: {own}; {note}"
-
-
-def test_the_private_way_to_the_store_of_the_job_is_there(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        store: Any = _get_default_store()
-        assert (store.check(["a"]), store.compare_set("a", "", "1"), store.compare_set("a", "", "2")) == (
-            False,
-            b"1",
-            b"1",
-        )
-        assert store.add("n", 1) == store.add("n", 0) == 1
-    finally:
-        dist.destroy_process_group()
+    assert response_to(1, [0, 1, 2], 3, given_up=[1]) == f"psum of 'y' failed: {own}; {note}"
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, timedelta()])

@@ -1,0 +1,64 @@
+"""The guard of gloo ranks for ranks of other libraries: before each collective they compare what they issue."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..communication.axis import Axis, wrap
+from ..communication.backend import Backend, Issue, Work, transport
+from ..communication.collective import Collective
+from ..communication.process_group import GroupBackend
+from ..torch_internals.process_groups import timeout_of
+from .backend import GlooBackend
+from .guard import Guard
+
+
+def check_order(axis: Axis) -> Backend:
+    """Before each collective over ``axis``, make sure that all of its ranks are about to issue the same one.
+
+    For :meth:`Mesh.with_backend`, over NCCL, where ranks that issue different collectives hang: ``mesh =
+    fs.init_mesh().with_backend(functorch_shard.gloo.check_order)`` on every rank. Gloo ranks compare every collective
+    anyway. Nothing that is computed changes.
+
+    Args:
+        axis: the axis to check, as ``with_backend`` passes it.
+
+    Returns:
+        A backend whose collectives raise before they are issued if ranks differ. Of gloo ranks, simulated ones and a
+        single one: their backend itself.
+
+    Raises:
+        TypeError: the bytes are moved by something other than a process group.
+        RuntimeError: later, from a collective, on every rank: the ranks issue different ones, by number in order, kind,
+            elements, dtype or buffer; the text has what each issued, and the last few before. Or a rank exited, or
+            stalled for longer than the timeout of the process group; it is named.
+
+    Cost:
+        A gloo group on the host beside each axis, and before each collective one round of small messages, which all
+        ranks wait for: about as long as a ``psum`` of a few numbers takes. For debugging.
+
+    Example:
+        >>> from functorch_shard.gloo import check_order
+        >>> mesh = fs.simulated_mesh(2)
+        >>> check_order(mesh["shard"]) is mesh["shard"].backend   # simulated ranks cannot differ
+        True
+
+    Stands for the execution order check of FSDP1 under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    """
+    backend = transport(axis.backend)
+    if backend.simulated or axis.size == 1 or isinstance(backend, GlooBackend):
+        return axis.backend
+    if not isinstance(backend, GroupBackend):
+        raise TypeError(
+            f"check_order: axis {axis.name!r}: got a {type(backend).__name__}, expected a process group to exchange "
+            "messages beside. Take the mesh from init_mesh, and wrap its backends instead of replacing them."
+        )
+    ranks, timeout = dist.get_process_group_ranks(backend.group), timeout_of(backend.group)
+    guard = Guard(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True), axis.size)
+
+    def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+        guard.compare(op, op.numel)
+        return send(op, x)
+
+    return wrap(issue)(axis)

@@ -1,0 +1,196 @@
+"""Large messages between processes of one host: a file in memory that all ranks have open.
+
+Note [Regions]: a collective is in one region of the file. The file begins with a table: how many regions there are, and
+of each the number of the collective whose messages are there, its bytes, and one byte for each rank.
+
+1. The first rank that issues a collective chooses a region that all ranks have freed, or a new one, and enters the
+   number. The others find it there. Each looks and enters under a lock, which ends with the process.
+2. Each rank writes its own part, and sends an envelope (Note [Envelopes] in guard.py).
+3. A rank that has the envelopes of all maps the region. The map is private: a page is copied when it is written to, so
+   each rank has its own changes. When the map is freed, the rank sets its byte to 1.
+
+No rank waits for another one here, and no region is written to before all ranks have freed it: each step is a system
+call after the step before it, in the same process or after a message from it, and sees what that one wrote. Of freed
+regions those that were used last keep their memory, ``POOL`` bytes in all; the others give it back at the next choice.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from ctypes import c_char
+from secrets import token_hex
+from weakref import WeakValueDictionary, finalize, ref
+
+import torch
+from torch import Tensor
+
+REGION = 1 << 40  # bytes from one region to the next, and for the table before them: more than any result has
+POOL = 1 << 24  # bytes of freed regions of one axis that are kept for the next collectives
+ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
+_COUNT = struct.Struct("q")
+_LOCK = struct.Struct("hhqqi4x")  # struct flock
+
+
+class Region:
+    """Where the messages of one collective are, until this rank frees it."""
+
+    def __init__(self, memory: SharedMemory, place: int, nbytes: int) -> None:
+        self._memory, self._place, self._nbytes = memory, place, nbytes
+        self._held = True
+
+    def write(self, x: Tensor, offset: int) -> int:
+        """Write the bytes of ``x``, which is contiguous, and return where they end."""
+        return offset + _each_byte(os.pwritev, self._memory.file, x, _start(self._place) + offset)
+
+    def open(self) -> Tensor:
+        """The bytes of all ranks; freeing them frees the region for this rank."""
+        try:
+            memory = memoryview(
+                mmap.mmap(self._memory.file, self._nbytes, flags=mmap.MAP_PRIVATE, offset=_start(self._place))
+            )
+        except OSError:  # no more file descriptors
+            copy = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu")
+            _each_byte(os.preadv, self._memory.file, copy, _start(self._place))
+            self.free()
+            return copy
+        finalize(memory, self.free).atexit = False
+        self._memory.mapped[self._place] = memory
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def free(self) -> None:
+        """This rank reads no more of it. Called by the garbage collector too, and so anywhere."""
+        if self._held:
+            self._held = False
+            self._memory.free(self._place)
+
+
+class SharedMemory:
+    """The file of the ranks of one axis, which this process has open; it ends with the last process that has it."""
+
+    def __init__(self, rank: int, size: int, file: int) -> None:
+        self._rank, self._size, self._process, self.file = rank, size, os.getpid(), file
+        self._entry = struct.Struct(f"qq{size}s")  # number of the collective, bytes, who has freed it
+        self.mapped: WeakValueDictionary[int, memoryview] = WeakValueDictionary()
+        finalize(self, os.close, file).atexit = False
+        this = ref(self)  # a forked process has what its parent has: all pages are copied before that
+        os.register_at_fork(before=lambda: None if (memory := this()) is None else memory._copy_pages())
+
+    def take(self, number: int, nbytes: int) -> Region:
+        """The region of collective ``number``, the same on all ranks that pass this size."""
+        try:  # a signal handler may raise at any call, also at those of a context manager
+            self._lock()
+            return Region(self, self._choose(number, nbytes), nbytes)
+        finally:
+            try:
+                self._unlock()
+            except BaseException:  # before it was unlocked: other ranks would wait for ever
+                self._unlock()
+                raise
+
+    def free(self, place: int) -> None:
+        if self._process == os.getpid():
+            os.pwrite(self.file, b"\1", self._entry_of(place + 1) - self._size + self._rank)
+
+    def _choose(self, number: int, nbytes: int) -> int:
+        entries = self._entries()
+        for place, (owner, length, _) in enumerate(entries):
+            if owner == number and length == nbytes:  # another length: ranks differ, and will find out
+                return place
+        free = {place: length for place, (_, length, freed) in enumerate(entries) if all(freed)}
+        fitting = [place for place, length in free.items() if length >= nbytes]
+        place = min(fitting, key=free.__getitem__) if fitting else max(free, key=free.__getitem__, default=len(entries))
+        self._give_back(place, nbytes, free.pop(place, 0))
+        os.pwrite(self.file, self._entry.pack(number, nbytes, bytes(self._size)), self._entry_of(place))
+        os.pwrite(self.file, _COUNT.pack(max(place + 1, len(entries))), 0)
+        kept = 0
+        for old in sorted(free, key=lambda place: -entries[place][0]):
+            kept += free[old]
+            if kept > POOL and free[old]:
+                self._give_back(old, 0, free[old])
+                os.pwrite(self.file, self._entry.pack(entries[old][0], 0, entries[old][2]), self._entry_of(old))
+        return place
+
+    def _give_back(self, place: int, start: int, end: int) -> None:
+        """Free the memory of a region from ``start`` to ``end``."""
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        if start < end:
+            with suppress(OSError), mmap.mmap(self.file, end - start, offset=_start(place) + start) as memory:
+                memory.madvise(mmap.MADV_REMOVE)
+
+    def _entries(self) -> list[tuple[int, int, bytes]]:
+        (count,) = _COUNT.unpack(os.pread(self.file, _COUNT.size, 0))
+        return [*self._entry.iter_unpack(os.pread(self.file, count * self._entry.size, _COUNT.size))]
+
+    def _entry_of(self, place: int) -> int:
+        return _COUNT.size + place * self._entry.size
+
+    def _lock(self) -> None:
+        import fcntl  # not on Windows, where no memory is shared either
+
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+
+    def _unlock(self) -> None:
+        import fcntl
+
+        fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
+
+    def _copy_pages(self) -> None:
+        for memory in [*self.mapped.values()]:
+            torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].bitwise_or_(0)
+
+
+def open_shared_memory(rank: int, size: int, exchange: Callable[[bytes], list[bytes]]) -> SharedMemory | None:
+    """Shared memory of all ranks, or ``None`` on all of them: where one cannot open the file of the first one.
+
+    Ranks of several hosts, or of containers that do not see each other's processes, have none.
+
+    Args:
+        rank: this process's place among ``size``.
+        exchange: gives what each rank passed to it, ``ADDRESS`` bytes each; called on all ranks alike.
+    """
+    memory, address = None, b""
+    with suppress(AttributeError, OSError, ValueError):  # not on this system
+        if rank == 0:
+            name = token_hex(16)
+            file = os.memfd_create(name)  # in no folder: it ends when the last process closes it, however that ends
+            memory = SharedMemory(rank, size, file)
+            os.ftruncate(file, 1 << 62)  # takes no memory
+            address = f"{os.getpid()} {file} {name}".encode()
+    first, *_ = exchange(address.ljust(ADDRESS))
+    works = False
+    with suppress(AttributeError, ImportError, OSError, ValueError):
+        memory = memory if rank == 0 else SharedMemory(rank, size, _open_file(first))
+        if memory:
+            memory._lock()
+            memory._unlock()
+            works = True
+    work_everywhere = all(each.strip() for each in exchange((b"here" if works else b"").ljust(ADDRESS)))
+    return memory if work_everywhere else None
+
+
+def _open_file(address: bytes) -> int:
+    process, file, name = address.decode().split()
+    path = f"/proc/{process}/fd/{file}"
+    if os.readlink(path) != f"/memfd:{name} (deleted)":  # a process of another host has that number here
+        raise OSError(f"{path} is not the file {name}")
+    return os.open(path, os.O_RDWR)
+
+
+def _start(place: int) -> int:
+    return (place + 1) * REGION
+
+
+def _each_byte(call: Callable[..., int], file: int, x: Tensor, offset: int) -> int:
+    """Move all bytes of ``x`` by calls that may stop early, as Linux does after 2 GB."""
+    assert x.is_contiguous()
+    memory, moved = memoryview((c_char * x.nbytes).from_address(x.data_ptr())).cast("B"), 0
+    while moved < x.nbytes:
+        count = call(file, [memory[moved:]], offset + moved)
+        if count == 0:
+            raise EOFError(f"a message ends after {moved} bytes, where {x.nbytes} were expected")
+        moved += count
+    return moved

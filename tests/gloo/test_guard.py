@@ -1,0 +1,176 @@
+"""The collectives of one rank, whatever other threads, signals and the garbage collector do meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from functorch_shard.communication import Collective
+from functorch_shard.gloo.at_exit import _LEFT, _LIVE
+from functorch_shard.gloo.guard import INTERRUPTED, Call, Guard
+
+NUM_CALLS = 3
+
+
+@pytest.fixture(autouse=True)
+def nothing_pending() -> Iterator[None]:
+    """These guards have no process group, for which this process would wait when it ends."""
+    yield
+    _LIVE.clear()
+    _LEFT.clear()
+
+
+class Interrupted:
+    """What was sent is there at once. At one moment another thread runs."""
+
+    def __init__(self, moment: str, other: Callable[[], None]) -> None:
+        self._moment, self._other = moment, other
+
+    def get_future(self) -> Interrupted:
+        return self
+
+    def done(self) -> bool:
+        return self._at("done")
+
+    def wait(self) -> bool:
+        return self._at("wait")
+
+    def _at(self, moment: str) -> bool:
+        if moment == self._moment:
+            self._moment = "never again"
+            self._other()
+        return True
+
+
+class OneRank(Guard):
+    """The guard of a single rank, whose envelopes come back to it."""
+
+    def __init__(self, moment: str = "never", num_waited: int = 0) -> None:
+        super().__init__(None, 1)
+        self.exchange: Any = self._exchange
+        self._num_waited, self._moment, self.calls = num_waited, moment, list[Call]()
+
+    def _exchange(self, got: Tensor, sent: Tensor) -> Any:
+        got.copy_(sent)
+        moment, self._moment = self._moment, "never"
+        return Interrupted(moment, self._other)
+
+    def _other(self) -> None:
+        for call in self.calls[: self._num_waited]:
+            call.wait()
+
+    def next(self, *messages: Any) -> Call:
+        call = self.call(Collective("psum", "shard", self._number + 1, torch.float32), self._number + 1)
+        call.works, call.finish = [*messages], lambda: torch.ones(1)
+        return call
+
+
+@pytest.mark.parametrize("moment", ["done", "wait", "never"])
+@pytest.mark.parametrize("num_waited", [NUM_CALLS, NUM_CALLS - 1])
+def test_another_thread_may_wait_for_calls_while_the_guard_looks_at_them(moment: str, num_waited: int) -> None:
+    guard = OneRank(moment, num_waited)
+    for number in range(1, NUM_CALLS + 1):
+        guard.calls.append(Call(guard, Collective("psum", "a", number, torch.int8), f"number {number}", 7, number))
+        guard.calls[-1].finish = lambda: torch.ones(1)
+        guard.calls[-1].post()
+    if num_waited == NUM_CALLS:
+        guard.next()
+    guard.verify(guard.calls[-1])
+    assert all(call.verified for call in guard.calls)
+    assert [*guard._history] == [f"number {number}" for number in range(1, NUM_CALLS + 1)]
+
+
+class Message:
+    """One that takes until ``sent``."""
+
+    def __init__(self) -> None:
+        self.sent, self.waited = Event(), Event()
+
+    def wait(self) -> None:
+        self.sent.wait()
+        self.waited.set()
+
+
+def test_what_is_abandoned_is_waited_for_by_the_next_collective_and_its_memory_used_again() -> None:
+    guard, message = OneRank(), Message()
+    guard.next(message).post()
+    message.sent.set()
+    assert not message.waited.is_set()
+    guard.next()
+    assert message.waited.is_set()
+    assert (len(guard.pending.abandoned), len(guard.free)) == (0, 4)
+
+
+def test_what_is_abandoned_is_not_waited_for_before_all_ranks_have_begun_it() -> None:
+    guard, message = OneRank(), Message()
+    call = guard.next(message)
+    call.post()
+    call.arrived.done = lambda: False
+    guard.pending.abandoned.append(call)
+    guard.next()
+    assert [*guard.pending.abandoned] == [call]
+    message.sent.set()
+
+
+def test_what_is_still_to_be_sent_outlives_its_guard() -> None:
+    guard, message = OneRank(), Message()
+    guard.next(message).post()
+    gc.collect()
+    before = len(_LEFT)
+    del guard
+    gc.collect()
+    assert (len(_LEFT), message.waited.is_set()) == (before + 1, False)
+    message.sent.set()
+    OneRank()
+    assert (len(_LEFT), message.waited.is_set()) == (before, True)
+
+
+class Fails:
+    """A message during whose wait a signal handler raises, once."""
+
+    def __init__(self, waits: int) -> None:
+        self.waits = waits
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+
+
+def test_what_is_left_of_a_wait_that_a_signal_interrupts_is_waited_for_by_the_next_collective() -> None:
+    guard, first, second = OneRank(), Fails(0), Fails(1)
+    call = guard.next(first, second)
+    call.post()
+    with pytest.raises(KeyboardInterrupt):
+        call.wait()
+    assert (first.waits, second.waits) == (1, 1)
+    guard.next()
+    assert (first.waits, second.waits) == (1, 2)
+
+
+def test_an_exception_before_anything_is_sent_changes_nothing() -> None:
+    guard = OneRank()
+    guard.next()  # and what it is to send does not fit into memory
+    assert guard.next().number == 1
+
+
+def test_after_an_exception_while_something_is_sent_every_collective_is_refused() -> None:
+    guard = OneRank()
+    guard.begin(guard.next())
+    with pytest.raises(RuntimeError) as refused:
+        guard.next()
+    assert str(refused.value) == INTERRUPTED
+
+
+def test_two_threads_that_begin_collectives_at_the_same_time_are_refused() -> None:
+    guard = OneRank()
+    first, second = guard.next(), guard.next()
+    first.post()
+    with pytest.raises(RuntimeError, match="two threads"):
+        second.post()

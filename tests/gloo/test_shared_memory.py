@@ -1,0 +1,287 @@
+"""Regions of a file that all ranks have open: Note [Regions] in shared_memory.py."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from threading import Barrier
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from functorch_shard.gloo import shared_memory
+from functorch_shard.gloo.shared_memory import ADDRESS, SharedMemory, open_shared_memory
+
+MB = 1 << 18  # elements of float32
+
+
+def memories(num_ranks: int) -> list[SharedMemory]:
+    """Those of ranks that are threads; none where one cannot open it."""
+    barrier, messages = Barrier(num_ranks, timeout=60), [b""] * num_ranks
+
+    def open_here(rank: int) -> SharedMemory | None:
+        def exchange(message: bytes) -> list[bytes]:
+            assert len(message) == ADDRESS
+            messages[rank] = message
+            barrier.wait()
+            result = list(messages)
+            barrier.wait()
+            return result
+
+        return open_shared_memory(rank, num_ranks, exchange)
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        opened = [*threads.map(open_here, range(num_ranks))]
+    assert len({memory is None for memory in opened}) == 1
+    return [memory for memory in opened if memory is not None]
+
+
+def gathered(ranks: list[SharedMemory], number: int, numel: int = 5) -> list[Tensor]:
+    """What each rank has of the parts of all, rank r's of numbers ``10 number + r``, all written before one reads."""
+    regions = [rank.take(number, 4 * numel * len(ranks)) for rank in ranks]
+    for i, region in enumerate(regions):
+        assert region.write(torch.full((numel,), 10.0 * number + i), 4 * numel * i) == 4 * numel * (i + 1)
+    return [region.open().view(torch.float32).view(len(ranks), numel) for region in regions]
+
+
+def is_right(result: Tensor, number: int) -> bool:
+    return result.eq(10 * number + torch.arange(float(len(result)))[:, None]).all().item() is True
+
+
+def held_by(rank: SharedMemory) -> int:
+    """Bytes of memory that the file takes, but for its table."""
+    return 512 * os.fstat(rank.file).st_blocks - mmap.PAGESIZE
+
+
+def owners(rank: SharedMemory) -> list[int]:
+    return [owner for owner, *_ in rank._entries()]
+
+
+def test_results_of_any_size_stay_as_they_are_until_they_are_freed_in_any_order() -> None:
+    ranks, draw = memories(3), random.Random(0)
+    held: list[list[tuple[int, Tensor]]] = [[], [], []]
+    most = 0
+    with patch.object(shared_memory, "POOL", 1 << 16):
+        for number in range(1, 400):
+            for rank, result in enumerate(gathered(ranks, number, draw.randrange(1, 5000))):
+                held[rank].append((number, result))
+            most = max(most, *map(len, held))
+            for results in held:
+                for _ in range(draw.randrange(3) if len(results) < 6 else 4):
+                    if results:
+                        sent, result = results.pop(draw.randrange(len(results)))
+                        assert is_right(result, sent)
+                        del result
+    assert len(owners(ranks[0])) <= 3 * most
+
+
+def test_what_a_rank_writes_to_a_result_no_other_rank_and_no_later_result_has() -> None:
+    ranks = memories(2)
+    for number in range(1, 10):
+        first, second = gathered(ranks, number, mmap.PAGESIZE)
+        assert is_right(first, number)
+        first[number % 2, number * 10] = 1e6
+        assert is_right(second, number)
+        del first, second
+    assert len(owners(ranks[0])) == 1
+
+
+def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_earlier() -> None:
+    for last in range(3):
+        ranks = memories(3)
+        results = gathered(ranks, 1)
+        kept = results[last].flatten()[4:6]  # a view keeps it too
+        results.clear()
+        other = gathered(ranks, 2)
+        assert (owners(ranks[0]), kept.tolist()) == ([1, 2], [10, 11])
+        del kept
+        again = gathered(ranks, 3)
+        assert owners(ranks[0]) == [3, 2]
+        assert is_right(other[0], 2)
+        assert is_right(again[0], 3)
+
+
+def test_a_rank_that_needs_no_result_frees_it_without_having_it() -> None:
+    ranks = memories(2)
+    for region in [rank.take(1, 40) for rank in ranks]:
+        region.free()
+        region.free()  # once
+    gathered(ranks, 2)
+    assert owners(ranks[0]) == [2]
+
+
+def test_freed_memory_is_given_back_but_for_a_pool() -> None:
+    ranks, nbytes = memories(2), 2 * 4 * MB
+    many = [gathered(ranks, number, MB) for number in range(1, 21)]
+    assert held_by(ranks[0]) == 20 * nbytes
+    many.clear()
+    gathered(ranks, 30)
+    assert held_by(ranks[0]) <= shared_memory.POOL + mmap.PAGESIZE
+    assert all(is_right(result, 40) for result in gathered(ranks, 40, MB))
+    many = [gathered(ranks, number, MB) for number in range(50, 70)]
+    assert all(is_right(result, 50 + i) for i, results in enumerate(many) for result in results)
+
+
+def test_a_region_that_had_a_larger_result_gives_the_rest_back() -> None:
+    ranks = memories(2)
+    gathered(ranks, 1, MB)
+    results = gathered(ranks, 2, MB // 4)
+    assert held_by(ranks[0]) == 2 * MB
+    assert is_right(results[1], 2)
+
+
+def test_memory_that_cannot_be_given_back_is_kept() -> None:
+    ranks = memories(2)
+    with patch.object(mmap, "MADV_REMOVE", 12345):  # no such advice
+        for number in range(1, 9):
+            results = [gathered(ranks, 10 * number + i, MB // number) for i in range(number)]
+            assert all(is_right(each, 10 * number + i) for i, both in enumerate(results) for each in both)
+
+
+def test_a_result_that_cannot_be_mapped_is_read() -> None:
+    ranks = memories(2)
+    with patch.object(mmap, "mmap", side_effect=OSError):  # no more file descriptors
+        results = gathered(ranks, 1)
+    gathered(ranks, 2)
+    assert owners(ranks[0]) == [2]
+    assert all(is_right(result, 1) for result in results)
+
+
+@pytest.mark.parametrize(("name", "number"), [("open", 1), ("memfd_create", 0), ("readlink", 0)])
+def test_no_rank_has_shared_memory_where_one_cannot_open_it(name: str, number: int) -> None:
+    real, calls, before = getattr(os, name), count(), {*os.listdir("/proc/self/fd")}
+
+    def fails_once(*args: Any) -> Any:
+        if next(calls) == number:
+            raise OSError("not here")
+        return real(*args)
+
+    with patch.object(os, name, fails_once):
+        assert memories(3) == []
+    assert {*os.listdir("/proc/self/fd")} <= before
+
+
+def test_ranks_that_choose_at_the_same_time_choose_the_same_region() -> None:
+    ranks = memories(4)
+
+    def choose(rank: SharedMemory) -> list[int]:
+        return [rank.take(number, 20)._place for number in range(1, 50)]
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(choose, ranks)
+    assert len({*first}) == 49
+    assert others == [first] * 3
+
+
+def test_ranks_that_issue_different_sizes_do_not_write_into_the_same_region() -> None:
+    small, large = (rank.take(1, nbytes) for rank, nbytes in zip(memories(2), (20, 20_000), strict=True))
+    assert small._place != large._place
+
+
+ENDS_WHILE_IT_CHOOSES = """
+import os, signal, sys
+from functorch_shard.gloo.shared_memory import SharedMemory
+SharedMemory(1, 2, os.open(sys.argv[1], os.O_RDWR))._lock()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_ends_while_it_chooses_keeps_nobody_from_choosing() -> None:
+    ranks = memories(2)
+    file = f"/proc/{os.getpid()}/fd/{ranks[0].file}"
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_CHOOSES, file], timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(gathered(ranks, 1)) == 2
+
+
+@contextmanager
+def locked_elsewhere(file: int) -> Iterator[None]:
+    """The table of regions, locked at once or not at all, by who has the file open a second time."""
+    other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+    try:
+        fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        yield
+    finally:
+        os.close(other)
+
+
+def raising_at(event: int) -> Callable[..., None]:
+    """A profiler that raises at one call or return of Python or C, which is where a signal handler may."""
+    counted = count()
+
+    def raise_at(frame: FrameType, *_: Any) -> None:
+        if frame.f_code.co_filename != __file__ and next(counted) == event:
+            raise KeyboardInterrupt
+
+    return raise_at
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    """An exception in a finalizer that the garbage collector calls would not be raised."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collections")
+def test_an_exception_at_any_moment_of_choosing_keeps_nobody_from_choosing() -> None:
+    (rank,), kept = memories(1), list[BaseException]()  # and with them all that their frames have
+    for event in count():
+        sys.setprofile(raising_at(event))
+        try:
+            rank.take(event + 1, 20)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        finally:
+            sys.setprofile(None)
+        with locked_elsewhere(rank.file):
+            rank.free(0)
+        if len(kept) == event:  # there was no such moment
+            break
+    assert len(kept) > 20
+
+
+def test_a_forked_process_has_what_its_parent_had_and_frees_nothing_of_it() -> None:
+    ranks = memories(2)
+    results = gathered(ranks, 1)
+    reader, writer = os.pipe()
+    if not os.fork():
+        os.read(reader, 1)  # until the region has other numbers
+        os._exit(is_right(results[0], 1) and is_right(results[1], 1))
+    results.clear()
+    second = gathered(ranks, 2)
+    os.write(writer, b"1")
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 1
+    assert (owners(ranks[0]), is_right(second[0], 2)) == ([2], True)
+    if not os.fork():
+        second.clear()
+        os._exit(0)
+    os.wait()
+    gathered(ranks, 3)
+    assert is_right(second[0], 2)
+
+
+def test_the_layout_of_a_lock_is_that_of_this_system() -> None:
+    (rank,) = memories(1)
+    rank._lock()
+    with pytest.raises(BlockingIOError), locked_elsewhere(rank.file):
+        ...
+    rank._unlock()
+    with locked_elsewhere(rank.file):
+        ...

@@ -1,0 +1,268 @@
+"""Large messages between real ranks of one host: bitwise what sockets bring, whatever holds a rank up, or ends it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+import functorch_shard.gloo.backend
+from functorch_shard.communication import Work
+from functorch_shard.communication.backend import transport
+from functorch_shard.gloo.backend import GlooBackend
+from functorch_shard.gloo.guard import SMALL_MESSAGE, Guard
+from functorch_shard.gloo.shared_memory import ADDRESS
+from functorch_shard.testing import RankError
+from tests.support import lazy_uses
+from tests.support.pool import run_ranks
+
+LARGE = SMALL_MESSAGE + 5  # elements of a part
+SUMMED = [torch.float64, torch.bfloat16, torch.complex128, torch.int8]
+GATHERED = [*SUMMED, torch.float8_e4m3fn, torch.bool]
+BY_SOCKETS = partial(patch.object, GlooBackend, "_memory", None)
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    drawn = 10 * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (drawn + 1j * drawn.flip(0) if dtype.is_complex else drawn).to(dtype)
+
+
+def assert_same_bytes(a: Tensor, b: Tensor) -> None:
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    assert torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def memory_of(mesh: fs.Mesh) -> Any:
+    backend: Any = transport(mesh["shard"].backend)
+    return backend._memory
+
+
+def compare_with_sockets_on_this_rank() -> None:
+    mesh = fs.init_mesh()
+    axis = mesh["shard"]
+
+    def same_on_both_ways(kind: str, x: Tensor, **options: Any) -> None:
+        by_memory = axis.issue(kind, x, **options).wait()
+        with BY_SOCKETS():
+            assert_same_bytes(by_memory, axis.issue(kind, x, **options).wait())
+
+    matrix = values((7 * mesh.size, LARGE * mesh.size), torch.float64, mesh.rank).mT  # not contiguous
+    conjugated = values((LARGE * mesh.size,), torch.complex128, mesh.rank).conj()
+    wide = values((4 * LARGE,), torch.float32, mesh.rank)
+    for transient in (False, True):
+        for dtype in GATHERED:
+            x = values((LARGE,), dtype, mesh.rank)
+            same_on_both_ways("all_gather", x, transient=transient)
+            own = axis.issue("all_gather", x, transient=transient).wait().unflatten(0, (mesh.size, -1))[mesh.rank]
+            assert_same_bytes(own, x)
+        for dim in (0, 1):
+            same_on_both_ways("all_gather", matrix, dim=dim, transient=transient)
+        same_on_both_ways("all_gather", conjugated, transient=transient)
+        same_on_both_ways("all_gather", wide, dtype=torch.bfloat16, transient=transient)
+    for dtype in SUMMED:
+        same_on_both_ways("psum_scatter", values((LARGE * mesh.size,), dtype, mesh.rank))
+        same_on_both_ways("psum", values((LARGE,), dtype, mesh.rank))
+    for dim in (0, 1):
+        same_on_both_ways("psum_scatter", matrix, dim=dim)
+    resolved = axis.issue("psum_scatter", conjugated + 0).wait()
+    assert_same_bytes(axis.issue("psum_scatter", conjugated).wait(), resolved)
+    assert memory_of(mesh) is not None
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_dtype_arrives_bitwise_as_by_sockets(num_ranks: int) -> None:
+    run_ranks(compare_with_sockets_on_this_rank, num_ranks)
+
+
+def stress_on_this_rank(num_messages: int, longest: float) -> None:
+    """Messages of all sizes under way together, landed in any order or never, each rank held up at other places."""
+    mesh = fs.init_mesh()
+    rank, size = mesh.rank, mesh.size
+    shared, own = random.Random(0), random.Random(rank)
+    under_way, held = [], []
+    for i in range(num_messages):
+        numel = shared.choice([1, 17, SMALL_MESSAGE // 8 + 1, LARGE, LARGE + shared.randint(1, LARGE)])
+        parts = [torch.arange(numel * size, dtype=torch.float64) * (r + 1) + i for r in range(size)]
+        if shared.random() < 0.5:
+            transient = (shared if shared.random() < 0.8 else own).random() < 0.5  # at times not on all ranks
+            work = mesh["shard"].issue("all_gather", parts[rank][:numel], transient=transient)
+            expected = torch.cat([part[:numel] for part in parts])
+        else:
+            work = mesh["shard"].issue("psum_scatter", parts[rank])
+            expected = sum(parts[1:], parts[0]).view(size, numel)[rank]
+        under_way.append((work, expected))
+        del work
+        time.sleep(own.random() * longest)
+        while len(under_way) > shared.randint(0, 3):
+            work, expected = under_way.pop(shared.randrange(len(under_way)))
+            if shared.random() < 0.2:
+                del work  # nobody wants it
+            else:
+                result = work.wait()
+                assert torch.equal(result, expected), i
+                held.append((result, expected))
+        while len(held) > own.randint(0, 3):
+            assert all(torch.equal(*pair) for pair in held), i
+            held.pop(own.randrange(len(held)))
+    assert 1 <= len(memory_of(mesh)._entries()) <= 10 * size
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num_ranks: int) -> None:
+    run_ranks(stress_on_this_rank, num_ranks, 200, 0.004)
+
+
+class _FewMessages(Guard):
+    """Envelopes that have no messages in them, but for those that open the memory of others."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        super().__init__(group, size)
+        self.capacity = ADDRESS
+
+
+@contextmanager
+def all_through_shared_memory() -> Iterator[None]:
+    with patch.object(functorch_shard.gloo.backend, "Guard", _FewMessages):
+        yield
+
+
+def use_on_this_rank() -> None:
+    with all_through_shared_memory():
+        for name in lazy_uses.USES:
+            for reshard in (True, False):
+                lazy_uses.use_on_this_rank(name, reshard)
+        lazy_uses.same_jacobians_on_this_rank()
+        lazy_uses.exceptions_on_this_rank()
+        lazy_uses.delayed_training_on_this_rank()
+
+
+def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_shared_memory() -> None:
+    run_ranks(use_on_this_rank, 2)
+
+
+def regions_of_training_on_this_rank() -> int:
+    mesh = fs.init_mesh()
+    with all_through_shared_memory():
+        lazy_uses.delayed_training(lazy_uses.delayed(mesh, 0.01), num_steps=8)
+    return len(memory_of(mesh)._entries())
+
+
+def test_training_holds_no_more_than_is_under_way_or_used_and_waited_for() -> None:
+    """Two gathers, two reductions; and of each the one before, which a rank behind may still have to read."""
+    assert all(1 < num_regions <= 12 for num_regions in run_ranks(regions_of_training_on_this_rank, 3))
+
+
+def transient_on_one_rank_on_this_rank() -> None:
+    """Whether a result is freed soon is no matter of other ranks."""
+    mesh = fs.init_mesh()
+    x = values((LARGE,), torch.float64, mesh.rank)
+    expected = torch.cat([values((LARGE,), torch.float64, rank) for rank in range(mesh.size)])
+    result = x
+    for reader in range(mesh.size):
+        result = mesh["shard"].issue("all_gather", x, transient=mesh.rank == reader).wait()
+        assert torch.equal(result, expected)
+        result.zero_()  # its own
+    del result
+    mesh["shard"].issue("psum", torch.ones(1)).wait()  # all ranks are there
+    assert all(all(freed) for *_, freed in memory_of(mesh)._entries())
+
+
+def test_results_that_some_ranks_keep_are_right_and_freed() -> None:
+    run_ranks(transient_on_one_rank_on_this_rank, 3)
+
+
+def rewrite_on_this_rank() -> Tensor:
+    mesh = fs.init_mesh()
+    x = torch.full((LARGE,), 1.0 + mesh.rank)
+    work = mesh["shard"].issue("all_gather", x)
+    x.zero_()
+    with torch.inference_mode():
+        made_there = torch.full((LARGE,), 1.0 + mesh.rank)
+        from_there = mesh["shard"].issue("all_gather", made_there)
+        made_there.zero_()
+    return torch.stack([work.wait(), from_there.wait()]).view(2, 2, -1)[:, :, ::1000].clone()
+
+
+def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
+    for rows in run_ranks(rewrite_on_this_rank, 2):
+        assert torch.equal(rows, torch.tensor([1.0, 2.0])[:, None].expand_as(rows))
+
+
+def _fails(*_: Any) -> int:
+    raise OSError("no memory files here")
+
+
+def _another_host(*_: Any) -> str:
+    return "/memfd:another (deleted)"
+
+
+def without_memory_on_this_rank(rank: int, name: str, fails: Callable[..., Any]) -> bool:
+    mesh = fs.init_mesh()
+    x = values((3 * LARGE,), torch.float32, mesh.rank)
+    with patch.object(os, name, fails if mesh.rank == rank else getattr(os, name)):
+        gathered = mesh["shard"].issue("all_gather", x).wait()
+    expected = [values((3 * LARGE,), torch.float32, rank) for rank in range(mesh.size)]
+    assert torch.equal(gathered, torch.cat(expected))
+    part = mesh["shard"].issue("psum_scatter", x).wait()
+    assert torch.equal(part, sum(expected[1:], expected[0]).view(3, -1)[mesh.rank])
+    return memory_of(mesh) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "name", "fails"),
+    [(0, "memfd_create", _fails), (1, "readlink", _another_host)],
+    ids=["no files", "another host"],
+)
+def test_one_rank_that_cannot_read_the_memory_of_others_keeps_all_of_them_on_sockets(
+    rank: int, name: str, fails: Any
+) -> None:
+    assert run_ranks(without_memory_on_this_rank, 3, rank, name, fails) == [True] * 3
+
+
+def different_on_this_rank() -> str:
+    mesh = fs.init_mesh()
+    works: list[Work] = [mesh["shard"].issue("all_gather", torch.ones(LARGE + mesh.rank))]
+    with pytest.raises(RuntimeError) as error:
+        works[0].wait()
+    return str(error.value)
+
+
+def test_operands_of_different_sizes_are_refused_on_every_rank() -> None:
+    sizes = [f"rank {rank}: all_gather of {LARGE + rank:,} float32" for rank in range(2)]
+    for message in run_ranks(different_on_this_rank, 2):
+        assert all(size in message for size in sizes)
+
+
+def killed_on_this_rank(report: str) -> None:
+    mesh = fs.init_mesh()
+    axis, x = mesh["shard"], torch.ones(2 * LARGE)
+    for i in range(10):
+        works = [axis.issue("all_gather", x), axis.issue("psum_scatter", x)]
+        if mesh.rank == 1 and i == 7:
+            axis.issue("all_gather", x)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            Path(report).write_text(f"{i} {error}")
+            raise
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, report = {*os.listdir("/dev/shm")}, tmp_path / "report"
+    with pytest.raises(RankError, match="rank 1 died"):
+        fs.testing.run_ranks(killed_on_this_rank, 2, str(report), timeout=100)
+    assert {*os.listdir("/dev/shm")} == before
