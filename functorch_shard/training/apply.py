@@ -12,7 +12,7 @@ from ..errors import name_problems, reject
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.transforms import marks_every_batch, without_batches
+from ..torch_internals.transforms import marks_every_batch
 from .bind import bind
 
 
@@ -42,8 +42,9 @@ def apply(
     Raises:
         TypeError: ``model`` is not a module, or a buffer is not a tensor.
         ValueError: parameters or buffers are missing, or the model does not have them; all of them are listed. Or the
-            model added or removed a buffer while it ran. Or, on simulated ranks, ``num_batches_tracked`` of a BatchNorm
-            with ``momentum=None``, whose average depends on it, differs between ranks.
+            model added or removed a buffer while it ran.
+        RuntimeError: on batched simulated ranks, BatchNorm with ``momentum=None``, which divides by a number that it
+            reads from a buffer.
 
     Cost:
         Those of :func:`bind`, and two copies of the buffers.
@@ -67,8 +68,6 @@ def apply(
 
 def _copy(model: nn.Module, name: str, x: Tensor) -> Tensor:
     """A copy that the model may write to in place, also with batched values."""
-    if _is_divisor(model, name):
-        return _the_same_in_every_batch(name, x).clone()
     x = x.detach() if _has_no_derivative(model, name) else x
     mark = marks_every_batch(x.device)
     return x.clone() if mark is None else torch.where(mark, x, x)
@@ -81,24 +80,6 @@ def _has_no_derivative(model: nn.Module, name: str) -> bool:
     """Whether torch refuses that these statistics require grad, as results of :func:`remat` may."""
     owner, _, leaf = name.rpartition(".")
     return leaf in ("running_mean", "running_var") and type(model.get_submodule(owner)).forward in _BATCH_NORMS
-
-
-def _is_divisor(model: nn.Module, name: str) -> bool:
-    """Whether BatchNorm reads this number in Python, which a batched tensor cannot provide."""
-    owner, _, leaf = name.rpartition(".")
-    module: Any = model.get_submodule(owner)
-    counts = leaf == "num_batches_tracked" and getattr(module, "momentum", 0.0) is None
-    return counts and module.training and module.track_running_stats
-
-
-def _the_same_in_every_batch(name: str, x: Tensor) -> Tensor:
-    counts = without_batches(x).flatten()
-    if bool((counts != counts[0]).any()):
-        raise ValueError(
-            f"apply: {name!r}: got {counts.tolist()} on simulated ranks or in a batch, expected one number: "
-            "BatchNorm with momentum=None divides by it. Start from the same buffers on every rank, or set a momentum."
-        )
-    return counts[0]
 
 
 def _check(model: nn.Module, params: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:

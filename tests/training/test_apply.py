@@ -120,18 +120,17 @@ def untouched(model: nn.Module, *trees: Any) -> Iterator[None]:
     assert all(torch.equal(bits(x), bits(y)) for x, y in zip(before, copies, strict=True))
 
 
-def trained(mesh: fs.Mesh, momentum: float | None, sync: bool) -> tuple[fs.Full, Values, list[float]]:
-    model = normalized(momentum=momentum)
+def trained(mesh: fs.Mesh, sync: bool) -> tuple[fs.Full, Values, list[float]]:
+    model = normalized()
     with untouched(model):
         return train(mesh, model, sync)
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("ranks", [*simulated(1, 2, 3, HYBRID), *sequential(2), *gloo(2, 3)], ids=str)
-def test_batchnorm_trains_as_in_a_loop_over_ranks(ranks: Ranks, momentum: float | None, sync: bool) -> None:
-    params, expected, losses = train_in_a_loop(ranks.size, normalized(momentum=momentum), sync)
-    results = ranks.run(trained, momentum, sync)
+def test_batchnorm_trains_as_in_a_loop_over_ranks(ranks: Ranks, sync: bool) -> None:
+    params, expected, losses = train_in_a_loop(ranks.size, normalized(), sync)
+    results = ranks.run(trained, sync)
     for (actual, buffers, actual_losses), wanted in zip(results, expected, strict=True):
         assert_trees_close(dict(actual), params, rtol=1e-10, atol=1e-10)
         assert_trees_close(buffers, wanted, rtol=1e-10, atol=1e-10)
@@ -149,7 +148,6 @@ def plain(model: nn.Module, x: Tensor) -> tuple[Tensor, Values]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "cumulative": {"momentum": None},
     "untracked": {"track_running_stats": False},
     "no affine": {"affine": False},
 }
@@ -213,12 +211,9 @@ def by_formula(p: Values, x: Tensor, y: Tensor) -> tuple[Tensor, Values]:
     return (x - y).square().mean(), {}
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("transform", TRANSFORMS)
-def test_derivatives_are_those_of_the_formula_and_buffers_those_of_the_module(
-    transform: str, momentum: float | None
-) -> None:
-    model, mesh = normalized(momentum=momentum), fs.simulated_mesh(2)
+def test_derivatives_are_those_of_the_formula_and_buffers_those_of_the_module(transform: str) -> None:
+    model, mesh = normalized(), fs.simulated_mesh(2)
     params, buffers = {n: p.detach() for n, p in model.named_parameters()}, dict(model.named_buffers())
     x, y = torch.randn(2, 6, 5).double(), torch.randn(2, 6, 3).double()
 
@@ -395,13 +390,12 @@ def test_an_error_in_the_model_leaves_it_as_it_was() -> None:
         fs.apply(model, {}, dict(model.named_buffers()), torch.ones(2))
 
 
-def test_a_cumulative_average_needs_one_count_for_all_simulated_ranks() -> None:
-    model, mesh = normalized(momentum=None), fs.simulated_mesh(2)
-    params = dict(model.named_parameters())
-    buffers = {n: b.expand(2, *b.shape).clone() for n, b in model.named_buffers()}
-    buffers["4.num_batches_tracked"] = torch.tensor([1, 2])
-    step = mesh.spmd(lambda b, x: fs.apply(model, params, b, x)[1])
-    text = refused(step, buffers, torch.ones(2, 3, 5).double())
-    assert "'4.num_batches_tracked': got [1, 2] on simulated ranks or in a batch, expected one number" in text
+def test_a_cumulative_average_is_right_on_sequential_ranks_and_refused_by_batched_ones() -> None:
+    model, x = normalized(momentum=None), torch.randn(2, 3, 5).double()
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    apply = lambda x: fs.apply(model, params, buffers, x)[1]  # noqa: E731
+    expected = stacked([plain(model, row)[1] for row in x])
+    assert_trees_close(fs.simulated_mesh(2, kind="sequential").spmd(apply)(x), expected, rtol=0, atol=0)
+    assert "kind='sequential'" in refused(fs.simulated_mesh(2).spmd(apply), x)
     model.eval()
-    assert step(buffers, torch.ones(2, 3, 5).double())["4.num_batches_tracked"].tolist() == [1, 2]
+    assert fs.simulated_mesh(2).spmd(apply)(x)["4.num_batches_tracked"].tolist() == [0, 0]
