@@ -96,21 +96,17 @@ def init_params(model: nn.Module, layout: Layout, *, seed: int = 0, init: Init |
     )
 
 
-def init_buffers(
-    model: nn.Module, layout: Layout, *, seed: int = 0, from_model: bool = False, init: Init | None = None
-) -> dict[str, Tensor]:
+def init_buffers(model: nn.Module, layout: Layout, *, seed: int = 0, init: Init | None = None) -> dict[str, Tensor]:
     """The buffers that go with :func:`init_params`: what the same resets leave in them, such as BatchNorm's statistics.
 
     A buffer that has values in ``model`` keeps them where no reset writes. So a table that only ``__init__`` computes
     is to be put into the model before: ``model.rope.table = make_table()``. Resets do write to the statistics of a
-    pretrained model: those of the model itself are had with ``from_model=True``.
+    pretrained model: its own are ``dict(model.named_buffers())``, and on simulated ranks these expanded to all ranks.
 
     Args:
         model: as for :func:`init_params`; buffers on the meta device have no values.
         layout: from :func:`plan`; its mesh says where.
         seed: as for :func:`init_params`.
-        from_model: take the values that ``model`` has on this rank, and reset nothing: to go on from a pretrained
-            model, next to ``shard(model, layout)``.
         init: as for :func:`init_params`, instead of resets.
 
     Returns:
@@ -119,8 +115,7 @@ def init_buffers(
 
     Raises:
         TypeError, RuntimeError: as :func:`init_params`.
-        ValueError: both ``from_model`` and ``init``; the model is not the layout's, or a buffer without values is left
-            unfilled (with ``from_model``, is on the meta device); all of them at once.
+        ValueError: the model is not the layout's, or a buffer without values is left unfilled; all of them at once.
 
     Cost:
         One all-gather of 32 bytes per axis. Memory: the buffers, and what one module's reset fills.
@@ -133,12 +128,8 @@ def init_buffers(
                 [1., 1.],
                 [1., 1.]])
     """
-    if from_model and init is not None:
-        raise ValueError(
-            "init_buffers: got from_model=True and init: the model's own buffers, or what init leaves there?"
-        )
-    fill = partial(_buffers_by, init) if init is not None else _copy_buffers if from_model else _fill_buffers
-    buffers = _on_all_ranks("init_buffers", model, layout, seed, fill, f"from_model={from_model}")
+    fill = _fill_buffers if init is None else partial(_buffers_by, init)
+    buffers = _on_all_ranks("init_buffers", model, layout, seed, fill)
     if layout.mesh.in_spmd:
         return buffers
     ranks = tuple(layout.mesh.axes.values())
@@ -146,7 +137,7 @@ def init_buffers(
         return {name: x.expand(*ranks, *x.shape).contiguous() for name, x in buffers.items()}
 
 
-def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: Fill[T], *options: str) -> T:
+def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: Fill[T]) -> T:
     """``fill``, and no trace of it in torch's random numbers; an error on one rank comes on all."""
     if not isinstance(layout, Layout):
         raise TypeError(f"{verb}: layout: got {type(layout).__name__}, expected a Layout from plan().")
@@ -158,7 +149,7 @@ def _on_all_ranks(verb: str, model: nn.Module, layout: Layout, seed: int, fill: 
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(forked, device_type=device.type):
             return fill(model, layout, seed, values)
 
-    return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}", *options, *values], _SAME)
+    return layout.mesh.agree(verb, build, lambda _: [f"seed={seed}", *values], _SAME)
 
 
 def _check(verb: str, model: nn.Module, layout: Layout, seed: int) -> None:
@@ -194,13 +185,6 @@ def _fill_buffers(model: nn.Module, layout: Layout, seed: int, _: list[str]) -> 
     values, problems = Resets.of(model, layout.mesh.device, seed).fill(names)
     reject("init_buffers", problems, _ADVICE + _OR_BUFFERS)
     return {name: values[name] for name in names}
-
-
-def _copy_buffers(model: nn.Module, layout: Layout, seed: int, _: list[str]) -> dict[str, Tensor]:
-    buffers = dict(model.named_buffers())
-    problems = [f"{name!r}: on the meta device, without values" for name, x in buffers.items() if x.is_meta]
-    reject("init_buffers", problems, "Load the model's buffers first, or leave from_model out and have them reset.")
-    return {name: x.detach().to(layout.mesh.device, copy=True) for name, x in buffers.items()}
 
 
 def _shards_by(init: Init, model: nn.Module, layout: Layout, seed: int, values: list[str]) -> Sharded:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -107,40 +106,8 @@ def pretrained() -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(3), fs.simulated_mesh({"a": 1, "b": 2})], ids=str)
-def test_statistics_of_a_pretrained_model_are_replicated_on_request(mesh: fs.Mesh) -> None:
-    model = pretrained()
-    layout = fs.plan(model, mesh, shard_axis="b" if "b" in mesh.axes else "shard")
-    expected = dict(model.named_buffers())
-    before = {name: x.clone() for name, x in expected.items()}
-    buffers = fs.init_buffers(model, layout, from_model=True)
-    ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()
-    assert list(buffers) == list(expected)
-    for name, x in buffers.items():
-        assert x.shape == (*ranks, *expected[name].shape)
-        assert torch.equal(x, expected[name].expand(x.shape))
-        assert x.untyped_storage().data_ptr() != expected[name].untyped_storage().data_ptr()
-    assert fs.init_buffers(model, layout)["1.running_mean"].abs().sum() == 0
-    x = torch.randn(12, 3)
-    step = mesh.spmd(lambda p, b, x: fs.apply(model.eval(), p, b, x)[0])
-    torch.testing.assert_close(
-        step(fs.shard(model, layout), buffers, mesh.split(x)).reshape(12, 2), model.eval()(x).detach()
-    )
-    assert_trees_close(dict(model.named_buffers()), before, rtol=0, atol=0)
-
-
 def test_buffers_made_in_inference_mode_can_be_written_to() -> None:
     model = pretrained()
     with torch.inference_mode():
         buffers = fs.init_buffers(model, fs.plan(model, fs.simulated_mesh(2)))
     assert not any(x.is_inference() for x in buffers.values())
-
-
-def test_a_model_without_statistics_has_none_to_replicate() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    said = refused(fs.init_buffers, model, fs.plan(model, fs.simulated_mesh(2)), from_model=True)
-    assert said.startswith(
-        "ValueError: init_buffers: 3 problems\n  '1.running_mean': on the meta device, without values"
-    )
-    assert said.endswith("Load the model's buffers first, or leave from_model out and have them reset.")
