@@ -1,6 +1,6 @@
 """For your tests: real gloo ranks in one call, exact counts of collectives, trees compared leaf by leaf.
 
-``processes``: ``run_ranks``. ``rank_process``: one of its ranks. Nothing of the library imports it.
+``processes``: ``run_ranks`` and its processes. Nothing of the library imports it.
 """
 
 from __future__ import annotations

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -17,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .rank_process import RankProcess, start
+_MOST = 1 << 16  # bytes: what a pipe holds
 
 
 class RankError(RuntimeError):
@@ -57,89 +61,124 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
     if multiprocessing.current_process().daemon:
         raise RuntimeError("run_ranks: called in a rank of run_ranks, or another process that may not start any.")
-    work = _pickled((fn, args, kwargs, dict(os.environ)))
-    deadline = time.monotonic() + timeout
+    work, deadline = pickled((fn, args, kwargs, dict(os.environ))), time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         ranks = [start(_rank_main, rank, world_size, folder, work, timeout) for rank in range(world_size)]
         try:
-            return _collect(ranks, deadline, timeout)
+            return collect(ranks, deadline, timeout)
         finally:
             for rank in ranks:
                 rank.end()
 
 
-def _collect(ranks: list[RankProcess], deadline: float, timeout: float) -> list[Any]:
+@dataclass(frozen=True)
+class RankProcess:
+    """A process that is a rank: it answers over one pipe, and another one has its stack when a signal ended it."""
+
+    process: Any
+    connection: Connection
+    _stack: Connection
+
+    def where(self, rank: int) -> str:
+        """Return the Python stack of each thread when a signal ended it, which is now if it still runs."""
+        if self.process.is_alive():
+            with suppress(ProcessLookupError):  # it ended in between
+                os.kill(self.process.pid, signal.SIGABRT)
+        self.process.join(5)
+        found = wait([self._stack], timeout=0)  # one that is stopped writes nothing
+        text = os.read(self._stack.fileno(), _MOST).decode(errors="replace").strip() if found else ""
+        return f"\nrank {rank}: {text}" if text else ""
+
+    def end(self) -> None:
+        self.process.kill()  # answered, or not wanted any more: nothing is lost
+        self.process.join()
+        self.connection.close()
+        self._stack.close()
+
+
+def start(main: Callable[..., None], *args: Any) -> RankProcess:
+    """Start ``main(connection, *args)`` in a process of its own."""
+    context = new_processes()
+    here, there = context.Pipe()
+    stack, written = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(written, main, there, *args), daemon=True)
+    process.start()
+    there.close()
+    written.close()
+    return RankProcess(process, here, stack)
+
+
+def _main(stack: Connection, main: Callable[..., None], *args: Any) -> None:
+    faulthandler.enable(stack.fileno())
+    main(*args)
+
+
+def new_processes() -> Any:
+    """New processes from a server that has torch loaded, where there is one: a start takes a tenth of a second."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def collect(ranks: Sequence[RankProcess], deadline: float, timeout: float) -> list[Any]:
+    """Return the result of each rank, or raise the first failure."""
     results: dict[int, Any] = {}
     waiting = {process.connection: rank for rank, process in enumerate(ranks)}
     while waiting:
-        ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
-        if not ready:
+        answers = _received(waiting, max(deadline - time.monotonic(), 0))
+        if not answers:
             late = sorted(waiting.values())
-            where = "".join(_where(rank, ranks[rank]) for rank in late)
+            where = "".join(ranks[rank].where(rank) for rank in late)
             raise RankError(f"run_ranks: no answer from rank {late} within {timeout:g} s; all were ended{where}")
-        answers = _answers(ready, waiting)
         if not all(fine for fine, _ in answers.values()):
-            answers |= _late_answers(waiting)
-            _raise_first({rank: answer for rank, answer in answers.items() if not answer[0]}, ranks)
+            end = time.monotonic() + 0.5  # a rank that lost its peer may be heard before the peer's end is
+            while waiting and (more := _received(waiting, max(end - time.monotonic(), 0))):
+                answers |= more
+            _raise_first({rank: value for rank, (fine, value) in answers.items() if not fine}, ranks)
         results.update({rank: value for rank, (_, value) in answers.items()})
     return [results[rank] for rank in range(len(ranks))]
 
 
-def _answers(ready: list[Any], waiting: dict[Connection, int]) -> dict[int, tuple[bool, Any]]:
-    return {waiting[connection]: _receive(connection, waiting.pop(connection)) for connection in ready}
-
-
-def _late_answers(waiting: dict[Connection, int], grace: float = 0.5) -> dict[int, tuple[bool, Any]]:
-    """A rank that lost its peer may be heard before the peer's end is: the cause gets a moment to show itself."""
+def _received(waiting: dict[Connection, int], seconds: float) -> dict[int, tuple[bool, Any]]:
+    """The answers that come within ``seconds``, whose ranks are not waited for any more."""
     answers: dict[int, tuple[bool, Any]] = {}
-    deadline = time.monotonic() + grace
-    while waiting and (ready := wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))):
-        answers |= _answers(ready, waiting)
+    for connection in wait(list(waiting), timeout=seconds):
+        assert isinstance(connection, Connection)
+        rank = waiting.pop(connection)
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            answers[rank] = False, None
+            continue
+        try:
+            answers[rank] = pickle.loads(message)
+        except Exception as error:
+            raise RankError(f"run_ranks: the answer of rank {rank} cannot be unpickled: {error!r}") from error
     return answers
 
 
-def _receive(connection: Connection, rank: int) -> tuple[bool, Any]:
-    try:
-        message = connection.recv_bytes()
-    except (EOFError, OSError):
-        return False, None
-    try:
-        return pickle.loads(message)
-    except Exception as error:
-        raise RankError(f"run_ranks: the answer of rank {rank} cannot be unpickled: {error!r}") from error
-
-
-def _raise_first(failures: dict[int, tuple[bool, Any]], ranks: list[RankProcess]) -> None:
+def _raise_first(failures: dict[int, Any], ranks: Sequence[RankProcess]) -> None:
     """A rank that died comes first: others only report that it exited. Of those that raised, the first to raise."""
-    died = [rank for rank, (_, value) in failures.items() if value is None]
+    died = [rank for rank, value in failures.items() if value is None]
     if died:
         rank = min(died)
-        where = _where(rank, ranks[rank])  # ends it, if it only closed its connection
+        where = ranks[rank].where(rank)  # ends it, if it only closed its connection
         code = ranks[rank].process.exitcode
         raise RankError(f"run_ranks: rank {rank} died without an answer, exit code {code}{where}")
-    raised = {rank: value for rank, (_, value) in failures.items()}
-    rank = min(raised, key=lambda rank: raised[rank][0])
-    _, error, text = raised[rank]
-    cause = RankError(f"on rank {rank}:\n{text}")
-    raise _unpickled(error, text, rank) from cause
-
-
-def _where(rank: int, process: RankProcess) -> str:
-    stack = process.where()
-    return f"\nrank {rank}: {stack}" if stack else ""
-
-
-def _unpickled(error: bytes | None, text: str, rank: int) -> Exception:
-    try:
+    rank = min(failures, key=lambda rank: failures[rank][0])
+    _, error, text = failures[rank]
+    exception = None
+    with suppress(Exception):
         exception = pickle.loads(error) if error else None
-    except Exception:
-        exception = None
     if not isinstance(exception, Exception):  # cannot be pickled, or would end this process too, as SystemExit
-        return RankError(f"run_ranks: rank {rank} raised what cannot be raised again here:\n{text}")
-    return exception
+        exception = RankError(f"run_ranks: rank {rank} raised what cannot be raised again here:\n{text}")
+    raise exception from RankError(f"on rank {rank}:\n{text}")
 
 
-def _pickled(work: tuple[Any, ...]) -> bytes:
+def pickled(work: tuple[Any, ...]) -> bytes:
+    """Return the function, its arguments and the environment, as they are sent."""
     try:
         return pickle.dumps(work)
     except Exception as error:
@@ -150,56 +189,43 @@ def _pickled(work: tuple[Any, ...]) -> bytes:
 
 
 def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> None:
-    connection.send_bytes(_answer(rank, world_size, folder, work, timeout))
+    join = lambda: make_group(dist.FileStore(f"{folder}/store", world_size), rank, world_size, timeout)  # noqa: E731
+    connection.send_bytes(answer(join, work))
     connection.poll(None)  # until all have answered: others may still be connecting to this rank
 
 
-def _answer(rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> bytes:
+def answer(join: Callable[[], None], work: bytes) -> bytes:
+    """Return what this rank sends back, after ``join`` made its process group: a result, or its error."""
     try:
-        fn, args, kwargs, environ = _found(work)
+        try:
+            fn, args, kwargs, environ = pickle.loads(work)
+        except Exception as error:
+            raise TypeError(
+                f"run_ranks: the function or its arguments were not found in another process ({error}). Define them at "
+                "the top of a module that can be imported: not in a notebook, and not below "
+                '`if __name__ == "__main__":`.'
+            ) from error
         os.environ.update(environ)  # the server's is as old as the server
-        _join_group(rank, world_size, folder, timeout)
-        return _result(fn(*args, **kwargs))
+        join()
+        value = fn(*args, **kwargs)
+        try:
+            return pickle.dumps((True, value))
+        except Exception as error:
+            raise TypeError(
+                f"run_ranks: a {type(value).__name__}, which the function returned, cannot be sent back ({error}). "
+                "Return plain data, tensors and trees of them."
+            ) from error
     except BaseException as error:  # reported to the parent, whatever it is
-        text = "".join(traceback.format_exception(error))
-        return pickle.dumps((False, (time.time(), _pickle_error(error), text)))
-
-
-def _found(work: bytes) -> tuple[Any, ...]:
-    try:
-        return pickle.loads(work)
-    except Exception as error:
-        raise TypeError(
-            f"run_ranks: the function or its arguments were not found in another process ({error}). Define them at the "
-            'top of a module that can be imported: not in a notebook, and not below `if __name__ == "__main__":`.'
-        ) from error
-
-
-def _result(value: Any) -> bytes:
-    try:
-        return pickle.dumps((True, value))
-    except Exception as error:
-        raise TypeError(
-            f"run_ranks: a {type(value).__name__}, which the function returned, cannot be sent back ({error}). "
-            "Return plain data, tensors and trees of them."
-        ) from error
-
-
-def _join_group(rank: int, world_size: int, folder: str, timeout: float) -> None:
-    make_group(dist.FileStore(os.path.join(folder, "store"), world_size), rank, world_size, timeout)
+        sent = None
+        with suppress(Exception):
+            sent = pickle.dumps(error)
+        return pickle.dumps((False, (time.time(), sent, "".join(traceback.format_exception(error)))))
 
 
 def make_group(store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
-    """The default process group of this rank."""
+    """Make the default process group of this rank."""
     torch.set_num_threads(1)
     if sys.platform == "linux":  # gloo asks for the host's name otherwise, which may not resolve
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-
-
-def _pickle_error(error: BaseException) -> bytes | None:
-    try:
-        return pickle.dumps(error)
-    except Exception:
-        return None

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from functorch_shard.testing import processes
-from functorch_shard.testing.rank_process import RankProcess, start
+from functorch_shard.testing.processes import RankProcess, start
 
 SEED = torch.initial_seed()  # of every process that has not chosen one
 
@@ -40,7 +40,7 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, pool: str = "", **kwargs: Any
 ) -> list[Any]:
     """``fs.testing.run_ranks``, on processes of ``pool`` that serve later calls too; a call that fails ends its own."""
-    work = processes._pickled((fn, args, kwargs, dict(os.environ)))
+    work = processes.pickled((fn, args, kwargs, dict(os.environ)))
     deadline = time.monotonic() + timeout
     ranks = _first(world_size, _pools.setdefault(pool, []))
     try:
@@ -54,7 +54,7 @@ def _collect(ranks: list[RankProcess], work: bytes, deadline: float, timeout: fl
     store = f"{_store().port}/{next(_calls)}"
     for rank, process in enumerate(ranks):
         process.connection.send((os.getcwd(), (rank, len(ranks), store, work, timeout)))
-    results = processes._collect(ranks, deadline, timeout)
+    results = processes.collect(ranks, deadline, timeout)
     for process in ranks:
         process.connection.send("all have answered")
     return results
@@ -80,12 +80,13 @@ def _end(ranks: list[RankProcess], pool: list[RankProcess]) -> None:
 
 def _serve(connection: Connection) -> None:
     gc.freeze()  # what is loaded stays: a collection after each call need not look at it
-    processes._join_group = _join_group
     try:
         while True:
             directory, task = connection.recv()
             with _as_new(directory):
-                connection.send_bytes(processes._answer(*task))
+                rank, world_size, store, work, timeout = task
+                join = partial(_join_group, rank, world_size, store, timeout)
+                connection.send_bytes(processes.answer(join, work))
                 connection.recv()  # until all have answered: others may still be connecting to this rank
     except (EOFError, OSError):  # the tests are over
         return
@@ -97,7 +98,7 @@ def _client(port: int) -> dist.TCPStore:
 
 
 def _join_group(rank: int, world_size: int, store: str, timeout: float) -> None:
-    """That of ``processes``, by a part of its own of the store that stays."""
+    """Make the process group of a call by a part of its own of the store that stays."""
     port, call = store.split("/")
     processes.make_group(dist.PrefixStore(call, _client(int(port))), rank, world_size, timeout)
 

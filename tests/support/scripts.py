@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from functorch_shard.testing.rank_process import new_processes
+from functorch_shard.testing.processes import new_processes
 
 
 def printed_by(script: str, *arguments: str) -> tuple[str, str]:

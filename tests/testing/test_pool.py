@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.testing import RankError
-from functorch_shard.testing.rank_process import start
+from functorch_shard.testing.processes import start
 from tests.support import pool
 from tests.support.pool import run_ranks
 
