@@ -24,6 +24,7 @@ CORE = {
     "training": "grad, bind, optimizer, norms",
     "sharding": "shard, gather, scatter_grads",
     "collectives": "psum ... psum_scatter and their derivatives",
+    "tensor_parallel": "DTensors",
     "storage": "where memory is",
     "layout": "which element is on which rank",
     "mesh": "the ranks",

@@ -5,7 +5,7 @@
 refused. ``trees``: ``Sharded`` and ``Full``. ``packing``: named tensors to flat buffers and back.
 ``precision``: the dtypes of a step. ``schedule``: the casts, divisions and collectives that gather a buffer and reduce
 its gradient; Note [Schedule] there lists its interpreters. ``ranks``: rank arithmetic, and the ranks that hold a tree.
-``dtensor`` and ``dtensor_spec``: parameters that are DTensors over other axes.
+``dtensor``: parameters that are DTensors over other axes.
 
 Imports ``mesh`` and below; imported by ``collectives``, ``storage`` and above.
 """

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from .dtensor_spec import DTensorForm
+from .dtensor import DTensorForm
 from .placing import padded
 from .precision import MixedPrecision
 

@@ -1,27 +1,64 @@
-"""DTensors: parameters that tensor parallelism distributes over axes of the device mesh outside of the mesh.
+"""Parameters that are DTensors: the form of one, this rank's local part, and whether a layout can hold it.
 
-Note [DTensor]: this rank's local part, a plain tensor, is what is sharded, gathered and reduced. ``plan`` records the
-shape and placements of the DTensor, and ``gather`` makes a DTensor of the gathered local part, which may be lazy:
-operations of the DTensor use the lazy tensor, and views of it stay lazy. A gradient is returned in the placements of
-its parameter: a partial gradient is summed over the axis where it becomes a local part.
-
-``torch.distributed.tensor`` takes half a second to import, and is only imported after the program has made a DTensor.
+``tensor_parallel`` makes DTensors of what is gathered. ``torch.distributed.tensor`` takes half a second to import, and
+is only imported after the program has made a DTensor.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import axes_text
 from ..mesh.mesh import Mesh
-from ..torch_internals.autograd import Function, differentiate_at_once
-from ..torch_internals.transforms import in_transform
-from .dtensor_spec import DTensorForm
-from .layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorForm:
+    """The shape of a DTensor and its placements along the axes of its device mesh.
+
+    ``placements`` has one entry for each of ``axes``: ``"S(dim)"`` for sharded along ``dim``, ``"R"`` for replicated.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different elements, which a norm sums over; the ranks of others hold copies."""
+        return tuple(name for name, text in zip(self.axis_names, self.placements, strict=True) if text != "R")
+
+    def local_shape(self, place: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of rank ``place[i]`` of each axis, chunked like ``torch.chunk``, axis after axis."""
+        return self._local_part(place)[0]
+
+    def local_start(self, place: Sequence[int]) -> tuple[int, ...]:
+        """The start of that part in each dim of the whole."""
+        return self._local_part(place)[1]
+
+    def _local_part(self, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        shape, start = list(self.shape), [0] * len(self.shape)
+        for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
+            if text != "R":
+                dim = int(text[2:-1])
+                chunk = -(-shape[dim] // size)
+                skipped = min(index * chunk, shape[dim])
+                start[dim] += skipped
+                shape[dim] = min(chunk, shape[dim] - skipped)
+        return tuple(shape), tuple(start)
+
+    def __str__(self) -> str:
+        return f"DTensor of shape {self.shape}, {' '.join(self.placements)} over {axes_text(dict(self.axes))}"
 
 
 def is_dtensor(x: object) -> bool:
@@ -46,11 +83,11 @@ def local_part(x: Any) -> Any:
         return x.to_local().detach()  # to_local of a Parameter is a Parameter
 
 
-def cut_out(x: Tensor, form: DTensorForm | None, layout: Layout) -> Tensor:
+def cut_out(x: Tensor, form: DTensorForm | None, tensor_meshes: Mapping[Any, Mesh]) -> Tensor:
     """This rank's part of the whole value of a DTensor; anything else unchanged."""
     if form is None:
         return x
-    place = layout.tensor_meshes[form.axes].coordinate
+    place = tensor_meshes[form.axes].coordinate
     ranges = zip(form.local_start(place), form.local_shape(place), strict=True)
     return x[tuple(slice(start, start + size) for start, size in ranges)]
 
@@ -73,64 +110,8 @@ def unfit_dtensor(x: Any, mesh: Mesh) -> str:
     return "" if known else f"a {form}, but not on the ranks of those axes of the device mesh that {mesh} is a slice of"
 
 
-def with_dtensors(parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
-    """``parts`` by name, with DTensors of those that are local parts; twice differentiable."""
-    whole = {name: _assemble(parts[name], slot.dtensor, layout) for name, slot in layout.slots.items() if slot.dtensor}
-    differentiate_at_once(whole.values())
-    return {**parts, **whole}
-
-
-def local_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The local parts of gradients, in the placements of their parameters; differentiable."""
-    forms = {name: layout.slots[name].dtensor for name in grads if name in layout.slots}
-    return {name: _local(grad, form) if (form := forms.get(name)) else grad for name, grad in grads.items()}
-
-
-def _assemble(part: Tensor, form: DTensorForm, layout: Layout) -> Tensor:
-    if in_transform() and not torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "gather: the layout has DTensors, which torch.func transforms do not support. Differentiate with fs.grad, "
-            "fs.grad_and_value or torch.autograd, outside of other transforms."
-        )
-    return _Assemble.apply(part, layout.tensor_meshes[form.axes].device_mesh, form)
-
-
-def _local(grad: Any, form: DTensorForm) -> Any:
-    return None if grad is None else grad.redistribute(placements=_placements(form)).to_local()
-
-
-class _Assemble(Function):
-    """A local part to its DTensor: ``DTensor.from_local`` with a second derivative.
-
-    In torch 2.13 the gradient of ``from_local`` has no graph where it was partial, so second derivatives are lost.
-    """
-
-    @staticmethod
-    def forward(part: Tensor, device_mesh: Any, form: DTensorForm) -> Tensor:
-        from torch.distributed.tensor import DTensor
-
-        stride = torch.empty(form.shape, device="meta").stride()
-        shape, placements = torch.Size(form.shape), _placements(form)
-        return DTensor.from_local(part, device_mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *_, ctx.form = inputs
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        return _local(grad, ctx.form), None, None
-
-
 def _text(placement: Any) -> str:
     from torch.distributed.tensor import Replicate, Shard
 
     known = f"S({placement.dim})" if type(placement) is Shard else "R"
     return known if type(placement) in (Replicate, Shard) else repr(placement)
-
-
-def _placements(form: DTensorForm) -> list[Any]:
-    from torch.distributed.tensor import Replicate, Shard
-
-    return [Replicate() if text == "R" else Shard(int(text[2:-1])) for text in form.placements]

@@ -14,7 +14,6 @@ from ..collectives.sinks import prepare
 from ..containers import opened
 from ..eager import eager
 from ..layout.buffers import Buffer
-from ..layout.dtensor import with_dtensors
 from ..layout.layout import Layout
 from ..layout.packing import unpack
 from ..layout.schedule import Encoding
@@ -148,7 +147,10 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
         if lazy is not False and layout.buffers[key].num_shards > 1:  # others are the shards, which a step may donate
             layout.mesh.watch(key, x, [slot.name for slot in layout.buffers[key].slots])
         whole.update(unpack(x, layout.buffers[key]))
-    whole = with_dtensors(whole, layout)
+    if layout.tensor_meshes:
+        from ..tensor_parallel import with_dtensors
+
+        whole = with_dtensors(whole, layout)
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 

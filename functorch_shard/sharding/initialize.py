@@ -175,7 +175,7 @@ def _fill_unit(resets: Resets, unit: Unit, layout: Layout, shards: dict[str, Ten
     slots = [slot for buffer in unit.buffers for slot in buffer.slots]
     whole, problems = resets.fill([slot.name for slot in slots])
     if not problems:
-        values = {slot.name: cut_out(whole[slot.name], slot.dtensor, layout) for slot in slots}
+        values = {slot.name: cut_out(whole[slot.name], slot.dtensor, layout.tensor_meshes) for slot in slots}
         shards.update({buffer.key: cut_buffer(values, buffer, layout) for buffer in unit.buffers})
     return problems
 
@@ -193,7 +193,7 @@ def _shards_by(init: Init, model: nn.Module, layout: Layout, seed: int, values: 
     def take(name: str, x: Tensor) -> None:
         slot, key = layout.slots[name], layout.key_of[name]
         values.extend(value_lines({name: x}, [name]))
-        fill_rows(rows[key], slot, cut_out(x, slot.dtensor, layout), layout.buffers[key], layout)
+        fill_rows(rows[key], slot, cut_out(x, slot.dtensor, layout.tensor_meshes), layout.buffers[key], layout)
 
     unit_of = {slot.name: unit.name for unit in layout.units for buffer in unit.buffers for slot in buffer.slots}
     problems = fill_modules(model, init, unit_of, layout.mesh.device, seed, take)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..eager import eager
 from ..errors import first_difference
-from ..layout.dtensor import local_grads
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_grads, check_layout, check_ranked
@@ -68,8 +67,12 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
 
 def near_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """The local parts of full gradients, where they can be reduced."""
-    parts, device = local_grads(grads, layout), layout.mesh.device
-    return {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in parts.items()}
+    device = layout.mesh.device
+    if layout.tensor_meshes:
+        from ..tensor_parallel import local_grads
+
+        grads = local_grads(grads, layout)
+    return {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in grads.items()}
 
 
 def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:

@@ -30,7 +30,7 @@ FLOORS = [
     {"gloo"},
     {"mesh"},
     {"layout", "collectives", "sequential"},
-    {"storage"},
+    {"storage", "tensor_parallel"},
     {"sharding"},
     {"training", "checkpoint", "codecs"},
     {"graph", "matrix", "pictures", "recompute"},
@@ -58,7 +58,8 @@ FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 # Imports of torch.distributed outside of communication, gloo and mesh, each with its reason.
 DISTRIBUTED = {
     "checkpoint.format": "the format of checkpoints is torch.distributed's",
-    "layout.dtensor": "and so are DTensors",
+    "tensor_parallel.__init__": "and so are DTensors",
+    "layout.dtensor": "and their placements",
     "testing.processes": "starts the ranks of tests",
     "torch_internals.dcp": "what that format has no public name for",
     "torch_internals.process_groups": "what process groups have no public name for",

@@ -23,6 +23,7 @@ FEATURES = {
     "recompute",
     "matrix",
     "sequential",
+    "tensor_parallel",
     "testing",
     "communication.counter",
     "communication.joint",

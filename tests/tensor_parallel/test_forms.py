@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 import functorch_shard as fs
 from functorch_shard.layout.buffers import Buffer, Unit
-from functorch_shard.layout.dtensor import form_of, is_dtensor, local_part
-from functorch_shard.layout.dtensor_spec import DTensorForm
+from functorch_shard.layout.dtensor import DTensorForm, form_of, is_dtensor, local_part
 from functorch_shard.layout.layout import Layout
 from tests.support.refusals import refused
 
