@@ -55,7 +55,7 @@ class Sink:
             return True, _Differentiated.apply(*grads)
         return True, grads
 
-    def finish(self, node: Any, totals: Sequence[Tensor | None], taken: set[int]) -> Sequence[Tensor | None]:
+    def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients that autograd hands on, of ``totals`` that reductions made."""
         return totals
 

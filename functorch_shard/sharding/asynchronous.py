@@ -21,7 +21,6 @@ from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communicati
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import MemoryKind
 from .data_parallel import no_communication, run
-from .overlapped_means import no_means
 from .reduction import complete
 from .streams import Streams
 
@@ -65,11 +64,9 @@ class Reductions:
     A result is put in the memory kind of its shard as soon as it is complete; ``wait`` waits for copies to pinned
     memory, which ``streams`` has a stream for. Autograd may call from several threads: a call that comes while another
     one waits for a message waits for it too.
-    ``means`` are those that a pass of ``fs.grad`` takes in addition, Note [Overlapped means].
     """
 
     def __init__(self, memory_kinds: Mapping[str, MemoryKind] | None = None, streams: Streams | None = None) -> None:
-        self.means = no_means()
         self._memory_kinds, self._streams = memory_kinds or {}, streams
         self._one_at_a_time = RLock()
         self._started: list[tuple[int, str, Work]] = []
@@ -95,9 +92,6 @@ class Reductions:
         """The shard of buffer ``key`` that ``backward_pass`` has reduced, once."""
         with self._one_at_a_time:
             self._finish()
-            if key in self.means.inputs:
-                found = self.means.wait(key)
-                return None if found is None else self._put(key, found).wait()
             result = self._results.pop((backward_pass, key), None)
             return None if result is None else result.wait()
 
@@ -105,10 +99,7 @@ class Reductions:
         while self._started:
             backward_pass, key, work = self._started.pop(0)
             total = work.wait()
-            if key in self.means.inputs:
-                self.means.add(key, total)
-            else:
-                self._results[backward_pass, key] = self._put(key, total)
+            self._results[backward_pass, key] = self._put(key, total)
 
     def _put(self, key: str, total: Tensor) -> Work:
         kind = self._memory_kinds.get(key, MemoryKind(total.device))

@@ -187,7 +187,7 @@ class _Join(Function):
             return None, None, None, *grads  # no reduction was started
         _reduce_zeros(session, session.owed.rest(now), now, ctx.sink)
         totals = [session.reductions.wait(key, now) for key in ctx.keys]
-        handed_on = ctx.sink.finish(ctx, totals, session.reductions.means.means.taken)
+        handed_on = ctx.sink.finish(ctx, totals)
         pairs = zip(totals, handed_on, grads, strict=True)
         return None, None, None, *[grad if total is None else x for total, x, grad in pairs]
 

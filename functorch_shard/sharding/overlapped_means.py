@@ -1,4 +1,4 @@
-"""The mean over replicas, taken while backward goes on.
+"""The mean over replicas, taken while backward goes on: a wrapper of the reductions of a gather.
 
 Note [Overlapped means]: ``fs.grad`` takes the mean over ranks at its end, Note [Boundary]; with replicas that is an
 all-reduce of every shard, and nothing is left to compute meanwhile. If an input is used by one gather and nothing else,
@@ -18,18 +18,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..collectives.operands import axis_of
-from ..communication.backend import Finished, Work
+from ..communication.backend import Work
 from ..layout.layout import Layout
 from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
+from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import nodes, nodes_behind
 from ..torch_internals.tensors import hooks_of
+from .asynchronous import Reductions
 from .data_parallel import no_communication, run
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
@@ -42,10 +44,11 @@ class Means:
     Args:
         order: the inputs whose gradients' means may be started in backward, by position, in the order to take them in.
         start: starts the mean of the gradient with respect to an input, of the sum over the ranks that share it.
+        taken: the inputs whose means were taken are added to it.
     """
 
-    def __init__(self, order: Sequence[int], start: Callable[[int, Tensor], Work]) -> None:
-        self.taken: set[int] = set()
+    def __init__(self, order: Sequence[int], start: Callable[[int, Tensor], Work], taken: set[int]) -> None:
+        self.taken, self.lock = taken, RLock()
         self._to_start, self._start = [*order], start
         self._reduced: dict[int, Tensor] = {}
         self._started: dict[int, Work] = {}
@@ -74,22 +77,33 @@ class Means:
 
 
 @dataclass(frozen=True, eq=False)
-class MeansOfGather:
-    """Those of ``means`` that one gather adds: of each buffer the position of its input."""
+class OverlappedReductions:
+    """The ``reductions`` of one gather, and the ``means`` of those that are all of the gradient of an input.
 
+    Args:
+        inputs: of each buffer of such an input the input's position.
+    """
+
+    reductions: Reductions
     means: Means
     inputs: Mapping[str, int]
 
-    def add(self, key: str, total: Tensor) -> None:
-        self.means.add(self.inputs[key], total)
+    def start(self, grads: Any, buffers: Any, layout: Layout, backward_pass: int, averages: bool) -> None:
+        with self.means.lock:
+            self._add(backward_pass)
+            self.reductions.start(grads, buffers, layout, backward_pass, averages)
 
-    def wait(self, key: str) -> Tensor | None:
-        return self.means.wait(self.inputs[key])
+    def wait(self, key: str, backward_pass: int) -> Tensor | None:
+        if key not in self.inputs:
+            return self.reductions.wait(key, backward_pass)
+        with self.means.lock:
+            self._add(backward_pass)
+            return self.means.wait(self.inputs[key])
 
-
-def no_means() -> MeansOfGather:
-    """Of no buffer."""
-    return MeansOfGather(Means([], lambda i, _: Finished(torch.empty(0))), {})
+    def _add(self, backward_pass: int) -> None:
+        for key, i in self.inputs.items():
+            if (total := self.reductions.wait(key, backward_pass)) is not None:
+                self.means.add(i, total)
 
 
 def order_of_means(places: Sequence[Place | None]) -> list[int]:
@@ -121,7 +135,11 @@ def start_all_reduces(ops: Ops, x: Tensor, key: str, mesh: Mesh) -> Work:
 
 
 def overlap_means(
-    value: Tensor, anchors: Sequence[Tensor], inputs: Sequence[Tensor], places: Sequence[Place | None]
+    value: Tensor,
+    anchors: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    places: Sequence[Place | None],
+    taken: set[int],
 ) -> None:
     """Have the gathers behind ``anchors`` take the means of the gradients that each of them makes alone.
 
@@ -130,21 +148,25 @@ def overlap_means(
         anchors: those of the boundary; their nodes know the gathers.
         inputs: what it is differentiated with respect to.
         places: of each input that is a shard its buffer's key and its layout.
+        taken: the positions of inputs whose means were taken are added to it.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
-    pairs = enumerate(zip(inputs, places, strict=True)) if gathers else ()
-    averaged = {id(x): i for i, (x, place) in pairs if _is_averaged(x, place)}
-    graph = [*nodes(value.grad_fn, *gathers)] if averaged else []
+    averaged = {id(x): i for i, (x, place) in enumerate(zip(inputs, places, strict=True)) if _is_averaged(x, place)}
+    if not gathers or not averaged:
+        return
+    graph = nodes(value.grad_fn, *gathers)
     uses = Counter([id(value), *(_leaf(behind) for node in graph for behind in nodes_behind(node))])
     alone = {leaf: i for leaf, i in averaged.items() if uses[leaf] == 1}
     if not alone or _communicates_over_replicas(graph, places):
         return
-    means = Means([i for i in order_of_means(places) if _has_replicas(places[i])], partial(start_mean, places))
+    means = Means([i for i in order_of_means(places) if _has_replicas(places[i])], partial(start_mean, places), taken)
     for node in gathers:
-        layout = node.session.layout
+        session = node.session
         found = {key: alone.get(_leaf(behind)) for key, behind in zip(node.keys, nodes_behind(node), strict=True)}
-        own = {key: i for key, i in found.items() if i is not None and places[i] == (key, layout)}
-        node.session.reductions.means = MeansOfGather(means, own)
+        own = {key: i for key, i in found.items() if i is not None and places[i] == (key, session.layout)}
+        device = session.layout.mesh.device
+        resident = {key: i for key, i in own.items() if session.memory_kinds[key] == MemoryKind(device)}
+        session.reductions = OverlappedReductions(session.reductions, means, resident)
 
 
 def _communicates_over_replicas(graph: Sequence[Any], places: Sequence[Place | None]) -> bool:

@@ -118,15 +118,16 @@ def gradients_or_none(
     )
 
 
-def nodes(*roots: Any) -> Iterator[Any]:
+def nodes(*roots: Any) -> list[Any]:
     """``roots`` and all nodes that they depend on, each once, in depth-first order; ``None`` is skipped."""
-    seen, waiting = set(), [*roots]
+    seen, waiting = dict[Any, None](), [*roots]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            waiting += nodes_behind(node)
+            seen[node] = None
+            for behind, _ in node.next_functions:
+                waiting.append(behind)
+    return [*seen]
 
 
 def leaves_behind(outputs: Sequence[Tensor]) -> dict[int, Tensor]:

@@ -1,6 +1,6 @@
 """The parts of a training step: derivatives, model calls, optimizers, norms and loss scales.
 
-``grad``: ``grad`` and ``grad_and_value`` (``argnums``, ``forward_over_reverse``, ``differentiated_leaves``);
+``grad``: ``grad`` and ``grad_and_value`` (``forward_over_reverse``);
 ``boundary``: where they take the mean; ``jacobian``; ``usage``: whether a loss uses its parameters. ``bind``: the model
 with other parameters; ``apply``: the model as a function. ``optimizer``: ``torch.optim`` classes on shards;
 ``optimizer_step``: their steps on plain tensors; ``torch_optim``: calls of the classes, and ``elementwise``: a test of

@@ -28,14 +28,13 @@ class Boundary(Sink):
         self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
         self._positions = {id(x): i for i, x in enumerate(inputs)}
 
-    def finish(self, node: Any, totals: Sequence[Tensor | None], taken: set[int]) -> Sequence[Tensor | None]:
+    def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Add ``totals`` to the gradients of inputs, and return those that belong to other tensors.
 
         What is added does not pass through autograd, which may hand one tensor to several inputs.
         """
         if self.averages:
             return totals
-        self.averaged |= taken
         return [None if x is None else self._take(x, edge) for x, edge in zip(totals, nodes_behind(node), strict=True)]
 
     def _take(self, total: Tensor, edge: Any) -> Tensor | None:

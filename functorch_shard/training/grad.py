@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from ..collectives.sinks import inside, sink_here
-from ..containers import opened, refuse_opaque
+from ..containers import opaque_problem, opened, refuse_opaque
 from ..eager import eager
+from ..layout.layout import Layout
 from ..layout.packing import sparse_explained
-from ..layout.trees import take_tensors
-from ..sharding.overlapped_means import Place, order_of_means, overlap_means
+from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
-from ..torch_internals.autograd import gradients_or_none, nodes, outside_inference_mode
+from ..torch_internals.autograd import gradients_or_none, leaves_behind, nodes, outside_inference_mode
 from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
 from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_only, in_transform, without_batches
-from .argnums import Argnums, as_asked, check_scalar, positions
 from .boundary import Boundary, new_boundary, plus
-from .differentiated_leaves import Differentiated, carried_wider, places_of
 from .forward_over_reverse import grad_and_value_freeing
 from .usage import (
-    graph_of,
+    Leaves,
     is_unused,
-    leaves_of,
+    leaves_in,
+    leaves_used_by,
     own_parameters_refused,
     refuse_hidden,
     refuse_strided,
     refuse_unused,
-    unused_arguments,
+    unused_argument,
 )
+
+Argnums = int | Sequence[int]
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -126,110 +129,241 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     @eager
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        chosen = positions(argnums, len(args))
-        given = Differentiated.of(_opened(args, chosen), chosen)
-        unused: dict[int, str] = {}
+        call = _Call(args, {i: _Argument.of(args[i], i) for i in positions(argnums, len(args))})
+        inputs, unused, used = call.inputs, dict[int, str](), Leaves()
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             with own_parametrizations():
-                value, aux = check_scalar(fn(*given.with_inputs(tensors), **kwargs), has_aux)
-            refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            unused.update(unused_arguments(fn, value, given, tensors))
+                value, aux = check_scalar(fn(*call.with_tensors(tensors), **kwargs), has_aux)
+            if aux is not None:
+                refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
+            graph = nodes(value.grad_fn)
+            used.update(leaves_in(graph, value))
+            refuse_strided(graph, [(x.key, x.layout) for x in inputs if x.layout is not None])
+            rest = iter(tensors)
+            for i, argument in call.arguments.items():
+                own = [next(rest) for leaf in argument.leaves if leaf.wanted]
+                if own and argument.kind and not any(id(x) in used for x in own):
+                    unused[i] = unused_argument(fn, i, argument.kind)
             if unused and not sink_here().anchors:
                 refuse_unused(unused.values())
             elif unused:  # others may use what all ranks gathered: wait for the gradients
                 sink_here().nothing = -0.0
             return value, aux
 
-        places, nested = given.of_each(places_of), inside() or _needs_graph((args, kwargs))
+        nested = inside() or _needs_graph(call, kwargs)
         differentiate = _with_graph if nested else _without_graph
-        grads, value, aux, boundary, leaves = differentiate(places, scalar, given.inputs, given.of_each(carried_wider))
-        _average_each(grads, places, boundary)
-        trees = given.gradients(grads)
-        refuse_unused(unused[i] for i, tree in trees.items() if i in unused and is_unused(tree, reduced=not nested))
-        if not inside():
-            refuse_hidden(leaves, grads, places)
-        return as_asked([*trees.values()], argnums), (value, aux) if has_aux else value
+        grads, value, aux, boundary, hidden = differentiate(scalar, inputs, used)
+        _average_each(grads, inputs, boundary)
+        trees = call.gradients(grads)
+        refuse_unused(unused[i] for i in unused if is_unused(trees[i], reduced=not nested))
+        if hidden and not inside():
+            refuse_hidden(hidden, grads, [(x.key, x.layout) for x in inputs])
+        result = tuple(trees.values())
+        return result[0] if isinstance(argnums, int) else result, (value, aux) if has_aux else value
 
     return gradient_and_value
 
 
+class Leaf(NamedTuple):
+    """A leaf of an argument, and of a shard its buffer's key and its layout.
+
+    ``wanted``: whether it has a gradient. ``wide``: whether its gradient has a wider dtype until the mean is taken.
+    """
+
+    value: Any
+    wanted: bool
+    key: str = ""
+    layout: Layout | None = None
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """An argument to differentiate with respect to: its nodes, a ``Sharded`` or ``Full`` as one, and its leaves."""
+
+    nodes: list[Any]
+    treedef: Any
+    leaves: list[Leaf]
+
+    @staticmethod
+    def of(arg: Any, i: int) -> _Argument:
+        nodes, treedef = optree.tree_flatten(_open(arg), is_leaf=is_node, none_is_leaf=True)
+        leaves = [leaf for node in nodes for leaf in _leaves_of(node)]
+        if any(not leaf.wanted and opaque_problem(leaf.value) for leaf in leaves):
+            refuse_opaque("grad", optree.tree_unflatten(treedef, nodes), f"args[{i}]")
+        return _Argument(nodes, treedef, leaves)
+
+    @property
+    def kind(self) -> str:
+        """The class of the first ``Sharded`` or ``Full``, or an empty string."""
+        return next((type(node).__name__ for node in self.nodes if is_node(node)), "")
+
+    def filled(self, values: Iterable[Any]) -> Any:
+        """The argument with other leaves."""
+        rest = iter(values)
+        filled = [
+            type(node)([(key, next(rest)) for key in node], node.layout) if is_node(node) else next(rest)
+            for node in self.nodes
+        ]
+        return optree.tree_unflatten(self.treedef, filled)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call, and those that are differentiated by position; each is flattened once."""
+
+    args: Sequence[Any]
+    arguments: dict[int, _Argument]
+
+    @property
+    def inputs(self) -> list[Leaf]:
+        """The leaves that have a gradient, argument by argument."""
+        return [leaf for argument in self.arguments.values() for leaf in argument.leaves if leaf.wanted]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The arguments with ``tensors`` in place of the inputs."""
+        call, rest = [*self.args], iter(tensors)
+        for i, argument in self.arguments.items():
+            call[i] = argument.filled([next(rest) if x.wanted else x.value for x in argument.leaves])
+        return call
+
+    def gradients(self, grads: Sequence[Tensor]) -> dict[int, Any]:
+        """Trees of ``grads`` by position, with ``None`` for leaves that have no gradient."""
+        rest = iter(grads)
+        return {
+            i: x.filled([next(rest) if leaf.wanted else None for leaf in x.leaves]) for i, x in self.arguments.items()
+        }
+
+
+def _open(arg: Any) -> Any:
+    return arg if isinstance(arg, (Sharded, Full, Tensor)) else opened(arg)
+
+
+def _leaves_of(node: Any) -> list[Leaf]:
+    if isinstance(node, Sharded):
+        layout, leaves = node.layout, []
+        for key, x in node.items():
+            buffer = layout.buffers[key]
+            dtypes = layout.schedule(buffer).dtypes
+            wanted = buffer.trainable and _differentiable(x)
+            leaves.append(Leaf(x, wanted, key, layout, dtypes.carried != dtypes.stored))
+        return leaves
+    if isinstance(node, Full):
+        buffers, key_of = node.layout.buffers, node.layout.key_of
+        return [Leaf(x, buffers[key_of[name]].trainable and _differentiable(x)) for name, x in node.items()]
+    return [Leaf(node, _differentiable(node))]
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def positions(argnums: Argnums, num_args: int) -> list[int]:
+    """The positions that ``argnums`` names, from 0; raises unless they are different ones of ``num_args``."""
+    chosen = [argnums] if isinstance(argnums, int) else list(argnums)
+    if not all(isinstance(i, int) for i in chosen):
+        raise TypeError(f"grad: argnums: got {argnums!r}, expected an int or a sequence of ints")
+    found = [i % num_args for i in chosen if -num_args <= i < num_args]
+    if not chosen or len(set(found)) < len(chosen):
+        raise ValueError(
+            f"grad: argnums: got {argnums}, expected one or more different positions, but the function was called with "
+            f"{num_args} positional arguments"
+        )
+    return found
+
+
+def check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    """The scalar and ``aux`` that a differentiated function returned; raises where it returned something else."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"grad: has_aux=True: expected the function to return (scalar, aux), got {type(result).__name__}"
+        )
+    value, aux = result if has_aux else (result, None)
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"grad: expected the function to return a floating-point scalar tensor, got {got}")
+    return value, aux
+
+
 Scalar = Callable[[Sequence[Tensor]], "tuple[Tensor, Any]"]
-Derivative = tuple[list[Tensor], Tensor, Any, Boundary, list[Tensor]]  # gradients, value, aux; the value's leaves
+Derivative = tuple[list[Tensor], Tensor, Any, Boundary, list[Tensor]]  # gradients, value, aux; leaves of no argument
 
 
-def _with_graph(
-    places: Sequence[Place | None], scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]
-) -> Derivative:
+def _with_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivative:
     """Differentiate with torch.func, whose aux may hold tensors only."""
     put_back: list[Callable[..., Any]] = []
     boundaries: list[Boundary] = []
 
-    def tensors_only(inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        _allow_wider_gradients(inputs, wide)
+    def tensors_only(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        _allow_wider_gradients(tensors, inputs)
         with new_boundary() as boundary:
-            value, aux = scalar(inputs)
-        refuse_strided(nodes(value.grad_fn), places)
-        tensors, rebuild = take_tensors(aux)
+            value, aux = scalar(tensors)
+        of_aux, rebuild = take_tensors(aux)
         put_back.append(rebuild)
         boundaries.append(boundary)
-        return value, tensors
+        return value, of_aux
 
+    given = [x.value for x in inputs]
     # in inference mode, torch.func of 2.11 gives silent zeros
     with sparse_explained("grad"), outside_inference_mode(), autograd_by_hand():
         if in_forward_mode_only() and not inside():
-            grads, (value, aux) = grad_and_value_freeing(tensors_only)(inputs)
+            grads, (value, aux) = grad_and_value_freeing(tensors_only)(given)
         else:
-            grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(inputs)
-    return list(grads), value, put_back[-1](aux), boundaries[-1], leaves_of(graph_of(value), inputs)
+            grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(given)
+    outside, own = without_batches(value), [x for x in map(without_batches, given) if type(x) is Tensor]
+    known = leaves_behind(own)
+    hidden = [x for i, x in leaves_used_by(outside).items() if i not in known] if type(outside) is Tensor else []
+    return list(grads), value, put_back[-1](aux), boundaries[-1], hidden
 
 
-def _without_graph(
-    places: Sequence[Place | None], scalar: Scalar, inputs: Sequence[Tensor], wide: Sequence[bool]
-) -> Derivative:
+def _without_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivative:
     """Differentiate with one backward that frees activations as it proceeds."""
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        _allow_wider_gradients(inputs, wide)
-        with new_boundary(inputs) as boundary:
-            value, aux = scalar(inputs)
+        tensors = [x.value.detach().requires_grad_() for x in inputs]
+        _allow_wider_gradients(tensors, inputs)
+        with new_boundary(tensors) as boundary:
+            value, aux = scalar(tensors)
         anchors = boundary.take_anchors()
-        overlap_means(value, anchors, inputs, places)
+        if anchors and _has_copies(inputs):
+            from ..sharding.overlapped_means import overlap_means  # with replicas only
+
+            overlap_means(value, anchors, tensors, [_place(x) for x in inputs], boundary.averaged)
         outputs = [x for x in (value, *anchors) if x.requires_grad]
-        if inputs and outputs:
-            with sparse_explained("grad"), own_parameters_refused(value):
-                grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], inputs)
-        else:
-            grads = [None] * len(inputs)
-        grads = [_sum(x, boundary, i, grad) for i, (x, grad) in enumerate(zip(inputs, grads, strict=True))]
-    tensors, put_back = take_tensors(aux)
-    graph = graph_of(value)
-    refuse_strided(graph, places)
-    return grads, value.detach(), put_back(x.detach() for x in tensors), boundary, leaves_of(graph, inputs)
+        grads: Sequence[Tensor | None] = [None] * len(tensors)
+        if tensors and outputs:
+            with sparse_explained("grad"), own_parameters_refused(value, used):
+                grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], tensors)
+        totals = [_total(x, boundary, i, grad) for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))]
+    of_aux, put_back = take_tensors(aux)
+    own = {id(x) for x in tensors}
+    hidden = [x for i, x in used.items() if i not in own]
+    return totals, value.detach(), put_back(x.detach() for x in of_aux), boundary, hidden
 
 
-def _sum(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor:
+def _total(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor:
     """The gradient with respect to ``x``, input ``i``, from ``grad`` and the reductions, which are overwritten."""
     total = boundary.totals.get(i)
     if total is not None:
         return plus(total, grad)
-    if grad is not None:
-        return grad
-    return torch.full_like(x, boundary.nothing)
+    return torch.full_like(x, boundary.nothing) if grad is None else grad
 
 
-def _allow_wider_gradients(inputs: Sequence[Tensor], wide: Sequence[bool]) -> None:
+def _allow_wider_gradients(tensors: Sequence[Tensor], inputs: Sequence[Leaf]) -> None:
     """Keep autograd from casting gradients to the stored dtype before they are divided, see Note [Boundary]."""
-    for x, flag in zip(inputs, wide, strict=True):
-        if flag:
+    for x, leaf in zip(tensors, inputs, strict=True):
+        if leaf.wide:
             x.grad_dtype = None
 
 
-def _needs_graph(call: Any) -> bool:
+def _needs_graph(call: _Call, kwargs: Any) -> bool:
     """Whether the result is differentiated, batched or traced by the caller."""
     if in_transform():
         return True
-    tensors, _ = take_tensors(call)
+    others = [_open(x) for i, x in enumerate(call.args) if i not in call.arguments]
+    leaves = [leaf.value for argument in call.arguments.values() for leaf in argument.leaves]
+    rest: Any = (others, opened(kwargs))
+    tensors = [x for x in (*leaves, *optree.tree_leaves(rest)) if isinstance(x, Tensor)]
     # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return True
@@ -237,26 +371,28 @@ def _needs_graph(call: Any) -> bool:
     return outer or has_tangents(tensors)
 
 
-def _opened(args: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, ...]:
-    """The arguments; those of ``chosen`` as trees in which every tensor is a leaf."""
-    trees = tuple(opened(x) if i in chosen else x for i, x in enumerate(args))
-    for i in chosen:
-        refuse_opaque("grad", trees[i], f"args[{i}]")
-    return trees
-
-
 def _has_graph(x: Any) -> bool:
     """Whether ``x`` is part of the differentiated graph, and not valid outside of it."""
     return isinstance(x, Tensor) and (x.requires_grad or without_batches(x) is not x)
 
 
-def _average_each(grads: list[Tensor], places: Sequence[Place | None], boundary: Boundary) -> None:
-    """Replace each gradient of a shard by its mean over ranks, one by one: at most one of them is held twice.
+def _average_each(grads: list[Tensor], inputs: Sequence[Leaf], boundary: Boundary) -> None:
+    """Replace each gradient of a shard by its mean over ranks, one by one: at most one of them is held twice."""
+    order = reversed(range(len(inputs)))
+    if _has_copies(inputs):
+        from ..sharding.overlapped_means import order_of_means
 
-    In the order of Note [Overlapped means].
-    """
-    for i in order_of_means(places):
-        if (place := places[i]) is not None and i not in boundary.averaged:
-            key, layout = place
+        order = order_of_means([_place(x) for x in inputs])
+    for i in order:
+        key, layout = inputs[i].key, inputs[i].layout
+        if layout is not None and i not in boundary.averaged:
             in_place = boundary.totals.pop(i, None) is not None
             grads[i] = mean_of_shard(grads[i], layout.buffers[key], layout, in_place)
+
+
+def _place(leaf: Leaf) -> tuple[str, Layout] | None:
+    return None if leaf.layout is None else (leaf.key, leaf.layout)
+
+
+def _has_copies(inputs: Sequence[Leaf]) -> bool:
+    return any(x.num_ranks > x.num_shards for x in {id(x.layout): x.layout for x in inputs if x.layout}.values())

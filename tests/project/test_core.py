@@ -33,6 +33,7 @@ FEATURES = {
     "mesh.joint",
     "mesh.launching",
     "sharding.flat_vectors",
+    "sharding.overlapped_means",
     "sharding.gather_on_rank",
     "sharding.initialize",
     "sharding.iter_parameters",
@@ -45,7 +46,7 @@ FEATURES = {
     "training.jacobian",
     "training.vectors",
 }
-MOST_MODULES, MOST_LINES = 99, 13_000  # of the core: these numbers go down
+MOST_MODULES, MOST_LINES = 95, 12_600  # of the core: these numbers go down
 
 
 def loaded() -> dict[str, int]:

@@ -33,7 +33,7 @@ class Ranks:
 
 def started_by(order: Sequence[int], reduced: Sequence[int]) -> list[int]:
     ranks = Ranks()
-    means = Means(order, ranks.start)
+    means = Means(order, ranks.start, set())
     for i in reduced:
         means.add(i, torch.tensor([float(i)]))
     for i in order:
@@ -56,7 +56,7 @@ def test_what_comes_before_one_that_was_not_reduced_is_left_to_the_end() -> None
 
 def test_what_was_left_to_the_end_is_not_started_by_another_gather() -> None:
     ranks = Ranks()
-    means = Means([4, 3, 2], ranks.start)
+    means = Means([4, 3, 2], ranks.start, set())
     means.add(3, torch.ones(1))
     assert means.wait(3) == 1
     means.add(4, torch.ones(1))
@@ -67,7 +67,7 @@ def test_what_was_left_to_the_end_is_not_started_by_another_gather() -> None:
 
 def test_each_starts_as_soon_as_those_before_it_have_and_a_few_are_under_way_at_a_time() -> None:
     ranks = Ranks()
-    means = Means([4, 3, 2, 1], ranks.start)
+    means = Means([4, 3, 2, 1], ranks.start, set())
     means.add(3, torch.ones(1))
     assert ranks.events == []
     means.add(4, torch.ones(1))

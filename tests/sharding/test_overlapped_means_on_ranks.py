@@ -38,7 +38,7 @@ Loss = Callable[[Any, fs.Mesh], Tensor]
 
 def at_end() -> Any:
     """A context in which ``fs.grad`` takes every mean at its end."""
-    return patch("functorch_shard.training.grad.overlap_means", lambda *args: None)
+    return patch("functorch_shard.sharding.overlapped_means.overlap_means", lambda *args: None)
 
 
 def loss_of(full: Any, mesh: fs.Mesh) -> Tensor:

@@ -9,10 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, vmap
-from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
-from functorch_shard.training.usage import depends_on
 from tests.support.models import two_layers
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
@@ -106,17 +104,6 @@ def test_a_loss_that_is_the_parameter_itself_depends_on_it() -> None:
     values = {"scale": torch.tensor(2.0)}
     params = fs.Full(values, fs.plan(values, fs.init_mesh()))
     assert fs.grad(lambda full: full["scale"])(params)["scale"] == 1
-
-
-def test_the_walk_ends_at_the_first_use_and_sees_through_checkpoints() -> None:
-    x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    loss = checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False).sum()
-    assert depends_on(loss, [y, x])
-    assert not depends_on(loss, [y])
-    assert not depends_on(torch.tensor(1.0), [x])
-    view = y * 2
-    assert depends_on(view[0], [view])
-    assert not depends_on(y.sum(), [view])
 
 
 @pytest.mark.parametrize("ranks", [Ranks({"shard": 2}, "sequential"), *gloo(2)], ids=str)
