@@ -58,12 +58,12 @@ def assert_finite(tree: Sharded, what: str = "tree") -> None:
     check_shards(f"assert_finite: {what}", tree, tree.layout, allow_none=True, gradients=True)
     participants = participants_of(tree)
     with torch.no_grad():
-        lines = [*_problems(tree, ranks_here(participants))]
-    problems = [line for text in participants.gather_texts("\n".join(lines)) for line in text.splitlines()]
-    advice = (
-        "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
-    )
-    reject(f"assert_finite: {what}", problems, advice, FloatingPointError)
+        text = "\n".join(_problems(tree, ranks_here(participants)))
+    problems = [line for each in participants.gather_texts(text) for line in each.splitlines()]
+    reject(f"assert_finite: {what}", problems, _ADVICE, FloatingPointError)
+
+
+_ADVICE = "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
 
 
 @eager

@@ -8,8 +8,8 @@ jmp (https://github.com/google-deepmind/jmp), the rule of the dynamic scale that
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, TypeVar
 
 import optree
@@ -33,8 +33,8 @@ Tree = TypeVar("Tree")
 class LossScale(Static):
     """A loss scale: made by :meth:`dynamic`, :meth:`static` or :meth:`none`. It holds options, and no state.
 
-    All three have the same methods and states, ``{"scale": float32, "good_steps": int32}``, so that one step function
-    works with each:
+    All three have states of one form, ``{"scale": float32, "good_steps": int32}``, so that one step function works with
+    each:
 
     ``grads, finite = scaling.unscale(fs.grad(lambda p: scaling.scale(loss_fn(p), s))(params), s)``, then
     ``params, state = scaling.select(finite, opt.step(params, grads=grads, state=state), (params, state))``, then
@@ -53,9 +53,11 @@ class LossScale(Static):
     """
 
     initial: float
-
-    def __post_init__(self) -> None:
-        reject("LossScale", self._problems(), "LossScale.dynamic() has the defaults of torch.amp.GradScaler.")
+    growth: float = 1.0
+    backoff: float = 1.0
+    interval: int = 1
+    floor: float = 0.0
+    skips: bool = True
 
     @staticmethod
     def dynamic(
@@ -77,17 +79,28 @@ class LossScale(Static):
         Raises:
             ValueError: numbers out of their ranges; all of them are listed.
         """
-        return DynamicLossScale(initial, growth, backoff, interval, floor)
+        problems = [] if 1 < growth < inf else [f"growth: got {growth}, expected a number above 1"]
+        problems += [] if 0 < backoff < 1 else [f"backoff: got {backoff}, expected a number between 0 and 1"]
+        problems += (
+            []
+            if isinstance(interval, int) and interval >= 1
+            else [f"interval: got {interval}, expected 1 or more steps"]
+        )
+        problems += [] if 0 <= floor <= initial else [f"floor: got {floor}, expected 0 to {initial}, the first scale"]
+        reject("LossScale", problems, "LossScale.dynamic() has the defaults of torch.amp.GradScaler.")
+        return replace(LossScale.static(initial), growth=growth, backoff=backoff, interval=interval, floor=floor)
 
     @staticmethod
     def static(value: float) -> LossScale:
         """Make a scale that is always ``value``; steps that are not finite are skipped."""
+        if not 0 < value <= torch.finfo(torch.float32).max:
+            raise ValueError(f"LossScale: got {value}, expected a positive number that float32 can hold")
         return LossScale(value)
 
     @staticmethod
     def none() -> LossScale:
         """Make a scale that does nothing: losses and gradients are unchanged, no step is checked or skipped."""
-        return NoLossScale(1.0)
+        return LossScale(1.0, skips=False)
 
     def init(self, params: Sharded) -> State:
         """Return the state before the first step.
@@ -109,7 +122,8 @@ class LossScale(Static):
         The gradient with respect to a float16 loss is the scale itself, and 65536 is infinite in float16: compute the
         loss from ``logits.float()``, otherwise a dynamic scale skips its first step.
         """
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * state["scale"]
+        wider = torch.promote_types(loss.dtype, torch.float32)
+        return loss.to(wider) * state["scale"] if self.skips else loss
 
     def unscale(self, grads: Sharded, state: State) -> tuple[Sharded, Tensor]:
         """Divide ``grads`` by the scale; also return whether all of them were finite, on all ranks.
@@ -130,6 +144,8 @@ class LossScale(Static):
             One all-reduce of a number per axis, and a copy of the gradients.
         """
         check_sharded("LossScale.unscale: grads", grads)
+        if not self.skips:
+            return grads, torch.ones(rank_dims(grads.layout), dtype=torch.bool, device=grads.layout.mesh.device)
         check_shards("LossScale.unscale: grads", grads, grads.layout, allow_none=True, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
@@ -145,8 +161,15 @@ class LossScale(Static):
         return map_items(unscaled, grads), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
-        """Return the state for the next step, inside ``spmd`` or outside."""
-        return state
+        """Return the state for the next step, inside ``spmd`` or outside, by the rule of ``torch.amp.GradScaler``."""
+        if not self.skips:
+            return state
+        scale, good = state["scale"], (state["good_steps"] + 1) * finite
+        ripe = good >= self.interval
+        grown = (scale.double() * self.growth).float()
+        grown = torch.where(ripe & torch.isfinite(grown), grown, scale)
+        fallen = (scale.double() * self.backoff).float().clamp(min=self.floor)
+        return {"scale": torch.where(finite, grown, fallen), "good_steps": good * ~ripe}
 
     def select(self, finite: Tensor, new: Tree, old: Tree) -> Tree:
         """Return ``new`` if the step was finite, else ``old``, bitwise: the step is skipped.
@@ -168,62 +191,12 @@ class LossScale(Static):
         Cost:
             No collectives; memory for the result.
         """
+        if not self.skips:
+            return new
         trees: Any = (new, old)
         there = on_each_device(finite)
         chosen: Any = optree.tree_map(lambda a, b: _choose(there, a, b), *trees, none_is_leaf=True)
         return chosen
-
-    def _problems(self) -> list[str]:
-        fits = 0 < self.initial <= torch.finfo(torch.float32).max
-        return [] if fits else [f"initial: got {self.initial}, expected a positive number that float32 can hold"]
-
-
-@dataclass(frozen=True)
-class DynamicLossScale(LossScale):
-    """The rule of ``torch.amp.GradScaler``: grow after finite steps in a row, shrink after any other step."""
-
-    growth: float
-    backoff: float
-    interval: int
-    floor: float
-
-    def update(self, state: State, finite: Tensor) -> State:
-        scale, good = state["scale"], (state["good_steps"] + 1) * finite
-        ripe = good >= self.interval
-        grown = (scale.double() * self.growth).float()
-        grown = torch.where(torch.isfinite(grown), grown, scale)
-        fallen = (scale.double() * self.backoff).float().clamp(min=self.floor)
-        return {
-            "scale": torch.where(finite, torch.where(ripe, grown, scale), fallen),
-            "good_steps": good * ~ripe,
-        }
-
-    def _problems(self) -> list[str]:
-        ranges = [
-            (self.growth > 1 and isfinite(self.growth), f"growth: got {self.growth}, expected a number above 1"),
-            (0 < self.backoff < 1, f"backoff: got {self.backoff}, expected a number between 0 and 1"),
-            (
-                isinstance(self.interval, int) and self.interval >= 1,
-                f"interval: got {self.interval}, expected 1 or more steps",
-            ),
-            (0 <= self.floor <= self.initial, f"floor: got {self.floor}, expected 0 or more, not above {self.initial}"),
-        ]
-        return super()._problems() + [text for fits, text in ranges if not fits]
-
-
-@dataclass(frozen=True)
-class NoLossScale(LossScale):
-    """No scaling, with the interface of the others."""
-
-    def scale(self, loss: Tensor, state: State) -> Tensor:
-        return loss
-
-    def unscale(self, grads: Sharded, state: State) -> tuple[Sharded, Tensor]:
-        check_sharded("LossScale.unscale: grads", grads)
-        return grads, torch.ones(rank_dims(grads.layout), dtype=torch.bool, device=grads.layout.mesh.device)
-
-    def select(self, finite: Tensor, new: Tree, old: Tree) -> Tree:
-        return new
 
 
 def _choose(finite: Callable[[torch.device], Tensor], new: Any, old: Any) -> Any:

@@ -29,16 +29,22 @@ from tests.support.norms import (
     tolerance,
     values,
 )
-from tests.support.ranks import Ranks, gloo, simulated
-from tests.support.refusals import refused
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.steps import copied
 
 every_power = looped("p", POWERS)
 
 
-@pytest.mark.parametrize("dtypes", ["float64", "float32", "complex"])
-@pytest.mark.parametrize("max_norm", [0.0, 1.0, 1e6])
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "max_norm", "dtypes"),
+    [
+        (HYBRID, 1.0, "float64"),
+        (HYBRID, 0.0, "float32"),
+        ({"shard": 3}, 1.0, "complex"),
+        ({"shard": 3}, 1e6, "float64"),
+    ],
+    ids=str,
+)
 @every_power
 def test_clipping_is_that_of_torch(axes: dict[str, int], max_norm: float, dtypes: str, p: float) -> None:
     mesh = fs.simulated_mesh(axes)
@@ -62,7 +68,7 @@ def test_clipping_keeps_every_dtype() -> None:
         assert fs.global_norm(clipped) == pytest.approx(1.0, rel=1e-3)  # some are bfloat16
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("bad", [NAN, -INF])
 @every_power
 def test_a_norm_that_is_not_finite_does_what_it_does_in_torch(bad: float, p: float) -> None:
     mesh = fs.simulated_mesh(3)
@@ -135,9 +141,3 @@ def test_clipping_is_that_of_fsdp2_on_the_same_ranks(ranks: Ranks) -> None:
             assert_trees_close(clipped, expected, rtol=1e-5, atol=1e-8)
         scaled = [clipped["0.weight"].norm() for _, _, clipped, _ in results[:2]]
         assert scaled[0] < 0.1 * scaled[1]  # one was clipped, one was not
-
-
-@pytest.mark.parametrize("max_norm", [-1.0, NAN])
-def test_a_negative_norm_to_clip_to_is_refused(max_norm: float) -> None:
-    text = refused(fs.clip_by_global_norm, sharded(fs.simulated_mesh(2)), max_norm)
-    assert text == f"ValueError: clip_by_global_norm: max_norm: got {max_norm}, expected 0 or more"

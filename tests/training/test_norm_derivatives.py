@@ -39,8 +39,9 @@ def num_returned(tree: fs.Sharded, name: str) -> int:
     return tree.layout.buffers[tree.layout.key_of[name]].num_shards
 
 
-@pytest.mark.parametrize("ignored", IGNORED)
-@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"shard": 5}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "ignored"), [({"shard": 5}, "b whole"), ({"replicate": 2, "shard": 2}, "sharded")], ids=str
+)
 @every_power
 def test_derivatives_are_those_of_the_norm_of_whole_tensors(axes: dict[str, int], ignored: str, p: float) -> None:
     mesh = fs.simulated_mesh(axes)
@@ -75,9 +76,9 @@ def test_outside_spmd_every_copy_has_the_gradient_of_the_one_norm(p: float) -> N
     assert_trees_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dtypes", ["float64", "complex"])
 @every_power
-def test_at_zero_every_derivative_is_zero_and_not_nan(dtypes: str, p: float) -> None:
+def test_at_zero_every_derivative_is_zero_and_not_nan(p: float) -> None:
+    dtypes = "complex"
     mesh = fs.simulated_mesh(3)
     given = {name: torch.zeros_like(x) for name, x in values(dtypes).items()}
     tree = fs.shard(given, fs.plan(given, mesh, ignored=["b"]))
@@ -97,20 +98,9 @@ def test_at_zero_every_derivative_is_zero_and_not_nan(dtypes: str, p: float) -> 
             assert_trees_close(x, 3 * partly[name] / alone)
 
 
-def test_curvature_counts_parameters_that_are_zero_too() -> None:
-    mesh = fs.simulated_mesh(2)
-    given = {"a.w": torch.tensor([3.0, 4.0]), "b.w": torch.zeros(3)}  # torch's own norm of norms sees none in b
-    layout = fs.plan(given, mesh)
-    tree, v = fs.shard(given, layout), fs.shard({"a.w": torch.zeros(2), "b.w": torch.ones(3)}, layout)
-    second = mesh.spmd(lambda tree, v: jvp(grad(fs.global_norm), (tree,), (v,))[1])(tree, v)
-    assert_trees_close(dict(fs.gather(second)), {"a.w": torch.zeros(2), "b.w": 2 * torch.full((3,), 1 / 5)})
-
-
-@pytest.mark.parametrize("p", [2.0, 3.0])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize(
-    ("axes", "ignored"),
-    [({"shard": 3}, None), ({"shard": 3}, ["out", "scale"]), ({"replicate": 2, "shard": 2}, None)],
+    ("axes", "ignored", "reduction", "p"),
+    [({"shard": 3}, ["out", "scale"], "sum", 3.0), ({"replicate": 2, "shard": 2}, None, "mean", 2.0)],
     ids=str,
 )
 def test_a_penalty_on_the_norm_of_the_gradient_trains_as_unsharded(
