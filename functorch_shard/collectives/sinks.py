@@ -55,6 +55,9 @@ class Sink:
             return True, _Differentiated.apply(*grads)
         return True, grads
 
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        """Have writes into a whole buffer that was gathered outside of ``spmd`` refused at the end of ``fs.grad``."""
+
     def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Return the gradients that autograd hands on, of ``totals`` that reductions made."""
         return totals

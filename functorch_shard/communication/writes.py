@@ -23,9 +23,10 @@ _ADVICE = (
 
 
 class Gathered:
-    """Whole buffers of one run of ``spmd`` by key, the last of each, with a sum of their bits."""
+    """Whole buffers of one run of ``spmd`` or ``fs.grad`` by key, the last of each, with a sum of their bits."""
 
-    def __init__(self) -> None:
+    def __init__(self, verb: str = "spmd") -> None:
+        self._verb = verb
         self._seen: dict[str, tuple[Tensor, Tensor, Sequence[str]]] = {}
 
     def add(self, key: str, x: Tensor, names: Sequence[str]) -> None:
@@ -48,7 +49,7 @@ class Gathered:
                 for key, (_, _, names), wrong in zip(keys, found, changed, strict=True)
                 if wrong
             ]
-            reject("spmd", problems, _ADVICE, RuntimeError)
+            reject(self._verb, problems, _ADVICE, RuntimeError)
 
 
 def content_of(x: Tensor) -> int:

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.sinks import prepare
+from ..collectives.sinks import prepare, sink_here
 from ..containers import opened
 from ..eager import eager
 from ..layout.buffers import Buffer
@@ -145,7 +145,8 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     }
     for key, x in (flats if stacked else reduced_together(flats, layout)).items():
         if lazy is not False and layout.buffers[key].num_shards > 1:  # others are the shards, which a step may donate
-            layout.mesh.watch(key, x, [slot.name for slot in layout.buffers[key].slots])
+            watch = sink_here().watch if stacked else layout.mesh.watch
+            watch(key, x, [slot.name for slot in layout.buffers[key].slots])
         whole.update(unpack(x, layout.buffers[key]))
     if layout.tensor_meshes:
         from ..tensor_parallel import with_dtensors

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import Sink, gradients_to
+from ..communication.writes import Gathered
 from ..torch_internals.autograd import nodes_behind
 from ..torch_internals.tensors import hooks_of
 
@@ -26,6 +27,7 @@ class Boundary(Sink):
         self.is_open = True
         self.totals: dict[int, Tensor] = {}  # terms of gradients of inputs by position, in memory that is this one's
         self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
+        self.gathered = Gathered("grad")
         self._positions = {id(x): i for i, x in enumerate(inputs)}
 
     def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -44,6 +46,10 @@ class Boundary(Sink):
             return total
         self.totals[i] = plus(total, self.totals.get(i))
         return None
+
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        """Have writes into a whole buffer refused at the end of the function."""
+        self.gathered.add(key, whole, names)
 
     def take_anchors(self) -> list[Tensor]:
         """Return the anchors, and drop them: their nodes know this boundary."""
@@ -65,6 +71,7 @@ def new_boundary(inputs: Sequence[Tensor] = ()) -> Iterator[Boundary]:
     try:
         with gradients_to(boundary):
             yield boundary
+        boundary.gathered.check()
     except BaseException:
         boundary.take_anchors()
         raise

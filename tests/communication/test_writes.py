@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
 from tests.support.refusals import refused
 
 MESHES = [fs.simulated_mesh(2), fs.simulated_mesh(3), fs.simulated_mesh({"replicate": 2, "shard": 3})]
@@ -106,9 +107,23 @@ def test_tensors_of_ones_own_may_be_written_to() -> None:
     mesh = fs.simulated_mesh(2)
     model, params, x = problem(mesh, WRITES["data"])
     mesh.spmd(lambda p, x: functional_call(model, fs.gather(p, lazy=False), (x,)))(params, x)
-    full = fs.gather(params)
+    full, before = fs.gather(params), fs.gather(params)
     functional_call(model, full, (x[0],))
     assert full["a.weight"].abs().max() <= 0.1
+    assert_trees_close(fs.gather(params), before, rtol=0, atol=0)  # a copy, of which shards can be made
+    assert_trees_close(fs.gather(fs.shard(full, params.layout)), full, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["batched", "sequential"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_inside_of_grad_is_refused_outside_of_spmd_too(write: Callable[[nn.Linear], object], kind: Any) -> None:
+    mesh = fs.simulated_mesh(2, kind=kind)
+    model, params, x = problem(mesh, write)
+    text = refused(fs.grad(lambda p: functional_call(model, fs.gather(p), (x.flatten(0, 1),))), params)
+    by_torch = "modified inplace" in text  # of writes that autograd counts
+    assert by_torch or "grad: 1 problem\n  buffer 'a' (a.weight, a.bias): written to" in text
+    model.write = lambda layer: None
+    fs.grad(lambda p: functional_call(model, fs.gather(p), (x.flatten(0, 1),)))(params)
 
 
 def test_an_error_of_the_function_is_the_error() -> None:
