@@ -76,6 +76,8 @@ _register(
 
 def opened(tree: Any, *, always: bool = False) -> Any:
     """Open the unregistered containers of ``tree``: those that hold a tensor, or ``always`` all of them."""
+    if not _others(optree.tree_leaves(tree, none_is_leaf=True)):
+        return tree
 
     def open_leaf(x: Any) -> Any:
         if isinstance(x, (Tensor, Opened)) or type(x) in _PLAIN or (found := _take_apart(x)) is None:
@@ -105,6 +107,8 @@ def refuse_opaque(
     verb: str, tree: Any, root: str, advice: str = "", matters: Callable[[Any], bool] = lambda _: True
 ) -> None:
     """Raise for all leaves of an opened tree that have an :func:`opaque_problem`."""
+    if not _others(optree.tree_leaves(tree, none_is_leaf=True)):
+        return
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     found = [(path, opaque_problem(x, matters)) for path, x in zip(paths, leaves, strict=True)]
     problems = [f"{root}{place(path)}: {problem}" for path, problem in found if problem]
@@ -114,6 +118,11 @@ def refuse_opaque(
 def place(path: Iterable[Any]) -> str:
     """The path of a leaf as Python source: ``[0]['x'].mask``."""
     return "".join(f".{entry}" if isinstance(entry, Attribute) else f"[{entry!r}]" for entry in path)
+
+
+def _others(leaves: Sequence[Any]) -> list[Any]:
+    """The leaves that are neither tensors nor plain values."""
+    return [x for x in leaves if type(x) not in _PLAIN and not isinstance(x, Tensor)]
 
 
 def _take_apart(x: Any) -> tuple[Sequence[Any], _Form] | None:

@@ -71,7 +71,7 @@ class Mesh(Static):
     @property
     def in_spmd(self) -> bool:
         """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
-        return all(axis.backend.in_rank for axis in self._axes)
+        return self._axes[0].backend.in_rank  # as of all of them
 
     @property
     def shares_memory(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,26 +37,19 @@ def mapped_call(args: Any, kwargs: Any, in_dims: Any, sizes: tuple[int, ...]) ->
     call: Any = opened((args, kwargs))
     leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
     dims = _dims_of_call(in_dims, call)
-    starts = {i: _first_dim(dims[i], leaves[i], len(sizes)) for i in _mapped_leaves(leaves, dims)}
+    starts: dict[int, int] = {}  # by the index of a leaf with rank dims
+    for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if isinstance(x, Tensor) and dim is not None and not (x.ndim == 0 and is_number(x)):
+            starts[i] = dim if dim >= 0 else x.ndim - len(sizes) + dim + 1
     _check_leaves(treedef, leaves, dims)
     _check_sizes(treedef, leaves, starts, sizes)
     return MappedCall(leaves, treedef, starts)
-
-
-def _mapped_leaves(leaves: Sequence[Any], dims: Sequence[Dim]) -> list[int]:
-    """The indices of the leaves that have rank dims."""
-    pairs = enumerate(zip(leaves, dims, strict=True))
-    return [i for i, (x, dim) in pairs if isinstance(x, Tensor) and dim is not None and not is_number(x)]
 
 
 def _dims_of_call(in_dims: Any, call: tuple[Any, Any]) -> list[Dim]:
     """One dim for each leaf of the arguments ``call``, which are opened; keyword arguments have theirs at 0."""
     keywords = optree.tree_structure(call[1], none_is_leaf=True).num_leaves
     return broadcast(in_dims, call[0], "in_dims") + [0] * keywords
-
-
-def _first_dim(dim: int, x: Tensor, num_axes: int) -> int:
-    return dim if dim >= 0 else x.ndim - num_axes + dim + 1
 
 
 def broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
@@ -74,8 +67,9 @@ def broadcast(dims: Any, tree: Any, what: str) -> list[Dim]:
 
 def _check_leaves(treedef: Any, leaves: list[Any], dims: list[Dim]) -> None:
     """Refuse what holds tensors that cannot be mapped, unless all ranks are to share it."""
-    paths = treedef.paths()
-    found = [(paths[i], opaque_problem(x)) for i, x in enumerate(leaves) if dims[i] is not None]
+    others = [i for i, x in enumerate(leaves) if not isinstance(x, Tensor) and dims[i] is not None]
+    paths = treedef.paths() if others else []
+    found = [(paths[i], opaque_problem(leaves[i])) for i in others]
     problems = [f"{_path(path)}: {problem}" for path, problem in found if problem]
     reject("spmd", problems, f"{KNOWN} What all ranks share, pass by position, with in_dims=None.", TypeError)
 

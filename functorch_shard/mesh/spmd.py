@@ -72,7 +72,7 @@ class BatchedRanks(Simulated):
                 rank_args, rank_kwargs = optree.tree_unflatten(call.treedef, leaves)
                 result[:] = [opened(fn(*rank_args, **rank_kwargs))]
                 refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
-                return tuple(leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor))
+                return tuple([leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor)])
 
             run = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)
             with self._writes_refused(), _ways_out(), default_group(prod(sizes)):
@@ -165,8 +165,9 @@ def _rebuild(result: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: in
     leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
     dims = broadcast(out_dims, result, "out_dims")
     values = iter(stacked)
+    made = [next(values) if isinstance(x, Tensor) else x for x in leaves]
     moved = [
-        _place(next(values), dim, num_axes) if isinstance(x, Tensor) else x for x, dim in zip(leaves, dims, strict=True)
+        _place(x, dim, num_axes) if dim != 0 and isinstance(x, Tensor) else x for x, dim in zip(made, dims, strict=True)
     ]
     return optree.tree_unflatten(treedef, moved)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,17 +82,7 @@ class Slotted:
     y: Tensor
 
 
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
 class Row(list[Any]):
-    x = property(lambda self: self[0])
-    y = property(lambda self: self[1])
-
-
-class Fixed(tuple[Any, ...]):
     x = property(lambda self: self[0])
     y = property(lambda self: self[1])
 
@@ -113,22 +102,13 @@ torch_pytree.register_pytree_node(
 )
 
 
-class Subclass(OrderedDict[str, Any]):
-    pass
-
-
 CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
-    "UserDict": lambda x, y: UserDict(x=x, y=y),
     "BatchEncoding": lambda x, y: Encoding({"x": x, "y": y}, note="kept"),
     "ModelOutput": lambda x, y: Output(x=x, y=y),
-    "OrderedDict": lambda x, y: Subclass(y=y, x=x),
-    "proxy": lambda x, y: MappingProxyType({"x": x, "y": y}),
     "Mapping": lambda x, y: Frozen({"y": y, "x": x}),
     "dataclass": Batch,
     "slots": Slotted,
-    "NamedTuple": Pair,
     "list": lambda x, y: Row([x, y]),
-    "tuple": lambda x, y: Fixed([x, y]),
     "registered in torch": Registered,
 }
 
