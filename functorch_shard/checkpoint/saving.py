@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import local_path, reject
 from ..layout.layout import Layout
+from ..layout.parts import places_of
 from ..layout.ranks import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
@@ -212,7 +213,7 @@ def _lines(leaves: Sequence[Leaf]) -> Iterator[str]:
         form = f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else ""
         yield f"{dotted(leaf.path())}: {type(x).__name__}{form}"
     for layout in dict.fromkeys(leaf.value.layout for leaf in leaves if isinstance(leaf.value, Sharded)):
-        yield from layout.places() if not layout.tensor_meshes else _whole_shapes(layout)
+        yield from places_of(layout) if not layout.tensor_meshes else _whole_shapes(layout)
 
 
 def _whole_shapes(layout: Layout) -> Iterator[str]:

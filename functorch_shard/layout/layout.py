@@ -10,7 +10,7 @@ padded to a multiple of its number of shards S, and rank r of the shard axis own
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
@@ -21,11 +21,9 @@ import torch
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Mesh
-from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name, in_source_order
+from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 from .schedule import Schedule, make_schedule
-
-_OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward"
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,7 +70,7 @@ class Layout(Static):
         return {name: tuple(further) for name, further in tied.items()}
 
     @cached_property
-    def precision_of(self) -> Mapping[str, MixedPrecision]:
+    def _precision_of(self) -> Mapping[str, MixedPrecision]:
         """The policy of each buffer's unit, by the buffer's key."""
         return {buffer.key: unit.precision for unit in self.units for buffer in unit.buffers}
 
@@ -135,16 +133,12 @@ class Layout(Static):
         return {}
 
     def _schedule(self, buffer: Buffer, dtype: torch.dtype | None) -> Schedule:
-        dtypes = buffer_dtypes(buffer.dtype, self.precision_of[buffer.key], dtype)
+        dtypes = buffer_dtypes(buffer.dtype, self._precision_of[buffer.key], dtype)
         divisors = divide_factors(self.num_ranks, dtypes.reduced) if self.reduction == "mean" else (1, 1)
         sharded = buffer.num_shards > 1
         others = [*self.replicate_axes, *([] if sharded else self.shard_axes)]
         copies = {axis: size for axis in others if (size := self.axis_size(axis)) > 1}
         return make_schedule(buffer.key, dtypes, self.shard_axis if sharded else None, copies, divisors)
-
-    def as_stored(self) -> Layout:
-        """The same places, without mixed precision."""
-        return replace(self, units=tuple(replace(unit, precision=MixedPrecision()) for unit in self.units))
 
     def slices(self, rank: int) -> list[Slice]:
         """The parts of parameters that rank ``rank`` of the shard axis holds: arithmetic, no process group.
@@ -177,81 +171,6 @@ class Layout(Static):
         layout = replace(self, mesh=mesh)
         reject("Layout.on", _misplaced(layout), "Each rank needs the layout that was planned at its coordinate.")
         return layout
-
-    def select(self, keep: Mapping[str, bool]) -> Layout:
-        """The layout of the buffers whose key ``keep`` maps to true, unchanged otherwise."""
-        units = [replace(unit, buffers=tuple(b for b in unit.buffers if keep[b.key])) for unit in self.units]
-        aliases = tuple((alias, name) for alias, name in self.aliases if keep[self.key_of[name]])
-        return replace(self, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
-
-    def by_unit(self) -> Iterator[Layout]:
-        """A layout for each unit."""
-        for unit in self.units:
-            names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
-            ties = sorted((alias, name) for name in names for alias in self.aliases_of.get(name, ()))
-            yield replace(self, units=(unit,), aliases=tuple(ties))
-
-    def merge(self, others: Sequence[Layout]) -> Layout:
-        """The layout of this one and ``others``, the inverse of :meth:`select`; the parts are disjoint.
-
-        Cached: every gather of the same parts uses the same object, with its cached properties.
-        """
-        parts = tuple(others)
-        if parts not in self.derived:
-            self.derived[parts] = self._merge(parts)
-        return self.derived[parts]
-
-    def _merge(self, others: Sequence[Layout]) -> Layout:
-        self._check_parts(others)
-        parts: dict[str, Unit] = {}
-        for unit in (unit for layout in (self, *others) for unit in layout.units):
-            buffers = (*parts[unit.name].buffers, *unit.buffers) if unit.name in parts else unit.buffers
-            parts[unit.name] = replace(unit, buffers=in_source_order(buffers))
-        units = list(parts.values())
-        aliases = tuple(sorted({pair for layout in (self, *others) for pair in layout.aliases}))
-        in_order = sorted(units, key=lambda unit: unit.buffers[0].slots[0].index)
-        return replace(self, units=tuple(in_order), aliases=aliases)
-
-    def _check_parts(self, others: Sequence[Layout]) -> None:
-        parts = [self, *others]
-        problems = [
-            f"{name}: {mine!r} in the first tree, {theirs!r} in another"
-            for name in _OPTIONS
-            for mine, theirs in ((getattr(self, name), getattr(other, name)) for other in others)
-            if mine != theirs
-        ]
-        policies = {unit.name: unit.precision for unit in self.units}
-        problems += [
-            f"unit {unit.name!r}: {policies[unit.name]} in the first tree, {unit.precision} in another"
-            for other in others
-            for unit in other.units
-            if policies.get(unit.name, unit.precision) != unit.precision
-        ]
-        counts = Counter(name for part in parts for name in part.slots)
-        problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
-        reject("gather", problems, "Pass each part that partition() made of one tree once.")
-
-    def lines(self) -> Iterator[str]:
-        """The layout as text, for comparison: the options, every parameter, every buffer, every tie."""
-        over = f"{self.reduction} over {self.shard_axis!r} and {self.replicate_axis!r}"
-        yield f"{axes_text(dict(self.axes))}, {over}, slots aligned to {self.align_bytes} bytes"
-        yield f"reshard_after_forward={self.reshard_after_forward}"
-        yield from self.places()
-        for unit in self.units:
-            yield f"unit {unit.name!r}: {unit.precision}"
-        yield from self._ties()
-
-    def places(self) -> Iterator[str]:
-        """The place of every element as text: the meaning of the numbers in a shard."""
-        for slot in self.slots.values():  # first, as the size of a buffer depends on all of its parameters
-            buffer = self.buffers[self.key_of[slot.name]]
-            kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
-            kind += f", local part of a {slot.dtensor}" if slot.dtensor else ""
-            kind += f", cut at multiples of {slot.granularity}" if slot.granularity > 1 else ""
-            yield f"{slot.name!r}: {kind}, at {slot.offset} of buffer {buffer.key!r}"
-        yield "no more parameters"
-        for buffer in self.buffers.values():
-            yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
 
     def _ties(self) -> list[str]:
         return [f"tied: {alias} = {name}" for alias, name in self.aliases]

@@ -17,6 +17,7 @@ from ..torch_internals.tensors import identity_of_storage
 from .buffers import Buffer, Reduction, Slot, Unit, alignment, in_source_order
 from .dtensor import form_of, local_part, unfit_dtensor
 from .layout import Layout
+from .parts import lines_of
 from .placing import Granularity, Size, granularity_of, place
 from .precision import MixedPrecision
 from .stacks import prefixes_of
@@ -140,7 +141,7 @@ def plan(
         replicate_axis = ""  # sharded over too, and so nothing has copies
     options = _Options(joined, replicate_axis, reduction, align_bytes, reshard_after_forward)
     build = partial(_plan, source, mesh, units, labels, precision, granularity, ignored, options)
-    layout = mesh.agree("plan", build, lambda layout: list(layout.lines()))
+    layout = mesh.agree("plan", build, lambda layout: list(lines_of(layout)))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
         _ = mesh[layout.shard_axis]  # real ranks make its process group now, when all of them are here
     return layout

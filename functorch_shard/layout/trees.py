@@ -20,6 +20,7 @@ from ..errors import table
 from ..mesh.mesh import Mesh
 from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
 from .layout import Layout
+from .parts import layouts_of_units
 
 Node = TypeVar("Node", "Sharded", "Full")
 _OF_TORCH_SAVE = 2
@@ -112,7 +113,7 @@ def path_text(path: Sequence[Any]) -> str:
 
 def by_unit(tree: Sharded) -> Iterator[Sharded]:
     """The tree of each unit alone, in order."""
-    for layout in tree.layout.by_unit():
+    for layout in layouts_of_units(tree.layout):
         yield Sharded({key: tree[key] for key in layout.buffers}, layout)
 
 

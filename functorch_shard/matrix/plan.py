@@ -28,6 +28,7 @@ from torch import Tensor
 from ..communication.collective import Splits
 from ..layout.buffers import OWNERS, Buffer, Slot, Unit, aligned
 from ..layout.layout import Layout
+from ..layout.parts import select_buffers
 from .spec import Entry, Spec
 
 ROUND = 1 << 22  # bytes of parameters of one owner after which a round ends
@@ -281,7 +282,7 @@ def layouts_with_owners(
         buffers.setdefault(name, {}).update(of_owners)
     layouts = {}
     for name, of_owners in buffers.items():
-        kept = layout.select({key: name in leaves.get(key, {}) for key in layout.buffers})
+        kept = select_buffers(layout, {key: name in leaves.get(key, {}) for key in layout.buffers})
         names = {*kept.slots, *(slot.name for buffer in of_owners.values() for slot in buffer.slots)}
         aliases = tuple((alias, name) for alias, name in layout.aliases if name in names)
         units = (*kept.units, Unit(OWNERS, tuple(of_owners.values())))

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..collectives.without_derivative import without_derivative
 from ..errors import reject
 from ..layout.layout import Layout
+from ..layout.parts import as_stored, select_buffers
 from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
 from ..layout.validation import check_layout, check_sharded, check_shards
@@ -49,7 +50,7 @@ def to_vector(tree: Sharded) -> Tensor:
     check_shards("to_vector", tree, tree.layout, allow_none=True, gradients=True)
     layout = vector_layout("to_vector", tree.layout)
     shards = {key: _filled(tree[key], key, layout) for key in layout.buffers}
-    full = gather(Sharded(shards, layout.as_stored()), lazy=False)
+    full = gather(Sharded(shards, as_stored(layout)), lazy=False)
     dtype = vector_dtype(layout)
     parts = [full[name].reshape(-1).to(dtype) for name in layout.slots]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=layout.mesh.device)
@@ -105,7 +106,7 @@ _ADVICE = (
 
 def vector_layout(verb: str, layout: Layout) -> Layout:
     """The layout of the trainable buffers, which have to be real and not of DTensors."""
-    wanted = layout.select({key: buffer.trainable for key, buffer in layout.buffers.items()})
+    wanted = select_buffers(layout, {key: buffer.trainable for key, buffer in layout.buffers.items()})
     kinds = {name: "a DTensor" for name, slot in wanted.slots.items() if slot.dtensor}
     kinds |= {name: f"{slot.dtype}" for name, slot in wanted.slots.items() if slot.dtype.is_complex}
     problems = [f"{name!r}: {kind}, expected a real tensor" for name, kind in kinds.items()]

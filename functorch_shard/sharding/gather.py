@@ -16,6 +16,7 @@ from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import unpack
+from ..layout.parts import merged
 from ..layout.schedule import Encoding
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
@@ -131,7 +132,7 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     codec = None if codec is None else _encoding(codec)
-    layout = trees[0].layout.merge([tree.layout for tree in trees[1:]]) if len(trees) > 1 else trees[0].layout
+    layout = merged(trees[0].layout, [tree.layout for tree in trees[1:]]) if len(trees) > 1 else trees[0].layout
     shards = {key: tree[key] for tree in trees for key in tree}
     check_shards("gather", shards, layout)
     stacked = not layout.mesh.in_spmd

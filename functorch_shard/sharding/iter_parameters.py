@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.without_derivative import constants
+from ..layout.parts import as_stored
 from ..layout.trees import Full, Sharded, by_unit, map_items
 from ..layout.validation import check_sharded, check_shards
 from .gather import gather
@@ -50,7 +51,7 @@ def iter_parameters(params: Sharded, *, dtype: torch.dtype | None = None) -> Ite
     check_shards("iter_parameters", params, params.layout)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"iter_parameters: dtype: got {dtype}, expected a floating-point dtype, or None")
-    stored = Sharded(dict(params), params.layout.as_stored())
+    stored = Sharded(dict(params), as_stored(params.layout))
     return _iterate(stored, dtype)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..eager import eager
+from ..layout.parts import merged, select_buffers
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded
 
@@ -36,7 +37,9 @@ def partition(params: Sharded) -> tuple[Sharded, Sharded]:
     check_sharded("partition", params)
     layout = params.layout
     trainable = {key: buffer.trainable for key, buffer in layout.buffers.items()}
-    halves = [layout.select({key: flag == wanted for key, flag in trainable.items()}) for wanted in (True, False)]
+    halves = [
+        select_buffers(layout, {key: flag == wanted for key, flag in trainable.items()}) for wanted in (True, False)
+    ]
     mine, others = (Sharded({key: params[key] for key in half.buffers}, half) for half in halves)
     return mine, others
 
@@ -73,6 +76,6 @@ def merge(tree: Sharded, *more: Sharded) -> Sharded:
         raise TypeError(f"merge: got {', '.join(others)}, expected a Sharded for each part.")
     if not more:
         return tree
-    layout = tree.layout.merge([part.layout for part in more])
+    layout = merged(tree.layout, [part.layout for part in more])
     leaves = {key: part[key] for part in trees for key in part}
     return Sharded({key: leaves[key] for key in layout.buffers}, layout)

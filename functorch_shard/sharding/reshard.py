@@ -17,6 +17,7 @@ from ..communication.simulated import rank_of_thread
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.parts import lines_of
 from ..layout.ranks import is_number, ranks_by_shard, rows_here
 from ..layout.trees import Sharded, is_node, path_text, take_tensors
 from ..mesh.mesh import Mesh
@@ -141,9 +142,9 @@ class _Move:
     def lines(self) -> Iterator[str]:
         """Lines that have to be equal on all ranks."""
         for node in filter(None, (self.old, self.fresh)):
-            yield from node.layout.lines()
+            yield from lines_of(node.layout)
             yield from (f"{self.path}: {key!r}: {_kinds(node, key)}" for key in node.layout.buffers)
-        yield from self.layout.lines()
+        yield from lines_of(self.layout)
         yield f"from processes {self.old.layout.mesh.processes} to {self.layout.mesh.processes}"
 
     def problems(self) -> Iterator[str]:
@@ -306,7 +307,7 @@ def _fresh_problems(path: str, new: Sharded, layout: Layout) -> Iterator[str]:
     if new.layout.axes != layout.axes or new.layout.mesh.is_simulated != layout.mesh.is_simulated:
         yield f"{path}: on {new.layout.mesh}, expected {layout.mesh}"
     elif not new.layout.has_owners and new.layout != layout:
-        got, expected = first_difference(new.layout.lines(), layout.lines()) or (new.layout, layout)
+        got, expected = first_difference(lines_of(new.layout), lines_of(layout)) or (new.layout, layout)
         yield f"{path}: of another layout: {got}; expected {expected}"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..eager import eager
 from ..errors import first_difference
 from ..layout.layout import Layout
+from ..layout.parts import lines_of
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_grads, check_layout, check_ranked
 from ..storage.memory_kind import to_working_device
@@ -123,7 +124,7 @@ def accumulate(total: Tree | None, grads: Tree) -> Tree:
     if type(total) is not type(grads):
         raise TypeError(f"accumulate: total: got {type(total).__name__}, but grads is a {type(grads).__name__}.")
     if isinstance(grads, Sharded) and total.layout != grads.layout:  # full gradients are by name in any layout
-        mine, theirs = first_difference(total.layout.lines(), grads.layout.lines()) or ("", "")
+        mine, theirs = first_difference(lines_of(total.layout), lines_of(grads.layout)) or ("", "")
         raise ValueError(f"accumulate: total and grads have different layouts: {mine} and {theirs}")
     return map_items(lambda name, x: _add(total[name], x, _sum_dtype(name, x, grads)), grads)
 
@@ -138,4 +139,4 @@ def _sum_dtype(name: str, grad: Tensor | None, grads: Full | Sharded) -> torch.d
     if grad is None or not grad.is_floating_point() or isinstance(grads, Sharded):
         return None if grad is None else grad.dtype
     layout = grads.layout
-    return layout.precision_of[layout.key_of[name]].reduce_dtype or grad.dtype
+    return layout.schedule(layout.buffers[layout.key_of[name]], grad.dtype).dtypes.reduced

@@ -20,6 +20,7 @@ from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import of_rank, slot_of_each, without_padding
+from ..layout.parts import as_stored, select_buffers
 from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
@@ -261,11 +262,11 @@ def _counted(tree: Sharded) -> dict[str, Buffer]:
 def _whole(tree: Sharded) -> Full:
     """The whole parameters that count of a stacked tree, each once, without rank dims and padding."""
     counted = _counted(tree)
-    layout = tree.layout.select({key: key in counted for key in tree.layout.buffers})
+    layout = select_buffers(tree.layout, {key: key in counted for key in tree.layout.buffers})
     shards = {
         key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()
     }  # gradients may be low precision
-    return gather(Sharded(shards, layout.as_stored()))
+    return gather(Sharded(shards, as_stored(layout)))
 
 
 def _sums_by_slot(kind: _Kind, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:

@@ -15,6 +15,7 @@ from ..eager import eager
 from ..errors import first_difference, hint, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
+from ..layout.parts import lines_of
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
@@ -375,7 +376,7 @@ def _check_state(state: Any) -> None:
 def _check_gradients(grads: Sharded, params: Sharded) -> None:
     check_sharded("step: grads", grads, ", for example from fs.grad or fs.scatter_grads")
     if grads.layout != params.layout:
-        mine, theirs = first_difference(params.layout.lines(), grads.layout.lines()) or ("", "")
+        mine, theirs = first_difference(lines_of(params.layout), lines_of(grads.layout)) or ("", "")
         where = f"{theirs}; that of the parameters: {mine}"
         raise ValueError(f"step: grads have a different layout: {where}. Use one layout for both.")
     check_shards("step: grads", grads, params.layout, allow_none=True, gradients=True)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
 from ..layout.layout import Layout
+from ..layout.parts import select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
 from ..torch_internals.autograd import nodes, nodes_behind, strided_read, was_compiled
@@ -105,7 +106,7 @@ def refuse_hidden(
     for grad, (key, layout) in zip(grads, places, strict=True) if own else ():
         slots = [slot for slot in layout.buffers[key].slots if (slot.shape, slot.dtype) in own] if layout else []
         if layout and slots:
-            only = layout.select({other: other == key for other in layout.buffers})
+            only = select_buffers(layout, {other: other == key for other in layout.buffers})
             full = gather(Sharded({key: grad}, only), lazy=False)
             zero = [slot for slot in slots if not without_batches(full[slot.name]).any()]
             late += [f"{s.name!r}: no gradient, and a module's own parameter of shape {s.shape} is used" for s in zero]

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
+from functorch_shard.layout.parts import select_buffers
 
 BATCH = 8
 
@@ -52,7 +53,7 @@ def fill(params: fs.Sharded) -> None:
     for i, unit in enumerate(layout.units):
         generator = torch.Generator().manual_seed(i)
         keys = {buffer.key for buffer in unit.buffers}
-        part = layout.select({key: key in keys for key in layout.buffers})
+        part = select_buffers(layout, {key: key in keys for key in layout.buffers})
         values = {
             name: torch.randn(slot.shape, generator=generator) / slot.shape[-1] for name, slot in part.slots.items()
         }

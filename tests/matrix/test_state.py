@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import functorch_shard as fs
+from functorch_shard.layout.parts import select_buffers
 from functorch_shard.testing import assert_trees_close
 from tests.support.matrix import (
     CASES,
@@ -136,7 +137,7 @@ def test_a_plain_program_reads_the_state_of_owners(case: str, tmp_path: Path) ->
 
 
 def _of_owners(tree: fs.Sharded) -> fs.Sharded:
-    layout = tree.layout.select({key: key == "(owners)" for key in tree.layout.buffers})
+    layout = select_buffers(tree.layout, {key: key == "(owners)" for key in tree.layout.buffers})
     return fs.Sharded({"(owners)": tree["(owners)"]}, layout)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functorch_shard as fs
+from functorch_shard.layout.parts import lines_of
 from tests.support.pool import run_ranks
 
 LINEAR, RANKS = nn.Linear(3, 5), 3
@@ -135,7 +136,7 @@ def count_collectives_of_plan() -> tuple[list[tuple[dict[str, int], int]], str]:
             layout = fs.plan(model, mesh)
         counts.append((dict(seen.by_kind), seen.nbytes("exchange")))
     assert layout is not None
-    return counts, str([*layout.lines()])
+    return counts, str([*lines_of(layout)])
 
 
 def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis() -> None:

@@ -23,6 +23,7 @@ import functorch_shard as fs
 from functorch_shard.checkpoint.chunks import chunks_of
 from functorch_shard.checkpoint.names import Leaf
 from functorch_shard.errors import name_problems
+from functorch_shard.layout.parts import layouts_of_units, lines_of, select_buffers
 from functorch_shard.sharding.reduction import complete
 from functorch_shard.sharding.slicing import cut_buffer
 from tests.support.refusals import refused
@@ -155,11 +156,11 @@ def loss(params: fs.Sharded) -> Tensor:
 
 LAYOUTS = {
     "properties": lambda layout: (layout.buffers, layout.slots, layout.key_of, layout.aliases_of, hash(layout)),
-    "lines": lambda layout: list(layout.lines()),
+    "lines": lambda layout: list(lines_of(layout)),
     "print": lambda layout: (str(layout), repr(layout)),
     "slices": lambda layout: [layout.slices(rank) for rank in range(2)],
-    "select": lambda layout: layout.select({key: i % 2 == 0 for i, key in enumerate(layout.buffers)}),
-    "units": lambda layout: list(layout.by_unit()),
+    "select": lambda layout: select_buffers(layout, {key: i % 2 == 0 for i, key in enumerate(layout.buffers)}),
+    "units": lambda layout: list(layouts_of_units(layout)),
     "estimate": fs.estimate,
 }
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, vjp
 
 import functorch_shard as fs
+from functorch_shard.layout.parts import select_buffers
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.ranks import Ranks, gloo, on_each, simulated
@@ -263,7 +264,7 @@ def test_a_part_of_the_tree_is_selected_and_gathered_alone(mesh: fs.Mesh) -> Non
     """``summon_full_params(recurse=False)`` of one submodule, and its edit written back into the whole tree."""
     model = two_layers().double()
     params = fs.shard(model, fs.plan(model, mesh))
-    layout = params.layout.select({key: key == "2" for key in params})
+    layout = select_buffers(params.layout, {key: key == "2" for key in params})
     part = fs.Sharded({key: params[key] for key in layout.buffers}, layout)
     with count_collectives() as seen:
         full = mesh.spmd(lambda p: dict(fs.gather(p, lazy=False)))(part)

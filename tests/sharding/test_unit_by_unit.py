@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
+from functorch_shard.layout.parts import as_stored
 from functorch_shard.sharding.gather_on_rank import gather_on_rank
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
@@ -35,7 +36,7 @@ def test_both_have_the_tensors_of_a_gather(axes: dict[str, int]) -> None:
         assert full is not None
         assert list(full) == list(params.layout.slots)
         assert_trees_close(dict(full), dict(fs.gather(params, dtype=dtype)), rtol=0, atol=0)
-    stored = fs.Sharded(dict(params), params.layout.as_stored())
+    stored = fs.Sharded(dict(params), as_stored(params.layout))
     for dtype in (None, torch.bfloat16):
         expected = fs.gather(stored, lazy=False, dtype=dtype)
         assert_trees_close(dict(fs.iter_parameters(params, dtype=dtype)), dict(expected), rtol=0, atol=0)

@@ -17,6 +17,7 @@ import functorch_shard as fs
 from functorch_shard.layout.buffers import Buffer, Unit
 from functorch_shard.layout.dtensor import DTensorForm, form_of, is_dtensor, local_part
 from functorch_shard.layout.layout import Layout
+from functorch_shard.layout.parts import lines_of
 from tests.support.refusals import refused
 
 MESH = fs.simulated_mesh(2)
@@ -75,7 +76,7 @@ def test_layouts_differ_when_the_dtensors_do() -> None:
     assert all(layout != other for other in [plain, *others])
     assert len({layout, layout_of_parts(), plain, *others}) == 5
     text = "'m.w': shape (2, 3), torch.float32, trainable, local part of a DTensor of shape (3, 3), S(0) over tensor=2"
-    assert text in "\n".join(layout.lines())
+    assert text in "\n".join(lines_of(layout))
     assert str(layout).endswith("16 bytes\nDTensors: the local parts of 2 parameters over tensor=2")
     assert "DTensor" not in str(plain)
 
