@@ -135,6 +135,9 @@ def _constant(value: float, shape: torch.Size, dtype: torch.dtype, device: torch
 
 def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
     """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
+    own = {slot.name: grads[slot.name] for slot in buffer.slots}
+    if all(x is not None for x in own.values()):
+        return own
     given = [(grad, batch_of(grad, slot)) for slot in buffer.slots if (grad := grads[slot.name]) is not None]
     like, batch = given[0] if given else (torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device), ())
     every = {slot.name: (slot, grads[slot.name]) for slot in buffer.slots}

@@ -29,14 +29,10 @@ LARGE: list[tuple[int, ...]] = [(0, 3), *SMALL, (211, 503), (5,), (), (101, 307)
 KINDS: dict[str, tuple[list[tuple[int, ...]], torch.dtype, torch.dtype | None]] = {
     "small": (SMALL, torch.float32, None),
     "large": (LARGE, torch.float32, None),
-    "large, one parameter": ([(773, 257)], torch.float32, None),
     "nothing but empty ones": ([(0, 3), (0,)], torch.float32, None),
-    "small, float16": (SMALL, torch.float16, None),
     "large, float16": ([*LARGE, (409, 307)], torch.float16, None),
     "small, complex": (SMALL, torch.complex64, None),
-    "large, complex": (LARGE, torch.complex64, None),
     "large, summed in bfloat16": ([*LARGE, (409, 307)], torch.float32, torch.bfloat16),
-    "large, summed in float64": (LARGE, torch.float32, torch.float64),
 }
 ALIGN_BYTES = 64  # gaps between all of them
 
@@ -101,7 +97,7 @@ def sum_in_rank_order(kind: str, layout: fs.Layout) -> Tensor:
     return (total / (layout.num_ranks / before) if layout.reduction == "mean" else total).to(buffer.dtype)
 
 
-both = pytest.mark.parametrize("ranks", gloo(2, 3), ids=str)
+both = pytest.mark.parametrize("ranks", gloo(3), ids=str)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -120,13 +116,6 @@ def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, ranks:
                 assert torch.equal(total, expected[rank])
 
 
-def test_another_order_of_addition_would_show() -> None:
-    layout = planned("large", fs.simulated_mesh(3), "sum")
-    (buffer,) = layout.buffers.values()
-    first, second, third = [pack(grads_of("large", rank), buffer) for rank in range(3)]
-    assert not torch.equal(first + (second + third), sum_in_rank_order("large", layout))
-
-
 @both
 @every_kind
 def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
@@ -138,12 +127,6 @@ def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
         assert sum(gap.numel() for gap in gaps) == buffer.numel - buffer.parameter_numel
         for gap in gaps:
             assert not gap.view(torch.uint8).any()  # not even a negative zero
-
-
-def test_the_awkward_buffers_have_padding() -> None:
-    for num_ranks in (2, 3):
-        (buffer,) = planned("large", fs.simulated_mesh(num_ranks)).buffers.values()
-        assert sum(size > 0 for size in buffer.split_sizes[1::2]) > len(LARGE) // 2
 
 
 @pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)

@@ -51,22 +51,6 @@ def test_ranks_that_use_any_parts_in_the_order_of_gathering_reduce_alike() -> No
         assert [part.lower() for part in order] == [f"p{part}" for part in last_first]
 
 
-def test_what_was_not_gathered_or_has_no_gradient_is_not_owed() -> None:
-    owed, node = Owed(), Node()
-    owed.expect("not gathered", node)
-    owed.gather("frozen")
-    assert owed.before("not gathered", 1) == owed.rest(1) == []
-
-
-def test_a_part_whose_node_is_gone_is_not_to_come() -> None:
-    owed, node = Owed(), Node()
-    owed.gather("a")
-    owed.gather("b")
-    owed.expect("a", node)
-    owed.expect("b", Node())
-    assert owed.before("a", 1) == ["b"]
-
-
 def test_anchors_are_put_where_the_nearest_boundary_is_and_nowhere_else() -> None:
     assert sink_here().anchors is None
     with new_boundary() as outer:

@@ -15,7 +15,7 @@ from tests.support.models import two_layers
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused
 
-MESHES = [fs.init_mesh(), fs.simulated_mesh(1), fs.simulated_mesh(3), fs.simulated_mesh({"replicate": 2, "shard": 2})]
+MESHES = [fs.init_mesh(), fs.simulated_mesh({"replicate": 2, "shard": 2})]
 on_meshes = pytest.mark.parametrize("mesh", MESHES, ids=str)
 WHERE: dict[str, Callable[[Any], Any]] = {
     "plain": lambda fn: fn,
