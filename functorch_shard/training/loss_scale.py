@@ -81,11 +81,8 @@ class LossScale(Static):
         """
         problems = [] if 1 < growth < inf else [f"growth: got {growth}, expected a number above 1"]
         problems += [] if 0 < backoff < 1 else [f"backoff: got {backoff}, expected a number between 0 and 1"]
-        problems += (
-            []
-            if isinstance(interval, int) and interval >= 1
-            else [f"interval: got {interval}, expected 1 or more steps"]
-        )
+        whole = isinstance(interval, int) and interval >= 1
+        problems += [] if whole else [f"interval: got {interval}, expected 1 or more steps"]
         problems += [] if 0 <= floor <= initial else [f"floor: got {floor}, expected 0 to {initial}, the first scale"]
         reject("LossScale", problems, "LossScale.dynamic() has the defaults of torch.amp.GradScaler.")
         return replace(LossScale.static(initial), growth=growth, backoff=backoff, interval=interval, floor=floor)

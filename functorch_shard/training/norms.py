@@ -149,7 +149,7 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
     return {name: kind.root(total) for name, total in _totals(kind, tree).items()}
 
 
-def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
+def _totals(kind: _Norm, tree: Sharded) -> dict[str, Tensor]:
     """The sum or maximum of each parameter over all ranks, before the root, by name in the source's order."""
     layout, counted = tree.layout, _counted(tree)
     sums = {
@@ -171,7 +171,7 @@ def _totals(kind: _Kind, tree: Sharded) -> dict[str, Tensor]:
     return {name: totals[name] for name in layout.slots if name in totals}
 
 
-def _over_tensor_axes(kind: _Kind, totals: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def _over_tensor_axes(kind: _Norm, totals: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """``totals`` reduced over the axes of DTensors, all parameters that are sharded over an axis at once."""
     for axes, mesh in layout.tensor_meshes.items():
         for axis in mesh:
@@ -184,30 +184,38 @@ def _over_tensor_axes(kind: _Kind, totals: dict[str, Tensor], layout: Layout) ->
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """Sums of ``|x|^p``, and their root."""
+class _Norm:
+    """Sums of ``|x|^p`` and their root; for ``p`` of infinity the largest ``|x|``."""
 
     p: float
 
+    @property
+    def largest(self) -> bool:
+        return self.p == float("inf")
+
     def total(self, x: Tensor) -> Tensor:
-        return self._powers(wide(x)).sum()
+        powers = self._powers(wide(x))
+        return powers.amax() if self.largest and x.numel() else powers.sum()
 
     def by_segment(self, x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
         powers = self._powers(wide(x))
+        if self.largest:
+            return powers.new_zeros(num_segments).scatter_reduce(0, ids, powers, "amax")
         zeros = powers.new_zeros(num_segments, dtype=torch.float64)  # sequential sums in float32 would lose digits
         return zeros.scatter_add(0, ids, powers.double()).to(powers.dtype)
 
     def across(self, x: Tensor, axis: Axis) -> Tensor:
-        return psum(x, axis)
+        return pmax(x, axis) if self.largest else psum(x, axis)
 
     def across_parts(self, x: Tensor, axis: Axis) -> Tensor:
-        return sum_as_one_value(x, axis)
+        return max_as_one_value(x, axis) if self.largest else sum_as_one_value(x, axis)
 
     def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
-        return _stack(parts, layout).sum()
+        joined = _stack(parts, layout)
+        return joined.amax() if self.largest else joined.sum()
 
     def root(self, total: Tensor) -> Tensor:
-        if self.p == 1:
+        if self.largest or self.p == 1:
             return total
         # The derivative of the root at 0 is infinite, and times the zeros of the chain rule it would be NaN.
         zero = total == 0
@@ -216,43 +224,15 @@ class _Sum:
     def _powers(self, x: Tensor) -> Tensor:
         if self.p == 2:  # not by abs, which has no second derivative at 0
             return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
-        return x.abs() if self.p == 1 else x.abs().pow(self.p)
+        return x.abs() if self.largest or self.p == 1 else x.abs().pow(self.p)
 
 
-@dataclass(frozen=True)
-class _Largest:
-    """Largest magnitudes: the norm for ``p`` of infinity."""
-
-    def total(self, x: Tensor) -> Tensor:
-        magnitudes = wide(x).abs()
-        return magnitudes.amax() if x.numel() else magnitudes.sum()
-
-    def by_segment(self, x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-        magnitudes = wide(x).abs()
-        return magnitudes.new_zeros(num_segments).scatter_reduce(0, ids, magnitudes, "amax")
-
-    def across(self, x: Tensor, axis: Axis) -> Tensor:
-        return pmax(x, axis)
-
-    def across_parts(self, x: Tensor, axis: Axis) -> Tensor:
-        return max_as_one_value(x, axis)
-
-    def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
-        return _stack(parts, layout).amax() if parts else _stack(parts, layout).sum()
-
-    def root(self, total: Tensor) -> Tensor:
-        return total
-
-
-_Kind = _Sum | _Largest
-
-
-def _checked(verb: str, tree: Sharded, p: float) -> _Kind:
+def _checked(verb: str, tree: Sharded, p: float) -> _Norm:
     check_sharded(verb, tree, "; torch.nn.utils.get_total_norm takes whole tensors" if isinstance(tree, Full) else "")
     if not p >= 1:
         raise ValueError(f"{verb}: p: got {p}, expected 1 or more, or float('inf')")
     check_shards(verb, tree, tree.layout, allow_none=True, gradients=True)
-    return _Largest() if p == float("inf") else _Sum(p)
+    return _Norm(p)
 
 
 def _counted(tree: Sharded) -> dict[str, Buffer]:
@@ -269,7 +249,7 @@ def _whole(tree: Sharded) -> Full:
     return gather(Sharded(shards, as_stored(layout)))
 
 
-def _sums_by_slot(kind: _Kind, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+def _sums_by_slot(kind: _Norm, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The sum or maximum of this rank's part of each slot of ``buffer``."""
     rank = shard_index(buffer, layout)
     if isinstance(rank, Tensor):

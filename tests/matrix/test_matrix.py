@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -138,15 +137,6 @@ def test_parameters_that_are_frozen_integers_or_whole_on_every_rank() -> None:
     assert torch.equal(full["d.frozen"], torch.ones(4, 4))
     assert full["d.count"].item() == 3
     assert list(state["momentum_buffer"]) == ["(owners)", "(owners)/every rank"]
-
-
-def test_mapped_shards_have_mapped_state_and_a_donated_step_writes_to_the_files(tmp_path: Path) -> None:
-    opt, params = optimizer("muon"), fs.shard(values(), planned(fs.simulated_mesh(2)))
-    params = fs.offload(params, tmp_path / "params")
-    state = fs.offload(opt.init(params), tmp_path / "state")
-    for i in range(5):
-        params, state = opt.step(params, grads=fs.shard(values(i + 1), params.layout), state=state, donate=True)
-    assert_unsharded(fs.gather(params), "muon")
 
 
 def test_an_owner_has_two_rounds_whole_and_its_own_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functorch_shard as fs
-from functorch_shard.matrix.plan import EVERY_RANK, ROUND, assign, cost_of, owners_of, rounds_of, state_buffers
-from functorch_shard.matrix.spec import Entry, Spec
+from functorch_shard.matrix.plan import EVERY_RANK, ROUND, assign, cost_of, owners_of, rounds_of
 
 COSTS = st.lists(st.integers(0, 100), max_size=7)
 
@@ -72,27 +71,6 @@ def test_every_element_is_sent_once_to_its_owner_and_rounds_have_each_parameter_
     assert sorted(updated) == sorted(layout.slots)
     for (name, rank), count in seen.items():
         assert bool((count == (1 if owners[name] in (rank, EVERY_RANK) else 0)).all())
-
-
-@given(SHAPES, AXES, st.sampled_from([[], ["0.0"]]), st.sampled_from([0, 16, 64]))
-@settings(deadline=None)
-def test_state_is_in_the_shard_of_its_owner_without_overlap(
-    shapes: list[Any], axes: Any, ignored: list[str], align: int
-) -> None:
-    layout, buffers, owners = planned(shapes, axes, ignored)
-    layout = fs.plan({name: torch.zeros(s.shape) for name, s in layout.slots.items()}, layout.mesh, align_bytes=align)
-    shapes_of = {name: (*slot.shape, 2) for name, slot in layout.slots.items()}
-    entry = lambda shape: Entry("x", shape, torch.float32, torch.Tensor, torch.device("cpu"))  # noqa: E731
-    specs = {name: Spec((entry(shape),), None, (), True) for name, shape in shapes_of.items()}
-    taken: list[tuple[str, int, int, int]] = []
-    for key, buffer in state_buffers(layout, buffers, owners, specs)["x"].items():
-        for slot in buffer.slots:
-            rank = slot.offset // buffer.shard_numel if buffer.shard_numel else 0
-            assert slot.shape == shapes_of[slot.name]
-            assert not slot.numel or (slot.end - 1) // buffer.shard_numel == rank
-            assert not slot.numel or owners[slot.name] in (rank, EVERY_RANK)
-            taken += [(key, i, i, i) for i in range(slot.offset, slot.end)]
-    assert len(taken) == len(set(taken)) == sum(torch.Size(shape).numel() for shape in shapes_of.values())
 
 
 def test_a_round_ends_when_an_owner_has_enough_and_costs_in_it_are_similar() -> None:

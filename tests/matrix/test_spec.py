@@ -13,7 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import functorch_shard as fs
 from tests.support import homemade
-from tests.support.matrix import optimizer, planned, values
 from tests.support.pool import run_ranks
 
 REFUSED: list[tuple[Any, str]] = [
@@ -75,24 +74,6 @@ def one_matrix() -> fs.Sharded:
 def test_state_that_cannot_be_kept_is_refused_by_init(cls: Any, text: str) -> None:
     with pytest.raises(TypeError, match=rf"{cls.__name__}: {text}"):
         fs.optimizer(cls, whole=True, lr=0.1).init(one_matrix())
-
-
-def test_the_class_says_itself_which_shapes_it_does_not_take() -> None:
-    params = fs.shard(values(), fs.plan(values(), fs.simulated_mesh(2)))
-    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
-        fs.optimizer(torch.optim.Muon, whole=True).init(params)
-
-
-def test_options_are_those_of_the_class_that_updates_a_label() -> None:
-    layout = planned(fs.simulated_mesh(2))
-    params, opt = fs.shard(values(), layout), optimizer("muon")
-    grads, state = fs.shard(values(1), layout), opt.init(params)
-    with pytest.raises(TypeError, match="'betas': Muon has no such option"):
-        opt.step(params, grads=grads, state=state, betas=(0.9, 0.9))
-    with pytest.raises(TypeError, match="'nesterov': AdamW has no such option"):
-        opt.step(params, grads=grads, state=state, labels={"rest": {"nesterov": True}})
-    with pytest.raises(TypeError, match="'betas': Muon has no such option"):
-        fs.optimizer(torch.optim.Muon, whole=True, betas=(0.9, 0.9))
 
 
 def test_labels_may_have_optimizers_of_any_kind_inside_of_each_other() -> None:

@@ -62,21 +62,6 @@ def test_training_goes_on_after_a_move_to_other_ranks_and_units(case: str, axes:
     assert_unsharded(finished(moved, state, case), case)
 
 
-def moved_in_place(mesh: fs.Mesh, case: str) -> fs.Full:
-    """To other units of the same processes, with other owners."""
-    params, state = halfway(mesh, case)
-    layout = planned(mesh, units=[["c.w", "c.one", "b.v"], ["a.w"]])
-    moved = fs.reshard(params, layout)
-    return finished(moved, fs.reshard(state, layout, fresh=optimizer(case).init(moved)), case)
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-@pytest.mark.parametrize("case", ["soap"])
-def test_training_goes_on_after_a_move_between_real_ranks(case: str, ranks: Ranks) -> None:
-    for full in ranks.run(moved_in_place, case):
-        assert_unsharded(full, case)
-
-
 def saved(mesh: fs.Mesh, case: str, path: str) -> None:
     params, state = halfway(mesh, case)
     fs.checkpoint.save(path, {"model": params, "optim": optimizer(case).state_dict(state, params)})
