@@ -179,19 +179,6 @@ def only(model: nn.Module, frozen: str) -> nn.Module:
     return model
 
 
-def test_what_thaws_starts_fresh_and_what_freezes_drops_its_state() -> None:
-    params, state, layout, opt = states_of("0.weight 0.bias", "2.weight 2.bias")
-    params = fs.reshard(params, layout)
-    moved = fs.reshard(state, layout, fresh=opt.init(params))
-    assert {name: list(tree) for name, tree in moved.items()} == {name: ["0"] for name in state}
-    assert_trees_close(moved, opt.init(params))
-
-    params, state, layout, opt = states_of("0.weight 0.bias", "")
-    moved = fs.reshard(state, layout, fresh=opt.init(fs.reshard(params, layout)))
-    assert [moved["step"][key].tolist() for key in ("0", "2")] == [[0.0, 0.0], [1.0, 1.0]]
-    assert_trees_close(moved["exp_avg"]["2"], state["exp_avg"]["2"])
-
-
 def test_padding_of_a_state_is_what_the_optimizer_makes_it() -> None:
     values = {"w": torch.ones(3)}
     opt = fs.optimizer(torch.optim.Adagrad, initial_accumulator_value=0.1)
