@@ -118,7 +118,7 @@ def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
     return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)  # (.., N * n, ..) -> (N, .., n, ..)
 
 
-_LIMITS = re.compile(r"vmap|functorch|setup_context|saved tensor hooks|SaveInputs|[Bb]atch(ed|ing| norm)")
+_LIMITS = re.compile(r"vmap|functorch|setup_context|saved tensor hooks|SaveInputs|[Bb]atch(ed|ing| norm)|stack expects")
 _WAYS_OUT = (
     "Simulated ranks are one torch.func.vmap, which has no rule for this. simulated_mesh(..., kind='sequential') runs "
     "any program; guides/errors.md of the docs has what else to write."

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
 from tests.support.refusals import refused
 
 MESH, SEQUENTIAL = fs.simulated_mesh(4), fs.simulated_mesh(4, kind="sequential")
@@ -105,3 +107,31 @@ def test_errors_of_the_users_own_pass_unchanged() -> None:
             MESH.spmd(fails)(torch.ones(4))
         assert caught.value is error
     assert "mat1 and mat2" in refused(MESH.spmd(lambda x: F.linear(x, torch.ones(5, 5))), torch.ones(4, 3, 6))
+
+
+class Tagger(nn.Module):
+    """Sequences of several lengths, packed: the tensors of each rank have shapes of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        states, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
+        return self.out(pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_packed_sequences_are_right_on_sequential_ranks_and_refused_by_batched_ones() -> None:
+    torch.manual_seed(0)
+    model, x, lengths = Tagger().double(), torch.randn(4, 5, 3).double(), torch.tensor([5, 2, 3, 1])
+    expected = torch.autograd.grad(model(x, lengths).square().mean(), list(model.parameters()))
+
+    def gradients(mesh: fs.Mesh) -> fs.Full:
+        params = fs.shard(model, fs.plan(model, mesh))
+        loss = fs.grad(lambda p, x, lengths: fs.bind(model, p)(x, lengths).square().mean())
+        return fs.gather(mesh.spmd(loss)(params, *mesh.split((x, lengths))))
+
+    right = [*gradients(fs.simulated_mesh(2, kind="sequential")).values()]
+    assert_trees_close(right, [*expected], rtol=1e-12, atol=1e-12)
+    assert "kind='sequential'" in refused(gradients, fs.simulated_mesh(2))
