@@ -146,8 +146,8 @@ class Settings:
         if changed:
             raise RuntimeError(
                 f"spmd: a simulated rank waits for a collective inside of {', '.join(changed)}, which torch keeps for "
-                "the whole process, so the other ranks would be inside of it too. Set it around mesh.spmd; trace, and "
-                "cache parametrizations, where nothing is communicated."
+                "the whole process, so the other ranks would be inside of it too. Set it around mesh.spmd; cache "
+                "parametrizations where nothing is communicated."
             )
 
 
@@ -159,7 +159,6 @@ def _settings() -> dict[str, object]:
         "the kernels of torch.nn.attention.sdpa_kernel": (*kernels, cuda.cudnn_sdp_enabled()),
         "torch.autograd.detect_anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         "torch.nn.utils.parametrize.cached": parametrizations_are_cached(),
-        "a tracer (make_fx, torch.func.linearize)": nn.Module.__call__,  # which these replace
     }
 
 
