@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ..errors import hint
-from ..torch_internals.compilers import (
-    compile_with,
-    compile_with_inductor,
-    constants_as_inputs,
-    named_compiler,
-    names_of_compilers,
-)
+from ..torch_internals.tracing import compile_with, compile_with_inductor, named_compiler
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Backend = Callable[[GraphModule, Sequence[Tensor]], Callable[..., Any]]
@@ -27,7 +22,7 @@ def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend,
         return lambda tensors: graph(*tensors)
     if backend == "cudagraphs":
         _refuse_host_tensors(graph)
-    constants = constants_as_inputs(graph)
+    constants = _constants_as_inputs(graph)
     every = [*inputs, *constants]
     if backend == "inductor":
         run = compile_with_inductor(graph, every, options)
@@ -42,7 +37,7 @@ def check_backend(backend: str | Backend, options: Mapping[str, Any]) -> None:
         raise TypeError(f"compile: {', '.join(options)}: only backend='inductor' has options, and this is {backend!r}.")
     if callable(backend) or backend in ("replay", "inductor"):
         return
-    known = ["replay", *names_of_compilers()]
+    known = ["replay", *torch.compiler.list_backends(exclude_tags=())]
     if backend not in known:
         raise ValueError(
             f"compile: backend: got {backend!r}{hint(str(backend), known)}, expected one of {', '.join(known)}, or a "
@@ -61,3 +56,23 @@ def _refuse_host_tensors(graph: GraphModule) -> None:
             f"the CPU here, first {first}. Pass numbers such as lr as tensors on the device, keep step counts there "
             "(capturable=True), or use backend='replay'."
         )
+
+
+def _constants_as_inputs(graph: GraphModule) -> list[Tensor]:
+    """Make the tensors that ``graph`` refers to its last inputs, and return them: compilers may fold constants."""
+    held: dict[str, list[Node]] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            held.setdefault(str(node.target), []).append(node)
+    last = [node for node in graph.graph.nodes if node.op == "placeholder"][-1:]
+    tensors = []
+    for name, nodes in held.items():
+        tensors.append(getattr(graph, name))
+        with graph.graph.inserting_after(last[0]) if last else graph.graph.inserting_before(None):
+            last = [graph.graph.placeholder(name.lower())]
+        last[0].meta = dict(nodes[0].meta)
+        for node in nodes:
+            node.replace_all_uses_with(last[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return tensors

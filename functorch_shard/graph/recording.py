@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import optree
@@ -21,14 +22,7 @@ from ..communication.collective import RECORD, START, Collective, started_by
 from ..communication.collective import record as mark
 from ..containers import opened, refuse_opaque
 from ..torch_internals.tensors import as_number, identity_of_storage, version_of, writes_nothing
-from ..torch_internals.tracing import (
-    ON_VALUES,
-    RefusedError,
-    fake_copies,
-    innermost_line,
-    trace,
-    untraceable,
-)
+from ..torch_internals.tracing import ON_VALUES, RefusedError, fake_copies, reads_values, trace
 from ..torch_internals.transforms import is_watched
 from .reached import memory_outside
 from .signature import Call, is_traced
@@ -127,13 +121,10 @@ def as_inputs(values: Sequence[Any]) -> list[Tensor]:
 def _traced(flat: Callable[..., list[Tensor]], *how: Any) -> GraphModule:
     try:
         return trace(flat, *how)
-    except untraceable() as error:
-        raise NotImplementedError(_explained(ON_VALUES, error)) from error
-    except RefusedError as error:
-        raise NotImplementedError(_explained(str(error), error)) from error
     except RuntimeError as error:
-        if "numpy() is not supported for tensor subclasses" in str(error):
-            raise NotImplementedError(_explained(ON_VALUES, error)) from error
+        if isinstance(error, RefusedError) or reads_values(error):
+            reason = str(error) if isinstance(error, RefusedError) else f"{ON_VALUES} torch: {error}"
+            raise NotImplementedError(_explained(reason, error)) from error
         raise
 
 
@@ -187,6 +178,7 @@ def _place(x: Tensor) -> Any:
 def _explained(reason: str, error: Exception) -> str:
     package = Path(__file__).parents[1]
     others = [str(Path(str(module.__file__)).parent) for module in (torch, optree, contextlib)]
-    line = innermost_line(error, [str(package), *others])
+    lines = reversed(extract_tb(error.__traceback__))
+    line = next((line for line in lines if not line.filename.startswith((str(package), *others, "<"))), None)
     where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""
     return f"compile: this step cannot be recorded as one graph.\n{where}{reason}"

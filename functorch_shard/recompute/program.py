@@ -19,10 +19,21 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import gradients_to, has_mean_behind, sink_here
-from ..torch_internals import lowering
 from ..torch_internals.autograd import Function, gradients_or_none, leaves_behind, nodes
-from ..torch_internals.lowering import active_transforms, constants, in_common, is_differentiated
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.transforms import (
+    Run,
+    Transforms,
+    active_transforms,
+    batched,
+    constants,
+    has_tangents,
+    in_common,
+    in_forward_mode,
+    in_transform,
+    is_differentiated,
+    run_in,
+    tangents_of,
+)
 from ..training.boundary import Boundary, new_boundary
 
 Tensors = Sequence[Tensor]
@@ -42,8 +53,8 @@ class Program:
         batched: names of batched tensors that are not inputs: it cannot run outside of their vmap.
     """
 
-    run: lowering.Run
-    transforms: lowering.Transforms | None = None
+    run: Run
+    transforms: Transforms | None = None
     averages: bool = False
     kept: tuple[int, ...] = ()
     batched: Sequence[str] = ()
@@ -80,9 +91,9 @@ def first_run(run: Callable[[Tensors], list[Tensor]], inputs: Tensors) -> tuple[
     has_anchors, num = any(x.requires_grad for x in anchors), len(ran.results) - len(anchors)
     anchors.clear()  # their nodes know the boundary
     others = is_differentiated(ran.results[:num]) if in_transform() else by_gradient and ran.on_others
-    others = others or (not in_transform() and lowering.has_tangents(ran.results[:num]))
+    others = others or (not in_transform() and has_tangents(ran.results[:num]))
     results, depends, used = [x.detach() for x in ran.results[:num]], ran.depends, {*wanted}
-    if lowering.in_forward_mode():  # which goes through torch.no_grad() too, where no graph is recorded
+    if in_forward_mode():  # which goes through torch.no_grad() too, where no graph is recorded
         depends = [x.is_floating_point() or x.is_complex() for x in results]
     else:
         used = {i for i, use in zip(wanted, ran.used, strict=True) if use}
@@ -106,7 +117,7 @@ def first_run(run: Callable[[Tensors], list[Tensor]], inputs: Tensors) -> tuple[
 def _rematerialized(program: Program, tensors: Tensors) -> list[Tensor | None]:
     """Return the results of ``program``; their derivatives run it again."""
     known = active_transforms() if program.transforms is None else program.transforms
-    return _attached(program, lowering.run_in(known, program.run, constants(tensors)), tensors)
+    return _attached(program, run_in(known, program.run, constants(tensors)), tensors)
 
 
 def _attached(program: Program, results: Results, tensors: Tensors) -> list[Tensor | None]:
@@ -146,7 +157,7 @@ class _Again(Function):
         def push(tensors: Tensors) -> list[Tensor | None]:
             inputs, tangents = tensors[: len(tensors) - len(given)], tensors[len(tensors) - len(given) :]
             of = lambda *primals: tuple(program.results(_with_others(inputs, given, primals)))  # noqa: E731
-            return [*lowering.tangents_of(of, [inputs[i] for i in given], tangents)]
+            return [*tangents_of(of, [inputs[i] for i in given], tangents)]
 
         return tuple(_rematerialized(replace(program, run=push), [*inputs, *(tangents[i] for i in given)]))
 
@@ -155,7 +166,7 @@ class _Again(Function):
         of_results, of_inputs = in_dims[2 : 2 + num_results], in_dims[2 + num_results :]
         known, inside = program.transforms, (*active_transforms(), ("Vmap", info.batch_size))
         randomness = info.randomness if known is None or in_common(inside, known) == inside else "same"
-        run = lowering.batched(program.results, of_inputs, of_results, info.batch_size, randomness)
+        run = batched(program.results, of_inputs, of_results, info.batch_size, randomness)
         run = program.without_batches if program.batched else run
         return _Again.apply(
             replace(program, run=run, kept=tuple(range(num_results))), num_results, *tensors

@@ -20,8 +20,7 @@ from ..layout.packing import batch_of, pack
 from ..layout.schedule import AllReduce, Divide, Schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import Function
-from ..torch_internals.lowering import has_tangents
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.transforms import has_tangents, in_transform
 from .data_parallel import across, within
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, overrides
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from .lowering import forward_level_held
+from .transforms import forward_level_held
 
 
 def inherited(device: torch.device) -> Callable[[tuple[type, ...]], AbstractContextManager[Any]]:

@@ -1,46 +1,43 @@
-"""Tracing: ``make_fx`` on fake tensors, and what of a program it refuses."""
+"""Programs as graphs: ``make_fx`` on fake tensors, what of a program it refuses, and the compilers of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from traceback import FrameSummary, extract_tb
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._C._dynamo import eval_frame
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 from torch.random import fork_rng
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .autograd import backward_pass
-from .tensors import arguments_of, identity_of_storage, is_number, is_written
+from .tensors import FakeTensor, TorchDispatchMode, arguments_of, identity_of_storage, is_number, is_written
+from .transforms import active_modes, being_proxied
 
 aten = torch.ops.aten
 _NO_SEED = 0x5EED0FF5EED0FF  # that nobody else would take
+# Inductor would put every start just before its wait, and weight gradients and reductions last: the recorded order is
+# the one that overlaps and frees. Random numbers are those that the step draws eagerly.
+_AS_RECORDED = {"reorder_for_peak_memory": False, "reorder_for_locality": False, "fallback_random": True}
+# What Dynamo does with each frame that begins, None outside of compiled functions; torch.compiler.is_compiling is true
+# only while it traces. Without this, what it compiles would take lazy tensors. A builtin: it has no frame of its own.
+frame_compiler: Callable[[], Any] = eval_frame.get_eval_frame_callback
 
 
-def untraceable() -> tuple[type[Exception], ...]:
-    """What tracing raises where a program depends on values."""
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # imports sympy: 0.2 s
+def reads_values(error: BaseException) -> bool:
+    """Return whether torch raised ``error``, by a class of its own, since a program depends on values.
 
-    return (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        GuardOnDataDependentSymNode,
-        UnsupportedFakeTensorException,
-        UnsupportedOperatorException,
-    )
+    Of the classes of fake tensors and symbolic shapes none is public; a program's own errors are of other modules.
+    """
+    return type(error).__module__.startswith("torch.")
 
 
 class RefusedError(NotImplementedError):
@@ -87,11 +84,6 @@ def fake_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [mode.from_tensor(x.detach(), static_shapes=True) for x in tensors]
 
 
-def mode_of(fakes: Sequence[Tensor]) -> FakeTensorMode | None:
-    """The mode of tensors from :func:`fake_copies`."""
-    return next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None)
-
-
 def trace(
     fn: Callable[..., list[Tensor]],
     fakes: Sequence[Tensor],
@@ -126,7 +118,7 @@ def trace(
 
 def traced_for_compiler() -> bool:
     """Whether a tracer records what is computed here, for something else than to run it as it is."""
-    return get_proxy_mode() is not None and not traced_as_it_runs()
+    return being_proxied() and not traced_as_it_runs()
 
 
 @contextmanager
@@ -143,8 +135,7 @@ def _generators_untouched(inputs: Sequence[Tensor]) -> Iterator[None]:
 
 def traced_as_it_runs() -> bool:
     """Whether what is traced here will run as it is, and not through a compiler."""
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _Recorder) and not mode.for_compiler for mode in modes)
+    return any(isinstance(mode, _Recorder) and not mode.for_compiler for mode in active_modes())
 
 
 class _Recorder(TorchDispatchMode):
@@ -159,8 +150,8 @@ class _Recorder(TorchDispatchMode):
         if any(kind not in (Tensor, Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a subclass: what it does below is seen one by one
         refuse_random(func, args, kwargs)
-        if func is aten._local_scalar_dense.default and not is_number(args[0]):
-            raise DataDependentOutputException(func)
+        if torch.Tag.data_dependent_output in func.tags and not any(map(is_number, args[:1])):
+            raise RefusedError(ON_VALUES)
         for i, argument in enumerate(arguments_of(func)[: len(args)]):
             if is_written(argument):
                 self._keep(args[i])
@@ -211,7 +202,22 @@ def as_under_compiler() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def innermost_line(error: BaseException, skipped: Sequence[str]) -> FrameSummary | None:
-    """The innermost line in the traceback of ``error`` whose file is not below one of the folders ``skipped``."""
-    lines = extract_tb(error.__traceback__)
-    return next((line for line in reversed(lines) if not line.filename.startswith((*skipped, "<"))), None)
+def compile_with(compiler: Callable[..., Any], graph: GraphModule, inputs: Sequence[Tensor]) -> Any:
+    """Return ``compiler`` of ``graph``, on fresh fake tensors: those of a trace know the numbers that it read."""
+    fakes = fake_copies(inputs)
+    with tracing(TracingContext(next((x.fake_mode for x in fakes if isinstance(x, FakeTensor)), None))):
+        return compiler(graph, fakes)
+
+
+def compile_with_inductor(graph: GraphModule, inputs: Sequence[Tensor], options: Mapping[str, Any]) -> Any:
+    """Return a function of the inputs of ``graph``, in its order of operations."""
+    import torch._inductor  # takes seconds
+
+    return compile_with(partial(torch._inductor.compile, options={**_AS_RECORDED, **options}), graph, inputs)
+
+
+def named_compiler(name: str) -> Callable[..., Any]:
+    """Return a backend of ``torch.compile``."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)

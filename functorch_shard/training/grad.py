@@ -19,9 +19,8 @@ from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import gradients_or_none, leaves_behind, nodes, outside_inference_mode
-from ..torch_internals.lowering import has_tangents
 from ..torch_internals.process_settings import own_parametrizations
-from ..torch_internals.transforms import autograd_by_hand, in_forward_mode_only, in_transform, without_batches
+from ..torch_internals.transforms import autograd_by_hand, has_tangents, in_transform, only_in_jvp, without_batches
 from .boundary import Boundary, new_boundary, plus
 from .forward_over_reverse import grad_and_value_freeing
 from .usage import (
@@ -307,7 +306,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivat
     given = [x.value for x in inputs]
     # in inference mode, torch.func of 2.11 gives silent zeros
     with sparse_explained("grad"), outside_inference_mode(), autograd_by_hand():
-        if in_forward_mode_only() and not inside():
+        if only_in_jvp() and not inside():
             grads, (value, aux) = grad_and_value_freeing(tensors_only)(given)
         else:
             grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(given)
