@@ -46,7 +46,7 @@ FEATURES = {
     "training.jacobian",
     "training.vectors",
 }
-MOST_MODULES, MOST_LINES = 95, 12_600  # of the core: these numbers go down
+MOST_MODULES, MOST_LINES = 88, 12_000  # of the core: these numbers go down
 
 
 def loaded() -> dict[str, int]:
