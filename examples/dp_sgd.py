@@ -53,7 +53,7 @@ def train(mesh: fs.Mesh, model: nn.Module, data: tuple[Tensor, Tensor], noise: f
     def private_step(params: fs.Sharded, state: Any, seed: int, x: Tensor, y: Tensor) -> Any:
         weights = clipping_factors(model, fs.gather(params), x, y)
         grads = fs.grad(lambda params: (weights * losses_of(model, fs.gather(params), x, y)).mean())(params)
-        drawn = fs.randn_like(params, seed)
+        drawn = fs.curvature.randn_like(params, seed)
         noisy = {key: g + noise * CLIP / size * drawn[key] for key, g in grads.items()}
         return opt.step(params, grads=fs.Sharded(noisy, params.layout), state=state)
 
@@ -73,7 +73,7 @@ def train_unsharded(model: nn.Module, data: tuple[Tensor, Tensor], noise: float,
     for step in range(steps):
         full = {name: x.detach() for name, x in whole.items()}
         grads = vmap(lambda x, y: sample_grad(model, full, x, y))(*data)  # noqa: B023
-        factors, drawn = clipping_factors(model, full, *data), fs.gather(fs.randn_like(alone, step))
+        factors, drawn = clipping_factors(model, full, *data), fs.gather(fs.curvature.randn_like(alone, step))
         for name, x in whole.items():
             x.grad = (torch.tensordot(factors, grads[name], 1) + noise * CLIP * drawn[name]) / len(factors)
         opt.step()

@@ -46,7 +46,7 @@ def evolve(mesh: fs.Mesh, model: nn.Module, starts: list[Tensor]) -> Any:
     params = fs.shard(model, fs.plan(model, mesh))
 
     def moved(params: Any, seed: Tensor, by: float | Tensor) -> Any:  # nothing is sent
-        vector: Any = fs.randn_like(params, seed)
+        vector: Any = fs.curvature.randn_like(params, seed)
         return optree.tree_map(lambda p, e: p + by * e, params, vector)
 
     @mesh.spmd(in_dims=(0, 0, None), out_dims=(0, None))
@@ -84,7 +84,7 @@ def evolve_unsharded(model: nn.Module, starts: list[Tensor]) -> Any:
         return {name: p + by * vector[name] for name, p in full.items()}
 
     for i, start in enumerate(starts):
-        vectors = [fs.gather(fs.randn_like(alone, seed)) for seed in seeds_of(i).tolist()]
+        vectors = [fs.gather(fs.curvature.randn_like(alone, seed)) for seed in seeds_of(i).tolist()]
         plays = [[time_upright(model, moved(full, e, by), start) for e in vectors] for by in (SIGMA, -SIGMA)]
         up, down = (torch.stack(each) for each in plays)
         for vector, weight in zip(vectors, weights_of(up, down), strict=True):

@@ -57,7 +57,7 @@ def by_shards(mesh: fs.Mesh, model: nn.Module, params: fs.Sharded, train: Any, h
     def influences(params: fs.Sharded, train: Any, held_out: Any) -> Any:
         v = fs.grad(lambda params: F.cross_entropy(predict(params, held_out[0]), held_out[1]))(params)
         matrix = fs.curvature.gauss_newton(predict, F.cross_entropy)(params, *train)
-        solution = conjugate_gradients(lambda p: plus_damping(matrix @ p, p), v, fs.vdot, steps)
+        solution = conjugate_gradients(lambda p: plus_damping(matrix @ p, p), v, fs.curvature.vdot, steps)
         of_rank = -jvp(lambda params: losses(predict(params, train[0]), train[1]), (params,), (solution,))[1]
         return fs.collectives.all_gather(of_rank, mesh), solution
 

@@ -77,8 +77,8 @@ def main() -> None:
 
     @mesh.spmd(out_dims=(None, None, 0))
     def spectrum(params: fs.Sharded, x: Tensor, y: Tensor) -> Any:
-        hessian, start = fs.curvature.hessian(loss_fn)(params, x, y), fs.randn_like(params, seed=1)
-        return lanczos(hessian.matvec, start, fs.vdot, args.steps)
+        hessian, start = fs.curvature.hessian(loss_fn)(params, x, y), fs.curvature.randn_like(params, seed=1)
+        return lanczos(hessian.matvec, start, fs.curvature.vdot, args.steps)
 
     batch, state = mesh.split(windows(text, starts[-1])), opt.init(params)
     *before, _ = spectrum(params, *batch)
@@ -88,7 +88,7 @@ def main() -> None:
         *after, basis = spectrum(params, *batch)
 
     whole = {name: x.detach() for name, x in fs.gather(params, lazy=False).items()}
-    start = dict(fs.gather(fs.randn_like(params, seed=1), lazy=False))
+    start = dict(fs.gather(fs.curvature.randn_like(params, seed=1), lazy=False))
 
     def product(v: dict[str, Tensor]) -> dict[str, Tensor]:
         return jvp(lambda full: torch.func.grad(loss_of)(full, *windows(text, starts[-1])), (whole,), (v,))[1]

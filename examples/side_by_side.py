@@ -61,7 +61,7 @@ def flat(tree: Mapping[str, Tensor]) -> Tensor:
 
 
 def dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
-    """The inner product of two dicts of whole tensors, as ``fs.vdot`` is that of shards."""
+    """The inner product of two dicts of whole tensors, as ``fs.curvature.vdot`` is that of shards."""
     return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
 
 

@@ -11,14 +11,17 @@ step = compile(step)              the whole step as one graph
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import collectives, communication
-from .communication.axis import Axis
-from .layout.layout import Layout
+from . import collectives as collectives
+from . import communication as communication
+from .communication.axis import Axis as Axis
+from .layout.layout import Layout as Layout
 from .layout.planning import plan
 from .layout.precision import MixedPrecision
-from .layout.trees import Full, Sharded
+from .layout.trees import Full as Full
+from .layout.trees import Sharded as Sharded
 from .mesh.init import init_mesh
-from .mesh.mesh import Mesh, simulated_mesh
+from .mesh.mesh import Mesh as Mesh
+from .mesh.mesh import simulated_mesh
 from .sharding.gather import gather, materialize
 from .sharding.partition import merge, partition
 from .sharding.scatter import accumulate, scatter_grads
@@ -29,46 +32,39 @@ from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
 from .training.loss_scale import LossScale
 from .training.norms import clip_by_global_norm, global_norm
-from .training.optimizer import Optimizer, optimizer
+from .training.optimizer import Optimizer as Optimizer
+from .training.optimizer import optimizer
 
 if TYPE_CHECKING:
-    from . import checkpoint, codecs, curvature, debug, testing
-    from .graph.compile import Compiled, compile  # noqa: A004  (as torch.compile)
+    from . import checkpoint as checkpoint
+    from . import codecs as codecs
+    from . import curvature as curvature
+    from . import debug as debug
+    from . import testing as testing
+    from .curvature.jacobian import hessian, jacfwd, jacrev
+    from .graph.compile import Compiled as Compiled
+    from .graph.compile import compile  # noqa: A004  (as torch.compile)
     from .pictures.visualize import visualize
     from .recompute.remat import remat
     from .sharding.initialize import init_buffers, init_params
     from .sharding.iter_parameters import iter_parameters
     from .sharding.reshard import reshard
     from .storage.offloading import offload
-    from .training.estimate import Estimate, estimate
-    from .training.jacobian import hessian, jacfwd, jacrev
-    from .training.vectors import rademacher_like, randn_like, vdot
+    from .training.estimate import Estimate as Estimate
+    from .training.estimate import estimate
 
 __version__ = "0.1.0"
 
+# Functions, and types that programs construct. Other types and the namespaces are attributes too.
 __all__ = [
-    "Axis",
-    "Compiled",
-    "Estimate",
-    "Full",
-    "Layout",
     "LossScale",
-    "Mesh",
     "MixedPrecision",
-    "Optimizer",
-    "Sharded",
     "accumulate",
     "all_finite",
     "apply",
     "bind",
-    "checkpoint",
     "clip_by_global_norm",
-    "codecs",
-    "collectives",
     "compile",
-    "communication",
-    "curvature",
-    "debug",
     "estimate",
     "gather",
     "global_norm",
@@ -87,15 +83,11 @@ __all__ = [
     "optimizer",
     "partition",
     "plan",
-    "rademacher_like",
-    "randn_like",
     "remat",
     "reshard",
     "scatter_grads",
     "shard",
     "simulated_mesh",
-    "testing",
-    "vdot",
     "visualize",
 ]
 
@@ -116,13 +108,10 @@ _ON_FIRST_USE = {
     "compile": ".graph.compile",
     "Estimate": ".training.estimate",
     "estimate": ".training.estimate",
-    "hessian": ".training.jacobian",
-    "jacfwd": ".training.jacobian",
-    "jacrev": ".training.jacobian",
+    "hessian": ".curvature.jacobian",
+    "jacfwd": ".curvature.jacobian",
+    "jacrev": ".curvature.jacobian",
     "remat": ".recompute.remat",
-    "rademacher_like": ".training.vectors",
-    "randn_like": ".training.vectors",
-    "vdot": ".training.vectors",
     "visualize": ".pictures.visualize",
 }
 

@@ -56,8 +56,8 @@ _IN_BACKWARD = (
 )
 _GENERATOR = (
     "Here a generator is seeded, or random numbers are drawn from one of the program's own: a graph draws from torch's "
-    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it. fs.randn_like "
-    "has a seed as argument."
+    "default generators, as it runs. Draw before the step and pass the numbers, or seed outside of it. "
+    "fs.curvature.randn_like has a seed as argument."
 )
 
 

@@ -1,11 +1,11 @@
 """The parts of a training step: derivatives, model calls, optimizers, norms and loss scales.
 
 ``grad``: ``grad`` and ``grad_and_value`` (``forward_over_reverse``);
-``boundary``: where they take the mean; ``jacobian``; ``usage``: whether a loss uses its parameters. ``bind``: the model
+``boundary``: where they take the mean; ``usage``: whether a loss uses its parameters. ``bind``: the model
 with other parameters; ``apply``: the model as a function. ``optimizer``: ``torch.optim`` classes on shards;
-``optimizer_step``: their steps on plain tensors; ``torch_optim``: calls of the classes, and ``elementwise``: a test of
-one. ``vectors``: trees as vectors, ``element_bits`` their random numbers; ``curvature``: operators on them. ``norms``,
-``finite``, ``loss_scale``: norms, NaN and loss scales. ``estimate``: predicted memory and traffic.
+``optimizer_step``: their steps on plain tensors;
+``torch_optim``: calls of the classes, and ``elementwise``: a test of one. ``norms``, ``finite``, ``loss_scale``: norms,
+NaN and loss scales. ``estimate``: predicted memory and traffic.
 
 Imports ``sharding`` and below; nothing but the top imports it.
 """

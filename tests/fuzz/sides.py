@@ -103,7 +103,7 @@ class Rank(Side):
         return fs.global_norm(p)
 
     def dot(self, a: Tree, b: Tree) -> Tensor:
-        return fs.vdot(a, b)
+        return fs.curvature.vdot(a, b)
 
     def grad(self, fn: Callable[..., Tensor]) -> Callable[..., Tree]:
         return fs.grad(fn)

@@ -99,7 +99,7 @@ class Column:
 
     def side(self) -> Side:
         loss = partial(convention.sharded_loss, lazy=self.lazy)
-        return Side(fs.remat(loss) if self.remat else loss, fs.grad, fs.jacrev, fs.jacfwd, fs.vdot)
+        return Side(fs.remat(loss) if self.remat else loss, fs.grad, fs.jacrev, fs.jacfwd, fs.curvature.vdot)
 
     def __str__(self) -> str:
         return self.name

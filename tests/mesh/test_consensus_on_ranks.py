@@ -154,12 +154,14 @@ def in_transforms() -> tuple[list[Tensor], str]:
     def loss(params: fs.Sharded, scale: Tensor) -> Tensor:
         layout = fs.plan(LIKE, mesh)
         weights = fs.curvature.from_vector(torch.arange(3.0, dtype=torch.float64), layout)
-        return scale.sum() * fs.vdot(params, weights) * len(layout.buffers)
+        return scale.sum() * fs.curvature.vdot(params, weights) * len(layout.buffers)
 
     scales = torch.tensor([1.0, 2.0], dtype=torch.float64)
     grads = fs.gather(torch.func.grad(loss)(params, scales), lazy=False)["w"]
     tangent = torch.func.jvp(lambda p: loss(p, scales), (params,), (params,))[1]
-    rows = torch.vmap(lambda scale: fs.vdot(params, fs.curvature.from_vector(scale * ONES, params.layout)))(scales)
+    rows = torch.vmap(lambda scale: fs.curvature.vdot(params, fs.curvature.from_vector(scale * ONES, params.layout)))(
+        scales
+    )
     with pytest.raises(RuntimeError) as caught:
         torch.func.grad(lambda x: len(fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh).slots) * x)(torch.ones(()))
     return [grads, tangent, rows], str(caught.value)

@@ -93,14 +93,14 @@ def trained(mesh: fs.Mesh, shard_axis: Any, how: str) -> Any:
             grads, _ = fs.codecs.scatter_encoded_grads(full, fs.codecs.int8(block=4), None)
         grads, norm = fs.clip_by_global_norm(grads, 0.1)
         params, state = opt.step(params, grads=grads, state=state)
-        return params, state, norm, fs.vdot(params, grads)
+        return params, state, norm, fs.curvature.vdot(params, grads)
 
     state, norm, dot = opt.init(params), None, None
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         x = torch.randn(2 * mesh.size, 5, generator=generator, dtype=torch.float64)
         params, state, norm, dot = step(params, state, *mesh.split((x, x[:, :3])))
-    noise = fs.gather(fs.randn_like(params, seed=3), lazy=False)
+    noise = fs.gather(fs.curvature.randn_like(params, seed=3), lazy=False)
     return fs.gather(params, lazy=False), noise, norm, dot
 
 

@@ -33,8 +33,8 @@ FLOORS = [
     {"storage", "tensor_parallel"},
     {"sharding"},
     {"training", "checkpoint", "codecs"},
-    {"graph", "matrix", "pictures", "recompute"},
-    {"curvature", "debug"},  # names for users, and nothing else
+    {"curvature", "graph", "matrix", "pictures", "recompute"},
+    {"debug"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
     {"cli"},  # a program that uses the public names

@@ -32,19 +32,14 @@ FEATURES = {
     "gloo",
     "mesh.joint",
     "mesh.launching",
-    "sharding.flat_vectors",
     "sharding.overlapped_means",
     "sharding.gather_on_rank",
     "sharding.initialize",
     "sharding.iter_parameters",
     "sharding.reshard",
     "storage.offloading",
-    "training.curvature",
-    "training.element_bits",
     "training.elementwise",
     "training.estimate",
-    "training.jacobian",
-    "training.vectors",
 }
 MOST_MODULES, MOST_LINES = 88, 12_000  # of the core: these numbers go down
 

@@ -208,7 +208,7 @@ def _() -> None:
     same(a, b)
     four = fs.simulated_mesh(4)
     other = fs.shard({"w": W}, fs.plan({"w": W}, four, align_bytes=0))
-    same(flat(fs.randn_like(params, seed=0)), flat(fs.randn_like(other, seed=0)))
+    same(flat(fs.curvature.randn_like(params, seed=0)), flat(fs.curvature.randn_like(other, seed=0)))
 
 
 @row("memory kinds")

@@ -10,8 +10,8 @@ import pytest
 import functorch_shard as fs
 from functorch_shard.curvature import to_vector
 from functorch_shard.testing import assert_trees_close
+from tests.curvature.tasks import operator
 from tests.laws import convention
-from tests.support.curvature import operator
 from tests.support.pages import run
 from tests.support.ranks import HYBRID, Ranks, gloo
 from tests.training.test_local_reductions import gradient

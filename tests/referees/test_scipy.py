@@ -11,7 +11,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.curvature import to_vector
-from tests.support.curvature import matrix, matrix_of_small, operator, small, vector
+from tests.curvature.tasks import matrix, matrix_of_small, operator, small, vector
 from tests.support.lanczos import lanczos
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
@@ -26,7 +26,7 @@ def start(n: int) -> Any:
 def spectra(mesh: fs.Mesh) -> list[Any]:
     """Of the operator: by Lanczos on shards, and by eigsh outside of the ranks."""
     made, linalg = small(mesh), import_module("scipy.sparse.linalg")
-    by_trees = lanczos(made.matvec, fs.randn_like(made.params, 0), made.shape[0]).numpy()
+    by_trees = lanczos(made.matvec, fs.curvature.randn_like(made.params, 0), made.shape[0]).numpy()
     flat = made.flat()
     by_scipy = [
         linalg.eigsh(flat, k=1, which=end, v0=start(flat.shape[0]), return_eigenvectors=False) for end in ("SA", "LA")

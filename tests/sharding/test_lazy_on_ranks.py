@@ -59,7 +59,7 @@ def linearized_on_this_rank() -> None:
 
         value, along = linearize(loss, params)
         for seed in (1, 2):
-            tangent = fs.randn_like(params, seed)
+            tangent = fs.curvature.randn_like(params, seed)
             expected = jvp(loss, (params,), (tangent,))
             assert_trees_close((value, along(tangent)), expected, rtol=0, atol=0)
 

@@ -74,7 +74,7 @@ def refused(mesh: fs.Mesh, name: str, loss: Callable[..., Tensor], derivative: C
 def test_new_shards_of_detached_values_are_constants(mesh: fs.Mesh) -> None:
     def loss(params: fs.Sharded) -> Tensor:
         full = {name: x.detach() for name, x in fs.gather(params, lazy=False).items()}
-        return fs.vdot(params, fs.shard(full, params.layout))
+        return fs.curvature.vdot(params, fs.shard(full, params.layout))
 
     grads = fs.gather(mesh.spmd(fs.grad(loss))(of(mesh)), lazy=False)
     assert torch.equal(grads["w"], torch.arange(1.0, 6.0, dtype=torch.float64))
@@ -105,7 +105,7 @@ def test_of_constants_it_may_be_called_in_a_loss(mesh: fs.Mesh) -> None:
             values = [value(params) for value in BETWEEN_STEPS.values()]
         detached: Any = optree.tree_map(Tensor.detach, cast(Any, params))
         values += [value(x) for x in (constant, detached) for value in BETWEEN_STEPS.values()]
-        return fs.vdot(params, params) + sum(values)
+        return fs.curvature.vdot(params, params) + sum(values)
 
     grads = fs.gather(fs.grad(loss)(of(mesh)), lazy=False)
     assert torch.equal(grads["w"], 2 * torch.arange(1.0, 6.0, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The Lanczos iteration in terms of trees: ``fs.vdot`` and ``tree_map`` alone."""
+"""The Lanczos iteration in terms of trees: ``fs.curvature.vdot`` and ``tree_map`` alone."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def lanczos(matvec: Any, start: Any, steps: int) -> Tensor:
     def axpy(a: Tensor, x: Any, y: Any) -> Any:
         return optree.tree_map(lambda x, y: a * x + y, x, y)
 
-    basis: list[Any] = [optree.tree_map(lambda x: x / fs.vdot(start, start).sqrt(), start)]
+    basis: list[Any] = [optree.tree_map(lambda x: x / fs.curvature.vdot(start, start).sqrt(), start)]
     alphas, betas = [], []
     for _ in range(steps):
         w = matvec(basis[-1])
-        alphas.append(fs.vdot(basis[-1], w))
+        alphas.append(fs.curvature.vdot(basis[-1], w))
         for _ in range(2):
             for q in basis:
-                w = axpy(-fs.vdot(q, w), q, w)
-        betas.append(fs.vdot(w, w).sqrt())
+                w = axpy(-fs.curvature.vdot(q, w), q, w)
+        betas.append(fs.curvature.vdot(w, w).sqrt())
         if betas[-1] < 1e-10:
             break
         basis.append(optree.tree_map(lambda x, beta=betas[-1]: x / beta, w))

@@ -409,11 +409,11 @@ def derivatives_of_norms_and_products_are_those_of_the_whole_parameters(axes: De
     params = fs.shard(values, fs.plan(values, mesh))
     wholes = {name: whole(x).detach() for name, x in values.items()}
     alone = torch.func.grad(partial(of_the_tree, norm=norm_of_all, dot=dot_of_all))
-    gradient = fs.grad(partial(of_the_tree, norm=fs.global_norm, dot=fs.vdot))
+    gradient = fs.grad(partial(of_the_tree, norm=fs.global_norm, dot=fs.curvature.vdot))
     closely(whole_values(gradient(params)), alone(wholes))
     products = (
         torch.func.jvp(gradient, (params,), (params,))[1],
-        fs.grad(lambda p: fs.vdot(gradient(p), params))(params),
+        fs.grad(lambda p: fs.curvature.vdot(gradient(p), params))(params),
     )
     for product in products:
         closely(whole_values(product), torch.func.jvp(alone, (wholes,), (wholes,))[1])

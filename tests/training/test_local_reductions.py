@@ -74,11 +74,11 @@ def solutions(mesh: fs.Mesh) -> Any:
                 return optree.tree_map(lambda a, b: a + 0.1 * b, made @ v, v)
 
             off: Any = optree.tree_map(torch.sub, damped(conjugate_gradients(damped, grads, dot)), grads)
-            return (fs.vdot(off, off) / fs.vdot(grads, grads)).sqrt()
+            return (fs.curvature.vdot(off, off) / fs.curvature.vdot(grads, grads)).sqrt()
 
         return mesh.spmd(run)(params, grads, *rows)
 
-    return residual(fs.vdot), residual(of_leaves)
+    return residual(fs.curvature.vdot), residual(of_leaves)
 
 
 @pytest.mark.parametrize("ranks", [*simulated(3), *slow(gloo(HYBRID))], ids=str)
@@ -93,7 +93,7 @@ def drawn(mesh: fs.Mesh) -> Any:
     params = gradient(mesh)[1][0]
     torch.manual_seed(0)
     by_leaf: Any = optree.tree_map(torch.randn_like, params)
-    return dict(by_leaf), dict(fs.randn_like(params, 0))
+    return dict(by_leaf), dict(fs.curvature.randn_like(params, 0))
 
 
 def test_noise_of_leaves_is_the_same_on_every_rank_and_fills_the_padding() -> None:

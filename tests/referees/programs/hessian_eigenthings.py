@@ -26,10 +26,10 @@ class Trees:
     """What their Lanczos needs to know of vectors, which are ``Sharded`` here."""
 
     def dot(self, a: fs.Sharded, b: fs.Sharded) -> Tensor:
-        return fs.vdot(a, b)
+        return fs.curvature.vdot(a, b)
 
     def norm(self, a: fs.Sharded) -> Tensor:
-        return fs.vdot(a, a).sqrt()
+        return fs.curvature.vdot(a, a).sqrt()
 
     def axpy(self, alpha: Any, a: Any, b: Any) -> Any:
         return optree.tree_map(lambda x, y: alpha * x + y, a, b)

@@ -52,7 +52,7 @@ def sampled(where: Where, kind: str) -> dict[str, Any]:
     one = fs.simulated_mesh(1)
     layout = fs.plan(model, one if isinstance(where, int) else where)
     params = fs.shard(model, layout)
-    noises = [fs.randn_like(params, seed) for seed in range(STEPS)]
+    noises = [fs.curvature.randn_like(params, seed) for seed in range(STEPS)]
     options = {"lr": 0.05, "temperature": 0.01, **SAMPLERS[kind]}
     if isinstance(where, int):
         sampler = module.build(log_posterior, **options)

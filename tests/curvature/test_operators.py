@@ -14,7 +14,7 @@ from functorch_shard.curvature import from_vector, gauss_newton, hessian, to_vec
 from functorch_shard.testing import assert_trees_close, count_collectives
 from functorch_shard.torch_internals.autograd import nodes
 from functorch_shard.training.forward_over_reverse import needs_no_graph
-from tests.support.curvature import KINDS, matrix, matrix_of_small, operator, predicted, small, vector
+from tests.curvature.tasks import KINDS, matrix, matrix_of_small, operator, predicted, small, vector
 from tests.support.lanczos import lanczos
 from tests.support.models import awkward
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
@@ -59,7 +59,7 @@ def test_with_the_sum_reduction_it_is_the_matrix_of_the_sum(kind: str) -> None:
 def sharded_products(mesh: fs.Mesh, kind: str) -> list[NDArray[np.float64]]:
     """With a vector of all parameters, one of the trainable ones, and the first one as a flat vector."""
     made = operator(mesh, kind)
-    v = fs.randn_like(made.params, 3)
+    v = fs.curvature.randn_like(made.params, 3)
     whole, part = made @ v, made @ fs.partition(v)[0]
     assert whole.layout == v.layout
     assert fs.partition(whole)[0].keys() == part.keys()
@@ -79,7 +79,7 @@ def test_a_product_of_trees_has_the_layout_of_its_vector_and_zeros_where_it_is_f
 def inside(mesh: fs.Mesh, kind: str) -> Any:
     """The operator made and used under spmd, and outside of it."""
     made = operator(mesh, kind)
-    v = fs.randn_like(made.params, 3)
+    v = fs.curvature.randn_like(made.params, 3)
     return mesh.spmd(lambda params, args, v: KINDS[kind](params, *args) @ v)(made.params, made.args, v), made @ v
 
 
@@ -101,7 +101,7 @@ def test_outside_of_spmd_it_is_the_matrix_of_the_whole_batch(kind: str) -> None:
 
 def eigenvalues(mesh: fs.Mesh) -> NDArray[np.float64]:
     made = small(mesh)
-    return lanczos(made.matvec, fs.randn_like(made.params, 0), made.shape[0]).numpy()
+    return lanczos(made.matvec, fs.curvature.randn_like(made.params, 0), made.shape[0]).numpy()
 
 
 @pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
@@ -165,7 +165,7 @@ def test_predictions_may_be_a_tree() -> None:
     def loss(tree: Any, y: torch.Tensor) -> torch.Tensor:
         return (torch.cat([tree["first"], *tree["rest"]], 1) - y).pow(4).mean()
 
-    v = fs.randn_like(params, 0)
+    v = fs.curvature.randn_like(params, 0)
     of_tree = gauss_newton(both, loss)(params, x, y) @ v
     plain = gauss_newton(lambda p, x: predicted(fs.gather(p), x), lambda out, y: (out - y).pow(4).mean())(params, x, y)
     assert_trees_close(of_tree, plain @ v, rtol=1e-12, atol=1e-14)
@@ -223,7 +223,7 @@ def of_linear_algebra(mesh: fs.Mesh, function: str) -> Any:
     def products(p: Any, v: Any, x: torch.Tensor) -> Any:
         gradient = lambda p: fs.grad(loss)(p, x)  # noqa: E731
         by_jvp, by_hessian = torch.func.jvp(gradient, (p,), (v,))[1], hessian(loss)(p, x) @ v
-        return by_jvp, by_hessian, fs.grad(lambda p: fs.vdot(v, gradient(p)))(p)
+        return by_jvp, by_hessian, fs.grad(lambda p: fs.curvature.vdot(v, gradient(p)))(p)
 
     return mesh.spmd(products)(params, params, x)
 
@@ -255,7 +255,7 @@ def test_a_hessian_product_draws_the_numbers_of_dropout_once() -> None:
 def recorded_around(mesh: fs.Mesh) -> Any:
     """A product that plain autograd differentiates: by the vector, and by a tensor that the loss closes over."""
     made = small(mesh)
-    params, v = made.params, fs.randn_like(made.params, 0)
+    params, v = made.params, fs.curvature.randn_like(made.params, 0)
     factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in v.items()}, v.layout)
 
@@ -279,7 +279,7 @@ def test_plain_autograd_around_a_product_gets_its_graph(ranks: Ranks) -> None:
 
 def traffic(mesh: fs.Mesh, kind: str) -> dict[str, int]:
     made = operator(mesh, kind)
-    v = fs.randn_like(made.params, 0)
+    v = fs.curvature.randn_like(made.params, 0)
     with count_collectives() as seen:
         made.matvec(v)
     return dict(seen.by_kind)

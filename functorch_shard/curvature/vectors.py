@@ -20,8 +20,8 @@ from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import to_working_device
+from ..training.norms import wide
 from .element_bits import element_bits, normal, second, signs
-from .norms import wide
 
 
 @eager

@@ -19,9 +19,9 @@ from torch.func import jvp
 from ..layout.buffers import dtype_name
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
-from ..sharding.flat_vectors import from_vector, to_vector, vector_dtype, vector_layout
 from ..sharding.partition import merge, partition
-from .grad import grad
+from ..training.grad import grad
+from .flat_vectors import from_vector, to_vector, vector_dtype, vector_layout
 
 Complete = Callable[[Sharded], Sharded]  # trainable parameters to all parameters
 Product = Callable[[Complete, Sharded, Sharded, Any], Sharded]  # (complete, trainable, direction, args)

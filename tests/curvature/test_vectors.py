@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.func import functional_call, jvp, linearize, vmap
 
 import functorch_shard as fs
+from functorch_shard.curvature.element_bits import normal
 from functorch_shard.testing import assert_trees_close, count_collectives
-from functorch_shard.training.element_bits import normal
 from tests.support.lanczos import lanczos
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused
@@ -45,32 +45,32 @@ def test_vdot_is_that_of_the_whole_tensors(mesh: Any, dtype: torch.dtype) -> Non
     wide = torch.complex128 if dtype.is_complex else torch.float64
     expected = torch.vdot(flat(a).to(wide), flat(b).to(wide))
     tolerance = 1e-12 if dtype in (torch.float64, torch.complex128) else 1e-5
-    torch.testing.assert_close(fs.vdot(a, b).to(wide), expected, rtol=tolerance, atol=tolerance)
-    inside = a.layout.mesh.spmd(fs.vdot)(a, b)
+    torch.testing.assert_close(fs.curvature.vdot(a, b).to(wide), expected, rtol=tolerance, atol=tolerance)
+    inside = a.layout.mesh.spmd(fs.curvature.vdot)(a, b)
     assert inside.shape == tuple(a.layout.mesh.axes.values())
-    assert (inside == fs.vdot(a, b)).all()
+    assert (inside == fs.curvature.vdot(a, b)).all()
 
 
 def test_vdot_does_not_count_padding_or_what_is_not_there() -> None:
     a = sharded(5)
     spoiled = fs.Sharded({key: torch.where(x == 0, float("nan"), x) for key, x in a.items()}, a.layout)
-    torch.testing.assert_close(fs.vdot(spoiled, a), fs.vdot(a, a), rtol=0, atol=0)
+    torch.testing.assert_close(fs.curvature.vdot(spoiled, a), fs.curvature.vdot(a, a), rtol=0, atol=0)
     absent = fs.Sharded({key: None if key.startswith("a") else x for key, x in a.items()}, a.layout)
-    assert fs.vdot(absent, a) < fs.vdot(a, a)
-    assert fs.vdot(absent, a) == fs.vdot(absent, absent)
+    assert fs.curvature.vdot(absent, a) < fs.curvature.vdot(a, a)
+    assert fs.curvature.vdot(absent, a) == fs.curvature.vdot(absent, absent)
 
 
 def test_vdot_costs_one_psum_of_a_number() -> None:
     a = sharded({"replicate": 2, "shard": 3})
     with count_collectives() as counted:
-        a.layout.mesh.spmd(fs.vdot)(a, a)
+        a.layout.mesh.spmd(fs.curvature.vdot)(a, a)
     assert [(one.kind, one.axis, one.numel) for one in counted.issued] == [("psum", "shard", 1)]
 
 
 @pytest.mark.parametrize("mesh", [2, 3, {"replicate": 2, "shard": 2}], ids=str)
 def test_the_gradient_of_vdot_is_that_of_the_whole(mesh: Any) -> None:
     a, b = sharded(mesh, start=1), sharded(mesh, start=2)
-    run = a.layout.mesh.spmd(fs.grad(lambda a, b: fs.vdot(a, b) + 0.5 * fs.vdot(a, a)))
+    run = a.layout.mesh.spmd(fs.grad(lambda a, b: fs.curvature.vdot(a, b) + 0.5 * fs.curvature.vdot(a, a)))
     assert_trees_close(flat(run(a, b)), flat(a) + flat(b), rtol=1e-13, atol=1e-13)
 
 
@@ -84,13 +84,13 @@ def test_what_linearize_traces_knows_padding_norms_and_random_trees() -> None:
 
     def number(p: fs.Sharded) -> Tensor:
         norms = torch.stack([*fs.debug.param_norms(p).values()]).square().sum()
-        return fs.vdot(p, p) + norms + fs.vdot(p, fs.randn_like(p, 3)) + fs.global_norm(p)
+        return fs.curvature.vdot(p, p) + norms + fs.curvature.vdot(p, fs.curvature.randn_like(p, 3)) + fs.global_norm(p)
 
     linear = mesh.spmd(lambda a, v: linearize(number, a)[1](v))(a, v)
     assert_trees_close(linear, mesh.spmd(lambda a, v: jvp(number, (a,), (v,))[1])(a, v), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("draw", [fs.randn_like, fs.rademacher_like])
+@pytest.mark.parametrize("draw", [fs.curvature.randn_like, fs.curvature.rademacher_like])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_random_trees_are_bitwise_the_same_for_any_ranks_and_units(draw: Any, dtype: torch.dtype) -> None:
     expected = flat(draw(sharded(1, dtype), 3))
@@ -106,18 +106,18 @@ def test_random_trees_are_bitwise_the_same_for_any_ranks_and_units(draw: Any, dt
 def on_this_rank(axes: dict[str, int]) -> list[Tensor]:
     mesh, whole = fs.init_mesh(axes), values(torch.float32)
     params = fs.shard(whole, fs.plan(whole, mesh))
-    a, b = fs.randn_like(params, 3), fs.rademacher_like(params, 3)
-    return [flat(a), flat(b), fs.vdot(a, b)]
+    a, b = fs.curvature.randn_like(params, 3), fs.curvature.rademacher_like(params, 3)
+    return [flat(a), flat(b), fs.curvature.vdot(a, b)]
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
 def test_gloo_ranks_draw_what_simulated_ranks_draw(axes: dict[str, int]) -> None:
     params = sharded(1, torch.float32)
-    a, b = fs.randn_like(params, 3), fs.rademacher_like(params, 3)
+    a, b = fs.curvature.randn_like(params, 3), fs.curvature.rademacher_like(params, 3)
     for drawn in run_ranks(on_this_rank, fs.simulated_mesh(axes).size, axes):
         assert torch.equal(drawn[0], flat(a))
         assert torch.equal(drawn[1], flat(b))
-        torch.testing.assert_close(drawn[2], fs.vdot(a, b), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(drawn[2], fs.curvature.vdot(a, b), rtol=1e-6, atol=1e-6)
 
 
 def with_dtensors() -> tuple[Tensor, Tensor]:
@@ -128,14 +128,14 @@ def with_dtensors() -> tuple[Tensor, Tensor]:
         name: distribute_tensor(x, axes["tensor"], [cuts[name]]) if name in cuts else x for name, x in values().items()
     }
     params = fs.shard(whole, fs.plan(whole, fs.Mesh.from_device_mesh(axes["shard"])))
-    drawn = fs.randn_like(params, 3)
+    drawn = fs.curvature.randn_like(params, 3)
     full: Any = fs.gather(drawn, lazy=False)
     parts = [x.full_tensor() if isinstance(x := full[name], DTensor) else x for name in SHAPES]
-    return torch.cat([x.reshape(-1) for x in parts]), fs.vdot(drawn, drawn)
+    return torch.cat([x.reshape(-1) for x in parts]), fs.curvature.vdot(drawn, drawn)
 
 
 def test_dtensors_get_the_numbers_of_the_whole_and_count_once() -> None:
-    expected = flat(fs.randn_like(sharded(1), 3))
+    expected = flat(fs.curvature.randn_like(sharded(1), 3))
     for drawn, product in run_ranks(with_dtensors, 4):
         assert torch.equal(drawn, expected)
         torch.testing.assert_close(product, expected.square().sum(), rtol=1e-13, atol=0)
@@ -144,21 +144,21 @@ def test_dtensors_get_the_numbers_of_the_whole_and_count_once() -> None:
 def test_padding_of_random_trees_is_zero() -> None:
     tree = sharded(5)
     owned = fs.shard({name: torch.ones_like(x) for name, x in values().items()}, tree.layout)
-    for key, x in fs.rademacher_like(tree, 1).items():
+    for key, x in fs.curvature.rademacher_like(tree, 1).items():
         assert torch.equal(x.abs(), owned[key])
 
 
 def test_seeds_names_and_elements_give_different_numbers() -> None:
     params = sharded(2)
-    drawn = torch.cat([flat(fs.randn_like(params, seed)) for seed in (0, 1, 2, -1, 2**40)])
+    drawn = torch.cat([flat(fs.curvature.randn_like(params, seed)) for seed in (0, 1, 2, -1, 2**40)])
     assert drawn.unique().numel() == drawn.numel()
 
 
 def test_a_vmap_over_seeds_draws_a_tree_for_each() -> None:
     params = sharded(1)
-    batch = vmap(lambda seed: fs.randn_like(params, seed))(torch.arange(4))
+    batch = vmap(lambda seed: fs.curvature.randn_like(params, seed))(torch.arange(4))
     for seed in range(4):
-        for key, x in fs.randn_like(params, seed).items():
+        for key, x in fs.curvature.randn_like(params, seed).items():
             assert torch.equal(batch[key][seed], x)
 
 
@@ -170,7 +170,7 @@ def test_normal_numbers_are_rounded_equally_at_every_position_of_a_vector() -> N
 
 def test_moments_of_random_trees_are_those_of_the_standard_normal() -> None:
     whole = {"w": torch.zeros(300_000, dtype=torch.float64)}
-    x = fs.gather(fs.randn_like(fs.shard(whole, fs.plan(whole, fs.simulated_mesh(3))), 5))["w"]
+    x = fs.gather(fs.curvature.randn_like(fs.shard(whole, fs.plan(whole, fs.simulated_mesh(3))), 5))["w"]
     n = x.numel() ** 0.5
     assert abs(x.mean()) * n < 5
     assert abs(x.square().mean() - 1) * n / 2**0.5 < 5
@@ -188,7 +188,7 @@ def test_lanczos_on_shards_finds_the_eigenvalues_of_the_hessian() -> None:
         return functional_call(model, fs.gather(params), (x,)).square().mean()
 
     hvp = mesh.spmd(lambda params, v: jvp(fs.grad(loss), (params,), (v,))[1])
-    found = lanczos(lambda v: hvp(params, v), fs.randn_like(params, 0), 21)
+    found = lanczos(lambda v: hvp(params, v), fs.curvature.randn_like(params, 0), 21)
     own = {name: p.detach() for name, p in model.named_parameters()}
     sizes = [p.numel() for p in own.values()]
 
@@ -204,8 +204,8 @@ def test_lanczos_on_shards_finds_the_eigenvalues_of_the_hessian() -> None:
 
 def test_what_is_not_a_vector_is_refused() -> None:
     a, other = sharded(2), sharded(3)
-    assert "different layouts" in refused(fs.vdot, a, other)
-    assert "vdot: got dict, expected a Sharded" in refused(fs.vdot, a, dict(a))
-    assert "seed: got 1.5" in refused(fs.randn_like, a, 1.5)
-    assert "seed: got True" in refused(fs.rademacher_like, a, True)
-    assert "expected a Sharded" in refused(fs.randn_like, dict(a), 1)
+    assert "different layouts" in refused(fs.curvature.vdot, a, other)
+    assert "vdot: got dict, expected a Sharded" in refused(fs.curvature.vdot, a, dict(a))
+    assert "seed: got 1.5" in refused(fs.curvature.randn_like, a, 1.5)
+    assert "seed: got True" in refused(fs.curvature.rademacher_like, a, True)
+    assert "expected a Sharded" in refused(fs.curvature.randn_like, dict(a), 1)

@@ -188,7 +188,7 @@ def through_a_jacobian(mesh: fs.Mesh) -> Any:
 
     def penalty(p: fs.Sharded, x: Tensor) -> Tensor:
         jacobian = fs.jacrev(lambda p: (fs.gather(p)["w"].pow(3) * x).sum())(p)
-        return fs.vdot(jacobian, jacobian)
+        return fs.curvature.vdot(jacobian, jacobian)
 
     return mesh.spmd(fs.grad(penalty))(params, rows), rows
 

@@ -16,8 +16,8 @@ from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
 from ..layout.validation import check_layout, check_sharded, check_shards
 from ..mesh.fingerprints import value_lines
-from .gather import gather
-from .shard import shard
+from ..sharding.gather import gather
+from ..sharding.shard import shard
 
 
 def to_vector(tree: Sharded) -> Tensor:

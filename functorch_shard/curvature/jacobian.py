@@ -24,8 +24,8 @@ from ..layout.validation import check_sharded
 from ..sharding.gather import gather
 from ..sharding.partition import merge, partition
 from ..sharding.reduction import mean_at_end_of_grad
-from .boundary import new_boundary
-from .grad import grad
+from ..training.boundary import new_boundary
+from ..training.grad import grad
 
 Of = Callable[[Sharded], Any]
 

@@ -68,7 +68,7 @@ def live_on_this_rank(layout: fs.Layout, derived: str, samples: int) -> tuple[in
     live = LiveBytes()
     with live:
         params, x = fs.shard(dict(MODEL.named_parameters()), layout), torch.randn(samples, WIDTH)
-        beside = ADAMW.init(params) if derived == "step" else fs.randn_like(params, 0)
+        beside = ADAMW.init(params) if derived == "step" else fs.curvature.randn_like(params, 0)
         run = DERIVED.get(derived, step)
         run(params, beside, x)
         live.mark("start")

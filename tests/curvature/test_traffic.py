@@ -60,7 +60,7 @@ DERIVED: dict[str, Callable[[Loss, fs.Sharded, fs.Sharded, Tensor], Any]] = {
     "gradient": lambda loss, p, v, x: fs.grad(loss)(p, x),
     "hessian": lambda loss, p, v, x: hessian(loss)(p, x) @ v,
     "fs.grad of jvp": lambda loss, p, v, x: fs.grad(lambda p: jvp(lambda p: loss(p, x), (p,), (v,))[1])(p),
-    "fs.grad of fs.grad": lambda loss, p, v, x: fs.grad(lambda p: fs.vdot(fs.grad(loss)(p, x), v))(p),
+    "fs.grad of fs.grad": lambda loss, p, v, x: fs.grad(lambda p: fs.curvature.vdot(fs.grad(loss)(p, x), v))(p),
 }
 
 
@@ -68,7 +68,7 @@ def product_of(mesh: fs.Mesh, name: str, loss: str) -> Any:
     """The result, and how often each unit was communicated."""
     params = fs.shard(MODEL, fs.plan(MODEL, mesh))
     v, x = (
-        fs.randn_like(params, 0),
+        fs.curvature.randn_like(params, 0),
         mesh.split(torch.linspace(-1, 1, 24 * mesh.size, dtype=torch.float64).unflatten(0, (-1, 6))),
     )
 

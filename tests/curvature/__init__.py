@@ -1,0 +1,1 @@
+"""Curvature: operators, Jacobians, and trees as vectors."""
