@@ -109,7 +109,8 @@ def memory_on_this_rank(case: Case, name: str) -> tuple[float, float, float]:
     """MB of this rank's own memory that it holds between steps, the most that five steps take in addition, and its part
     of shared memory. What a compiler keeps is held between steps as well.
 
-    Memory files never shrink and are open on all ranks. What of them a rank has mapped counts as resident in each.
+    Shared memory is that after the steps: freed regions give theirs back, and within a step it is more. What a rank has
+    mapped counts as resident in each.
     """
     before = _own_memory()
     step, batch = build(name, case), _batch(case)
