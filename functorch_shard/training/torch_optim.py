@@ -35,7 +35,7 @@ ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-# Their foreach kernels write to no gradient, read in their sources; those of SGD, Adagrad, Adamax and Rprop do.
+# Their foreach kernels write to no gradient, read in their sources. That of SGD does with Nesterov momentum.
 _LEAVE_GRADIENTS = (
     torch.optim.Adam,
     torch.optim.AdamW,
