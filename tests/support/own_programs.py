@@ -41,7 +41,7 @@ def trained(mesh: fs.Mesh, model: nn.Module, loss: Loss, batches: Sequence[Seque
     run = mesh.spmd(step, in_dims=(0, 0, None, None))
     for number, batch in enumerate(batches):
         params, state, value = run(params, state, batch, number)
-        results.append(value.tolist())
+        results.append(value.flatten().tolist() if value.ndim else value.item())
     return results, dict(params)
 
 
