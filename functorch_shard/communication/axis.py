@@ -14,7 +14,6 @@ from ..eager import eager
 from ..torch_internals.transforms import being_traced, is_watched
 from .backend import Backend, DetachedBackend, Work, Wrap, Wrapped
 from .collective import Splits, collective, record
-from .recorded import issue_recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +66,8 @@ class Axis(Static):
         op = collective(*what, dim, device, source, transient, splits)
         if is_watched():
             if being_traced() and not simulated:
+                from .recorded import issue_recorded
+
                 return issue_recorded(op, x, self.size, self.backend)
             record(op)
         return self.backend.issue(op, x)

@@ -26,6 +26,7 @@ FEATURES = {
     "tensor_parallel",
     "testing",
     "communication.counter",
+    "communication.recorded",
     "communication.joint",
     "communication.lost_ranks",
     "communication.skipping",
