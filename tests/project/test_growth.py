@@ -24,8 +24,6 @@ from functorch_shard.checkpoint.chunks import chunks_of
 from functorch_shard.checkpoint.names import Leaf
 from functorch_shard.errors import name_problems
 from functorch_shard.layout.parts import layouts_of_units, lines_of, select_buffers
-from functorch_shard.sharding.reduction import complete
-from functorch_shard.sharding.slicing import cut_buffer
 from tests.support.refusals import refused
 
 FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once
@@ -223,30 +221,6 @@ def test_initialization_grows_as_the_model_does(make: Callable[[int], nn.Module]
     assert growth(task) < AT_MOST
 
 
-def test_a_buffer_is_reduced_without_a_look_at_the_gradients_of_others() -> None:
-    layout = planned(7)
-    grads: dict[str, Tensor | None] = dict.fromkeys(layout.slots)
-    buffer = layout.buffers["blocks.3"]
-    assert list(complete(grads, buffer, layout)) == ["blocks.3.w"]
-
-
-def test_a_buffer_is_cut_without_a_look_at_the_parameters_of_others() -> None:
-    layout = planned(7)
-    buffer = layout.buffers["blocks.3"]
-    own = {name: x for name, x in tensors_of(7).items() if name == "blocks.3.w"}
-    only_its_own = MappingOf(own)
-    assert torch.equal(cut_buffer(only_its_own, buffer, layout), fs.shard(tensors_of(7), layout)["blocks.3"])
-
-
-class MappingOf(dict[str, Tensor]):
-    """One that may be asked for a tensor by its name, and for nothing else."""
-
-    def values(self) -> Any:
-        raise AssertionError
-
-    items = keys = __iter__ = values
-
-
 # errors
 
 
@@ -297,10 +271,3 @@ def test_the_guess_of_a_name_among_thousands_is_the_nearest() -> None:
     }
     problems = name_problems([*names, *wrong], names)
     assert problems == [f"{got!r}: not in the layout (did you mean {best!r}?)" for got, best in wrong.items()]
-
-
-def test_an_error_with_one_problem_more_than_are_shown_shows_it() -> None:
-    lines = refused(fs.shard, {}, fs.plan({f"{i}": torch.zeros(1) for i in range(21)}, MESH)).splitlines()
-    assert lines[0] == "ValueError: shard: 21 problems"
-    assert len(lines) == 1 + 21 + 1
-    assert "... and 1 more" not in "".join(lines)

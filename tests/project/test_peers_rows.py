@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.func import functional_call, vjp
+from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.layout.parts import select_buffers
@@ -57,28 +57,6 @@ def gradients_on(mesh: fs.Mesh, model: nn.Module, params: fs.Sharded, x: Tensor,
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 # Strides of tensors: only values matter, and gathered tensors are row-major.
-IN_MEMORY: dict[str, Callable[[], Tensor]] = {
-    "transposed": lambda: torch.randn(5, 3, dtype=torch.float64).T,
-    "channels_last": lambda: torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last),
-    "one by one, channels_last": lambda: torch.randn(4, 3, 1, 1, dtype=torch.float64).to(
-        memory_format=torch.channels_last
-    ),
-    "every second column": lambda: torch.randn(3, 8, dtype=torch.float64)[:, ::2],
-    "expanded": lambda: torch.randn(3, 1, dtype=torch.float64).expand(3, 4),
-    "one element of a larger memory": lambda: torch.randn(9, dtype=torch.float64)[4],
-}
-
-
-@every_mesh
-def test_parameters_that_are_not_contiguous_keep_their_values(mesh: fs.Mesh) -> None:
-    torch.manual_seed(0)
-    values = {f"{i}.w": make() for i, make in enumerate(IN_MEMORY.values())}
-    params = fs.shard(values, fs.plan(values, mesh))
-    full = fs.gather(params, lazy=False)
-    assert_trees_close(dict(full), values, rtol=0, atol=0)
-    assert all(x.is_contiguous() for x in full.values())
-    grads = mesh.spmd(fs.grad(lambda p: sum((x**3).sum() for x in fs.gather(p).values())))(params)
-    assert_close(whole(grads), {name: 3 * x**2 for name, x in values.items()})
 
 
 @every_mesh
@@ -90,16 +68,6 @@ def test_a_tree_without_parameters_goes_through_everything(mesh: fs.Mesh) -> Non
         again, _ = opt.step(params, grads=fs.scatter_grads({}, layout), state=opt.init(params))
     assert len(again) == seen.total == 0
     assert [len(half) for half in fs.partition(params)] == [0, 0]
-
-
-def test_one_simulated_rank_is_the_unsharded_model_and_sends_nothing() -> None:
-    mesh, model = fs.simulated_mesh(1), two_layers().double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = samples(mesh, 5, 3)
-    with count_collectives() as seen:
-        grads = gradients_on(mesh, model, params, x, y)
-    assert seen.total == 0
-    assert_close(whole(grads), gradients_of(lambda p: loss_of(model, p, x, y), values_of(model)))
 
 
 @every_mesh
@@ -119,22 +87,6 @@ def test_dtypes_of_one_unit_have_buffers_gradients_and_steps_of_their_own(mesh: 
     assert_trees_close(whole(stepped), {name: x / 2 for name, x in values.items()}, rtol=0, atol=0)
 
 
-@every_mesh
-def test_small_parameters_stay_whole_when_they_are_named(mesh: fs.Mesh) -> None:
-    """DeepSpeed's ``param_persistence_threshold``."""
-    model = two_layers().double()
-    small = [name for name, p in model.named_parameters() if p.numel() <= 7]
-    layout = fs.plan(model, mesh, ignored=small)
-    params = fs.shard(model, layout)
-    assert {name for name in layout.slots if layout.buffers[layout.key_of[name]].num_shards == 1} >= set(small)
-    with count_collectives() as seen:
-        fs.gather(params, lazy=False) if mesh.in_spmd else mesh.spmd(lambda p: fs.gather(p, lazy=False))(params)
-    assert seen["all_gather"] == (2 if layout.num_shards > 1 else 0)  # the weights
-    x, y = samples(mesh, 5, 3)
-    grads = gradients_on(mesh, model, params, x, y)
-    assert_close(whole(grads), gradients_of(lambda p: loss_of(model, p, x, y), values_of(model)))
-
-
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -148,115 +100,7 @@ def test_gradients_are_divided_after_the_sum_and_never_before(mesh: fs.Mesh) -> 
     assert mesh.size == 1 or not (smallest / mesh.size)[0]
 
 
-@every_mesh
-def test_what_a_loss_does_not_use_has_zero_gradients_and_stays(mesh: fs.Mesh) -> None:
-    model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    (x,) = samples(mesh, 3)
-
-    def gradient(p: fs.Sharded, x: Tensor) -> fs.Sharded:
-        return fs.grad(lambda p: nn.functional.linear(x, fs.gather(p)["used.weight"]).square().sum())(p)
-
-    grads = mesh.spmd(gradient)(params, mesh.split(x))
-    full = whole(grads)
-    assert full["used.weight"].all()
-    assert not any(full[name].any() for name in ("used.bias", "unused.weight", "unused.bias"))
-    opt = fs.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.0)
-    stepped = whole(opt.step(params, grads=grads, state=opt.init(params))[0])
-    for name in ("used.bias", "unused.weight", "unused.bias"):
-        assert torch.equal(stepped[name], values_of(model)[name])
-    assert not torch.equal(stepped["used.weight"], values_of(model)["used.weight"])
-
-
-@every_mesh
-def test_a_gradient_of_none_is_zeros_and_a_buffer_of_none_is_left_alone(mesh: fs.Mesh) -> None:
-    model = two_layers().double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    given = {name: torch.ones_like(p) for name, p in values_of(model).items() if name != "0.bias"}
-    grads = mesh.spmd(lambda p: fs.scatter_grads({**given, "0.bias": None}, p.layout))(params)
-    expected = {**given, "0.bias": torch.zeros(7, dtype=torch.float64)}
-    assert_close(whole(grads), {name: expected[name] for name in values_of(model)})
-    opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    some = fs.Sharded({**grads, "2": None}, grads.layout)
-    stepped, _ = opt.step(params, grads=some, state=opt.init(params))
-    assert torch.equal(stepped["2"], params["2"])
-    assert not torch.equal(stepped["0"], params["0"])
-
-
-@every_mesh
-def test_several_forwards_and_then_their_backwards_in_any_order(mesh: fs.Mesh) -> None:
-    """Contrastive losses, teachers, GradCache: a forward is a function, and its pullback waits as long as it likes."""
-    model = two_layers().double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y, w = samples(mesh, 5, 5, 3)
-
-    def pulled(params: fs.Sharded, x: Tensor, y: Tensor, w: Tensor) -> fs.Sharded:
-        outputs, pulls = [], []
-        for given in (x, y):
-            out, pull, *_ = vjp(lambda p, given=given: functional_call(model, fs.gather(p), (given,)), params)
-            outputs.append(out)
-            pulls.append(pull)
-        one, two = outputs
-        (second,), (first,) = pulls[1](one * w), pulls[0](two * w)  # what d(one * two * w) is by each of them
-        return tree_map(torch.add, first, second)
-
-    actual = mesh.spmd(pulled)(params, *mesh.split((x, y, w)))
-
-    def loss(p: Any) -> Tensor:
-        return (functional_call(model, p, (x,)) * functional_call(model, p, (y,)) * w).sum()
-
-    expected = gradients_of(lambda p: loss(p) / mesh.size, values_of(model))
-    assert_close(whole(actual), expected)
-
-
-@every_mesh
-def test_two_models_train_against_each_other_in_one_step(mesh: fs.Mesh) -> None:
-    """A GAN: the critic learns from what the generator makes, the generator through the critic."""
-    generator, critic = two_layers((5, 7, 3), 0).double(), two_layers((3, 6, 1), 1).double()
-    lr = 0.05
-
-    def made(g: Any, z: Tensor) -> Tensor:
-        return functional_call(generator, g, (z,))
-
-    def critic_loss(c: Any, g: Any, x: Tensor, z: Tensor) -> Tensor:
-        real, fake = (functional_call(critic, c, (given,)) for given in (x, made(g, z).detach()))
-        return (fake - real).tanh().mean() + real.square().mean()
-
-    def generator_loss(g: Any, c: Any, z: Tensor) -> Tensor:
-        return -functional_call(critic, c, (made(g, z),)).tanh().mean()
-
-    def step(g: fs.Sharded, c: fs.Sharded, x: Tensor, z: Tensor) -> tuple[fs.Sharded, fs.Sharded]:
-        fake = fs.gather(g)
-        c_grads = fs.grad(lambda c: critic_loss(fs.gather(c), fake, x, z))(c)
-        c = tree_map(lambda p, d: p - lr * d, c, c_grads)
-        judge = fs.gather(c)
-        g_grads = fs.grad(lambda g: generator_loss(fs.gather(g), judge, z))(g)
-        return tree_map(lambda p, d: p - lr * d, g, g_grads), c
-
-    g, c = (fs.shard(model, fs.plan(model, mesh)) for model in (generator, critic))
-    plain_g, plain_c = values_of(generator), values_of(critic)
-    for i in range(3):
-        x, z = samples(mesh, 3, 5, seed=i)
-        g, c = mesh.spmd(step)(g, c, *mesh.split((x, z)))
-        by_c = gradients_of(lambda c, g=plain_g, x=x, z=z: critic_loss(c, g, x, z), plain_c)
-        plain_c = {name: p - lr * by_c[name] for name, p in plain_c.items()}
-        by_g = gradients_of(lambda g, c=plain_c, z=z: generator_loss(g, c, z), plain_g)
-        assert all(d.any() for grads in (by_c, by_g) for d in grads.values())
-        plain_g = {name: p - lr * by_g[name] for name, p in plain_g.items()}
-        assert_close((whole(g), whole(c)), (plain_g, plain_c))
-
-
 # -- whole parameters, parts of them, copies --------------------------------------------------------------------------
-
-
-@every_mesh
-def test_summoning_with_grads_is_the_same_gather_of_gradient_shards(mesh: fs.Mesh) -> None:
-    model = two_layers().double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = samples(mesh, 5, 3)
-    grads = gradients_on(mesh, model, params, x, y)
-    assert_trees_close(whole(params), values_of(model), rtol=0, atol=0)
-    assert_close(whole(grads), gradients_of(lambda p: loss_of(model, p, x, y), values_of(model)))
 
 
 @every_mesh
@@ -319,64 +163,6 @@ def mesh_rows(mesh: fs.Mesh, rows: Tensor) -> Tensor:
 
 
 # -- control over each parameter --------------------------------------------------------------------------------------
-
-
-@every_mesh
-def test_every_parameter_can_have_a_learning_rate_of_its_own(mesh: fs.Mesh) -> None:
-    """``use_orig_params`` with a parameter group for each: a label for each."""
-    model = two_layers().double()
-    rates = {name.replace(".", "_"): 0.01 * (i + 1) for i, (name, _) in enumerate(model.named_parameters())}
-    layout = fs.plan(model, mesh, labels=lambda name, p: name.replace(".", "_"))
-    opt = fs.optimizer(torch.optim.SGD, lr=9.0, momentum=0.9, labels={k: {"lr": lr} for k, lr in rates.items()})
-    params = fs.shard(model, layout)
-    state = opt.init(params)
-    groups = [{"params": [p], "lr": rates[name.replace(".", "_")]} for name, p in model.named_parameters()]
-    stock, plain = torch.optim.SGD(groups, lr=9.0, momentum=0.9), dict(model.named_parameters())
-    for i in range(3):
-        x, y = samples(mesh, 5, 3, seed=i)
-        params, state = opt.step(params, grads=gradients_on(mesh, model, params, x, y), state=state)
-        for name, grad in gradients_of(lambda p, x=x, y=y: loss_of(model, p, x, y), values_of(model)).items():
-            plain[name].grad = grad
-        stock.step()
-        assert_close(whole(params), values_of(model))
-
-
-def orthogonal(x: Tensor) -> Tensor:
-    """Five steps of Newton and Schulz towards the nearest orthogonal matrix (https://kellerjordan.github.io/posts/muon)."""
-    x = x / x.norm()
-    for _ in range(5):
-        a = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return x
-
-
-def directions(momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: orthogonal(x) if x.ndim == 2 else x for name, x in momentum.items()}
-
-
-@every_mesh
-def test_muon_on_shards_is_muon_on_whole_matrices(mesh: fs.Mesh) -> None:
-    """Momentum on shards, one gather of it, matrices as a whole, and each rank keeps its part: nothing is reduced."""
-    model, lr = two_layers().double(), 0.1
-    params = fs.shard(model, fs.plan(model, mesh))
-    momentum, plain = tree_map(torch.zeros_like, params), values_of(model)
-    plain_momentum = {name: torch.zeros_like(x) for name, x in plain.items()}
-
-    def update(params: fs.Sharded, momentum: fs.Sharded, grads: fs.Sharded) -> tuple[fs.Sharded, fs.Sharded]:
-        momentum = tree_map(lambda m, g: 0.9 * m + g, momentum, grads)
-        step = fs.shard(directions(fs.gather(momentum, lazy=False)), params.layout)
-        return tree_map(lambda p, s: p - lr * s, params, step), momentum
-
-    for i in range(4):
-        x, y = samples(mesh, 5, 3, seed=i)
-        grads = gradients_on(mesh, model, params, x, y)
-        with count_collectives() as seen:
-            params, momentum = mesh.spmd(update)(params, momentum, grads)
-        assert seen.by_kind == ({"all_gather": 2} if params.layout.num_shards > 1 else {})
-        by_plain = gradients_of(lambda p, x=x, y=y: loss_of(model, p, x, y), plain)
-        plain_momentum = {name: 0.9 * m + by_plain[name] for name, m in plain_momentum.items()}
-        plain = {name: p - lr * directions(plain_momentum)[name] for name, p in plain.items()}
-        assert_close(whole(params), plain)
 
 
 class Autoencoder(nn.Module):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
-from torch.func import functional_call, jvp, linearize
+from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.laws.tasks import ON_RANK, Data, on_mesh
 from tests.support.lazy_uses import (
     USES,
     Gather,
@@ -23,51 +21,10 @@ from tests.support.lazy_uses import (
     exceptions_on_this_rank,
     input_of,
     leaves_of,
-    run_blocks,
-    same_jacobians_on_this_rank,
-    tree_map,
     use_on_this_rank,
 )
-from tests.support.models import awkward, loss_of, two_layers
+from tests.support.models import awkward, loss_of
 from tests.support.pool import run_ranks
-
-
-def same_derivatives_on_this_rank() -> None:
-    mesh = fs.init_mesh()
-    lazy = on_mesh(mesh, Data(mesh.size), list(ON_RANK))
-    with patch.object(fs, "gather", at_once):
-        expected = on_mesh(mesh, Data(mesh.size), list(ON_RANK))
-    assert_trees_close(lazy, expected, rtol=0, atol=0)
-
-
-def test_every_derivative_is_bitwise_that_of_a_gather_at_once() -> None:
-    run_ranks(same_derivatives_on_this_rank, 2)
-
-
-def test_jacobians_and_hessians_are_bitwise_those_of_a_gather_at_once() -> None:
-    run_ranks(same_jacobians_on_this_rank, 2)
-
-
-def linearized_on_this_rank() -> None:
-    mesh, model = fs.init_mesh(), two_layers((2, 3, 1)).double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = input_of(mesh.rank)[:, :2], input_of(mesh.rank)[:, 2:3]
-    for gather in (fs.gather, at_once):
-
-        def loss(p: fs.Sharded, gather: Any = gather) -> Tensor:
-            return loss_of(model, gather(p), x, y)
-
-        value, along = linearize(loss, params)
-        for seed in (1, 2):
-            tangent = fs.curvature.randn_like(params, seed)
-            expected = jvp(loss, (params,), (tangent,))
-            assert_trees_close((value, along(tangent)), expected, rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # of any tensor that is closed over
-def test_what_linearize_records_is_the_jvp_along_other_tangents() -> None:
-    run_ranks(linearized_on_this_rank, 2)
-
 
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -120,27 +77,6 @@ def test_training_is_bitwise_the_same_resharded_kept_and_gathered_at_once(axes: 
 @pytest.mark.parametrize("name", USES)
 def test_every_use_of_autograd_is_bitwise_that_of_a_gather_at_once(name: str) -> None:
     run_ranks(use_on_this_rank, 2, name, True)
-
-
-def two_gathers_on_this_rank() -> tuple[fs.Sharded, fs.Sharded]:
-    mesh, model = fs.init_mesh(), blocks()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x = input_of(mesh.rank)
-
-    def first(p: fs.Sharded) -> Any:
-        return run_blocks(model, fs.gather(p), x).square().sum()
-
-    def second(p: fs.Sharded) -> Any:
-        return run_blocks(model, fs.gather(p), x.sin()).sum()
-
-    both = fs.grad(lambda p: first(p) + second(p))(params)
-    return both, tree_map(torch.add, fs.grad(first)(params), fs.grad(second)(params))
-
-
-def test_a_shard_in_two_gathers_receives_both_gradients() -> None:
-    for both, expected in run_ranks(two_gathers_on_this_rank, 2):
-        assert_trees_close(both, expected, rtol=1e-12, atol=1e-12)
-        assert all(grad.abs().max() > 0 for grad in both.values())
 
 
 def test_after_an_exception_nothing_stays_and_the_next_call_is_right() -> None:

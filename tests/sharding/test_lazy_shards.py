@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import functorch_shard as fs
 from tests.support.odd_shards import (
@@ -21,35 +19,6 @@ from tests.support.odd_shards import (
     check_writes,
 )
 from tests.support.ranks import HYBRID, Ranks, gloo, slow
-
-some = settings(max_examples=60, deadline=None)
-stored = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int32])
-gathered = st.sampled_from([None, torch.float32, torch.bfloat16])
-
-
-@given(forms=st.lists(st.sampled_from(sorted(FORMS)), min_size=3, max_size=3), stored=stored, dtype=gathered)
-@some
-def test_a_shard_that_lies_oddly_is_gathered_as_it_is_at_once(
-    forms: list[str], stored: torch.dtype, dtype: torch.dtype | None
-) -> None:
-    check_forms(fs.init_mesh(), forms, stored, dtype)
-
-
-@given(places=st.lists(st.sampled_from(sorted(BATCHES)), min_size=3, max_size=3), dtype=gathered)
-@some
-def test_a_batch_of_shards_may_have_its_dim_anywhere(places: list[str], dtype: torch.dtype | None) -> None:
-    check_batches(fs.init_mesh(), places, dtype)
-
-
-events = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, None, None, *sorted(WRITES)])), max_size=12)
-
-
-@given(form=st.sampled_from(sorted(FORMS)), reshard=st.booleans(), dtype=gathered, events=events)
-@some
-def test_writes_in_between_never_change_what_was_gathered_in_silence(
-    form: str, reshard: bool, dtype: torch.dtype | None, events: list[Any]
-) -> None:
-    check_writes(fs.init_mesh(), form, reshard, dtype, events)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

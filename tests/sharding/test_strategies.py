@@ -19,10 +19,10 @@ from tests.support.ranks import Ranks, gloo, on_each, simulated
 Traffic = Counter[tuple[str, str, int]]
 
 SQUARES: list[dict[str, int]] = [{"replicate": 2, "shard": 2}, {"shard": 2, "replicate": 2}]
-GRIDS = [*simulated(*SQUARES, {"replicate": 2, "shard": 4}, {"shard": 4, "replicate": 2}), *gloo(*SQUARES)]
-COPIES = [*simulated(*({"replicate": n} for n in (2, 4, 8))), *gloo({"replicate": 4})]
+GRIDS = [*simulated({"replicate": 2, "shard": 4}, SQUARES[1]), *gloo(*SQUARES)]
+COPIES = [*simulated({"replicate": 4}), *gloo({"replicate": 4})]
 every_grid = pytest.mark.parametrize("ranks", GRIDS, ids=str)
-every_number = pytest.mark.parametrize("ranks", [*simulated(2, 4, 8), *gloo(4)], ids=str)
+every_number = pytest.mark.parametrize("ranks", [*simulated(8), *gloo(4)], ids=str)
 RESHARD = {"HYBRID_SHARD": True, "_HYBRID_SHARD_ZERO2": False}
 
 
@@ -138,14 +138,6 @@ def first(seen: CollectiveCounter, kind: str, numel: int) -> int:
     return [(one.kind, one.numel) for one in seen.issued].index((kind, numel))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("ranks", gloo(4, {"replicate": 4}, *SQUARES), ids=str)
-def test_simulated_ranks_have_the_same_gradients(ranks: Ranks, reshard: bool) -> None:
-    options = {"reshard_after_forward": reshard}
-    for real, row in zip(steps(ranks, **options), steps(ranks.simulated, **options), strict=True):
-        assert_trees_close(real[0], row[0], rtol=1e-12, atol=1e-14)
-
-
 KINDS = {"shard": ("all_gather", "psum_scatter"), "replicate": ("psum",)}
 
 
@@ -213,7 +205,7 @@ def assert_full_precision_is_forced(params: fs.Sharded) -> None:
     assert_exactly(summon(params), STORED)
 
 
-STORES = [*GRIDS, *gloo(4, {"replicate": 4})]
+STORES = [*GRIDS[:1], *gloo(SQUARES[0], {"replicate": 4})]
 
 
 def inside(mesh: fs.Mesh) -> dict[str, Tensor]:
@@ -238,17 +230,6 @@ def test_summon_full_params_is_a_gather_of_stored_values_and_its_write_back_is_s
     assert_exactly(summon(params), STORED)
 
 
-@on_each(STORES)
-def test_a_volatile_summon_full_params_is_one_that_is_not_sharded_again(mesh: fs.Mesh) -> None:
-    params = half(mesh)
-    full = summon(params)
-    if params.layout.num_shards == 1:  # what a rank holds whole is not copied to be looked at
-        full = fs.materialize(full)
-    for x in full.values():
-        x.zero_()
-    assert_exactly(summon(params), STORED)
-
-
 def no_sync(mesh: fs.Mesh) -> tuple[dict[str, Tensor], CollectiveCounter, CollectiveCounter, fs.Layout]:
     """Whole gradients of two microbatches, the collectives before the last ``scatter_grads``, and those of it."""
     model, params, frozen = halves(mesh)
@@ -268,7 +249,7 @@ def no_sync(mesh: fs.Mesh) -> tuple[dict[str, Tensor], CollectiveCounter, Collec
     return fs.gather(shards, lazy=False), before, reducing, params.layout
 
 
-@pytest.mark.parametrize("ranks", [*simulated(4, {"replicate": 4}), *STORES], ids=str)
+@pytest.mark.parametrize("ranks", [*simulated(4), *STORES], ids=str)
 def test_no_sync_is_adding_full_gradients_before_one_scatter_grads(ranks: Ranks) -> None:
     for grads, before, reducing, trained in ranks.run(no_sync):
         assert_gradients(grads, ranks.size)

@@ -5,49 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from typing import Any
 
-import optree
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.laws.tasks import whole_of
-from tests.support.models import loss_of, two_layers
+from tests.support.models import two_layers
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import text_of
-
-
-def samples() -> tuple[Tensor, Tensor]:
-    return torch.arange(20.0).view(4, 5).sin(), torch.arange(12.0).view(4, 3).cos()
-
-
-def plain_autograd(mesh: fs.Mesh, recompute: bool) -> fs.Sharded:
-    model = two_layers()
-    params: Any = fs.shard(model, fs.plan(model, mesh))
-    leaves: Any = optree.tree_map(lambda x: x.requires_grad_(), params)
-    x, y = mesh.split(samples())
-
-    def loss(leaves: fs.Sharded) -> Tensor:
-        return loss_of(model, fs.gather(leaves), x, y)
-
-    (checkpoint(loss, leaves, use_reentrant=False) if recompute else loss(leaves)).backward()
-    return fs.Sharded({key: leaf.grad for key, leaf in leaves.items()}, params.layout)
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-@pytest.mark.parametrize("recompute", [False, True])
-def test_plain_backward_and_checkpointing_reduce_the_gradients_too(recompute: bool, ranks: Ranks) -> None:
-    results = ranks.run(plain_autograd, recompute)
-    model = two_layers()
-    loss_of(model, dict(model.named_parameters()), *samples()).backward()
-    actual = whole_of(optree.tree_map(lambda *rows: torch.stack(rows), *results))
-    assert_trees_close(actual, {name: p.grad for name, p in model.named_parameters()})
 
 
 def handles(mesh: fs.Mesh) -> tuple[fs.Sharded, str]:

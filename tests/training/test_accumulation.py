@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, assert_trees_close
@@ -16,9 +15,6 @@ from tests.support.accumulation import (
     WAYS,
     all_tokens_at_once,
     big_batch,
-    loss_sum,
-    tagger,
-    tokens,
     weighted_by_tokens,
 )
 from tests.support.ranks import Ranks, gloo, simulated
@@ -65,27 +61,6 @@ def test_losses_weighted_by_tokens_are_those_of_a_single_process(way: str, ranks
     assert all(grad.any() for grad in expected[0].values())
     for actual in ranks.run(weighted_by_tokens, way, cut):
         assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_the_mean_over_ranks_of_means_over_tokens_is_another_number() -> None:
-    """What is avoided: a token of a rank with few of them would weigh more than one of a rank with many."""
-    mesh, model = fs.simulated_mesh(4), tagger()
-    params = fs.shard(model, fs.plan(model, mesh, reduction="mean"))
-
-    def mean_of_rank(p: fs.Sharded, x: Tensor, y: Tensor, counts: Tensor) -> Tensor:
-        sums = [loss_sum(model, fs.gather(p), x[i], y[i], counts[i]) for i in range(NUM_MICROBATCHES)]
-        return torch.stack(sums).sum() / counts.sum().clamp(min=1)
-
-    grads = fs.gather(mesh.spmd(fs.grad(mean_of_rank))(params, *tokens(4)))
-    expected = all_tokens_at_once(4)[0]
-    assert not torch.allclose(grads["head.bias"], expected["head.bias"], rtol=0.1)
-
-
-@every_way
-def test_ranks_without_a_token_change_nothing(way: str) -> None:
-    """Rank 1 of two has none: the gradient is that of rank 0 alone."""
-    alone, first, second = (one for ranks in simulated(1, 2) for one in ranks.run(weighted_by_tokens, way))
-    assert_trees_close([first, second], [alone, alone], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2, "shard": 2}, {"shard": 3, "replicate": 2}], ids=str)

@@ -233,21 +233,6 @@ def test_derivatives_are_those_of_the_formula_and_buffers_those_of_the_module(tr
     assert_trees_close(alone[1], ranks[0], rtol=1e-12, atol=1e-12)
 
 
-def test_vmaps_of_ones_own_nest_on_either_side_of_the_ranks() -> None:
-    model, mesh = normalized(), fs.simulated_mesh(2)
-    params, buffers = {n: p.detach() for n, p in model.named_parameters()}, dict(model.named_buffers())
-    x = torch.randn(2, 3, 4, 5).double()  # (ranks, models, samples, features)
-
-    def one(x: Tensor) -> Any:
-        return fs.apply(model, params, buffers, x)[1]
-
-    rows = [[plain(model, x[r, m])[1] for m in range(3)] for r in range(2)]
-    expected = stacked([stacked(models) for models in rows])
-    assert_trees_close(mesh.spmd(torch.vmap(one))(x), expected, rtol=1e-12, atol=1e-12)
-    outside = torch.vmap(mesh.spmd(one), in_dims=1, out_dims=1)(x)
-    assert_trees_close(outside, expected, rtol=1e-12, atol=1e-12)
-
-
 class Stateful(nn.Module):
     """Buffers that are assigned to, written in place, tied, counted, and kept; in all kinds of dtype."""
 
@@ -295,15 +280,6 @@ def test_buffers_that_are_assigned_written_tied_or_kept_come_back_as_they_are_af
     assert rows["inner.shared"].tolist() == x.tolist()
     for phase in (new["phase"], *rows["phase"]):
         assert torch.equal(phase.view(torch.int64), buffers["phase"].view(torch.int64))  # bit for bit
-
-
-def test_new_buffers_are_differentiable_where_the_model_is() -> None:
-    model = Stateful()
-
-    def last(w: Tensor) -> Any:
-        return fs.apply(model, {"weight": w}, dict(model.named_buffers()), torch.ones(2))[1]["last"].sum()
-
-    assert torch.func.grad(last)(torch.tensor(3.0)) == 2
 
 
 def test_sharded_and_full_parameters_are_taken_and_a_meta_model_runs() -> None:

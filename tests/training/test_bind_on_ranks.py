@@ -21,7 +21,6 @@ from tests.support.recomputing import (
     inputs,
     train,
 )
-from tests.support.refusals import refused
 
 
 def _bound(model: Any, params: fs.Sharded, x: Tensor, lazy: bool | None) -> Tensor:
@@ -52,19 +51,6 @@ def test_ten_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_
             more = GATHERED_AGAIN.get(style, 0)
             assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 10
             assert others[0][3] == [{"all_gather": 8 + more, "psum_scatter": 5}] * 10, style
-
-
-def refuse_on_this_rank(style: str, lazy: bool | None) -> str:
-    mesh, model = fs.init_mesh(), build(style, WITHOUT_REENTRY)
-    params = fs.shard(model, fs.plan(model, mesh))
-    return refused(fs.grad(lambda p: by_functional_call(model, p, inputs(), lazy).sum()), params)
-
-
-@pytest.mark.parametrize("lazy", [None, False])
-@pytest.mark.parametrize("style", ["layer", "nested"])
-def test_functional_call_of_them_is_refused_on_every_rank(style: str, lazy: bool | None) -> None:
-    for text in run_ranks(refuse_on_this_rank, 2, style, lazy):
-        assert "functorch_shard.bind(model, params)(...)" in text
 
 
 def backward_on_this_rank() -> list[Any]:

@@ -156,11 +156,6 @@ def test_an_argument_that_requires_grad_keeps_the_result_differentiable(has_aux:
     assert torch.equal(torch.autograd.grad(passed.sum(), y)[0], 2 * x.detach())
 
 
-def test_a_plain_result_has_no_graph() -> None:
-    result = fs.grad_and_value(cubic_aux, (0, 1, 2), has_aux=True)(*three())
-    assert not any(x.requires_grad for x in optree.tree_leaves(result))
-
-
 class PeakBytes(TorchDispatchMode):
     """The most bytes of tensors that were alive at one time, of those made inside."""
 
@@ -197,17 +192,6 @@ def test_activations_are_freed_as_backward_goes() -> None:
         peaks.append(watch.peak / x.nbytes)
     assert layers <= peaks[0] <= layers + 3
     assert peaks[1] >= 2 * layers
-
-
-def test_model_and_inputs_are_left_as_they_are() -> None:
-    layout = fs.plan(MODEL, fs.simulated_mesh(2))
-    params = fs.shard(MODEL, layout)
-    inputs = [*params.values(), *MODEL.parameters(), X, Y]
-    before = [(x._version, x.requires_grad, x.grad, x.clone()) for x in inputs]
-    fs.grad(lambda p: awkward_loss(fs.gather(p)))(params)
-    fs.grad(awkward_loss)(fs.gather(params))
-    after = [(x._version, x.requires_grad, x.grad, x.clone()) for x in inputs]
-    assert_trees_close(after, before, rtol=0, atol=0)
 
 
 @contextmanager
@@ -285,24 +269,6 @@ def test_wrong_functions_and_argnums_are_named(fn: Any, options: Any, kind: Any,
     x = torch.ones(2) if where is not vmap else torch.ones(3, 2)
     with pytest.raises(kind, match=text):
         where(fs.grad(fn, **options))(x, x)
-
-
-def test_torch_still_tells_the_level_of_its_transforms() -> None:
-    """A private name: if torch renames or changes it, this is the place that says so."""
-    seen: list[int | None] = []
-
-    def note(x: Tensor) -> Tensor:
-        seen.append(maybe_current_level())
-        return x.sum()
-
-    x = torch.ones(2)
-    note(x)
-    torch.func.grad(note)(x)
-    vmap(note)(x[None])
-    jvp(note, (x,), (x,))
-    torch.func.grad(lambda x: vmap(note)(x[None]).sum())(x)
-    assert seen == [None, 1, 1, 1, 2]
-    assert maybe_current_level() is None
 
 
 def test_frozen_buffers_are_known_wherever_their_tree_stands() -> None:

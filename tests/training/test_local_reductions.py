@@ -34,14 +34,6 @@ def norms(mesh: fs.Mesh) -> Any:
     return mesh.spmd(both)(grads), to_vector(grads).norm().item()
 
 
-@every_kind
-def test_a_norm_of_leaves_is_another_one_on_each_rank(ranks: Ranks) -> None:
-    results = ranks.run(norms)
-    whole = results[0][1]
-    assert all(abs(of_shards - whole) < 1e-12 for (_, of_shards), whole in results)
-    assert all(of_leaves < 0.95 * whole for (of_leaves, _), _ in results)
-
-
 def of_leaves(a: Any, b: Any) -> Tensor:
     return torch.stack([(a[key] * b[key]).sum() for key in a]).sum()
 
@@ -96,23 +88,6 @@ def drawn(mesh: fs.Mesh) -> Any:
     return dict(by_leaf), dict(fs.curvature.randn_like(params, 0))
 
 
-def test_noise_of_leaves_is_the_same_on_every_rank_and_fills_the_padding() -> None:
-    (first, own_of_first), (second, own_of_second) = gloo(2)[0].run(drawn)
-    assert all(torch.equal(first[key], second[key]) for key in first)
-    assert not any(torch.equal(own_of_first[key], own_of_second[key]) for key in first)
-    by_leaf, by_name = drawn(fs.simulated_mesh(3))
-    zeros = [int((x == 0).sum()) for tree in (by_leaf, by_name) for x in tree.values()]
-    assert zeros[: len(by_leaf)] == [0] * len(by_leaf)
-    assert sum(zeros) > 0
-
-
-def test_a_flattened_tree_is_of_one_rank_and_has_padding() -> None:
-    params = gradient(fs.simulated_mesh(3))[1][0]
-    raveled = params.layout.mesh.spmd(lambda p: torch.cat([x.flatten() for x in p.values()]))(params)
-    assert raveled.numel() > to_vector(params).numel()
-    assert torch.equal(to_vector(params), torch.cat([x.flatten() for x in convention.whole_parameters().values()]))
-
-
 def finite(mesh: fs.Mesh) -> Any:
     """With one infinity in the last element."""
     whole = convention.whole_parameters()
@@ -123,10 +98,3 @@ def finite(mesh: fs.Mesh) -> Any:
         return torch.stack([x.isfinite().all() for x in p.values()]).all(), fs.all_finite(p)
 
     return mesh.spmd(both)(params)
-
-
-@every_kind
-def test_a_test_of_leaves_for_infinities_differs_between_ranks(ranks: Ranks) -> None:
-    of_each, of_all = zip(*ranks.run(finite), strict=True)
-    assert not any(of_all)
-    assert 0 < sum(map(bool, of_each)) < len(of_each)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ from torch.func import grad, jvp
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.laws.tasks import Data, whole
+from tests.laws.tasks import whole
 from tests.support.looped import looped
-from tests.support.models import awkward, loss_of
 from tests.support.norms import DTYPES, IGNORED, NAN, POWERS, first, padded, total, values, with_padding
-from tests.support.reference import data_parallel_loss
 
 every_power = looped("p", POWERS)
 
@@ -96,35 +93,3 @@ def test_at_zero_every_derivative_is_zero_and_not_nan(p: float) -> None:
         assert (name == "a.w") == bool(x.any())
         if p == 2 and name == "a.w":
             assert_trees_close(x, 3 * partly[name] / alone)
-
-
-@pytest.mark.parametrize(
-    ("axes", "ignored", "reduction", "p"),
-    [({"shard": 3}, ["out", "scale"], "sum", 3.0), ({"replicate": 2, "shard": 2}, None, "mean", 2.0)],
-    ids=str,
-)
-def test_a_penalty_on_the_norm_of_the_gradient_trains_as_unsharded(
-    axes: dict[str, int], ignored: Any, reduction: Any, p: float
-) -> None:
-    mesh = fs.simulated_mesh(axes)
-    data = Data(mesh.size)
-    (given, frozen), (xs, ys), model = data.parameters(), data.samples(), awkward(data.seed)
-    layout = fs.plan(model, mesh, reduction=reduction, ignored=ignored or ())
-    params, rest = fs.partition(fs.shard(model, layout))
-
-    def loss(q: fs.Sharded, rest: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(model, fs.gather(q, rest), x, y)
-
-    def penalty(q: fs.Sharded, rest: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        return fs.global_norm(grad(loss)(q, rest, x, y), p)
-
-    batch = mesh.split((xs.flatten(0, 1), ys.flatten(0, 1)))
-    actual = whole(mesh.spmd(grad(penalty))(params, rest, *batch), axes.get("replicate", 1))
-
-    def plain(q: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(model, {**q, **frozen}, x, y)
-
-    inner: Callable[..., Any] = grad(lambda q: data_parallel_loss(plain, reduction, q, xs, ys))
-    times = 1 if reduction == "mean" else mesh.size  # every rank returns the one norm
-    expected = grad(lambda q: times * vector_norm(inner(q), p))(given)
-    assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)

@@ -57,11 +57,6 @@ def test_a_forgotten_functional_call_is_refused(mesh: fs.Mesh) -> None:
     assert all("args[0]: the result of <lambda> does not depend on" in said[kind] for kind in ("with x", "constant"))
 
 
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_a_forgotten_functional_call_is_refused_with_the_same_error_on_gloo_ranks(ranks: Ranks) -> None:
-    assert ranks.run(refusals_of) == ranks.simulated.run(refusals_of)
-
-
 @pytest.mark.parametrize("where", WHERE)
 @on_meshes
 def test_it_is_refused_inside_of_other_transforms(mesh: fs.Mesh, where: str) -> None:
