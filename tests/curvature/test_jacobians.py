@@ -71,29 +71,6 @@ def test_jacrev_is_the_mean_over_ranks_of_its_own_columns(mesh: fs.Mesh) -> None
     assert difference(params, rows).abs().max() < 1e-12
 
 
-def cubic(params: fs.Sharded, x: Tensor) -> Tensor:
-    return (fs.gather(params)["w"].pow(3) * x).sum()
-
-
-@on_each(KINDS)
-def test_a_column_of_hessian_is_a_product_with_the_sum_of_basis_vectors(mesh: fs.Mesh) -> None:
-    params, rows = setting(mesh)
-
-    @mesh.spmd
-    def difference(params: fs.Sharded, x: Tensor) -> Any:
-        numel = only(params).shape[0]
-        columns = []
-        for i in range(numel):
-            basis = fs.Sharded(
-                {key: torch.zeros_like(p) + torch.eye(numel)[i] for key, p in params.items()}, params.layout
-            )
-            product = torch.func.jvp(fs.grad(lambda p: cubic(p, x)), (params,), (basis,))[1]
-            columns.append(only(product))
-        return only(only(hessian(cubic)(params, x))) - torch.stack(columns, -1)
-
-    assert difference(params, rows).abs().max() < 1e-12
-
-
 # The library's own: of the awkward model, with frozen, tied, scalar and empty parameters.
 ANY_RANKS = [*simulated(3), *gloo(2), *slow([*simulated(1, HYBRID), *gloo(HYBRID)])]
 
@@ -180,25 +157,6 @@ def test_gathered_outputs_have_a_row_for_each_rank(ranks: Ranks) -> None:
     results = ranks.run(rows_of_every_rank)
     whole = with_whole_columns([tree for tree, _ in results])["w"]
     assert_trees_close(whole, torch.stack([row for _, row in results]), rtol=1e-12, atol=1e-12)
-
-
-def through_a_jacobian(mesh: fs.Mesh) -> Any:
-    """The gradient of the squared norm of a Jacobian, whose rows are sums over the ranks' shards."""
-    params, rows = setting(mesh)
-
-    def penalty(p: fs.Sharded, x: Tensor) -> Tensor:
-        jacobian = fs.jacrev(lambda p: (fs.gather(p)["w"].pow(3) * x).sum())(p)
-        return fs.curvature.vdot(jacobian, jacobian)
-
-    return mesh.spmd(fs.grad(penalty))(params, rows), rows
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3), *gloo(2)], ids=str)
-def test_a_gradient_through_a_jacobian_is_that_of_the_whole(ranks: Ranks) -> None:
-    results = ranks.run(through_a_jacobian)
-    w, mean = torch.linspace(-1, 1, NUMEL, dtype=torch.float64), torch.stack([row for _, row in results]).mean(0)
-    whole = with_whole_columns([tree for tree, _ in results])["w"]
-    assert_trees_close(whole, 36 * w**3 * mean**2, rtol=1e-12, atol=1e-12)
 
 
 def test_what_has_no_jacobian_by_shards_is_refused() -> None:

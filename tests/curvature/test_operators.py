@@ -50,12 +50,6 @@ def test_flat_vectors_do_not_depend_on_units_and_labels(kind: str, options: dict
     np.testing.assert_allclose(flat_products(fs.simulated_mesh(3), kind, options), expected, rtol=1e-10, atol=1e-12)
 
 
-@every_kind
-def test_with_the_sum_reduction_it_is_the_matrix_of_the_sum(kind: str) -> None:
-    products = flat_products(fs.simulated_mesh(3), kind, {"reduction": "sum"})
-    np.testing.assert_allclose(products, 3 * directions() @ matrix(kind, 3).numpy(), rtol=1e-10, atol=1e-12)
-
-
 def sharded_products(mesh: fs.Mesh, kind: str) -> list[NDArray[np.float64]]:
     """With a vector of all parameters, one of the trainable ones, and the first one as a flat vector."""
     made = operator(mesh, kind)
@@ -250,31 +244,6 @@ def test_a_hessian_product_draws_the_numbers_of_dropout_once() -> None:
         torch.manual_seed(0)
         products.append((torch.func.jvp(gradient(loss), (w,), (w,))[1], torch.rand(1)))
     assert_trees_close(products[0], products[1], rtol=0, atol=0)
-
-
-def recorded_around(mesh: fs.Mesh) -> Any:
-    """A product that plain autograd differentiates: by the vector, and by a tensor that the loss closes over."""
-    made = small(mesh)
-    params, v = made.params, fs.curvature.randn_like(made.params, 0)
-    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in v.items()}, v.layout)
-
-    def loss(p: Any) -> torch.Tensor:
-        return (factor * torch.cat([x.flatten() for x in fs.gather(p).values()])).pow(3).sum()
-
-    results = []
-    for gradient in (fs.grad, torch.func.grad):
-        product = torch.func.jvp(gradient(loss), (params,), (leaves,))[1]
-        value = torch.stack([x.sum() for x in product.values()]).sum()
-        results.append([value.detach(), *torch.autograd.grad(value, [factor, *leaves.values()])])
-    return results
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_plain_autograd_around_a_product_gets_its_graph(ranks: Ranks) -> None:
-    for by_fs, by_torch in ranks.run(recorded_around):
-        assert_trees_close(by_fs, by_torch, rtol=1e-12, atol=1e-12)
-        assert all(x.abs().sum() > 0 for x in by_fs)
 
 
 def traffic(mesh: fs.Mesh, kind: str) -> dict[str, int]:

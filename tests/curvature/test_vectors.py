@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.func import functional_call, jvp, linearize, vmap
+from torch.func import vmap
 
 import functorch_shard as fs
 from functorch_shard.curvature.element_bits import normal
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.lanczos import lanczos
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused
 
@@ -72,22 +71,6 @@ def test_the_gradient_of_vdot_is_that_of_the_whole(mesh: Any) -> None:
     a, b = sharded(mesh, start=1), sharded(mesh, start=2)
     run = a.layout.mesh.spmd(fs.grad(lambda a, b: fs.curvature.vdot(a, b) + 0.5 * fs.curvature.vdot(a, a)))
     assert_trees_close(flat(run(a, b)), flat(a) + flat(b), rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch.func.linearize
-def test_what_linearize_traces_knows_padding_norms_and_random_trees() -> None:
-    names, mesh = ["a.w", "a.b"], fs.init_mesh()
-    whole, other = ({name: values(start=start)[name] for name in names} for start in (0, 1))
-    layout = fs.plan(whole, mesh)
-    assert any(buffer.numel > buffer.parameter_numel for buffer in layout.buffers.values())
-    a, v = fs.shard(whole, layout), fs.shard(other, layout)
-
-    def number(p: fs.Sharded) -> Tensor:
-        norms = torch.stack([*fs.debug.param_norms(p).values()]).square().sum()
-        return fs.curvature.vdot(p, p) + norms + fs.curvature.vdot(p, fs.curvature.randn_like(p, 3)) + fs.global_norm(p)
-
-    linear = mesh.spmd(lambda a, v: linearize(number, a)[1](v))(a, v)
-    assert_trees_close(linear, mesh.spmd(lambda a, v: jvp(number, (a,), (v,))[1])(a, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("draw", [fs.curvature.randn_like, fs.curvature.rademacher_like])
@@ -176,30 +159,6 @@ def test_moments_of_random_trees_are_those_of_the_standard_normal() -> None:
     assert abs(x.square().mean() - 1) * n / 2**0.5 < 5
     assert abs(x.pow(4).mean() - 3) * n / 96**0.5 < 5
     assert abs((x[1:] * x[:-1]).mean()) * n < 5
-
-
-def test_lanczos_on_shards_finds_the_eigenvalues_of_the_hessian() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    x, mesh = torch.randn(6, 3, dtype=torch.float64), fs.simulated_mesh(3)
-    params = fs.shard(model, fs.plan(model, mesh))
-
-    def loss(params: fs.Sharded) -> Tensor:
-        return functional_call(model, fs.gather(params), (x,)).square().mean()
-
-    hvp = mesh.spmd(lambda params, v: jvp(fs.grad(loss), (params,), (v,))[1])
-    found = lanczos(lambda v: hvp(params, v), fs.curvature.randn_like(params, 0), 21)
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    sizes = [p.numel() for p in own.values()]
-
-    def flat_loss(flat: Tensor) -> Tensor:
-        parts = zip(own.items(), flat.split(sizes), strict=True)
-        return functional_call(model, {name: part.view(p.shape) for (name, p), part in parts}, (x,)).square().mean()
-
-    hessian = torch.func.hessian(flat_loss)(torch.cat([p.flatten() for p in own.values()]))
-    expected = torch.linalg.eigvalsh(hessian)
-    torch.testing.assert_close(found[-1], expected[-1], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=1e-9)
 
 
 def test_what_is_not_a_vector_is_refused() -> None:

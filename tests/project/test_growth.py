@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.checkpoint.chunks import chunks_of
-from functorch_shard.checkpoint.names import Leaf
 from functorch_shard.errors import name_problems
-from functorch_shard.layout.parts import layouts_of_units, lines_of, select_buffers
+from functorch_shard.layout.parts import layouts_of_units, select_buffers
 from tests.support.refusals import refused
 
 FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once
@@ -131,11 +129,8 @@ def planning(**options: Callable[[int], Any]) -> Task:
 
 
 PLANNING = {
-    "units by number": planning(),
     "one unit": planning(units=lambda n: [["blocks"]]),
-    "lists of modules": planning(units=lambda n: [[Name(f"blocks.{i}")] for i in range(n)]),
     "lists of parameters": planning(units=lambda n: [[Name(f"blocks.{i}.w") for i in range(n)]]),
-    "bytes": planning(units=lambda n: 40),
     "labels": planning(labels=lambda n: {Name(f"blocks.{i}.w"): "decay" for i in range(0, n, 2)}),
     "ignored names": planning(ignored=lambda n: [Name(f"blocks.{i}") for i in range(0, n, 2)]),
     "a model": lambda n: partial(fs.plan, model_of(n), MESH),
@@ -154,8 +149,6 @@ def loss(params: fs.Sharded) -> Tensor:
 
 LAYOUTS = {
     "properties": lambda layout: (layout.buffers, layout.slots, layout.key_of, layout.aliases_of, hash(layout)),
-    "lines": lambda layout: list(lines_of(layout)),
-    "print": lambda layout: (str(layout), repr(layout)),
     "slices": lambda layout: [layout.slices(rank) for rank in range(2)],
     "select": lambda layout: select_buffers(layout, {key: i % 2 == 0 for i, key in enumerate(layout.buffers)}),
     "units": lambda layout: list(layouts_of_units(layout)),
@@ -188,10 +181,7 @@ TREES: dict[str, Callable[[fs.Sharded], Any]] = {
     "grad": MESH.spmd(fs.grad(loss)),
     "scatter_grads": MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params))),
     "norm": fs.global_norm,
-    "norms": MESH.spmd(fs.debug.param_norms),
-    "finite": fs.debug.assert_finite,
     "repr": repr,
-    "chunks": lambda params: list(chunks_of(Leaf(params, ()), params.layout.mesh)),
     "reshard": lambda params: fs.reshard(params, planned(len(params.layout.units), fs.simulated_mesh(3))),
     "save and load": lambda params: saved_and_loaded(params),
     "export": lambda params: exported(params),

@@ -120,16 +120,6 @@ def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() ->
     assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3]
 
 
-def test_each_unit_is_fetched_once_in_forward_and_all_but_the_last_two_again_in_backward() -> None:
-    units = Units(7, 7, 7, 7, 7)
-    with fetches() as seen:
-        units.use(0, 1, 2, 3, 4)
-        assert seen == [0, 1, 2, 3, 4]
-        with backward():
-            assert units.use(4, 3, 2, 1) == [[3, 4], [2, 3], [1, 2], [1, 2]]
-    assert seen == [0, 1, 2, 3, 4, 2, 1]
-
-
 def test_backward_goes_on_in_the_direction_of_travel_and_turns() -> None:
     units = Units(7, 7, 7, 7, 7)
     units.use(0, 1, 2, 3, 4)
@@ -155,17 +145,6 @@ def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
     assert units.use(2) == [[1, 2]]
 
 
-def test_units_that_stay_are_fetched_once() -> None:
-    units = Units(7, 7, 7, 7, reshard_after_forward=False)
-    with fetches() as seen:
-        assert units.use(0, 1, 2, 3) == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
-        with backward():
-            units.use(3, 2, 1, 0)
-            units.leave(3)
-    assert seen == [0, 1, 2, 3]
-    assert units.whole() == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("sizes", "small"),
     [
@@ -182,18 +161,6 @@ def test_units_that_stay_are_fetched_once() -> None:
 )
 def test_small_units_are_an_eighth_of_the_largest_together(sizes: list[int], small: set[int]) -> None:
     assert small_units(layout_of(sizes)) == small
-
-
-def test_a_small_unit_that_every_block_uses_stays_and_pushes_nothing_out() -> None:
-    units = Units(64, 3, 64, 64, 64)
-    with fetches() as seen:
-        whole = units.use(0, 1, 2, 1, 3, 1, 4, 1)
-        with backward():
-            whole += units.use(1, 4, 1, 3, 1, 2, 1)
-    assert seen.count(1) == 1
-    assert all(1 in now and len(now) <= 3 for now in whole)
-    assert whole[:3] == [[0, 1, 2], [0, 1, 2], [1, 2, 3]]  # fetched on the way from 0 to 2
-    assert whole[8:] == [[1, 3, 4], [1, 3, 4], [1, 3, 4], [1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]]
 
 
 @given(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
@@ -113,24 +112,6 @@ def test_frozen_and_integer_buffers_are_gathered_but_never_reduced() -> None:
     assert {key for key in params if grads[key] is None} == set(params) - set(trainable)
 
 
-def test_full_gradients_add_up_before_one_scatter() -> None:
-    mesh, model = fs.simulated_mesh(3), two_layers()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = torch.randn(3, 4, 2, 5), torch.randn(3, 4, 2, 3)  # (ranks, microbatches, samples, ..)
-
-    def accumulate(params: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
-        full = fs.gather(params)
-        grads = [fs.grad(lambda p, i=i: loss_of(model, p, x[i], y[i]) / 4)(full) for i in range(4)]
-        total: Any = optree.tree_map(lambda *g: torch.stack(g).sum(0), *grads)
-        return fs.scatter_grads(total)
-
-    with count_collectives() as seen:
-        actual = mesh.spmd(accumulate)(params, x, y)
-    assert seen.by_kind == {"all_gather": 2, "psum_scatter": 2}
-    at_once = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p))
-    assert_trees_close(actual, at_once(params, x.flatten(1, 2), y.flatten(1, 2)))
-
-
 def test_scatter_grads_outside_spmd_takes_the_gradients_of_all_ranks() -> None:
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
     layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
@@ -151,15 +132,6 @@ def test_gathering_in_another_dtype_casts_before_it_sends_and_returns_stored_gra
     )
     grads = mesh.spmd(fs.grad(lambda p: fs.gather(p, dtype=torch.bfloat16)["inp.weight"].sum()))(params)
     assert grads["inp"].dtype == torch.float64
-
-
-def test_gathering_a_stacked_tree_outside_spmd_is_differentiable_for_all_replicas() -> None:
-    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 3}), two_layers()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = torch.randn(4, 5), torch.randn(4, 3)
-    outside = torch.func.grad(lambda p: loss_of(model, fs.gather(p), x, y))(params)
-    inside = mesh.spmd(torch.func.grad(lambda p: loss_of(model, fs.gather(p), x, y)))(params)
-    assert_trees_close(outside, inside)
 
 
 def test_partition_spends_nothing_on_the_frozen_half() -> None:
@@ -285,27 +257,3 @@ def test_scatter_grads_lists_every_gradient_that_does_not_fit() -> None:
     text = refused(fs.scatter_grads, whole, layout)
     assert "'0.weight': got shape (7, 5), expected (2, 7, 5)" in text
     assert "use shard()" in text
-
-
-def test_an_embedding_and_its_tied_head_get_the_sum_of_their_gradients() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(5, 3)
-            self.head = nn.Linear(3, 5, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.embed(x))
-
-    torch.manual_seed(0)
-    mesh, model = fs.simulated_mesh(2), Tied()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = mesh.split((torch.arange(4), torch.tensor([1, 2, 3, 4])))
-
-    def loss(full: Any, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(torch.func.functional_call(model, full, (x,)), y)
-
-    grads = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss(fs.gather(p), x, y))(p))(params, x, y)
-    nn.functional.cross_entropy(model(x.flatten()), y.flatten()).backward()
-    torch.testing.assert_close(fs.gather(grads)["embed.weight"], model.embed.weight.grad)

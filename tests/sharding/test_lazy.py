@@ -63,31 +63,20 @@ def test_every_parameter_is_lazy_and_has_the_form_and_the_values_of_its_own() ->
 
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "t": lambda x: x.t(),
-    "T": lambda x: x.T,
-    "view": lambda x: x.view(5, 3),
     "reshape": lambda x: x.reshape(-1),
-    "flatten of a slice": lambda x: x[1:].flatten(),
     "transpose": lambda x: x.transpose(0, 1),
     "permute": lambda x: x.permute(1, 0),
-    "movedim": lambda x: x.movedim(0, 1),
     "slice": lambda x: x[1:, 1:4:2],
-    "row": lambda x: x[1],
     "element": lambda x: x[2, 3],
-    "last": lambda x: x[..., -1],
     "narrow": lambda x: x.narrow(1, 1, 3),
     "diagonal": lambda x: x.diagonal(),
     "unfold": lambda x: x.unfold(1, 2, 2),
     "unsqueeze": lambda x: x[:, None],
-    "squeeze": lambda x: x[:1].squeeze(0),
     "expand": lambda x: x[:, :1].expand(3, 4),
-    "expand_as": lambda x: x.expand_as(torch.empty(2, 3, 5)),
     "split": lambda x: x.split(2, 1),
-    "split with sizes": lambda x: x.split([1, 4], 1),
     "chunk": lambda x: x.chunk(2),
-    "tensor_split": lambda x: x.tensor_split(3, 1),
     "unbind": lambda x: x.unbind(),
     "detach": lambda x: x.detach(),
-    "view_as": lambda x: x.view_as(torch.empty(15)),
     "several": lambda x: x.t()[1:].unflatten(0, (2, 2)).transpose(1, 2)[1],
 }
 
@@ -107,7 +96,6 @@ def test_a_view_stays_lazy_and_is_that_of_the_plain_tensor(name: str) -> None:
 
 
 OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
-    "mul": lambda p: p["fc.weight"] * 2,
     "matmul": lambda p: p["fc.weight"].t() @ p["fc.weight"],
     "clone": lambda p: p["fc.weight"].clone(),
     "contiguous": lambda p: p["fc.weight"].t().contiguous(),
@@ -124,13 +112,11 @@ OPERATIONS: dict[str, Callable[[dict[str, Tensor]], Any]] = {
     "bytes": lambda p: p["fc.weight"].view(torch.int64),
     "real view": lambda p: torch.view_as_real(p["fc.wave"]),
     "real part": lambda p: p["fc.wave"].real,
-    "imaginary part": lambda p: p["fc.wave"].imag,
     "conjugate": lambda p: p["fc.wave"].conj().resolve_conj(),
     "adjoint": lambda p: p["fc.wave"].mH @ p["fc.wave"],
     "foreach": lambda p: torch._foreach_mul([p["fc.weight"], p["fc.bias"]], [2.0, p["fc.scalar"].item()]),
     "norms": lambda p: nn.utils.get_total_norm([p["fc.weight"], p["fc.bias"]]),
     "keyword": lambda p: torch.addmm(input=p["fc.bias"][:5], mat1=torch.eye(3).double(), mat2=p["fc.weight"]),
-    "sum of nothing": lambda p: p["fc.empty"].sum(0) + p["fc.empty"].sum(),
     "where": lambda p: torch.where(p["fc.mask"], p["fc.weight"], p["fc.scalar"]),
     "einsum": lambda p: torch.einsum("ij,kim->jkm", p["fc.weight"], p["fc.cube"]),
 }
@@ -148,24 +134,20 @@ def test_inference_mode_sees_the_same_values(name: str) -> None:
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros_like": torch.zeros_like,
-    "ones_like": lambda x: torch.ones_like(x, dtype=torch.int64),
     "full_like": lambda x: torch.full_like(x, 3.0),
     "empty_like": lambda x: torch.empty_like(x).fill_(2),
     "randn_like": lambda x: torch.randn_like(x).sign().abs(),
-    "rand_like": lambda x: torch.rand_like(x).ceil(),
     "new_zeros": lambda x: x.new_zeros(2, 3),
-    "new_ones": lambda x: x.new_ones(2, 3),
     "new_full": lambda x: x.new_full((2,), 4.0),
     "new_empty": lambda x: x.new_empty(3).fill_(2),
     "new_tensor": lambda x: x.new_tensor([1.0, 2.0]),
 }
 
 
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("name", FORMS)
-def test_what_asks_for_the_form_fetches_nothing(name: str, transposed: bool) -> None:
+def test_what_asks_for_the_form_fetches_nothing(name: str) -> None:
     def form(x: Tensor) -> Any:
-        return FORMS[name](x.t() if transposed else x)
+        return FORMS[name](x.t())
 
     lazy = gathered()["fc.weight"]
     actual, expected = form(lazy), form(values()["fc.weight"])
@@ -214,7 +196,6 @@ def test_a_lazy_parameter_has_no_memory_to_point_to(name: str) -> None:
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "add_": lambda x: x.add_(1),
     "a view": lambda x: x.t()[1].mul_(2),
-    "zero_": lambda x: x.zero_(),
     "copy_": lambda x: x.copy_(torch.zeros(3, 5)),
     "an item": lambda x: x.__setitem__(0, 1.0),
     "a mask": lambda x: x.__setitem__(torch.ones(3, dtype=torch.bool), 1.0),
@@ -224,7 +205,6 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "resize_": lambda x: x.resize_(2),
     "set_": lambda x: x.set_(torch.zeros(3).double().untyped_storage()),
     "t_": lambda x: x.t_(),
-    "clip": lambda x: x.clamp_(max=0),
 }
 
 

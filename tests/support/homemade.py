@@ -164,13 +164,6 @@ class Projected(Base):
         param.sub_(group["lr"] * grad)
 
 
-class ByShape(Base):
-    """As SOAP: matrices are preconditioned, vectors are not."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * (grad @ grad.T @ grad if grad.ndim == 2 else grad))
-
-
 class FlipsMatrices(Base):
     """No operator makes fewer elements; they only change their places."""
 
@@ -245,26 +238,6 @@ class WritesGradients(Base):
     def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
         grad.add_(param, alpha=0.1)
         param.sub_(group["lr"] * grad)
-
-
-class WritesData(Base):
-    """As lion-pytorch: the first thing that a step writes to is ``param.data``."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.data.mul_(0.9)
-        mean = state.setdefault("mean", torch.zeros_like(param))
-        param.add_(mean.lerp_(grad, 0.5).sign(), alpha=-group["lr"])
-
-
-class KeepsAnOption(Base):
-    """As torchao's block size: an option of the constructor that is in no group."""
-
-    def __init__(self, params: Any, lr: float, maximize: bool = False) -> None:
-        super().__init__(params, lr)
-        self.maximize = maximize
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.add_(grad, alpha=group["lr"] if self.maximize else -group["lr"])
 
 
 @torch.compile(fullgraph=True)

@@ -176,8 +176,6 @@ def test_outputs_and_buffers_are_those_of_the_module(how: str, options: dict[str
 
 
 TRANSFORMS: dict[str, Callable[..., Any]] = {
-    "torch grad": lambda f, p: torch.func.grad(f, has_aux=True)(p),
-    "grad": lambda f, p: fs.grad(f, has_aux=True)(p),
     "grad_and_value": lambda f, p: (lambda r: (r[0], r[1][1]))(fs.grad_and_value(f, has_aux=True)(p)),
     "jvp": lambda f, p: torch.func.jvp(f, (p,), (tangents(p),), has_aux=True)[1:],
     "jvp of grad": lambda f, p: torch.func.jvp(
@@ -294,31 +292,6 @@ def test_sharded_and_full_parameters_are_taken_and_a_meta_model_runs() -> None:
     assert all(p.is_meta for p in [*empty.parameters(), *empty.buffers()])
     inside, _ = mesh.spmd(lambda p, x: fs.apply(empty, p, buffers, x))(params, mesh.split(x))
     assert_trees_close(inside, torch.stack([plain(model, half)[0] for half in x.chunk(2)]))
-
-
-def test_tied_parameters_go_by_any_of_their_names() -> None:
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    x = torch.randn(2, 3)
-    for name in ("0.weight", "1.weight"):
-        assert torch.equal(fs.apply(model, {name: 2 * torch.eye(3)}, {}, x)[0], 4 * x)
-
-
-def test_missing_and_unexpected_names_are_reported_together() -> None:
-    model = normalized()
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    short = {name: p for name, p in params.items() if name != "3.bias"} | {"3.bais": params["3.bias"]}
-    wrong = {name: b for name, b in buffers.items() if name != "4.running_var"} | {"5.running_var": torch.zeros(3)}
-    text = refused(fs.apply, model, short, wrong, torch.zeros(2, 5).double())
-    assert text.startswith("ValueError: apply: 4 problems")
-    assert "'3.bias': missing" in text
-    assert "'3.bais': not in the model's parameters (did you mean '3.bias'?)" in text
-    assert "'4.running_var': missing" in text
-    assert "'5.running_var': not in the model's buffers (did you mean" in text
-    assert "TypeError: apply: model: got dict" in refused(fs.apply, params, params, buffers)
-    assert "TypeError: apply: buffers: got NoneType" in refused(fs.apply, model, params, None)
-    assert "TypeError: apply: params: got int" in refused(fs.apply, model, 3, buffers)
-    assert "'1.running_mean': got int" in refused(fs.apply, model, params, {**buffers, "1.running_mean": 3})
 
 
 class Rebellious(nn.Module):

@@ -78,29 +78,3 @@ def test_each_copy_of_one_model_is_recomputed_with_its_own_parameters_by_plain_b
     for results in run_ranks(backward_on_this_rank, 2):
         for expected, actual in results:
             assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-def apply_on_this_rank() -> list[Any]:
-    return [_applied(style) for style in STYLES]
-
-
-def _applied(style: str) -> Any:
-    mesh, results = fs.init_mesh(), []
-    for how in (None, WITHOUT_REENTRY):
-        model = build(style, how)
-        params, buffers = fs.shard(model, fs.plan(model, mesh)), dict(build(style).named_buffers())
-
-        def loss(p: fs.Sharded, x: Tensor, model: Any = model, buffers: Any = buffers) -> Any:
-            output, after = fs.apply(model, p, buffers, x)
-            return output.square().mean(), after
-
-        torch.manual_seed(0)
-        results.append(fs.grad_and_value(loss, has_aux=True)(params, mesh.split(inputs())))
-    return results
-
-
-def test_apply_is_valid_until_backward_too() -> None:
-    for results in run_ranks(apply_on_this_rank, 2):
-        for expected, actual in results:
-            assert_trees_close(actual, expected, rtol=0, atol=0)
-            assert actual[1][1]["blocks.0.norm.num_batches_tracked"] == 1

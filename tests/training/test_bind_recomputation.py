@@ -52,20 +52,6 @@ def test_functional_call_of_them_is_refused_inside_of_grad_and_the_error_names_b
     assert "functorch_shard.bind(model, params)(...)" in text
 
 
-def test_functional_call_of_a_model_on_meta_fails_and_bind_does_not() -> None:
-    mesh, model = fs.init_mesh(), Plain()
-    params = fs.shard(model, fs.plan(model, mesh))
-    expected = fs.grad(lambda p: bound(Plain(_as_it_is), p, inputs()).sum())(params)
-    model.to("meta")
-    assert_trees_close(fs.grad(lambda p: bound(model, p, inputs()).sum())(params), expected, rtol=0, atol=0)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        by_functional_call(model, _leaves(params), inputs()).sum().backward()
-
-
-def _leaves(params: fs.Sharded) -> fs.Sharded:
-    return fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-
-
 def _as_it_is(fn: Callable[..., Tensor], *args: Any) -> Tensor:
     return fn(*args)
 
@@ -181,19 +167,3 @@ def test_each_copy_of_one_module_is_recomputed_with_its_own_parameters(loss: Met
     expected = gradients(Plain(_as_it_is))
     assert len(expected) == (12 if order == "retained" else 6)
     assert_trees_close(gradients(Plain()), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("differentiate", [fs.grad, torch.func.grad, None])
-def test_batched_ranks_refuse_torchs_checkpoint(differentiate: Any) -> None:
-    mesh, model = fs.simulated_mesh(2), Plain()
-    params = fs.shard(model, fs.plan(model, mesh))
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        return bound(model, p, x).square().mean()
-
-    def run() -> Any:
-        if differentiate:
-            return mesh.spmd(differentiate(loss))(params, mesh.split(inputs()))
-        return mesh.spmd(loss)(_leaves(params), mesh.split(inputs())).sum().backward()
-
-    assert ("saved tensor hooks" if differentiate else "escaped from inside a function being vmapped") in refused(run)

@@ -18,8 +18,6 @@ NOT_ELEMENTWISE: list[tuple[Any, dict[str, Any], str]] = [
     (homemade.Cautious, {"caution": True}, "it calls mean"),
     (homemade.Projected, {}, "it calls sum"),
     (homemade.Estimates, {}, "it calls sum"),
-    (homemade.CountsParameters, {}, "parts of tensors are updated otherwise"),
-    (homemade.ByShape, {}, "parts of tensors are updated otherwise"),
     (homemade.FlipsMatrices, {}, "parts of tensors are updated otherwise"),
     (homemade.BySize, {}, "parts of tensors are updated otherwise"),
     (homemade.OnItself, {}, "stores outside of self.state"),

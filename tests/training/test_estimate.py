@@ -126,11 +126,6 @@ def test_a_model_that_no_machine_holds_on_1024_ranks_takes_no_time() -> None:
     assert "replicate=8 x shard=128" in str(expected)
 
 
-def test_a_model_without_parameters_takes_nothing() -> None:
-    expected = fs.estimate(fs.plan(nn.ReLU(), fs.simulated_mesh(3)), OPTIMIZERS["adamw"])
-    assert (expected.peak, expected.sent, dict(expected.traffic)) == (0, 0, {})
-
-
 def test_other_arguments_than_a_layout_are_refused() -> None:
     with pytest.raises(TypeError, match="estimate: layout: got Sequential"):
         fs.estimate(two_layers())  # type: ignore[arg-type]

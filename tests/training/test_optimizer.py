@@ -43,7 +43,7 @@ def test_steps_equal_the_stock_optimizer_stacked_inside_spmd_and_on_a_real_rank(
 
 
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}], ids=["chosen", "foreach"])
-@every_case
+@pytest.mark.parametrize("case", ["sgd_nesterov", "adamw", "rprop", "asgd"])
 def test_a_step_never_writes_to_its_inputs_and_the_structure_of_state_never_changes(
     case: str, implementation: dict[str, Any]
 ) -> None:

@@ -141,9 +141,7 @@ DECLARED: list[tuple[Any, dict[str, Any], set[str]]] = [
     (homemade.Averaged, {}, {"step", "mean"}),
     (homemade.HalvesItsRate, {}, {"mean", "group.step", "group.scale", "group.warm"}),
     (homemade.WritesGradients, {}, set()),
-    (homemade.WritesData, {}, {"mean"}),
     (homemade.FromTheFirst, {}, {"square"}),
-    (homemade.KeepsAnOption, {"maximize": True}, set()),
     (homemade.Lookahead, {}, {"count", "slow"}),
 ]
 

@@ -109,24 +109,6 @@ def test_a_recorded_step_has_a_tensor_for_a_rate_as_an_input(dims: tuple[int, ..
         assert "3 recordings" not in repr(recorded)  # momentum begins with the second step
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_rate_that_is_a_tensor_of_float32_is_taken_for_a_number_by_the_trial_of_a_class(whole: bool) -> None:
-    for options in ({}, {"fused": True}, {"foreach": False}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}):
-        model, mesh = network(), fs.simulated_mesh(3)
-        rate: Any = {"lr": torch.tensor(0.1), **options}
-        params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, whole=whole, **rate)
-        reference, state = torch.optim.AdamW(model.parameters(), **rate), opt.init(params)
-        for x in samples()[0]:
-            grads = {name: p.detach() * x[0] for name, p in model.named_parameters()}
-            for name, p in model.named_parameters():
-                p.grad = grads[name]
-            params, state = opt.step(params, grads=fs.shard(grads, params.layout), state=state)
-            reference.step()
-            whole_params = {name: p.detach() for name, p in model.named_parameters()}
-            found = dict(fs.gather(params, lazy=False))
-            assert_trees_close(found, whole_params, rtol=0, atol=1e-6)  # each implementation rounds such rates itself
-
-
 def test_options_other_than_the_rate_are_in_the_optimizer_of_a_recorded_step_or_refused() -> None:
     mesh = fs.simulated_mesh(2)
     model, (x, y) = network(), mesh.split(samples())
