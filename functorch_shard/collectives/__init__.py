@@ -3,8 +3,7 @@
 ``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules``: their
 derivatives. ``sinks``: where gradients go, and who takes the mean over ranks, the backward of each gather or
 ``fs.grad`` at its end. ``one_value``: sums and maxima over ranks that return one loss together;
-``without_derivative``: results that may not be differentiated. ``from_rank``: the value of one rank. ``operands``: what
-the autograd Functions here share.
+``without_derivative``: results that may not be differentiated. ``operands``: what the autograd Functions here share.
 
 Imports ``mesh``, ``communication`` and below; imported by ``storage``, ``sharding`` and ``training``.
 """

@@ -75,7 +75,7 @@ class Axis(Static):
     def _numel(self, kind: str, x: Tensor, stacked: bool) -> int:
         """Elements of the operand of one rank, or of one row of it."""
         if kind == "scatter":
-            return x.shape[1 + stacked :].numel() // self.folded
+            return x.shape[1:].numel()
         return x.numel() // max(self.backend.rows(self.size) * self.folded, 1) if stacked else x.numel()
 
     def _mean_sent(self, x: Tensor, splits: Splits) -> int:

@@ -17,7 +17,7 @@ from .backend import Backend, Finished, Work
 from .collective import Collective
 from .simulated import Index, StackedBackend
 
-_ONE_VALUE = ("all_gather", "exchange", "psum", "pmax", "broadcast")  # for all ranks
+_ONE_VALUE = ("all_gather", "exchange", "psum", "pmax")  # for all ranks
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,6 @@ class _Outwards(Function):
         if in_dims[1] is None:  # the level of an axis between: its values go behind the rows
             if in_dims[0] is None:
                 return _Outwards.apply(x, index, backend, op, depth), None
-            if op.kind == "scatter":  # whose operand has a row for each rank there
-                return _Outwards.apply(x.movedim(in_dims[0], -1), index, backend, op, depth), -1
             x = x.movedim(in_dims[0], depth - 1)
             made = _Outwards.apply(x, index, backend, replace(op, dim=op.dim + 1), depth)
             return made, 0 if kept else depth - 1

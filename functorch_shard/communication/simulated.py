@@ -96,8 +96,6 @@ def of_all_ranks(op: Collective, x: Tensor, size: int) -> Tensor:
             return x.movedim(op.dim + 1, 0).movedim(1, op.dim + 1)  # (from, .., to, ..) -> (to, .., from, ..)
         case "ragged_all_to_all":
             return _swapped(x, op.splits)
-        case "scatter" | "broadcast":
-            return x.select(0, op.source)
     raise NotImplementedError(f"simulated ranks have no collective {op.kind!r}")
 
 

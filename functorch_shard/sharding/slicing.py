@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives.from_rank import of_rank
-from ..communication.axis import Axis
+from ..collectives.primitives import all_gather
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
 from ..layout.packing import fill_shard, pack, pack_shard
@@ -82,53 +81,34 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
     mesh = layout.mesh
     if not mesh.in_spmd or mesh.size == 1:
         return cut_buffer(tensors, buffer, layout)  # one process has the values of all
-    return (_select if mesh.is_simulated else _send)(tensors, buffer, layout, source)
+    at = dict(zip(mesh.axes, coordinate_of(source, tuple(mesh.axes.values())), strict=True))
+    if mesh.is_simulated:  # the values of all ranks are in memory
+        flat = to_working_device(pack(tensors, buffer).detach(), mesh.device)
+        for axis in mesh:
+            flat = all_gather(flat[None], axis)[at[axis.name]]
+        return _own_row(flat, buffer, layout)
+    return _send(tensors, buffer, layout, source, {**at, layout.shard_axis: shard_at(at, layout)})
 
 
-def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
+def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int, at: Mapping[str, int]) -> Tensor:
     """From the source to the other shards, and from each to its copies: no rank receives more than it keeps."""
-    mesh, axes, at = layout.mesh, _axes(layout), _coordinates(source, layout)
+    mesh = layout.mesh
+    shards = [shard_axis(layout)] if layout.num_shards > 1 else []
+    axes = [*shards, *(axis for axis in mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
     x = torch.empty(0, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)  # rows of what this rank has
     x = _rows(tensors, buffer, layout) if mesh.rank == source else x
     for i, axis in enumerate(axes):
         if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
             continue  # these ranks get theirs from the next axis
-        kind = _kind(axis, buffer, layout)
+        kind = "scatter" if axis in shards and buffer.num_shards > 1 else "broadcast"
         if kind == "broadcast":
             x = x[0] if len(x) else x.new_empty(buffer.shard_numel)
         x = axis.issue(kind, x, key=buffer.key, source=at[axis.name]).wait()[None]
     return x[0]
 
 
-def _select(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
-    """The same on simulated ranks, which find the values of all ranks in memory."""
-    at = _coordinates(source, layout)
-    flat = to_working_device(pack(tensors, buffer).detach(), layout.mesh.device)
-    for axis in _axes(layout):
-        kind = _kind(axis, buffer, layout)
-        flat = of_rank(flat.view(layout.num_shards, -1) if kind == "scatter" else flat, axis, at[axis.name], kind)
-    return flat
-
-
-def _kind(axis: Axis, buffer: Buffer, layout: Layout) -> str:
-    return "scatter" if axis.name in (layout.shard_axis, *layout.shard_axes) and buffer.num_shards > 1 else "broadcast"
-
-
 def _are_transformed(tensors: Mapping[str, Tensor], buffer: Buffer) -> bool:
     return any(is_functorch_wrapped_tensor(tensors[slot.name]) for slot in buffer.slots)
-
-
-def _axes(layout: Layout) -> list[Axis]:
-    """Those with more than one rank, the shards first."""
-    shards = [shard_axis(layout)] if layout.num_shards > 1 else []
-    return [*shards, *(axis for axis in layout.mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
-
-
-def _coordinates(rank: int, layout: Layout) -> dict[str, int]:
-    """Where ``rank`` is on each axis, of ranks in row-major order."""
-    names, sizes = zip(*layout.axes, strict=True)
-    at = dict(zip(names, coordinate_of(rank, sizes), strict=True))
-    return {**at, layout.shard_axis: shard_at(at, layout)}
 
 
 def _index(layout: Layout) -> Tensor | int:
