@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from .dtensor import DTensorForm
-from .placing import padded
 from .precision import MixedPrecision
 
 Reduction = Literal["mean", "sum"]
@@ -33,8 +32,7 @@ class Slice(NamedTuple):
 class Slot:
     """One parameter's place in its buffer; ``index`` is its position among the source's parameters.
 
-    For a DTensor the slot holds this rank's local part; ``dtensor`` describes the whole. It is cut only at multiples of
-    ``granularity`` elements from its start.
+    For a DTensor the slot holds this rank's local part; ``dtensor`` describes the whole.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Slot:
     numel: int
     index: int
     dtensor: DTensorForm | None = None
-    granularity: int = 1
 
     @property
     def end(self) -> int:
@@ -52,8 +49,7 @@ class Slot:
 
     def __repr__(self) -> str:
         part = f", local part of a {self.dtensor}" if self.dtensor else ""
-        cuts = f", cut at multiples of {self.granularity:,}" if self.granularity > 1 else ""
-        return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{cuts}{part})"
+        return f"Slot({self.name!r}, shape {self.shape}, {self.dtype}, at {self.offset}{part})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,6 +122,11 @@ class Unit:
         numel, count = sum(buffer.numel for buffer in self.buffers), len(self.buffers)
         buffers = "1 buffer" if count == 1 else f"{count} buffers"
         return f"Unit({self.name!r}, {buffers}, {numel:,} elements, {self.precision!r})"
+
+
+def padded(numel: int, step: int) -> int:
+    """``numel`` rounded up to a multiple of ``step``."""
+    return -(-numel // step) * step
 
 
 def aligned(taken: int, dtype: torch.dtype, align_bytes: int) -> int:

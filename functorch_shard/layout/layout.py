@@ -193,14 +193,7 @@ class Layout(Static):
         total = ["total", "", *(sum(cast(int, row[i]) for row in rows) for i in range(2, len(header)))]
         spacing = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
         note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {spacing}"
-        return "\n".join([table([*rows, total], header, left=2), note, *self._cuts(), *self._dtensors(), *self._ties()])
-
-    def _cuts(self) -> list[str]:
-        cuts = {slot.granularity for slot in self.slots.values()}
-        least, most = f"{min(cuts, default=1):,}", f"{max(cuts, default=1):,}"
-        return [f"parameters are cut at multiples of {least if least == most else f'{least} to {most}'} elements"] * (
-            most != "1"
-        )
+        return "\n".join([table([*rows, total], header, left=2), note, *self._dtensors(), *self._ties()])
 
     def _dtensors(self) -> list[str]:
         parts = Counter(slot.dtensor.axes for slot in self.slots.values() if slot.dtensor)

@@ -92,7 +92,6 @@ def places_of(layout: Layout) -> Iterator[str]:
         buffer = layout.buffers[layout.key_of[slot.name]]
         kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
         kind += f", local part of a {slot.dtensor}" if slot.dtensor else ""
-        kind += f", cut at multiples of {slot.granularity}" if slot.granularity > 1 else ""
         yield f"{slot.name!r}: {kind}, at {slot.offset} of buffer {buffer.key!r}"
     yield "no more parameters"
     for buffer in layout.buffers.values():

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
-from .buffers import Buffer, Reduction, Slot, Unit, alignment, in_source_order
+from .buffers import Buffer, Reduction, Slot, Unit, alignment, in_source_order, padded
 from .dtensor import form_of, local_part, unfit_dtensor
 from .layout import Layout
 from .parts import lines_of
-from .placing import Granularity, Size, granularity_of, place
 from .precision import MixedPrecision
 from .stacks import prefixes_of
 from .trees import Sharded
@@ -26,6 +25,8 @@ from .units import Units, assign, merge_small, warn_of_large
 from .validation import source_problems, sparse_problems
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
+_BLOCK = 64  # the last elements of a kernel round otherwise: on any number of ranks there are none in multiples of this
+_LARGE = 4096  # so padding is at most 1.6 %
 Precision = MixedPrecision | Callable[[str], MixedPrecision | None] | None
 
 
@@ -63,7 +64,6 @@ def plan(
     precision: Precision = None,
     reshard_after_forward: bool = True,
     align_bytes: int = 16,
-    granularity: Granularity = 1,
     ignored: Sequence[str] | Set[str] = (),
 ) -> Layout:
     """Decide which rank holds which element of which parameter: a pure function of names, shapes and dtypes.
@@ -102,10 +102,6 @@ def plan(
         align_bytes: every parameter starts at a multiple of this, in each dtype of ``precision`` too; 0 packs them
             without gaps. Otherwise shards of 4,096 elements and more are multiples of 64, so that elementwise kernels
             round alike on any number of ranks.
-        granularity: parameters are cut between ranks only at multiples of so many elements from their start, for
-            example at the blocks that are quantised together: a number, or ``"rows"`` for the rows of each parameter.
-            Padding keeps shards equally long; ``print`` shows how much. With a number, offsets and shards are multiples
-            of it too: blocks of a flat shard are blocks of parameters.
         ignored: names of parameters or modules that stay whole on every rank; their gradients are still reduced.
 
     Returns:
@@ -140,7 +136,7 @@ def plan(
     if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
         replicate_axis = ""  # sharded over too, and so nothing has copies
     options = _Options(joined, replicate_axis, reduction, align_bytes, reshard_after_forward)
-    build = partial(_plan, source, mesh, units, labels, precision, granularity, ignored, options)
+    build = partial(_plan, source, mesh, units, labels, precision, ignored, options)
     layout = mesh.agree("plan", build, lambda layout: list(lines_of(layout)))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
         _ = mesh[layout.shard_axis]  # real ranks make its process group now, when all of them are here
@@ -174,7 +170,6 @@ def _plan(
     units: Units,
     labels: Labels,
     precision: Precision,
-    granularity: Granularity,
     ignored: Sequence[str] | Set[str],
     options: _Options,
 ) -> Layout:
@@ -190,13 +185,12 @@ def _plan(
     if isinstance(units, str):
         warn_of_large(parts, module, unit_of)
     label_of = _labels(tensors, labels)
-    cuts = _granularities(parts, granularity)
     whole = {aliases.get(name, name) for name in _below_any(every, ignored)}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
         shape, numel = tuple(parts[name].shape), parts[name].numel()
-        slot = Slot(name, shape, tensor.dtype, 0, numel, index, form_of(tensor), cuts[name])
+        slot = Slot(name, shape, tensor.dtype, 0, numel, index, form_of(tensor))
         groups.setdefault(kind, []).append(slot)
     shards = prod(mesh.axes.get(name, 1) for name in options.shard_axis.split(","))
     return Layout(
@@ -216,12 +210,6 @@ def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
     return [name for name in names if not prefixes.isdisjoint(prefixes_of(name))] if prefixes else []
 
 
-def _granularities(parts: Mapping[str, Tensor], granularity: Granularity) -> dict[str, int]:
-    if granularity != "rows" and (not isinstance(granularity, int) or granularity < 1):
-        raise ValueError(f"plan: granularity: got {granularity!r}, expected a positive number of elements, or 'rows'")
-    return {name: granularity_of(part, granularity) for name, part in parts.items()}
-
-
 def _units(
     groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int, policies: Mapping[str, MixedPrecision]
 ) -> tuple[Unit, ...]:
@@ -232,11 +220,13 @@ def _units(
     buffers: dict[str, list[Buffer]] = {}
     for key, (kind, slots) in zip(keys, groups.items(), strict=True):
         num_shards = 1 if kind.ignored else shards
-        sizes = [Size(slot.numel, slot.granularity) for slot in slots]
-        offsets, shard = place(sizes, num_shards, alignment(_smallest(kind.dtype, policies[kind.unit]), align_bytes))
-        placed = tuple(replace(slot, offset=offset) for slot, offset in zip(slots, offsets, strict=True))
+        align, placed = alignment(_smallest(kind.dtype, policies[kind.unit]), align_bytes), list[Slot]()
+        for slot in slots:
+            placed.append(replace(slot, offset=padded(placed[-1].end if placed else 0, align)))
+        shard = -(-placed[-1].end // num_shards)
+        shard = padded(shard, _BLOCK) if align > 1 and shard >= _LARGE else shard
         buffers.setdefault(kind.unit, []).append(
-            Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, placed)
+            Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, tuple(placed))
         )
     return tuple(Unit(name, in_source_order(parts), policies[name]) for name, parts in buffers.items())
 

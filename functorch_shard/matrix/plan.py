@@ -265,7 +265,7 @@ def _state_buffer(
     for slot, entry in every:
         rank = max(owners[slot.name], 0)
         offset, numel = aligned(taken[rank], dtype, align), prod(entry.shape)
-        placed.append((rank, replace(slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel, granularity=1)))
+        placed.append((rank, replace(slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel)))
         taken[rank] = offset + numel
     shard = aligned(max(taken), dtype, align)
     moved = [replace(slot, offset=rank * shard + slot.offset) for rank, slot in placed]

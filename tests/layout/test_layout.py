@@ -54,7 +54,6 @@ def planned(draw: st.DrawFn) -> Layout:
         units=draw(st.sampled_from(["auto", 1, 100, 10_000])),
         labels=draw(st.dictionaries(st.sampled_from(firsts), st.sampled_from(["x", "y"]), max_size=2)),
         align_bytes=draw(st.sampled_from(ALIGNMENTS)),
-        granularity=draw(st.sampled_from([1, 1, 6, "rows"])),
         ignored=draw(st.lists(st.sampled_from(firsts), max_size=2)),
         reduction=draw(st.sampled_from(["mean", "sum"])),
         precision=draw(st.sampled_from([None, *policies, lambda name: policies[len(name) % len(policies)]])),
@@ -118,8 +117,7 @@ def test_every_parameter_starts_at_a_multiple_of_align_bytes(layout: Layout) -> 
     for buffer in layout.buffers.values():
         step = lcm(layout.align_bytes or 1, buffer.dtype.itemsize)
         gap_bytes = (buffer.numel - buffer.parameter_numel) * buffer.dtype.itemsize
-        fine = all(slot.granularity == 1 for slot in buffer.slots)
-        assert not fine or gap_bytes < step * len(buffer.slots) + layout.num_shards * buffer.dtype.itemsize
+        assert gap_bytes < step * len(buffer.slots) + layout.num_shards * buffer.dtype.itemsize
 
 
 def test_shards_of_many_elements_are_multiples_of_64_and_packed_and_small_ones_are_not_padded() -> None:
