@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .errors import reject
-from .torch_internals.pytree import GLOBAL_NAMESPACE, torch_node
+from .torch_internals.tensors import GLOBAL_NAMESPACE, torch_node
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _DEPTH = 3  # levels of attributes that are searched for a tensor

@@ -18,14 +18,13 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ..errors import shown
-
-# Private, and part of torch's format: every .metadata names this class.
-from ..torch_internals.dcp import MemoryFormat, StorageInfo
+from ..torch_internals.tensors import storage_info
 from .names import Path, dotted
 from .pickles import DTYPES, InertObject, is_class, read
 from .regions import SCALAR, Region
 
 METADATA, MANIFEST, FORMAT = ".metadata", "functorch_shard.json", 1
+StorageInfo = storage_info()
 
 
 class Value(NamedTuple):
@@ -58,7 +57,7 @@ class Entry:
 def metadata_of(indices: Sequence[Mapping[str, Any]]) -> bytes:
     """Make the pickle that describes the files of all ranks, from the index of each."""
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
-    places: dict[dcp.MetadataIndex, StorageInfo] = {}
+    places: dict[dcp.MetadataIndex, Any] = {}
     paths: dict[str, Path] = {}
     for index in indices:
         for row in index["rows"]:
@@ -89,7 +88,6 @@ _CLASSES = (
     dcp.TensorProperties,
     dcp.MetadataIndex,
     dcp.StorageMeta,
-    MemoryFormat,
     StorageInfo,
 )
 _ADMITTED = {f"{cls.__module__}.{cls.__name__}" for cls in _CLASSES} | {
@@ -97,6 +95,7 @@ _ADMITTED = {f"{cls.__module__}.{cls.__name__}" for cls in _CLASSES} | {
     *(f"pathlib{more}.{name}" for more in ("", "._local") for name in ("PosixPath", "WindowsPath")),  # not used
     "torch.Size",
     "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
     "collections.OrderedDict",
 }
 _MOST_DIMS = 64

@@ -16,7 +16,7 @@ from ..layout.layout import Layout
 from ..layout.ranks import is_number
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.autograd import in_transform
 from .chunks import Chunk, chunks_of
 from .format import Entry, Value
 from .names import Leaf, dotted, leaves_of, tensor_problem, tensors_of, with_values

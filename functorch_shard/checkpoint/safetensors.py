@@ -19,7 +19,7 @@ from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded
 from ..sharding.iter_parameters import iter_parameters
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.autograd import in_transform
 from .chunks import Chunk, chunks_of
 from .names import Leaf, twice
 from .staging import StagingDirectory, sync

@@ -22,7 +22,7 @@ from ..layout.ranks import participants_of, ranks_here
 from ..layout.trees import Sharded
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.autograd import in_transform
 from .chunks import chunks_of
 from .names import Leaf, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
 from .staging import StagingDirectory, ordered, refuse_existing, remove

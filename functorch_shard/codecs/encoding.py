@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_internals.autograd import Function
-from ..torch_internals.tracing import traced_for_compiler
-from ..torch_internals.transforms import with_outer_tangents
+from ..torch_internals.autograd import Function, traced_for_compiler, with_outer_tangents
 from .blocks import Codec
 
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.

@@ -13,8 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..torch_internals.autograd import Function, signed
-from ..torch_internals.transforms import with_outer_tangents
+from ..torch_internals.autograd import Function, signed, with_outer_tangents
 from .rules import winners_share
 
 _Map = Callable[[Tensor, Axis], Tensor]

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..torch_internals.autograd import Function, signed
-from ..torch_internals.transforms import with_outer_tangents
+from ..torch_internals.autograd import Function, signed, with_outer_tangents
 from .operands import aside, fold, save_static, saved, stack
 
 

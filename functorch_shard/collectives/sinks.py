@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import Function, backward_comes_to, nodes, nodes_behind
-from ..torch_internals.transforms import current_level
+from ..torch_internals.autograd import Function, backward_comes_to, current_level, nodes, nodes_behind
 
 
 class Sink:

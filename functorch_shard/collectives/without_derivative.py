@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import Function
-from ..torch_internals.transforms import in_transform, is_functorch_wrapped_tensor
+from ..torch_internals.autograd import Function, in_transform, is_functorch_wrapped_tensor
 from .sinks import inside
 
 CALLED_INSIDE = (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..containers import Static
 from ..eager import eager
-from ..torch_internals.transforms import being_traced, is_watched
+from ..torch_internals.autograd import being_traced, is_watched
 from .backend import Backend, DetachedBackend, Work, Wrap, Wrapped
 from .collective import Splits, collective, record
 

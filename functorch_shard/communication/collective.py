@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..torch_internals.tensors import FakeTensor, TorchDispatchMode
-from ..torch_internals.transforms import is_watched
+from ..torch_internals.autograd import TorchDispatchMode, is_watched
+from ..torch_internals.tensors import FakeTensor
 
 # A marker in the dispatcher for every collective, on real and on simulated ranks: profiles show it by name, and
 # testing.count_collectives sees it in any thread and below any transform, without state of ours.

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist  # for the store of the job and for who is in a group; no collectives
 
-from ..torch_internals.process_groups import job_store, timeout_of
+from ..torch_internals.tensors import job_store, timeout_of
 
 T = TypeVar("T")
 POLL = 0.1  # seconds between two looks, after an error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
-from ..torch_internals.transforms import being_traced, outside_transforms, without_batches
+from ..torch_internals.autograd import being_traced, outside_transforms, without_batches
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADVICE = (

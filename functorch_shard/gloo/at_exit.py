@@ -23,7 +23,7 @@ import torch
 
 from ..communication.backend import wait_for_all
 from ..communication.lost_ranks import POLL, window_of
-from ..torch_internals.process_groups import timeout_of
+from ..torch_internals.tensors import timeout_of
 
 _TAG = 3 << 29  # of no message
 _PAUSE = 0.05  # seconds: a thread of gloo frees what it has sent and received shortly after others can see its end

@@ -9,7 +9,7 @@ from ..communication.axis import Axis, wrap
 from ..communication.backend import Backend, Issue, Work, transport
 from ..communication.collective import Collective
 from ..communication.process_group import GroupBackend
-from ..torch_internals.process_groups import timeout_of
+from ..torch_internals.tensors import timeout_of
 from .backend import GlooBackend
 from .guard import Guard
 

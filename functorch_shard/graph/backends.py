@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..errors import hint
-from ..torch_internals.tracing import compile_with, compile_with_inductor, named_compiler
+from ..torch_internals.satellites import compile_with, compile_with_inductor, named_compiler
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Backend = Callable[[GraphModule, Sequence[Tensor]], Callable[..., Any]]

@@ -13,8 +13,7 @@ from torch.autograd.graph import increment_version
 
 from ..containers import KNOWN, place
 from ..errors import reject
-from ..torch_internals.tracing import untraced
-from ..torch_internals.transforms import being_traced, in_transform
+from ..torch_internals.autograd import being_traced, in_transform, untraced
 from .backends import Backend, Run, check_backend, runner
 from .reached import modules_outside
 from .recording import Recording, as_inputs, record

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..containers import opened
 from ..errors import table
 from ..mesh.mesh import Mesh
-from ..torch_internals.pytree import GLOBAL_NAMESPACE, MappingKey, register_torch_node
+from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
 from .layout import Layout
 from .parts import layouts_of_units
 
@@ -160,14 +160,16 @@ def _register(cls: type[Sharded] | type[Full]) -> None:
 
     def flatten_with_keys(tree: Any) -> tuple[list[Any], Any]:
         leaves, context = _flatten(tree)
-        return [(MappingKey(key), leaf) for key, leaf in zip(context[1], leaves, strict=True)], context
+        return [(torch_pytree.MappingKey(key), leaf) for key, leaf in zip(context[1], leaves, strict=True)], context
 
     def flatten_with_entries(tree: Any) -> tuple[list[Any], Any, Any]:
         leaves, context = _flatten(tree)
         return leaves, context, context[1]
 
     name = f"functorch_shard.{cls.__name__}"
-    register_torch_node(cls, _flatten, unflatten, flatten_with_keys_fn=flatten_with_keys, serialized_type_name=name)
+    torch_pytree.register_pytree_node(
+        cls, _flatten, unflatten, flatten_with_keys_fn=flatten_with_keys, serialized_type_name=name
+    )
     optree.register_pytree_node(
         cls,
         flatten_with_entries,

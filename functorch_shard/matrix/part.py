@@ -15,7 +15,7 @@ from ..layout.layout import Layout
 from ..layout.ranks import axis_sizes, rank_dims, shard_at, shard_axis
 from ..layout.trees import Sharded
 from ..storage.memory_kind import working_device
-from ..torch_internals.transforms import being_traced
+from ..torch_internals.autograd import being_traced
 from ..training.optimizer_step import (
     GRAD,
     PARAM,

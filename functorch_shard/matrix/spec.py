@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..torch_internals.transforms import outside_transforms
+from ..torch_internals.autograd import outside_transforms
 from ..training.optimizer import Optimizer
 from ..training.optimizer_step import NUMBER, NUMBER_DTYPES
 from ..training.torch_optim import (

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..communication.axis import Axis
 from ..communication.process_group import as_bytes
 from ..errors import first_difference
-from ..torch_internals.transforms import outside_transforms
+from ..torch_internals.autograd import outside_transforms
 
 T = TypeVar("T")
 _FAILED = bytes(32)

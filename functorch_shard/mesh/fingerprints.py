@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..torch_internals.transforms import outside_transforms, without_batches
+from ..torch_internals.autograd import outside_transforms, without_batches
 
 
 def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..communication.axis import Axis
 from ..communication.backend import Backend, DetachedBackend, transport
 from ..communication.process_group import GroupBackend
-from ..torch_internals.process_groups import timeout_of
+from ..torch_internals.tensors import timeout_of
 from .axes import group_axis
 
 

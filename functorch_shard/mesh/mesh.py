@@ -24,7 +24,7 @@ from ..communication.backend import Backend, transport
 from ..containers import Static
 from ..eager import eager
 from ..errors import axes_text
-from ..torch_internals.process_groups import whole_mesh
+from ..torch_internals.tensors import whole_mesh
 from .axes import Simulated, check_axes, group_axis, with_index
 from .consensus import agree, gather_texts
 from .spmd import BatchedRanks, split_tensor

@@ -22,7 +22,7 @@ from ..communication.simulated_group import default_group
 from ..communication.writes import Gathered
 from ..containers import KNOWN, opened, place, refuse_opaque
 from ..errors import reject
-from ..torch_internals.transforms import without_batches
+from ..torch_internals.autograd import without_batches
 from .axes import Simulated
 from .rank_dims import Dim, broadcast, mapped_call
 

@@ -19,17 +19,22 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import gradients_to, has_mean_behind, sink_here
-from ..torch_internals.autograd import Function, gradients_or_none, leaves_behind, nodes
-from ..torch_internals.transforms import (
+from ..torch_internals.autograd import (
+    Function,
+    gradients_or_none,
+    has_tangents,
+    in_forward_mode,
+    in_transform,
+    leaves_behind,
+    nodes,
+)
+from ..torch_internals.satellites import (
     Run,
     Transforms,
     active_transforms,
     batched,
     constants,
-    has_tangents,
     in_common,
-    in_forward_mode,
-    in_transform,
     is_differentiated,
     run_in,
     tangents_of,

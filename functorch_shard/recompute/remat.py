@@ -20,9 +20,9 @@ from ..containers import filled_variables, opened, place, refuse_opaque
 from ..eager import eager
 from ..errors import reject
 from ..layout.trees import take_tensors
-from ..torch_internals.process_settings import own_parametrizations
-from ..torch_internals.tensors import version_of
-from ..torch_internals.transforms import is_differentiated, without_batches
+from ..torch_internals.autograd import without_batches
+from ..torch_internals.satellites import is_differentiated
+from ..torch_internals.tensors import own_parametrizations, version_of
 from ..training.bind import bind
 from .program import Program, first_run
 

@@ -11,11 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ..communication.process_group import as_bytes
-from ..torch_internals.rank_threads import parametrizations_are_cached
-from ..torch_internals.tensors import version_of
+from ..torch_internals.tensors import parametrizations_are_cached, version_of
 
 _BIND = (
     "Simulated ranks share the model, where each real rank has one. Give each rank its own: inside of the function, "
@@ -92,8 +90,8 @@ class SharedModules:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        before = nn.modules.module.register_module_forward_pre_hook(self._enter)
+        after = nn.modules.module.register_module_forward_hook(self._leave, always_call=True)
         try:
             yield
         finally:

@@ -22,10 +22,9 @@ from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..mesh.axes import Simulated, coordinate_of
 from ..mesh.rank_dims import LIST, MappedCall, broadcast, mapped_call
-from ..torch_internals.autograd import backward_pass
-from ..torch_internals.rank_threads import around_threads, inherited
+from ..torch_internals.autograd import backward_pass, being_traced, in_forward_mode, in_transform
+from ..torch_internals.satellites import around_threads, inherited
 from ..torch_internals.tensors import version_of
-from ..torch_internals.transforms import being_traced, in_forward_mode, in_transform
 from .isolation import RandomNumbers, Settings, SharedModules
 from .turns import Run
 

@@ -21,8 +21,7 @@ from ..layout.schedule import Encoding
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import Function
-from ..torch_internals.tracing import frame_compiler
+from ..torch_internals.autograd import Function, frame_compiler
 from .data_parallel import averaged, gathered
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together

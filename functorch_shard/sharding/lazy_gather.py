@@ -19,9 +19,15 @@ from ..layout.layout import Layout
 from ..layout.ranks import shard_axis
 from ..layout.schedule import Encoding
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import Function, backward_pass, differentiate_at_once, signed
+from ..torch_internals.autograd import (
+    Function,
+    backward_pass,
+    differentiate_at_once,
+    has_tangents,
+    in_transform,
+    signed,
+)
 from ..torch_internals.tensors import without_torch_function
-from ..torch_internals.transforms import has_tangents, in_transform
 from .gathered_units import Part, Session
 from .lazy_tensor import Lazy
 from .reduction import reduced, scattered

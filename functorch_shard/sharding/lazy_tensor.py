@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..torch_internals.pytree import tree_map_only
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
     arguments_of,
     is_written,
     no_torch_function,
+    torch_pytree,
     without_memory,
     without_torch_function,
     writes_nothing,
@@ -212,7 +212,7 @@ def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
 
 def _of_data(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [x._data() if isinstance(x, Lazy) else _inside(x) if isinstance(x, (list, tuple)) else x for x in args]
-    return func(*plain, **(tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
+    return func(*plain, **(torch_pytree.tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
 
 
 def _inside(xs: Sequence[Any]) -> list[Any]:

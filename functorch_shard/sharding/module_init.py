@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..layout.dtensor import local_part
 from ..layout.stacks import below
+from ..torch_internals.autograd import outside_transforms
 from ..torch_internals.tensors import identity_of_storage
-from ..torch_internals.transforms import outside_transforms
 from .blank_modules import count_nan, has_nan, owner_of, title_of, unfit, without_values
 from .staging import Staging
 

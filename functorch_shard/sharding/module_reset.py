@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..layout.stacks import below
-from ..torch_internals.transforms import outside_transforms
+from ..torch_internals.autograd import outside_transforms
+from ..torch_internals.tensors import RESETS
 from .blank_modules import count_nan, get_tensor, has_nan, in_place, owner_of, title_of, unfit, without_values
 
-_PUBLIC, _PRIVATE = "reset_parameters", "_reset_parameters"
+_PRIVATE = RESETS[1]
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _inside(modules: Sequence[str], start: int) -> tuple[str, ...]:
 
 
 def _method(module: nn.Module) -> str | None:
-    return next((name for name in (_PUBLIC, _PRIVATE) if callable(getattr(module, name, None))), None)
+    return next((name for name in RESETS if callable(getattr(module, name, None))), None)
 
 
 def _seed(device: torch.device, stream: str) -> None:

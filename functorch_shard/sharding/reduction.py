@@ -19,8 +19,7 @@ from ..layout.layout import Layout
 from ..layout.packing import batch_of, pack
 from ..layout.schedule import AllReduce, Divide, Schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
-from ..torch_internals.autograd import Function
-from ..torch_internals.transforms import has_tangents, in_transform
+from ..torch_internals.autograd import Function, has_tangents, in_transform
 from .data_parallel import across, within
 
 

@@ -15,7 +15,7 @@ from ..layout.planning import named_tensors
 from ..layout.trees import Sharded
 from ..layout.validation import check_layout, check_whole
 from ..mesh.fingerprints import value_lines
-from ..torch_internals.transforms import is_functorch_wrapped_tensor
+from ..torch_internals.autograd import is_functorch_wrapped_tensor
 from .slicing import cut_buffer, receive_buffer
 
 

@@ -14,7 +14,7 @@ from ..layout.packing import fill_shard, pack, pack_shard
 from ..layout.ranks import shard_at, shard_axis
 from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
-from ..torch_internals.transforms import is_functorch_wrapped_tensor
+from ..torch_internals.autograd import is_functorch_wrapped_tensor
 
 
 def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:

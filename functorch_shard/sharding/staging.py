@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..torch_internals.tensors import TorchDispatchMode, arguments_of, identity_of_storage, is_written, tensors_of
+from ..torch_internals.autograd import TorchDispatchMode
+from ..torch_internals.tensors import arguments_of, identity_of_storage, is_written, tensors_of
 
 _WHERE: tuple[Any, ...] = (Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda, Tensor.device)
 _GETTERS = tuple(each.__get__ for each in _WHERE)

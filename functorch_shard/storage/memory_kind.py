@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.autograd import in_transform
 
 # torch.load(mmap=True) maps files as well: tensors made from those are not mapped.
 SUFFIX = ".shard"

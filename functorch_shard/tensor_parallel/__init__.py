@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..layout.dtensor import DTensorForm
 from ..layout.layout import Layout
-from ..torch_internals.autograd import Function, differentiate_at_once
-from ..torch_internals.transforms import in_transform
+from ..torch_internals.autograd import Function, differentiate_at_once, in_transform
 
 
 def with_dtensors(parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:

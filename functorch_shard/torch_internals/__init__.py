@@ -1,11 +1,9 @@
-"""Private APIs of torch, each in one place, with the reason.
+"""Private APIs of torch and optree, each in one place, with the reason.
 
-``transforms``: which ``torch.func`` transforms are active, and what is differentiated at any of them.
-``autograd``: the graph and the running backward pass. ``modules``: where modules keep tensors, modules and hooks.
-``rank_threads``: what ranks in threads inherit and share; ``process_settings``: the cache of parametrizations.
-``tracing``: programs as graphs, and compilers of these. ``tensors``, ``pytree``, ``process_groups``, ``dcp``: private
-attributes of those.
-``tests/torch_internals`` fails when torch changes one of them.
+``autograd``: derivatives, in the graph of autograd and at the levels of ``torch.func``, and who is watching.
+``tensors``: what holds tensors and moves them. ``satellites``: what features alone need; the core does not import it.
 
-Every package may import this one; it imports ``errors`` only.
+A name that torch removes fails at import or as an ``AttributeError``. Where torch could change the meaning of a name,
+the comment at its use says what would be wrong. ``tests/torch_internals`` and the tests of what uses it fail then.
+Every package may import this one; it imports no other.
 """

@@ -1,22 +1,47 @@
-"""The graph of autograd, the running backward pass, and Functions whose backward has the context of their forward."""
+"""Derivatives: the graph of autograd, the running backward pass, transforms of ``torch.func``, and who is watching.
+
+A Function here has a backward with the context variables of its forward.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import copy_context
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar, copy_context
 from functools import wraps
 from inspect import Signature, signature
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _current_graph_task_id, _will_engine_execute_node
-from torch.autograd.graph import _engine_run_backward
+from torch._C import (
+    _current_graph_task_id,  # see backward_pass
+    _DisableFuncTorch,  # see outside_transforms
+    _get_dispatch_mode,  # see being_traced
+    _is_multithreading_enabled,  # its setter is public
+    _TorchDispatchModeKey,
+    _will_engine_execute_node,  # see backward_comes_to
+)
+from torch._C._autograd import _profiler_enabled  # see is_watched
+from torch._C._dynamo import eval_frame
+from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import _add_batch_dim as add_batch_dim
+from torch._functorch import eager_transforms  # counts nested jvps, and has the switch of autograd_by_hand
+from torch._functorch.pyfunctorch import coerce_cinterpreter  # the level of a transform, to read and to leave
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import unpack_dual
+from torch.autograd.graph import _engine_run_backward  # see gradients_or_none
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
 T = TypeVar("T")
 _BEFORE_ALL_OTHERS = 2**62
+_TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
+_HELD = ContextVar("how many jvps only hold the level of forward mode", default=0)
+# What Dynamo does with each frame that begins, None outside of compiled functions; torch.compiler.is_compiling is true
+# only while it traces. Without this, what it compiles would take lazy tensors. A builtin: it has no frame of its own.
+frame_compiler: Callable[[], Any] = eval_frame.get_eval_frame_callback
 
 
 class Function(torch.autograd.Function):
@@ -53,7 +78,8 @@ def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
     """Have backward run the node that made ``tensors`` as soon as all of their gradients are available.
 
     Of the nodes that are ready, autograd runs the one that was made last. A node that was made before the model ran
-    would run after the whole model, and every full gradient would stay alive until then.
+    would run after the whole model, and every full gradient would stay alive until then. If torch ignored the number,
+    values would be right and memory high; a test of the order would fail.
     """
     for node in {tensor.grad_fn for tensor in tensors}:
         if node is not None:
@@ -89,13 +115,13 @@ class _Bound:
 @contextmanager
 def outside_inference_mode() -> Iterator[None]:
     """A context without inference mode; ``inference_mode(False)`` also has backward run in threads of its devices."""
-    in_threads = torch._C._is_multithreading_enabled()
+    in_threads = _is_multithreading_enabled()
     with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(in_threads):
         yield
 
 
 def backward_pass() -> int | None:
-    """The id of the backward pass that runs in this thread, or ``None`` outside of one."""
+    """The id of the backward pass that runs in this thread, or ``None`` outside of one; no public function tells."""
     task = _current_graph_task_id()
     return None if task == -1 else task
 
@@ -151,7 +177,8 @@ def nodes_behind(node: Any) -> list[Any]:
 def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
     """Return what ``as_strided`` read in place of a part of a split: sizes, part, first and last element.
 
-    ``None`` of any other node, and where it was given no offset.
+    ``None`` of any other node, and where it was given no offset. Torch documents that nodes keep what they saved under
+    such names, but not the names of nodes: if one changes, such reads are not refused; a test of the refusal fails.
     """
     if node.name() != "AsStridedBackward0" or (first := node._saved_storage_offset) is None:
         return None
@@ -159,3 +186,170 @@ def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
     split, part = view.next_functions[0] if view is not None and view.name() == "ViewBackward0" else (None, 0)
     steps = zip(node._saved_size, node._saved_stride, strict=True)
     return tuple(getattr(split, "_saved_split_sizes", ())), part, first, first + sum((n - 1) * by for n, by in steps)
+
+
+def in_transform() -> bool:
+    """Whether a ``torch.func`` transform is active."""
+    return get_interpreter_stack() is not None
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode, or the profiler, sees what is computed here.
+
+    If torch counted neither, collectives would be missing in a trace or a profile; tests count them there.
+    """
+    return bool(active_modes()) or _profiler_enabled()
+
+
+def current_level() -> int:
+    """The current level of ``torch.func``, from 1; 0 is plain autograd.
+
+    In ``setup_context`` of a Function it is the level whose derivative is being set up.
+    """
+    stack = get_interpreter_stack()
+    return stack[-1].level() if stack else 0
+
+
+def levels() -> list[Any]:
+    """The active transforms of ``torch.func``, outermost first."""
+    return [coerce_cinterpreter(level) for level in get_interpreter_stack() or ()]
+
+
+def only_in_jvp() -> bool:
+    """Whether the active transforms, of which there is one, are all ``jvp``, and nothing is traced."""
+    keys = {level.key() for level in levels()}
+    return keys == {TransformType.Jvp} and not being_traced()
+
+
+def autograd_by_hand() -> AbstractContextManager[None]:
+    """A context in which ``requires_grad_()`` works inside of a derivative of ``torch.func``, as outside of one.
+
+    torch refuses it there, since the flag is lost outside; its own derivatives turn the refusal off with this switch.
+    If torch renames it, the import fails.
+    """
+    return eager_transforms.enable_inplace_requires_grad(True)
+
+
+def with_outer_tangents() -> AbstractContextManager[object]:
+    """A context for the ``jvp`` of a Function that computes: torch runs it without forward mode, at every level.
+
+    Without it the tangents of a jvp around this one are lost in silence: derivatives of every order are tested.
+    """
+    return forward_ad._set_fwd_grad_enabled(True)
+
+
+def requires_grad_anywhere(x: Tensor) -> bool:
+    """Whether ``x`` or its tangent requires grad, at any level of ``torch.func`` or outside of all."""
+    tangent = unpack_dual(x).tangent
+    if x.requires_grad or (tangent is not None and requires_grad_anywhere(tangent)):
+        return True
+    return is_functorch_wrapped_tensor(x) and requires_grad_anywhere(get_unwrapped(x))
+
+
+def outside_transforms() -> AbstractContextManager[None]:
+    """A context that disables ``torch.func`` transforms for computations with plain tensors.
+
+    A vmap refuses in-place random operations on tensors that its function creates.
+    """
+    return _DisableFuncTorch()
+
+
+def marks_every_batch(device: torch.device) -> Tensor | None:
+    """A scalar ``False`` that is batched at every active level of vmap; ``None`` if there is none.
+
+    ``torch.where(mark, x, x)`` is a bitwise copy of ``x`` that batched values can be written to in place; vmap refuses
+    that for tensors that are not batched.
+    """
+    batches = [level for level in levels() if level.key() == TransformType.Vmap]
+    with outside_transforms():
+        mark = torch.zeros([level.batch_size() for level in batches], dtype=torch.bool, device=device)
+    for level in batches:  # from the outside in
+        mark = add_batch_dim(mark, 0, level.level())
+    return mark if batches else None
+
+
+def without_batches(x: Tensor) -> Tensor:
+    """The values of ``x`` outside of all transforms, with batches as further dims."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def being_traced() -> bool:
+    """Whether a tracer records this computation: ``make_fx``, ``torch.func.linearize``, or a compiler's.
+
+    A compiler's sees the program several times, under fake tensors alone at first. If torch traces with another mode,
+    what reads values raises under its fake tensors.
+    """
+    return bool(active_modes()) and any(map(_get_dispatch_mode, _TRACERS))
+
+
+class Recorder(TorchDispatchMode):
+    """The mode of this library around what it records as a graph, for a compiler or to run as it is."""
+
+    def __init__(self, for_compiler: bool) -> None:
+        super().__init__()
+        self.for_compiler = for_compiler
+
+
+def traced_as_it_runs() -> bool:
+    """Whether what is traced here will run as it is, and not through a compiler."""
+    return any(isinstance(mode, Recorder) and not mode.for_compiler for mode in active_modes())
+
+
+def traced_for_compiler() -> bool:
+    """Whether ``make_fx`` records what is computed here, for something else than to run it as it is."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None and not traced_as_it_runs()
+
+
+def untraced() -> AbstractContextManager[Any]:
+    """A context for arithmetic with real numbers, which is not part of what is traced."""
+    return _disable_current_modes()
+
+
+def assert_when_run(condition: Tensor, message: str) -> None:
+    """Have what is traced raise when it runs and ``condition`` is false; ``torch._check`` would read it at once."""
+    torch._assert_async(condition, message)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which a variable of ``owner``, a module of torch, has another value; it raises if there is none."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def as_under_compiler() -> AbstractContextManager[None]:
+    """Have ``torch.optim`` take the arithmetic that it shows to compilers, which reads no tensor on the host.
+
+    If torch reads another flag, a recorded step reads a value, and is refused.
+    """
+    return replaced(torch.compiler, "_is_compiling_flag", True)
+
+
+def in_forward_mode() -> bool:
+    """Whether a jvp, or ``torch.autograd.forward_ad``, is active, other than those that only hold their level.
+
+    Torch has no public getter. If its counters moved, tangents would be lost in silence: tested at each kind of level.
+    """
+    held = _HELD.get()
+    return forward_ad._current_level >= 0 and (not held or held < eager_transforms.JVP_NESTING)
+
+
+@contextmanager
+def forward_level_held() -> Iterator[None]:
+    """A context inside of a jvp whose level is only held, for threads whose contexts are copies of this one."""
+    token = _HELD.set(eager_transforms.JVP_NESTING)
+    try:
+        yield
+    finally:
+        _HELD.reset(token)
+
+
+def has_tangents(tensors: Sequence[Tensor]) -> bool:
+    """Whether any of ``tensors`` has a tangent at this level, which is that of a jvp, or none."""
+    return in_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors)

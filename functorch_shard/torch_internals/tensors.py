@@ -1,43 +1,37 @@
-"""Private attributes of tensors and operators: hooks, versions, schemas; and tensors without memory."""
+"""What holds tensors: their memory and hooks, operators, modules, pytrees, and the process groups that move them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
-from torch._C import DisableTorchFunction, _set_throw_on_mutable_data_ptr
-from torch._C import _disabled_torch_function_impl as no_torch_function
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor  # DTensors infer shapes with them
-from torch.utils._python_dispatch import TorchDispatchMode
+from optree.registry import __GLOBAL_NAMESPACE
+from torch import Tensor, nn
+from torch._C import DisableTorchFunction, _disabled_torch_function_impl, _set_throw_on_mutable_data_ptr
+from torch._subclasses.fake_tensor import (
+    FakeTensor as FakeTensor,  # DTensors infer shapes with them, and traces have them
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store  # see job_store
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as torch_pytree  # the registry that torch.func uses, with no public form
 
-__all__ = [
-    "HAS_SAME_STORAGE_NUMEL",
-    "FakeTensor",
-    "TorchDispatchMode",
-    "arguments_of",
-    "as_number",
-    "hooks_of",
-    "identity_of_storage",
-    "is_number",
-    "is_on_cpu",
-    "is_written",
-    "no_torch_function",
-    "returns_anything",
-    "tensors_of",
-    "version_of",
-    "without_memory",
-    "without_torch_function",
-    "writes_nothing",
-]
+from .autograd import replaced
+
 T = TypeVar("T", bound=Tensor)
+_OpOverload = type(torch.ops.aten.add.Tensor)
 
+GLOBAL_NAMESPACE = __GLOBAL_NAMESPACE  # where optree registers containers for calls that name no namespace
+no_torch_function = _disabled_torch_function_impl  # documented: the __torch_function__ of a subclass without one
 # A context in which neither modes nor subclasses see what Python calls, as in all that torch does in C++. A mode would
 # see each ``x.shape`` too, for about a microsecond.
 without_torch_function = DisableTorchFunction
-HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default  # forward mode calls it with a tangent
+# Forward mode calls it with a tangent. If it calls another one, a lazy tensor refuses that.
+HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default
 
 
 def without_memory(
@@ -58,7 +52,7 @@ def is_on_cpu(x: Tensor) -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """The version counter of ``x``; -1 for inference tensors, which have none."""
+    """The version counter of ``x``, by which autograd detects writes; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else x._version
 
 
@@ -68,8 +62,12 @@ def identity_of_storage(x: Tensor) -> int:
 
 
 def arguments_of(operator: Any) -> Sequence[Any]:
-    """The declared arguments of a torch operator."""
-    return operator._schema.arguments
+    """The declared arguments of a torch operator: ``torch.library`` takes schemas as text, and returns none."""
+    return _schema(operator).arguments
+
+
+def _schema(operator: Any) -> Any:
+    return operator._schema
 
 
 def is_written(argument: Any) -> bool:
@@ -79,16 +77,19 @@ def is_written(argument: Any) -> bool:
 
 def writes_nothing(target: Any) -> bool:
     """Whether the target of a node of a graph is an operator that writes to none of its arguments."""
-    return isinstance(target, OpOverload) and not any(map(is_written, arguments_of(target)))
+    return isinstance(target, _OpOverload) and not any(map(is_written, arguments_of(target)))
 
 
 def returns_anything(operator: Any) -> bool:
     """Whether the operator declares a result."""
-    return bool(operator._schema.returns)
+    return bool(_schema(operator).returns)
 
 
 def hooks_of(tensor: Tensor) -> list[str]:
-    """The methods by which the hooks of ``tensor`` were registered; there is no public getter."""
+    """The methods by which the hooks of ``tensor`` were registered; there is no public getter.
+
+    If torch renames an attribute, hooks that will not run are not refused; a test that registers some fails.
+    """
     hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
     return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]
 
@@ -108,3 +109,141 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in what an operator returns: one, or a list or tuple with some."""
     several = value if isinstance(value, (list, tuple)) else [value]
     return [x for x in several if isinstance(x, Tensor)]
+
+
+def torch_node(cls: type) -> torch_pytree.NodeDef | None:
+    """How ``torch.func`` flattens a container of type ``cls``, if it is registered; there is no public getter."""
+    return torch_pytree.SUPPORTED_NODES.get(cls)
+
+
+# What every module has, by kind: names of its tensors and modules, of buffers that are not saved, and of hooks.
+_BLANK = nn.Module().__dict__
+_REGISTERED = tuple(name for name, x in _BLANK.items() if type(x) is dict)
+_SETS = tuple(name for name, x in _BLANK.items() if type(x) is set)
+_HOOKS = tuple(name for name, x in _BLANK.items() if type(x) is OrderedDict)
+# Of torch.compile(module), which saves the module under this name, and of module.compile(). If torch renames one, the
+# compiled code runs with the tensors of the module that was bound; tests/training compare its results.
+_COMPILED, _COMPILED_CALL = "_orig_mod", "_compiled_call_impl"
+# MultiheadAttention and Transformer reset their tensors by the second one. If torch renames it, these are refused.
+RESETS = "reset_parameters", "_reset_parameters"
+
+
+class ModuleTree:
+    """The modules below ``root``, and their tensors by all of their names."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules: dict[int, nn.Module] = {}  # by id, each once
+        self.compiled: dict[int, nn.Module] = {}  # torch.compile(module): the module
+        self.parameters: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.scripted: dict[str, Tensor] = {}  # of TorchScript modules, which are not entered
+        self._add(root, "")
+
+    def _add(self, module: nn.Module, path: str) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            self.scripted |= dict(module.named_parameters(path[:-1])) | dict(module.named_buffers(path[:-1]))
+            return
+        children = module._modules
+        if _COMPILED in children:
+            self.compiled[id(module)] = children[_COMPILED]  # pyright: ignore[reportArgumentType]
+        else:
+            self.modules[id(module)] = module
+        # named_parameters and named_buffers would take three times as long, of each bind
+        for name, x in module._parameters.items():
+            if x is not None:
+                self.parameters[path + name] = x
+        for name, x in module._buffers.items():
+            if x is not None:
+                self.buffers[path + name] = x
+        for name, child in children.items():
+            if child is not None:
+                self._add(child, f"{path}{name}.")
+
+
+def attributes_of(module: nn.Module, copies: Mapping[int, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the attributes of ``module`` with ``copies`` of tensors and modules, and names of those left to copy."""
+    new = module.__dict__.copy()
+    for kind in _REGISTERED:
+        own = new[kind]
+        new[kind] = {name: copies.get(id(x), x) for name, x in own.items()} if own else {}
+    for name in _SETS:
+        new[name] = new[name].copy()
+    left = new.keys() - _BLANK.keys()
+    for name in _HOOKS:
+        if new[name]:
+            left.add(name)
+        else:
+            new[name] = OrderedDict()
+    return new, left
+
+
+def detach_copy(copy: nn.Module, module: nn.Module) -> None:
+    """Detach ``copy`` from what torch keeps of ``module``: a compiled call, and weights of ``parametrize.cached``.
+
+    Torch knows cached weights by the id of ``module``, which properties of its class close over.
+    """
+    if _COMPILED_CALL in copy.__dict__:
+        copy.__dict__[_COMPILED_CALL] = None
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
+        cls: Any = type(module)
+        computed = {name: _computed(name, getattr(cls, name)) for name in cast("Any", module.parametrizations)}
+        object.__setattr__(copy, "__class__", type(cls.__name__, (cls,), computed))
+
+
+def _computed(name: str, cached: property) -> property:
+    return property(lambda self: self.parametrizations[name](), cached.fset)
+
+
+def own_parametrizations() -> AbstractContextManager[None]:
+    """A context in which ``parametrize.cached`` keeps what is computed inside alone, and not what was before.
+
+    It knows tensors by their module. Inside, the module has other parameters, or their derivative is another one.
+    """
+    return replaced(parametrize, "_cache", {})
+
+
+def parametrizations_are_cached() -> bool:
+    """Return whether ``parametrize.cached`` is entered, by any thread; there is no public getter."""
+    return parametrize._cache_enabled > 0
+
+
+def timeout_of(group: Any) -> timedelta:
+    """The timeout of ``group``, which has no public getter."""
+    return _backends(group)[0].options._timeout
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of ``group``: the public function is newer than torch 2.11.
+
+    Backends without a timeout, of others, are left alone. If torch renames the setter, groups of several axes wait as
+    long as torch does; tests/gloo/test_process_groups_on_ranks.py fails.
+    """
+    for backend in _backends(group):
+        if set_default := getattr(backend, "_set_default_timeout", None):
+            set_default(timeout)
+
+
+def _backends(group: Any) -> list[Any]:
+    """The backend of each device: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in one without options."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [getattr(backend, "wrapped_pg", backend) for backend in backends]
+
+
+def job_store() -> Any:
+    """The store that the job's process group was made with: a new store would need an address that all ranks know."""
+    return _get_default_store()
+
+
+def whole_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``device_mesh`` is a slice of."""
+    return device_mesh._get_root_mesh()
+
+
+def storage_info() -> type:
+    """Return the class by which every ``.metadata`` of torch's checkpoints names a place in a file: it is the format.
+
+    Importing it takes as long as the rest of the library.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo

@@ -12,7 +12,7 @@ from ..errors import name_problems, reject
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.transforms import marks_every_batch
+from ..torch_internals.autograd import marks_every_batch
 from .bind import bind
 
 

@@ -17,7 +17,7 @@ from ..eager import eager
 from ..errors import hint, reject
 from ..layout.trees import Full, Sharded
 from ..sharding.gather import gather
-from ..torch_internals.modules import ModuleTree, attributes_of, detach_copy
+from ..torch_internals.tensors import ModuleTree, attributes_of, detach_copy
 
 Model = TypeVar("Model", bound=nn.Module)
 

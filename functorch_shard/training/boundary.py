@@ -77,3 +77,10 @@ def new_boundary(inputs: Sequence[Tensor] = ()) -> Iterator[Boundary]:
         raise
     finally:
         boundary.is_open = boundary.averages = False
+
+
+def allow_wider_gradients(tensors: Sequence[Tensor], wide: Sequence[bool]) -> None:
+    """Keep autograd from casting gradients to the stored dtype before they are divided, see Note [Boundary]."""
+    for x, is_wide in zip(tensors, wide, strict=True):
+        if is_wide:
+            x.grad_dtype = None

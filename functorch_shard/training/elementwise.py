@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.tensors import TorchDispatchMode
+from ..torch_internals.autograd import TorchDispatchMode
 from .torch_optim import Class, Group, apart, find_traits, initial_state, on_host, update
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import nodes
-from ..torch_internals.transforms import requires_grad_anywhere
+from ..torch_internals.autograd import nodes, requires_grad_anywhere
 
 # The backward of these operators has a derivative in forward mode that is right without a graph of it. That of others
 # may have none (SiLU, dropout on a device), or a wrong one in silence (linalg.solve, det, slogdet).

@@ -18,10 +18,19 @@ from ..layout.layout import Layout
 from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
-from ..torch_internals.autograd import gradients_or_none, leaves_behind, nodes, outside_inference_mode
-from ..torch_internals.process_settings import own_parametrizations
-from ..torch_internals.transforms import autograd_by_hand, has_tangents, in_transform, only_in_jvp, without_batches
-from .boundary import Boundary, new_boundary, plus
+from ..torch_internals.autograd import (
+    autograd_by_hand,
+    gradients_or_none,
+    has_tangents,
+    in_transform,
+    leaves_behind,
+    nodes,
+    only_in_jvp,
+    outside_inference_mode,
+    without_batches,
+)
+from ..torch_internals.tensors import own_parametrizations
+from .boundary import Boundary, allow_wider_gradients, new_boundary, plus
 from .forward_over_reverse import grad_and_value_freeing
 from .usage import (
     Leaves,
@@ -295,7 +304,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivat
     boundaries: list[Boundary] = []
 
     def tensors_only(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        _allow_wider_gradients(tensors, inputs)
+        allow_wider_gradients(tensors, [x.wide for x in inputs])
         with new_boundary() as boundary:
             value, aux = scalar(tensors)
         of_aux, rebuild = take_tensors(aux)
@@ -320,7 +329,7 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Deri
     """Differentiate with one backward that frees activations as it proceeds."""
     with torch.enable_grad():
         tensors = [x.value.detach().requires_grad_() for x in inputs]
-        _allow_wider_gradients(tensors, inputs)
+        allow_wider_gradients(tensors, [x.wide for x in inputs])
         with new_boundary(tensors) as boundary:
             value, aux = scalar(tensors)
         anchors = boundary.take_anchors()
@@ -346,13 +355,6 @@ def _total(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor
     if total is not None:
         return plus(total, grad)
     return torch.full_like(x, boundary.nothing) if grad is None else grad
-
-
-def _allow_wider_gradients(tensors: Sequence[Tensor], inputs: Sequence[Leaf]) -> None:
-    """Keep autograd from casting gradients to the stored dtype before they are divided, see Note [Boundary]."""
-    for x, leaf in zip(tensors, inputs, strict=True):
-        if leaf.wide:
-            x.grad_dtype = None
 
 
 def _needs_graph(call: _Call, kwargs: Any) -> bool:

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 
 from ..eager import without_compiling
-from ..torch_internals.tensors import TorchDispatchMode, arguments_of, is_number, is_written, returns_anything
-from ..torch_internals.tracing import as_under_compiler, traced_as_it_runs, untraced
-from ..torch_internals.transforms import being_traced, outside_transforms
+from ..torch_internals.autograd import (
+    TorchDispatchMode,
+    as_under_compiler,
+    being_traced,
+    outside_transforms,
+    traced_as_it_runs,
+    untraced,
+)
+from ..torch_internals.tensors import arguments_of, is_number, is_written, returns_anything
 
 Class = type[torch.optim.Optimizer]
 Options = Mapping[str, Any]

@@ -16,9 +16,8 @@ from ..layout.layout import Layout
 from ..layout.parts import select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import nodes, nodes_behind, strided_read, was_compiled
+from ..torch_internals.autograd import nodes, nodes_behind, strided_read, was_compiled, without_batches
 from ..torch_internals.tensors import hooks_of
-from ..torch_internals.transforms import without_batches
 
 Leaves = dict[int, Tensor]  # of the graph of a value, by id
 

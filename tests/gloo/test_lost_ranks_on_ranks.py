@@ -25,7 +25,7 @@ from functorch_shard.collectives import psum
 from functorch_shard.communication import lost_ranks as failures
 from functorch_shard.communication.backend import transport
 from functorch_shard.testing import run_ranks
-from functorch_shard.torch_internals.process_groups import timeout_of
+from functorch_shard.torch_internals.tensors import timeout_of
 from tests.support.scripts import free_port
 
 PATIENCE = 4  # seconds that a group waits

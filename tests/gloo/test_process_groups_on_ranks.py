@@ -15,7 +15,7 @@ import functorch_shard as fs
 from functorch_shard.communication.backend import transport
 from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
-from functorch_shard.torch_internals.process_groups import timeout_of
+from functorch_shard.torch_internals.tensors import timeout_of
 from tests.support.different_units import SMALL, alternately, assert_trained, train
 
 PROGRAM: tuple[Any, ...] = 2, SMALL, alternately, 2

@@ -39,10 +39,11 @@ FEATURES = {
     "sharding.iter_parameters",
     "sharding.reshard",
     "storage.offloading",
+    "torch_internals.satellites",
     "training.elementwise",
     "training.estimate",
 }
-MOST_MODULES, MOST_LINES = 88, 12_000  # of the core: these numbers go down
+MOST_MODULES, MOST_LINES = 76, 11_220  # of the core: these numbers go down
 
 
 def loaded() -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
 from functorch_shard.torch_internals.autograd import leaves_behind
-from functorch_shard.torch_internals.transforms import (
+from functorch_shard.torch_internals.satellites import (
     active_transforms,
     batched,
     constants,

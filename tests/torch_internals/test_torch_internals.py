@@ -17,18 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from functorch_shard.torch_internals.autograd import (
     backward_comes_to,
     backward_pass,
+    current_level,
     differentiate_at_once,
     gradients_or_none,
-)
-from functorch_shard.torch_internals.pytree import torch_node
-from functorch_shard.torch_internals.tensors import hooks_of
-from functorch_shard.torch_internals.transforms import (
-    current_level,
     in_transform,
     marks_every_batch,
     outside_transforms,
     without_batches,
 )
+from functorch_shard.torch_internals.tensors import hooks_of, torch_node
 
 Seen = list[tuple["int | None", bool]]
 
