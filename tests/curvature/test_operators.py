@@ -70,29 +70,6 @@ def test_a_product_of_trees_has_the_layout_of_its_vector_and_zeros_where_it_is_f
         np.testing.assert_array_equal(whole, flat)
 
 
-def inside(mesh: fs.Mesh, kind: str) -> Any:
-    """The operator made and used under spmd, and outside of it."""
-    made = operator(mesh, kind)
-    v = fs.curvature.randn_like(made.params, 3)
-    return mesh.spmd(lambda params, args, v: KINDS[kind](params, *args) @ v)(made.params, made.args, v), made @ v
-
-
-@pytest.mark.parametrize("ranks", [*simulated(3, HYBRID), *gloo(2)], ids=str)
-@every_kind
-def test_an_operator_that_spmd_returns_is_used_outside_of_it(kind: str, ranks: Ranks) -> None:
-    for of_rank, of_all in ranks.run(inside, kind):
-        assert_trees_close(of_rank, of_all, rtol=0, atol=0)
-
-
-@every_kind
-def test_outside_of_spmd_it_is_the_matrix_of_the_whole_batch(kind: str) -> None:
-    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 3}), awkward()
-    params = fs.shard(model, fs.plan(model, mesh))
-    args = operator(fs.simulated_mesh(1), kind).args
-    flat = KINDS[kind](params, *(x[0] for x in args)).flat()
-    np.testing.assert_allclose(flat.matvec(directions()[0]), directions()[0] @ matrix(kind, 1).numpy(), rtol=1e-10)
-
-
 def eigenvalues(mesh: fs.Mesh) -> NDArray[np.float64]:
     made = small(mesh)
     return lanczos(made.matvec, fs.curvature.randn_like(made.params, 0), made.shape[0]).numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from importlib import import_module
 from pathlib import Path
@@ -68,12 +67,3 @@ def test_an_example_fails_where_gradients_are_not_reduced(name: str, monkeypatch
     monkeypatch.setattr(import_module("side_by_side"), "ranks", lambda _: broken)
     with pytest.raises(SystemExit, match="1"):
         printed_by(str(FOLDER / name), *TOY[name])
-
-
-@pytest.mark.parametrize("ours", [1.1, math.nan, math.inf])
-def test_an_example_fails_where_a_result_differs(ours: float, capsys: pytest.CaptureFixture[str]) -> None:
-    table: Any = import_module("examples.side_by_side")
-    rows = [table.Row("same", 1.0, 1.0, 0.0), table.Row("other", ours, 1.0, 0.05)]
-    with pytest.raises(SystemExit, match="1"):
-        table.finish(fs.simulated_mesh(2), rows, {})
-    assert "other: expected at most 5e-02" in capsys.readouterr().err

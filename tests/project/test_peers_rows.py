@@ -8,17 +8,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.layout.parts import select_buffers
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of, two_layers
-from tests.support.ranks import Ranks, gloo, on_each, simulated
+from tests.support.ranks import gloo, on_each, simulated
 
 Tree = Any
 every_mesh = on_each([*simulated(5, {"replicate": 2, "shard": 3}), *gloo(2)])
@@ -293,17 +291,3 @@ def test_dense_and_expert_parameters_live_on_meshes_of_their_own() -> None:
         rows = fs.Sharded({key: x[expert] for key, x in by_expert.items()}, layout)
         assert_close(whole(rows), each[expert])
     assert not torch.allclose(each[0]["expert.weight"], each[1]["expert.weight"])
-
-
-def experts_on_this_rank(mesh: fs.Mesh) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    devices = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
-    experts, inside = (fs.Mesh.from_device_mesh(devices[name]) for name in ("expert", "shard"))
-    dense, expert, *_ = dense_and_experts(experts, inside)
-    return experts.rank, whole(dense), whole(expert)
-
-
-@pytest.mark.parametrize("ranks", gloo(4), ids=str)
-def test_dense_and_expert_parameters_live_on_slices_of_a_device_mesh(ranks: Ranks) -> None:
-    dense, each = expected_of_experts()
-    for index, by_dense, by_expert in ranks.run(experts_on_this_rank):
-        assert_close((by_dense, by_expert), (dense, each[index]))

@@ -101,13 +101,6 @@ def test_an_iteration_has_one_unit_in_memory_and_each_tensor_stays_valid() -> No
     assert all(torch.equal(x, copy) for x, copy in pairs)
 
 
-def test_tensors_for_one_rank_have_no_graph() -> None:
-    params = sharded(fs.simulated_mesh(2))
-    leaves = {key: x.requires_grad_() if x.is_floating_point() else x for key, x in params.items()}
-    full = fs.gather(fs.Sharded(leaves, params.layout), rank=0)
-    assert not any(x.requires_grad for x in (full or {}).values())
-
-
 def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     model = two_layers()
     params: Any = fs.shard(model, fs.plan(model, fs.simulated_mesh(2)))

@@ -14,13 +14,14 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
+from torch.func import functional_call, jacfwd, jacrev
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.communication import Collective, Work, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.support.models import loss_of, two_layers
 
 Gather = Callable[..., fs.Full]
 at_once = partial(fs.gather, lazy=False)
@@ -54,6 +55,26 @@ def leaves_of(params: fs.Sharded) -> fs.Sharded:
 
 def gradients(leaves: fs.Sharded) -> dict[str, Tensor | None]:
     return {key: leaf.grad for key, leaf in leaves.items()}
+
+
+JACOBIANS: dict[str, Callable[[Callable[[Any], Tensor], fs.Sharded], Any]] = {
+    "jacrev": lambda loss, p: jacrev(loss)(p),
+    "jacfwd": lambda loss, p: jacfwd(loss)(p),
+    "jacfwd of jacrev": lambda loss, p: jacfwd(jacrev(loss))(p),
+    "jacrev of jacfwd": lambda loss, p: jacrev(jacfwd(loss))(p),
+    "jacrev of fs.grad": lambda loss, p: jacrev(fs.grad(loss))(p),
+}
+
+
+def same_jacobians_on_this_rank() -> None:
+    mesh, model = fs.init_mesh(), two_layers((2, 3, 1)).double()
+    params = fs.shard(model, fs.plan(model, mesh))
+    x, y = input_of(mesh.rank)[:, :2], input_of(mesh.rank)[:, 2:3]
+    by_lazy, expected = (
+        {name: jacobian(lambda p, g=gather: loss_of(model, g(p), x, y), params) for name, jacobian in JACOBIANS.items()}
+        for gather in (fs.gather, at_once)
+    )
+    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
 
 
 def run_blocks(model: nn.Sequential, full: fs.Full, x: Tensor, order: Sequence[int] | None = None) -> Tensor:

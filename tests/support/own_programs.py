@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
@@ -96,30 +95,6 @@ def ragged_batches(mesh: fs.Mesh) -> Any:
     return trained(mesh, model, _of_language(model), tokens(mesh, ragged=True))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Embedding(20, 8), nn.LSTM(8, 8, num_layers=2, batch_first=True)
-        self.head = nn.Linear(8, 20)
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.embed(ids), lengths, batch_first=True, enforce_sorted=False)
-        _, (hidden, _) = self.lstm(packed)
-        return self.head(hidden[-1])
-
-
-def lstm(mesh: fs.Mesh) -> Any:
-    model = _seeded(Recurrent)
-
-    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, lengths = batch
-        full = fs.gather(params)
-        full = full | {name: fs.materialize(full[name]) for name in full if name.startswith("lstm.")}
-        return F.cross_entropy(functional_call(model, full, (ids, lengths)), ids[:, 0])
-
-    return trained(mesh, model, loss, tokens(mesh))
-
-
 class Routed(nn.Module):
     """Each row goes to the expert that a router chooses; an expert that no row of this rank chose does not run."""
 
@@ -192,19 +167,6 @@ def collective_in_a_model(mesh: fs.Mesh) -> Any:
     return trained(mesh, model, loss, tokens(mesh, ragged=True))
 
 
-def lazy_parameters(mesh: fs.Mesh) -> Any:
-    """Every unit is gathered while the model runs."""
-    model = _seeded(PaddedEncoder)
-
-    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, lengths = batch
-        mask = torch.arange(ids.shape[1]) < lengths[:, None]
-        logits = fs.bind(model, fs.gather(params, lazy=True))(ids, mask)
-        return F.cross_entropy(logits[mask], ids[mask])
-
-    return trained(mesh, model, loss, tokens(mesh))
-
-
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -228,12 +190,6 @@ def checkpointed(mesh: fs.Mesh) -> Any:
     return trained(mesh, model, loss, tokens(mesh, ragged=True))
 
 
-def autocast(mesh: fs.Mesh) -> Any:
-    model = _seeded(PaddedEncoder)
-    with torch.autocast("cpu", torch.bfloat16):
-        return trained(mesh, model, _of_language(model), tokens(mesh))
-
-
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return make()
@@ -241,8 +197,5 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 PROGRAMS = {
     fn.__name__: fn
-    for fn in (
-        *(padding_mask, ragged_batches, lstm, routing, values_of_tensors),
-        *(collective_in_a_model, lazy_parameters, checkpointed, autocast),
-    )
+    for fn in (*(padding_mask, ragged_batches, routing, values_of_tensors, collective_in_a_model, checkpointed),)
 }

@@ -71,17 +71,3 @@ def gradients(mesh: fs.Mesh, loss: Loss, params: fs.Sharded, cached: bool = Fals
             return both(params, x)
 
     return mesh.spmd(inside if cached else both)(params, batch(mesh))
-
-
-@on_each(KINDS)
-def test_a_teacher_and_a_student_in_one_context_are_called_with_their_own_parameters(mesh: fs.Mesh) -> None:
-    model = Twice()
-    student = fs.shard(model, fs.plan(model, mesh))
-    teacher = fs.Sharded({key: 2 * x for key, x in student.items()}, student.layout)
-
-    def outputs(student: fs.Sharded, teacher: fs.Sharded, x: Tensor) -> tuple[Tensor, Tensor]:
-        return fs.bind(model, student)(x), fs.bind(model, teacher)(x)
-
-    expected = mesh.spmd(outputs)(student, teacher, batch(mesh))
-    with parametrize.cached():
-        assert_trees_close(mesh.spmd(outputs)(student, teacher, batch(mesh)), expected)

@@ -253,14 +253,6 @@ def test_trees_that_do_not_fit_are_refused_with_all_offenders(change: Any, kind:
     assert_trees_close(args, before, rtol=0, atol=0)
 
 
-def test_trees_are_passed_by_name_so_that_none_is_taken_for_another() -> None:
-    params, opt = fs.shard(whole(), planned(fs.simulated_mesh(2))), optimizer("adamw")
-    with pytest.raises(TypeError, match="positional"):
-        opt.step(params, params, opt.init(params))  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="init: params: got Full, expected a Sharded"):
-        opt.init(fs.gather(params))  # pyright: ignore[reportArgumentType]
-
-
 def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
     layout, opt = planned(fs.simulated_mesh(2)), optimizer("adamw")
     params, grads = fs.shard(whole(), layout), sharded_grads(layout, 1)
@@ -277,18 +269,6 @@ def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
     with pytest.raises(NotImplementedError, match="updates have no derivative"):
         torch.func.jvp(after, (params["a"],), (params["a"],))
     assert not after(tracked.detach()).requires_grad
-
-
-def test_a_step_inside_another_gradient_is_fine_if_it_is_not_differentiated() -> None:
-    layout, opt = planned(fs.simulated_mesh(2)), optimizer("adamw")
-    params, grads = fs.shard(whole(), layout), sharded_grads(layout, 1)
-
-    def loss(x: Tensor) -> Tensor:
-        opt.step(params, grads=grads, state=opt.init(params))
-        return (x * x).sum()
-
-    x = torch.tensor([1.0, 3.0])
-    assert torch.equal(torch.func.grad(loss)(x), 2 * x)
 
 
 def stacked(*trees: Any) -> Any:
