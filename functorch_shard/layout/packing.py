@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,36 +17,17 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
     """
     like = tensors[buffer.slots[0].name]
     batch = batch_of(like, buffer.slots[0])
-    try:
-        parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
-        for slot, gap in zip(buffer.slots, buffer.split_sizes[1::2], strict=True):
-            parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
-            parts += [like.new_zeros(*batch, gap)] if gap else []
-        parts = parts or [like.new_zeros(*batch, 0)]
-        return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
-    except RuntimeError:  # to ask each tensor for its layout first would take as long as the rest
-        if sparse := [slot.name for slot in buffer.slots if tensors[slot.name].layout is not torch.strided]:
-            raise ValueError(f"gather: the gradient of {', '.join(map(repr, sparse))} is sparse{_SPARSE}") from None
-        raise
+    parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
+    for slot, gap in zip(buffer.slots, buffer.split_sizes[1::2], strict=True):
+        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+        parts += [like.new_zeros(*batch, gap)] if gap else []
+    parts = parts or [like.new_zeros(*batch, 0)]
+    return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
 
 
 def batch_of(x: Tensor, slot: Slot) -> torch.Size:
     """The dims of ``x`` in front of those of its parameter."""
     return x.shape[: x.ndim - len(slot.shape)]
-
-
-@contextmanager
-def sparse_explained(verb: str) -> Iterator[None]:
-    """Replace torch's error for a sparse gradient of a view of a buffer by one that says what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if str(error).startswith("reshape is not implemented for sparse tensors"):
-            raise ValueError(f"{verb}: the gradient of a gathered parameter is sparse{_SPARSE}") from error
-        raise
-
-
-_SPARSE = ", for example of F.embedding(..., sparse=True), and buffers are dense. Pass sparse=False."
 
 
 def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:

@@ -56,21 +56,19 @@ def _merged(layouts: Sequence[Layout]) -> Layout:
     return replace(layouts[0], units=tuple(in_order), aliases=aliases)
 
 
-def _check_parts(first: Layout, *others: Layout) -> None:
+def _check_parts(*layouts: Layout) -> None:
+    said = [
+        {name: getattr(layout, name) for name in _OPTIONS}
+        | {f"precision of unit {unit.name!r}": unit.precision for unit in layout.units}
+        for layout in layouts
+    ]
     problems = [
-        f"{name}: {mine!r} in the first tree, {theirs!r} in another"
-        for name in _OPTIONS
-        for mine, theirs in ((getattr(first, name), getattr(other, name)) for other in others)
-        if mine != theirs
+        f"{what}: {said[0][what]!r} in the first tree, {value!r} in another"
+        for other in said[1:]
+        for what, value in other.items()
+        if said[0].get(what, value) != value
     ]
-    policies = {unit.name: unit.precision for unit in first.units}
-    problems += [
-        f"unit {unit.name!r}: {policies[unit.name]} in the first tree, {unit.precision} in another"
-        for other in others
-        for unit in other.units
-        if policies.get(unit.name, unit.precision) != unit.precision
-    ]
-    counts = Counter(name for layout in (first, *others) for name in layout.slots)
+    counts = Counter(name for layout in layouts for name in layout.slots)
     problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
     reject("gather", problems, "Pass each part that partition() made of one tree once.")
 

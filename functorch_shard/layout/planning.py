@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
-from .buffers import Buffer, Reduction, Slot, Unit, alignment, in_source_order, padded
+from .buffers import Buffer, Reduction, Slot, Unit, alignment, dtype_name, in_source_order, padded
 from .dtensor import form_of, local_part, unfit_dtensor
 from .layout import Layout
 from .parts import lines_of
 from .precision import MixedPrecision
-from .stacks import prefixes_of
 from .trees import Sharded
-from .units import Units, assign, merge_small, warn_of_large
+from .units import Units, assign, merge_small, prefixes_of, warn_of_large
 from .validation import source_problems, sparse_problems
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
@@ -185,7 +184,8 @@ def _plan(
     if isinstance(units, str):
         warn_of_large(parts, module, unit_of)
     label_of = _labels(tensors, labels)
-    whole = {aliases.get(name, name) for name in _below_any(every, ignored)}
+    ignored = {*ignored}
+    whole = {aliases.get(name, name) for name in every if not ignored.isdisjoint(prefixes_of(name))}
     groups: dict[_Kind, list[Slot]] = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
@@ -202,12 +202,6 @@ def _plan(
         mesh=mesh,
         **{**vars(options), "replicate_axis": options.replicate_axis or ""},
     )
-
-
-def _below_any(names: Iterable[str], prefixes: Iterable[str]) -> list[str]:
-    """The names that are one of ``prefixes`` or inside of one."""
-    prefixes = set(prefixes)
-    return [name for name in names if not prefixes.isdisjoint(prefixes_of(name))] if prefixes else []
 
 
 def _units(
@@ -247,18 +241,21 @@ def _policies(names: Sequence[str], precision: Precision) -> dict[str, MixedPrec
 
 
 def _keys(kinds: Collection[_Kind]) -> list[str]:
-    """The key of each kind's buffer."""
+    """The key of each kind's buffer: ``unit/label``, with the dtype where a unit has several."""
     dtypes: dict[str, set[torch.dtype]] = {}
     for kind in kinds:
         dtypes.setdefault(kind.unit, set()).add(kind.dtype)
-    return [_key(kind, len(dtypes[kind.unit]) > 1) for kind in kinds]
-
-
-def _key(kind: _Kind, several_dtypes: bool) -> str:
-    """``unit/label``, with the dtype where a unit has several."""
-    dtype = str(kind.dtype).removeprefix("torch.") if several_dtypes else ""
-    marks = ["" if kind.trainable else "frozen", "whole" if kind.ignored else ""]
-    return "/".join([kind.unit, *filter(None, [kind.label, dtype, *marks])])
+    parts = [
+        (
+            kind.unit,
+            kind.label,
+            dtype_name(kind.dtype) if len(dtypes[kind.unit]) > 1 else "",
+            "" if kind.trainable else "frozen",
+            "whole" if kind.ignored else "",
+        )
+        for kind in kinds
+    ]
+    return ["/".join(filter(None, each)) for each in parts]
 
 
 def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -296,14 +293,12 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
     elif not isinstance(labels, Mapping):
         raise TypeError(f"plan: labels: got {type(labels).__name__}, expected a mapping name -> label or a callable")
     else:
-        problems = [f"{name!r}: labelled, but no such parameter" for name in labels if name not in tensors]
-        reject("plan: labels", problems, "Use the names of named_parameters(); of tied parameters the first.")
-        label_of = {name: labels.get(name, "") for name in tensors}
-    problems = [
-        f"{name!r}: label {text!r}" for name, text in label_of.items() if not isinstance(text, str) or "/" in text
-    ]
-    reject("plan: labels", problems, "A label is a string without '/', or None.")
-    return label_of
+        label_of = dict(labels)
+    problems = [f"{name!r}: labelled, but no such parameter" for name in label_of if name not in tensors]
+    problems += [f"{name!r}: label {x!r}" for name, x in label_of.items() if not isinstance(x, str) or "/" in x]
+    advice = "Use the names of named_parameters(), of tied parameters the first. A label is a string without '/'."
+    reject("plan: labels", problems, advice)
+    return {name: label_of.get(name, "") for name in tensors}
 
 
 def _check(
@@ -313,38 +308,27 @@ def _check(
     options: _Options,
     ignored: Sequence[str] | Set[str],
 ) -> None:
-    problems, advice = source_problems(tensors)
-    problems += [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := unfit_dtensor(x, mesh))]
-    sparse, no_sparse = sparse_problems(source) if isinstance(source, nn.Module) else ([], "")
-    problems += sparse
-    problems += _ignored_problems(tensors, ignored)
-    problems += _option_problems(options)
-    problems += _axis_problems(mesh, options)
-    reject("plan", problems, " ".join(filter(None, [advice, no_sparse, "Nothing was planned."])))
-
-
-def _ignored_problems(tensors: Mapping[str, Tensor], ignored: Sequence[str] | Set[str]) -> list[str]:
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator could be read only once
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
-    known = {prefix for name in _below_any(tensors, ignored) for prefix in prefixes_of(name)}
-    return [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
-
-
-def _option_problems(options: _Options) -> Iterator[str]:
+    known = {prefix for name in tensors for prefix in prefixes_of(name)} if ignored else set()
+    problems = source_problems(tensors)
+    problems += [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := unfit_dtensor(x, mesh))]
+    problems += sparse_problems(source) if isinstance(source, nn.Module) else []
+    problems += [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
     if options.reduction not in ("mean", "sum"):
-        yield f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'"
+        problems += [f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'"]
     if not isinstance(options.align_bytes, int) or options.align_bytes < 0:
-        yield f"align_bytes: got {options.align_bytes!r}, expected a number of bytes, 0 to pack"
+        problems += [f"align_bytes: got {options.align_bytes!r}, expected a number of bytes, 0 to pack"]
+    reject("plan", [*problems, *_axis_problems(mesh, options)], "Nothing was planned.")
 
 
 def _axis_problems(mesh: Mesh, options: _Options) -> Iterator[str]:
     shard_axes, replicate_axis = options.shard_axis.split(","), options.replicate_axis
     if replicate_axis in shard_axes:
         yield f"shard_axis and replicate_axis: got {replicate_axis!r} for both, expected two names"
-    yield from (f"shard_axis: {name!r} is there {n} times" for name, n in Counter(shard_axes).items() if n > 1)
     ordered = [name for name in mesh.axes if name in shard_axes]
-    if sorted(ordered) == sorted(shard_axes) and ordered != shard_axes:
+    if {*ordered} == {*shard_axes} and ordered != shard_axes:
         yield f"shard_axis: got {', '.join(shard_axes)}, expected the order of the mesh, {', '.join(ordered)}"
     for name, size in mesh.axes.items():
         if name not in (*shard_axes, replicate_axis) and size > 1 and replicate_axis is not None:

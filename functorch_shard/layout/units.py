@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import reject
-from .stacks import large_units, prefixes_of, stack_entries
 
 Units = (
     str
@@ -20,8 +22,22 @@ Units = (
     | Sequence[Sequence[str]]
 )
 
-
 ROOT = "(root)"  # the unit of parameters that are directly in the model
+# Neighbours are merged into units of up to this many bytes and this part of the model: 200 layers of 64 then take
+# 17 rounds of messages and not 200, and what is whole at a time grows by two of these at most.
+_MERGED_BYTES, _MERGED_PART = 4 << 20, 16
+_LARGE = 4  # a unit of more than a fourth of the model is large
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def below(name: str, prefix: str) -> bool:
+    """Whether ``name`` is ``prefix`` or inside of it; every name is inside of the root, ``""``."""
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def prefixes_of(name: str) -> list[str]:
+    """Every prefix of ``name``: the root, the modules around it from the outside in, and the name itself."""
+    return ["", *accumulate(name.split("."), lambda prefix, part: f"{prefix}.{part}")]
 
 
 def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units) -> dict[str, str]:
@@ -29,31 +45,29 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
     if isinstance(units, str):
         if units not in ("auto", "blocks"):
             raise ValueError(f"plan: units: got {units!r}, expected 'auto' or 'blocks', if it is a string")
-        return _by_stack(tensors, stack_entries(tensors, module))
+        return _by_stack(tensors, _stack_entries(tensors, module))
     if isinstance(units, bool) or (isinstance(units, int) and units < 1):
         raise ValueError(f"plan: units: got {units!r}, expected a positive number of bytes")
     if isinstance(units, int):
         return _by_bytes(tensors, units)
-    if isinstance(units, Sequence) and not _is_classes(units):
-        if any(isinstance(group, str) or not isinstance(group, Sequence) for group in units):
-            raise TypeError(
-                f"plan: units: got {units!r}, expected lists of names, for example [['embed', 'head'], ['blocks.0']]"
-            )
-        return _by_names(tensors, units)
-    return _by_module(tensors, module, _predicate(units))
-
-
-# Neighbours are merged into units of up to this many bytes and this part of the model: 200 layers of 64 then take
-# 17 rounds of messages and not 200, and what is whole at a time grows by two of these at most.
-_MERGED_BYTES, _MERGED_PART = 4 << 20, 16
+    classes: Any = units if isinstance(units, tuple) else (units,)
+    if classes and all(isinstance(cls, type) for cls in classes):
+        return _by_module(tensors, module, lambda _, child: isinstance(child, classes))
+    if callable(units):
+        return _by_module(tensors, module, units)  # pyright: ignore[reportArgumentType]
+    lists: Any = units if isinstance(units, Sequence) else [units]
+    if any(isinstance(group, str) or not isinstance(group, Sequence) for group in lists):
+        known = (
+            "'auto', 'blocks', bytes, module classes, a callable, or lists of names, for example [['embed', 'head']]"
+        )
+        raise TypeError(f"plan: units: got {units!r}, expected {known}")
+    return _by_names(tensors, lists)
 
 
 def merge_small(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> dict[str, str]:
     """Small neighbours as one unit with the name of the first; what is directly in the model stays apart."""
-    sizes: dict[str, int] = {}
-    for name, unit in units.items():
-        sizes[unit] = sizes.get(unit, 0) + tensors[name].numel() * tensors[name].element_size()
-    limit = min(_MERGED_BYTES, sum(sizes.values()) // _MERGED_PART)
+    sizes = _sizes(tensors, units)
+    limit = min(_MERGED_BYTES, sizes.total() // _MERGED_PART)
     merged, first, size = {}, ROOT, 0
     for unit, nbytes in sizes.items():
         if first == ROOT or unit == ROOT or size + nbytes > limit:
@@ -64,12 +78,25 @@ def merge_small(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> dict
 
 def warn_of_large(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Mapping[str, str]) -> None:
     """Warn of units with several blocks that hold more than a quarter of the model, which is then whole at once."""
-    for unit, part in large_units(tensors, module, units, _MERGED_BYTES).items():
-        warnings.warn(
-            f"plan: unit {unit!r} holds {part:.0%} of the model, which each rank gathers at once: name the "
-            "class of its blocks, units=Block, or lists of names.",
-            stacklevel=2,
-        )
+    sizes = _sizes(tensors, units)
+    large = [unit for unit, n in sizes.items() if n >= _MERGED_BYTES and _LARGE * n > sizes.total()]
+    modules = _Modules.of(tensors, module) if large else None
+    for unit in large:
+        inside = {prefix for name in tensors if units[name] == unit for prefix in prefixes_of(name)[1:-1]}
+        if modules and modules.num_alike(inside - {unit}) >= _LARGE:
+            warnings.warn(
+                f"plan: unit {unit!r} holds {sizes[unit] / sizes.total():.0%} of the model, which each rank gathers at "
+                "once: name the class of its blocks, units=Block, or lists of names.",
+                stacklevel=2,
+            )
+
+
+def _sizes(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> Counter[str]:
+    """The bytes of each unit, in order."""
+    sizes = Counter[str]()
+    for name, unit in units.items():
+        sizes[unit] += tensors[name].nbytes
+    return sizes
 
 
 def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
@@ -82,10 +109,9 @@ def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
 def _by_bytes(tensors: Mapping[str, Tensor], limit: int) -> dict[str, str]:
     units, unit, size = {}, "", 0
     for name, tensor in tensors.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if not unit or size + nbytes > limit:
+        if not unit or size + tensor.nbytes > limit:
             unit, size = name, 0
-        units[name], size = unit, size + nbytes
+        units[name], size = unit, size + tensor.nbytes
     return units
 
 
@@ -109,19 +135,6 @@ def _by_names(tensors: Iterable[str], groups: Sequence[Sequence[str]]) -> dict[s
     return {name: units.get(name, ROOT) for name in names}
 
 
-def _is_classes(units: object) -> bool:
-    return isinstance(units, tuple) and bool(units) and all(isinstance(cls, type) for cls in units)
-
-
-def _predicate(units: Any) -> Callable[[str, nn.Module], bool]:
-    if isinstance(units, type) or _is_classes(units):
-        return lambda name, module: isinstance(module, units)
-    if not callable(units):
-        known = "'auto', 'blocks', bytes, module classes, a callable or lists of names"
-        raise TypeError(f"plan: units: got {type(units).__name__}, expected {known}")
-    return units  # pyright: ignore[reportReturnType]
-
-
 def _by_module(
     tensors: Iterable[str], module: nn.Module | None, chosen: Callable[[str, nn.Module], bool]
 ) -> dict[str, str]:
@@ -131,3 +144,82 @@ def _by_module(
     names = {name for name, child in module.named_modules(remove_duplicate=False) if chosen(name, child)}
     reject("plan: units", [] if names else ["no module was chosen"], "Name a class that the model has, or use 'auto'.")
     return {name: next((x for x in reversed(prefixes_of(name)) if x in names), "") or ROOT for name in tensors}
+
+
+def _stack_entries(tensors: Mapping[str, Tensor], module: nn.Module | None) -> set[str]:
+    """Return the entries of stacks by name; the outermost around a parameter is its unit.
+
+    A large entry gives way to a stack of blocks inside of it.
+    """
+    modules = _Modules.of(tensors, module)
+    stacks = {name: found for name in modules.children if (found := modules.entries_of(name))}
+    stages = {name for name, found in stacks.items() if modules.num_alike(found) > 1}
+    blocks = modules.numbered(stages)
+    numbered = Counter(block.rpartition(".")[0] for block in blocks)  # fewer are the projections of one block
+    stages |= {name for name, number in numbered.items() if number >= _LARGE}
+    entries = blocks | {entry for found in stacks.values() for entry in found}
+    sizes = Counter[str]()
+    for name, x in tensors.items():
+        sizes.update(dict.fromkeys(prefixes_of(name), x.nbytes))
+    for entry in sorted(entries, key=lambda entry: entry.count(".")):
+        outermost = entries.isdisjoint(prefixes_of(entry)[:-1])
+        if outermost and _LARGE * sizes[entry] > sizes[""] and any(below(stage, entry) for stage in stages):
+            entries.remove(entry)
+    return entries
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """The modules that have parameters, by name: what they contain, and a value that alike ones share.
+
+    Args:
+        children: the modules directly in each module.
+        kinds: their classes; where only names of tensors say that there is a module, the names inside of it.
+        blocks: those that consist of modules.
+        ordered: those whose children are a stack by their class.
+    """
+
+    children: Mapping[str, list[str]]
+    kinds: Mapping[str, Hashable]
+    blocks: set[str]
+    ordered: set[str]
+
+    @classmethod
+    def of(cls, tensors: Iterable[str], module: nn.Module | None) -> _Modules:
+        children: dict[str, dict[str, None]] = {}
+        inside: dict[str, list[str]] = {}
+        for name in tensors:
+            path = prefixes_of(name)[:-1]
+            for outer, inner in pairwise(path):
+                children.setdefault(outer, {})[inner] = None
+            for prefix in path:
+                inside.setdefault(prefix, []).append(name[len(prefix) :])
+        named = dict(module.named_modules(remove_duplicate=False)) if module is not None else {}
+        kinds: dict[str, Hashable] = {n: type(named[n]) if n in named else tuple(inside[n]) for n in inside}
+        ordered = {name for name in inside if isinstance(named.get(name), (nn.ModuleList, nn.Sequential))}
+        ordered |= {
+            name
+            for name, found in children.items()
+            if isinstance(named.get(name), nn.ModuleDict)
+            and len({kinds[child] for child in found}) == 1 < len(found)
+            and not any(isinstance(named[child], _CONTAINERS) for child in found)
+        }
+        return cls({name: [*found] for name, found in children.items()}, kinds, {*children}, ordered)
+
+    def entries_of(self, name: str) -> list[str]:
+        """The children of a stack; of any other module those whose names are numbers."""
+        children = self.children[name]
+        return children if name in self.ordered else [x for x in children if x.rpartition(".")[2].isdigit()]
+
+    def num_alike(self, names: Iterable[str]) -> int:
+        """The largest number of blocks of one kind among ``names``."""
+        kinds = [self.kinds[x] for x in names if x in self.blocks and self.kinds[x] not in _CONTAINERS]
+        return max(Counter(kinds).values(), default=0)
+
+    def numbered(self, stages: set[str]) -> set[str]:
+        """Blocks in attributes that only a number tells apart, ``block1`` and ``block2``; ``stages`` have blocks."""
+        found: dict[Hashable, list[str]] = {}
+        for child in self.blocks - {""}:
+            if (stem := child.rstrip("0123456789")) != child and not any(below(stage, child) for stage in stages):
+                found.setdefault((stem, self.kinds[child]), []).append(child)
+        return {child for same in found.values() if len(same) > 1 for child in same}

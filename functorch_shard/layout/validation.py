@@ -18,14 +18,6 @@ from .layout import Layout
 from .ranks import axis_sizes, rank_dims
 from .trees import Sharded
 
-_ADVICE = {
-    "subclass": "For a model with quantized or other special weights, plan the trainable parameters alone, as a "
-    "mapping name -> tensor: functional_call takes the others from the model.",
-    "hook": "Remove hooks of parameters (handle.remove()), and apply to the gradients what they did: fs.grad with "
-    "respect to a Full returns whole gradients by name, and fs.scatter_grads shards them.",
-    "sparse": "Build the model with sparse=False.",
-}
-
 
 def check_sharded(verb: str, tree: object, instead: str = "") -> None:
     """Raise unless ``tree`` is a ``Sharded``; ``instead`` ends the message."""
@@ -69,8 +61,7 @@ def check_shards(
 
 def check_whole(tensors: Mapping[str, Any], layout: Layout) -> None:
     """Raise unless ``tensors`` are the parameters of ``layout``, and have values."""
-    special, advice = source_problems({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
-    reject("shard", special, advice)
+    reject("shard", source_problems({name: x for name, x in tensors.items() if isinstance(x, Tensor)}), "")
     problems, fit = _form_problems(tensors, layout)
     if layout.mesh.device.type != "meta":
         problems += [f"{name!r}: on the meta device, without values" for name in fit if tensors[name].is_meta]
@@ -173,37 +164,39 @@ def _grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
     return stored
 
 
-def source_problems(tensors: Mapping[str, Any]) -> tuple[list[str], str]:
+def source_problems(tensors: Mapping[str, Any]) -> list[str]:
     """Why ``tensors`` cannot be stored in flat buffers, by name, and what to do."""
-    found = [(name, *problem) for name, x in tensors.items() if (problem := _problem(x))]
-    advice = dict.fromkeys(_ADVICE[kind] for _, kind, _ in found if kind in _ADVICE)
-    return [f"{name!r}: {text}" for name, _, text in found], " ".join(advice)
+    return [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _problem(x))]
 
 
-def sparse_problems(model: nn.Module) -> tuple[list[str], str]:
+def sparse_problems(model: nn.Module) -> list[str]:
     """Trainable embeddings whose gradients would be sparse, by the names of their weights."""
-    names = [
-        f"{prefix}.weight".removeprefix(".")
+    return [
+        f"{f'{prefix}.weight'.removeprefix('.')!r}: its gradient is sparse, and buffers are dense: build the "
+        f"{type(module).__name__} with sparse=False"
         for prefix, module in model.named_modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
     ]
-    text = "of an embedding with sparse=True: its gradient is a sparse tensor, and buffers are dense"
-    return [f"{name!r}: {text}" for name in names], _ADVICE["sparse"] if names else ""
 
 
-def _problem(x: Any) -> tuple[str, str] | None:
-    """The kind of problem and its text."""
+def _problem(x: Any) -> str:
     if not isinstance(x, Tensor):
-        return "type", f"got {type(x).__name__}, expected a tensor"
+        return f"got {type(x).__name__}, expected a tensor"
     if type(x) is not Tensor and isinstance(x, (UninitializedParameter, UninitializedBuffer)):
-        return "lazy", "a lazy parameter without a shape yet; run the model once"
+        return "a lazy parameter without a shape yet; run the model once"
     if _is_special(x):
-        return "subclass", f"a {type(x).__name__}, which is a tensor subclass; a flat buffer holds plain tensors"
+        return (
+            f"a {type(x).__name__}, which is a tensor subclass, and buffers hold plain tensors: plan the others alone, "
+            "as a mapping name -> tensor; functional_call takes this one from the model"
+        )
     if x.layout != torch.strided:
-        return "layout", f"layout {x.layout}; only strided tensors can be flattened"
+        return f"layout {x.layout}; only strided tensors can be flattened"
     if isinstance(x, nn.Parameter) and (hooks := hooks_of(x)):
-        return "hook", f"has a hook ({', '.join(hooks)}), which would never run: gradients are taken of other tensors"
-    return None
+        return (
+            f"has a hook ({', '.join(hooks)}), which would never run, as gradients are taken of other tensors: remove "
+            "it, and apply to whole gradients what it did, before fs.scatter_grads"
+        )
+    return ""
 
 
 def _is_special(x: Tensor) -> bool:

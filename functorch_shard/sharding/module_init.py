@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout.dtensor import local_part
-from ..layout.stacks import below
+from ..layout.units import below
 from ..torch_internals.autograd import outside_transforms
 from ..torch_internals.tensors import identity_of_storage
 from .blank_modules import count_nan, has_nan, owner_of, title_of, unfit, without_values

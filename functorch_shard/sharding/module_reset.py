@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layout.stacks import below
+from ..layout.units import below
 from ..torch_internals.autograd import outside_transforms
 from ..torch_internals.tensors import RESETS
 from .blank_modules import count_nan, get_tensor, has_nan, in_place, owner_of, title_of, unfit, without_values

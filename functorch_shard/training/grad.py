@@ -15,7 +15,6 @@ from ..collectives.sinks import inside, sink_here
 from ..containers import opaque_problem, opened, refuse_opaque
 from ..eager import eager
 from ..layout.layout import Layout
-from ..layout.packing import sparse_explained
 from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import (
@@ -114,8 +113,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         TypeError: ``fn`` does not return a floating-point scalar tensor (and aux). Or an argument of ``argnums``, or
             aux, holds tensors inside an object that is not a supported container.
         ValueError: ``argnums`` names an argument that was not given, or one twice. Or the result does not depend on any
-            leaf of a ``Sharded`` or ``Full`` argument, for example because ``functional_call`` was forgotten. Or the
-            gradient of a gathered parameter is sparse.
+            leaf of a ``Sharded`` or ``Full`` argument, for example because ``functional_call`` was forgotten.
             Or, under ``functional_call``, a parameter was read after forward had returned; or the result depends on a
             tensor with a hook that is not an argument.
         RuntimeError: backward uses a module's own parameters in place of the gathered ones: use :func:`bind`.
@@ -314,7 +312,7 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivat
 
     given = [x.value for x in inputs]
     # in inference mode, torch.func of 2.11 gives silent zeros
-    with sparse_explained("grad"), outside_inference_mode(), autograd_by_hand():
+    with outside_inference_mode(), autograd_by_hand():
         if only_in_jvp() and not inside():
             grads, (value, aux) = grad_and_value_freeing(tensors_only)(given)
         else:
@@ -340,7 +338,7 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Deri
         outputs = [x for x in (value, *anchors) if x.requires_grad]
         grads: Sequence[Tensor | None] = [None] * len(tensors)
         if tensors and outputs:
-            with sparse_explained("grad"), own_parameters_refused(value, used):
+            with own_parameters_refused(value, used):
                 grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], tensors)
         totals = [_total(x, boundary, i, grad) for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))]
     of_aux, put_back = take_tensors(aux)

@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         nn.Linear(2, 3),
         [nn.Linear],
         TypeError,
-        r"expected lists of names, for example \[\['embed'",
+        r"lists of names, for example \[\['embed'",
     ),
     "class for a mapping": (
         TENSORS,
