@@ -38,6 +38,7 @@ SATELLITES = {
     "curvature": "Hessian products, flat vectors",
     "gloo": "shared memory between ranks of a host",
     "graph": "record and replay a step",
+    "initialization": "fill a model from the meta device",
     "matrix": "optimizers of whole matrices",
     "pictures": "layouts and steps as pictures",
     "recompute": "remat: run again in backward",

@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 examples/hf_llama.py         # the same program on 2
 
 ``fine_tune`` is all that a user writes. A rank never has the whole model: values start unit by unit, by the model's own
 initialization, each unit is gathered when it is used, and export writes one unit at a time. With a pretrained model,
-``fs.checkpoint.import_safetensors(folder, layout)`` takes the place of ``init_params``.
+``fs.checkpoint.import_safetensors(folder, layout)`` takes the place of ``fs.init``'s parameters.
 """
 
 import tempfile
@@ -29,8 +29,7 @@ def fine_tune(mesh: fs.Mesh, config: LlamaConfig, batches: list[Tensor], folder:
         model = LlamaForCausalLM(config)
     model.gradient_checkpointing_enable()
     layout = fs.plan(model, mesh)
-    params = fs.init_params(model, layout, seed=SEED, init=model._init_weights)
-    buffers = fs.init_buffers(model, layout, seed=SEED, init=model._init_weights)
+    params, buffers = fs.init(model, layout, seed=SEED, init=model._init_weights)
     opt = fs.optimizer(torch.optim.AdamW, lr=LR)
 
     @mesh.spmd(out_dims=(0, 0, None))

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from .curvature.jacobian import hessian, jacfwd, jacrev
     from .graph.compile import Compiled as Compiled
     from .graph.compile import compile  # noqa: A004  (as torch.compile)
+    from .initialization.initialize import init
     from .pictures.visualize import visualize
     from .recompute.remat import remat
-    from .sharding.initialize import init_buffers, init_params
     from .sharding.iter_parameters import iter_parameters
     from .sharding.reshard import reshard
     from .storage.offloading import offload
@@ -71,9 +71,8 @@ __all__ = [
     "grad",
     "grad_and_value",
     "hessian",
-    "init_buffers",
+    "init",
     "init_mesh",
-    "init_params",
     "iter_parameters",
     "jacfwd",
     "jacrev",
@@ -98,8 +97,7 @@ _ON_FIRST_USE = {
     "codecs": ".codecs",
     "curvature": ".curvature",
     "debug": ".debug",
-    "init_buffers": ".sharding.initialize",
-    "init_params": ".sharding.initialize",
+    "init": ".initialization.initialize",
     "reshard": ".sharding.reshard",
     "iter_parameters": ".sharding.iter_parameters",
     "offload": ".storage.offloading",

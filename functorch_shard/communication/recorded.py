@@ -81,7 +81,7 @@ def _shape_of_result(op: Collective, x: Tensor, size: int) -> list[int]:
         case _:
             raise NotImplementedError(
                 f"{op}: a compiled function cannot contain it: what ranks compare or send to each other at the start "
-                "of a program (plan, shard, load, init_params) is done before, outside of what is compiled."
+                "of a program (plan, shard, load, init) is done before, outside of what is compiled."
             )
     return shape
 

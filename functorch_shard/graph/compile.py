@@ -64,7 +64,7 @@ def compile(  # noqa: A001  (as torch.compile)
             an object that holds a tensor and is not a container; all are named. Or a result is such an object.
         ValueError: no such backend.
         NotImplementedError: at a recording, where the step reads a value of a tensor; the message has the line. Or it
-            contains what is done once, before steps: ``plan``, ``shard``, ``init_params``, ``checkpoint``.
+            contains what is done once, before steps: ``plan``, ``shard``, ``init``, ``checkpoint``.
         RuntimeError: at a recording, where ranks recorded different collectives; the message has the first difference.
 
     Cost:

@@ -71,7 +71,7 @@ def plan(
     ``DTensor`` over other axes of the device mesh (tensor parallelism) this rank's local part is sharded.
 
     Values are not used: build the model with the same seed on every rank for :func:`shard`, or without values, on the
-    meta device, for :func:`init_params`.
+    meta device, for :func:`init`.
 
     Args:
         source: the model, which may be on the meta device, or a mapping name -> tensor. Parameters with

@@ -1,7 +1,6 @@
 """From whole parameters to shards and back: ``shard``, ``gather``, ``scatter_grads`` and what they are made of.
 
-The verbs: ``gather``, ``scatter``, ``shard``, ``partition``, ``initialize`` (``module_reset``, or ``module_init`` with
-``staging``, on ``blank_modules``), ``reshard``, ``iter_parameters``, ``gather_on_rank``;
+The verbs: ``gather``, ``scatter``, ``shard``, ``partition``, ``reshard``, ``iter_parameters``, ``gather_on_rank``;
 ``slicing``: whole buffers to shards. How a gather and its reduction are done:
 ``data_parallel`` differentiates them by their schedule; ``lazy_gather`` (autograd) makes ``lazy_tensor`` objects;
 ``prefetch_policy`` decides which unit is gathered next and which is freed, ``gathered_units`` holds them,

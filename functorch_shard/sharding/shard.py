@@ -94,7 +94,7 @@ def _the_same(model: nn.Module, layout: Layout) -> dict[str, Tensor]:
     """The parameters of ``model``, which are those of every rank: parts of different models make none."""
     advice = (
         "Each rank shards the model that it built itself. Seed all ranks alike before that, torch.manual_seed(0), and "
-        "apart after shard. Or take the values of one, shard(model, layout, from_rank=0), or make them by init_params."
+        "apart after shard. Or take the values of one, shard(model, layout, from_rank=0), or make them by fs.init."
     )
     describe = lambda tensors: value_lines(tensors, layout.slots)  # noqa: E731
     return layout.mesh.agree("shard", lambda: _checked(model, layout), describe, advice)

@@ -31,7 +31,7 @@ def apply(
         params: every parameter by name: a ``Full``, a mapping, or a ``Sharded``, which is gathered. Tied parameters
             under any of their names.
         buffers: every buffer by name, for example ``dict(model.named_buffers())`` or the result of
-            :func:`init_buffers`.
+            :func:`init`.
         args, kwargs: for the model.
 
     Returns:

@@ -33,7 +33,7 @@ FLOORS = [
     {"storage", "tensor_parallel"},
     {"sharding"},
     {"training", "checkpoint", "codecs"},
-    {"curvature", "graph", "matrix", "pictures", "recompute"},
+    {"curvature", "graph", "initialization", "matrix", "pictures", "recompute"},
     {"debug"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
@@ -48,6 +48,7 @@ SATELLITES = {
     "curvature",
     "gloo",
     "graph",
+    "initialization",
     "matrix",
     "pictures",
     "recompute",

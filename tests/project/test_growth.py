@@ -206,7 +206,7 @@ def test_initialization_grows_as_the_model_does(make: Callable[[int], nn.Module]
     def task(n: int) -> Callable[[], Any]:
         model = make(n)
         layout = fs.plan(model, MESH)
-        return lambda: (fs.init_params(model, layout), fs.init_buffers(model, layout))
+        return lambda: fs.init(model, layout)
 
     assert growth(task) < AT_MOST
 

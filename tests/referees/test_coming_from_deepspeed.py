@@ -161,7 +161,7 @@ def _() -> None:
     assert [found[:2] for found in in_parts()] == [[0, 16]] * RANKS
     with torch.device("meta"):
         layer = nn.Linear(8, 4, bias=False)
-    (stacked,) = fs.init_params(layer, fs.plan(layer, fs.simulated_mesh(RANKS))).values()
+    (stacked,) = fs.init(layer, fs.plan(layer, fs.simulated_mesh(RANKS)))[0].values()
     assert stacked.shape == (RANKS, 16)
 
 

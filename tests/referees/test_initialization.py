@@ -37,7 +37,6 @@ def test_values_are_those_of_the_models_own_initialization(model: str) -> None:
     with torch.no_grad():
         whole.apply(whole._init_weights)
     layout = fs.plan(meta, fs.simulated_mesh(3))
-    params = fs.init_params(meta, layout, seed=5, init=meta._init_weights)
+    params, buffers = fs.init(meta, layout, seed=5, init=meta._init_weights)
     assert_trees_close(dict(fs.gather(params)), dict(whole.named_parameters()), rtol=0, atol=0)
-    buffers = fs.init_buffers(meta, layout, seed=5, init=meta._init_weights)
     assert_trees_close({name: x[0] for name, x in buffers.items()}, dict(whole.named_buffers()), rtol=0, atol=0)

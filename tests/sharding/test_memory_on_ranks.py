@@ -98,7 +98,7 @@ def initialised_on_this_rank() -> LiveBytes:
     layout = fs.plan(model, fs.init_mesh())
     with LiveBytes() as live:
         live.mark("start")
-        params = fs.init_params(model, layout)
+        params, _ = fs.init(model, layout)
         live.mark("end")
     assert len(params) == UNITS
     return live

@@ -91,4 +91,4 @@ def on_meta(make: Callable[[], nn.Module]) -> Any:
 
 def initialized(model: nn.Module, seed: int = 0) -> fs.Full:
     """Whole parameters for a module without values."""
-    return fs.gather(fs.init_params(model, fs.plan(model, fs.simulated_mesh(1)), seed=seed))
+    return fs.gather(fs.init(model, fs.plan(model, fs.simulated_mesh(1)), seed=seed)[0])

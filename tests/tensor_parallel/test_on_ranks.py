@@ -501,13 +501,13 @@ class Resettable(Transformer):
 
 
 @check
-def init_params_fills_a_parallel_model_as_the_same_one_alone(axes: DeviceMesh, mesh: fs.Mesh) -> None:
+def init_fills_a_parallel_model_as_the_same_one_alone(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     for device in ("meta", "cpu"):
         with torch.device(device):
             alone, parallel = tie(Resettable()), tie(parallelize(Resettable(), axes["tensor"]))
         one = fs.simulated_mesh(1)
-        expected = fs.gather(fs.init_params(alone, fs.plan(alone, one), seed=3), lazy=False)
-        params = fs.init_params(parallel, fs.plan(parallel, mesh), seed=3)
+        expected = fs.gather(fs.init(alone, fs.plan(alone, one), seed=3)[0], lazy=False)
+        params, _ = fs.init(parallel, fs.plan(parallel, mesh), seed=3)
         got = fs.gather(params, lazy=False)
         assert any(is_dtensor(x) for x in got.values())
         exactly({name: whole(x) for name, x in got.items()}, dict(expected))

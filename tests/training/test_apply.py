@@ -46,7 +46,7 @@ def train(mesh: fs.Mesh, model: nn.Module, sync: bool = True) -> tuple[fs.Full, 
     """SGD through apply: the last parameters and buffers, and the losses."""
     layout = fs.plan(model, mesh)
     params, opt = fs.shard(model, layout), fs.optimizer(torch.optim.SGD, lr=0.1)
-    buffers, state = fs.init_buffers(model, layout), opt.init(params)
+    buffers, state = fs.init(model, layout)[1], opt.init(params)
 
     def loss(params: fs.Sharded, buffers: Values, x: Tensor, y: Tensor) -> tuple[Tensor, Values]:
         output, buffers = fs.apply(model, params, buffers, x)

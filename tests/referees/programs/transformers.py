@@ -175,7 +175,7 @@ def from_meta(where: Where) -> dict[str, Any]:
         return {"parameters": dict(model.named_parameters())}
     with torch.device("meta"):
         model = made("Llama, tied")
-    params = fs.init_params(model, fs.plan(model, where), seed=3, init=model._init_weights)
+    params, _ = fs.init(model, fs.plan(model, where), seed=3, init=model._init_weights)
     return {"parameters": fs.gather(params, lazy=False)}
 
 

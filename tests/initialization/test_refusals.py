@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import functorch_shard as fs
 from tests.support.models import initialized, on_meta
-from tests.support.refusals import refused
+from tests.support.ranks import Ranks, gloo
+from tests.support.refusals import refused, text_of
 
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
+INTEGERS = [torch.int16, torch.uint16, torch.int64, torch.uint64]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
@@ -32,8 +34,8 @@ def test_integers_are_told_from_what_a_reset_finds(dtype: torch.dtype) -> None:
 
     assert initialized(on_meta(lambda: Counts(3)))["x"].tolist() == [0, 1, 100]
     model = on_meta(lambda: Counts(2))
-    text = refused(fs.init_params, model, fs.plan(model, fs.simulated_mesh(1)))
-    assert "'x': reset_parameters of Counts, the model itself, left 1 of 3 elements unfilled" in text
+    text = refused(fs.init, model, fs.plan(model, fs.simulated_mesh(1)))
+    assert "'x': 1 of 3 elements left unfilled by reset_parameters of Counts, the model itself" in text
 
 
 class Careless(nn.Module):
@@ -67,18 +69,18 @@ def test_every_parameter_that_nothing_fills_is_named() -> None:
     weight_norm(model["c"])
     for units in ("auto", 1):
         layout = fs.plan(model, fs.simulated_mesh(2), units=units)
-        text = refused(fs.init_params, model, layout)
-        assert text.startswith("ValueError: init_params: 9 problems")
+        text = refused(fs.init, model, layout)
+        assert text.startswith("ValueError: init: 9 problems")
         for line in (
-            "'a.partial': reset_parameters of Careless 'a' left 4 of 12 elements unfilled",
-            "'a.forgotten': reset_parameters of Careless 'a' left 2 of 2 elements unfilled",
-            "'a.small': reset_parameters of Careless 'a' left 3 of 3 elements unfilled",
-            "'a.count': reset_parameters of Careless 'a' left 1 of 4 elements unfilled",
-            "'a.flag': reset_parameters of Careless 'a' left 2 of 2 elements unfilled",
+            "'a.partial': 4 of 12 elements left unfilled by reset_parameters of Careless 'a'",
+            "'a.forgotten': not filled by reset_parameters of Careless 'a': 2 elements",
+            "'a.small': not filled by reset_parameters of Careless 'a': 3 elements",
+            "'a.count': 1 of 4 elements left unfilled by reset_parameters of Careless 'a'",
+            "'a.flag': not filled by reset_parameters of Careless 'a': 2 elements",
             "'b.gate': neither Bare 'b' nor a module around it has a reset",
             "'b.list.0': neither ParameterList 'b.list' nor a module around it has a reset",
-            "'c.parametrizations.weight.original0': reset_parameters of ParametrizedLinear 'c' left 2 of 2",
-            "'c.parametrizations.weight.original1': reset_parameters of ParametrizedLinear 'c' left 4 of 4",
+            "'c.parametrizations.weight.original0': not filled by reset_parameters of ParametrizedLinear 'c': 2",
+            "'c.parametrizations.weight.original1': not filled by reset_parameters of ParametrizedLinear 'c': 4",
         ):
             assert line in text
         assert "shard(model, layout, from_rank=0)" in text
@@ -115,15 +117,18 @@ def test_a_reset_may_assign_new_parameters_of_the_same_form() -> None:
         (lambda m: setattr(m, "weight", nn.Parameter(torch.ones(3, 2))), "put a tensor of shape (3, 2), torch.float32"),
         (lambda m: setattr(m, "weight", None), "put NoneType there, expected a tensor"),
         (lambda m: setattr(m, "weight", nn.Parameter(torch.empty(2, 3, device="meta"))), "without values there"),
-        (lambda m: m.weight, "left 6 of 6 elements unfilled"),
-        (lambda m: 1 / 0, "of Resetting, the model itself, raised ZeroDivisionError: division by zero"),
-        (lambda m: m.weight.data.copy_(m.fc.weight), "of Resetting, the model itself, raised NotImplementedError"),
-        (lambda m, std: None, "the model itself, raised TypeError"),
+        (lambda m: m.weight, "not filled by reset_parameters of Resetting, the model itself: 6 elements"),
+        (
+            lambda m: 1 / 0,
+            "ZeroDivisionError raised by reset_parameters of Resetting, the model itself",
+        ),
+        (lambda m: m.weight.data.copy_(m.fc.weight), "NotImplementedError raised by reset_parameters of Resetting"),
+        (lambda m, std: None, "TypeError raised by reset_parameters"),
     ],
 )
 def test_a_reset_that_does_something_else_is_reported_by_its_name(reset: Callable[..., object], told: str) -> None:
     model = on_meta(lambda: Resetting(reset))
-    text = refused(fs.init_params, model, fs.plan(model, fs.simulated_mesh(2)))
+    text = refused(fs.init, model, fs.plan(model, fs.simulated_mesh(2)))
     assert "reset_parameters" in text
     assert told in text
 
@@ -134,3 +139,59 @@ def test_a_reset_that_fills_other_modules_too_is_overruled_by_their_own() -> Non
     assert torch.equal(
         values["fc.weight"], initialized(on_meta(lambda: nn.ModuleDict({"fc": nn.Linear(3, 2)})))["fc.weight"]
     )
+
+
+def test_buffers_that_nothing_fills_are_refused_and_kept_when_they_have_values() -> None:
+    class Rope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    model: Any = on_meta(lambda: nn.ModuleDict({"rope": Rope(), "fc": nn.Linear(2, 2)}))
+    layout = fs.plan(model, fs.simulated_mesh(2))
+    text = refused(fs.init, model, layout)
+    assert "'rope.table': neither Rope 'rope' nor a module around it has a reset" in text
+    assert "give the model the values of buffers that __init__ computes" in text
+    model["rope"] = Rope()
+    assert fs.init(model, layout)[1]["rope.table"].tolist() == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def errors(mesh: fs.Mesh) -> list[str]:
+    """A reset that is broken on rank 1, seeds that differ, and a rank without a model."""
+    make = lambda: nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))  # noqa: E731
+    model, broken = on_meta(make), on_meta(make)
+    layout = fs.plan(model, mesh)
+    if mesh.rank == 1:
+        broken[1].reset_parameters = lambda: None
+    told = [
+        text_of(fs.init, broken, layout),
+        text_of(fs.init, model, layout, seed=mesh.rank),
+        text_of(fs.init, None if mesh.rank else model, layout),
+    ]
+    dist.barrier()  # nobody is left in a collective
+    return told
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_init_fails_on_all_ranks_or_none(ranks: Ranks) -> None:
+    first, second = ranks.run(errors)
+    assert "'1.weight': not filled by reset_parameters of LayerNorm '1': 2 elements" in second[0]
+    assert first[0].startswith("RuntimeError: init failed on rank 1, so no rank can go on. There:\nValueError")
+    assert first[1] == second[1]
+    assert "rank 1: seed=1" in first[1]
+    assert second[2].startswith("TypeError: init: model: got NoneType")
+    assert "failed on rank 1" in first[2]
+
+
+def test_arguments_of_the_wrong_kind_and_another_model_are_refused() -> None:
+    model = on_meta(lambda: nn.Linear(3, 2))
+    layout = fs.plan(model, fs.simulated_mesh(2))
+    text = refused(fs.init, on_meta(lambda: nn.Sequential(nn.Linear(3, 2))), layout)
+    assert "'weight': missing" in text
+    assert "'0.weight': not in the layout" in text
+    assert "'weight': got shape (2, 4)" in refused(fs.init, on_meta(lambda: nn.Linear(4, 2)), layout)
+    assert "TypeError: init: model: got dict" in refused(fs.init, {}, layout)
+    assert "TypeError: init: layout: got Mesh" in refused(fs.init, model, layout.mesh)
+    assert "TypeError: init: init: got int" in refused(fs.init, model, layout, init=3)
+    for seed in (1.5, True, torch.tensor(3), None):
+        assert "seed: got" in refused(fs.init, model, layout, seed=seed)
