@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import vmap
 
 import functorch_shard as fs
@@ -253,6 +254,33 @@ def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
     same = torch.tensor([1.0, 2.0])
     assert torch.equal(mesh.spmd(lambda: all_gather(same, mesh), out_dims=None)(), same.repeat(3))
     assert torch.equal(mesh.spmd(lambda: psum(same, mesh), out_dims=None)(), 3 * same)
+
+
+def meshes_on_this_rank(mesh: fs.Mesh) -> list[str]:
+    world = mesh.size
+    named = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    texts = [
+        repr(fs.init_mesh()),
+        repr(fs.Mesh.from_device_mesh(named)),
+        repr(fs.init_mesh({"replicate": 1, "shard": -1})),
+    ]
+    for wrong in (
+        lambda: fs.init_mesh({"shard": 5}),
+        lambda: fs.Mesh.from_device_mesh(init_device_mesh("cpu", (world,))),
+    ):
+        try:
+            wrong()
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("ranks", gloo(2), ids=str)
+def test_meshes_come_from_the_process_group_or_from_a_device_mesh(ranks: Ranks) -> None:
+    texts = ranks.run(meshes_on_this_rank)[1]
+    assert texts[:3] == ["Mesh(shard=2, cpu)", "Mesh(data=2, cpu)", "Mesh(replicate=1 x shard=2, cpu)"]
+    assert texts[3] == "init_mesh: shard=5 makes 5 ranks, but there are 2"
+    assert "expected a device mesh with mesh_dim_names" in texts[4]
 
 
 def test_inputs_are_never_written_to() -> None:

@@ -71,6 +71,29 @@ def test_jacrev_is_the_mean_over_ranks_of_its_own_columns(mesh: fs.Mesh) -> None
     assert difference(params, rows).abs().max() < 1e-12
 
 
+def cubic(params: fs.Sharded, x: Tensor) -> Tensor:
+    return (fs.gather(params)["w"].pow(3) * x).sum()
+
+
+@on_each(KINDS)
+def test_a_column_of_hessian_is_a_product_with_the_sum_of_basis_vectors(mesh: fs.Mesh) -> None:
+    params, rows = setting(mesh)
+
+    @mesh.spmd
+    def difference(params: fs.Sharded, x: Tensor) -> Any:
+        numel = only(params).shape[0]
+        columns = []
+        for i in range(numel):
+            basis = fs.Sharded(
+                {key: torch.zeros_like(p) + torch.eye(numel)[i] for key, p in params.items()}, params.layout
+            )
+            product = torch.func.jvp(fs.grad(lambda p: cubic(p, x)), (params,), (basis,))[1]
+            columns.append(only(product))
+        return only(only(hessian(cubic)(params, x))) - torch.stack(columns, -1)
+
+    assert difference(params, rows).abs().max() < 1e-12
+
+
 # The library's own: of the awkward model, with frozen, tied, scalar and empty parameters.
 ANY_RANKS = [*simulated(3), *gloo(2), *slow([*simulated(1, HYBRID), *gloo(HYBRID)])]
 

@@ -50,6 +50,12 @@ def test_flat_vectors_do_not_depend_on_units_and_labels(kind: str, options: dict
     np.testing.assert_allclose(flat_products(fs.simulated_mesh(3), kind, options), expected, rtol=1e-10, atol=1e-12)
 
 
+@every_kind
+def test_with_the_sum_reduction_it_is_the_matrix_of_the_sum(kind: str) -> None:
+    products = flat_products(fs.simulated_mesh(3), kind, {"reduction": "sum"})
+    np.testing.assert_allclose(products, 3 * directions() @ matrix(kind, 3).numpy(), rtol=1e-10, atol=1e-12)
+
+
 def sharded_products(mesh: fs.Mesh, kind: str) -> list[NDArray[np.float64]]:
     """With a vector of all parameters, one of the trainable ones, and the first one as a flat vector."""
     made = operator(mesh, kind)
@@ -68,6 +74,15 @@ def test_a_product_of_trees_has_the_layout_of_its_vector_and_zeros_where_it_is_f
     for whole, part, flat in ranks.run(sharded_products, kind):
         np.testing.assert_array_equal(whole, part)
         np.testing.assert_array_equal(whole, flat)
+
+
+@every_kind
+def test_outside_of_spmd_it_is_the_matrix_of_the_whole_batch(kind: str) -> None:
+    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 3}), awkward()
+    params = fs.shard(model, fs.plan(model, mesh))
+    args = operator(fs.simulated_mesh(1), kind).args
+    flat = KINDS[kind](params, *(x[0] for x in args)).flat()
+    np.testing.assert_allclose(flat.matvec(directions()[0]), directions()[0] @ matrix(kind, 1).numpy(), rtol=1e-10)
 
 
 def eigenvalues(mesh: fs.Mesh) -> NDArray[np.float64]:

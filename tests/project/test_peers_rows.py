@@ -52,6 +52,30 @@ def gradients_on(mesh: fs.Mesh, model: nn.Module, params: fs.Sharded, x: Tensor,
     return mesh.spmd(gradient)(params, *mesh.split((x, y)))
 
 
+IN_MEMORY: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.randn(5, 3, dtype=torch.float64).T,
+    "channels_last": lambda: torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last),
+    "one by one, channels_last": lambda: torch.randn(4, 3, 1, 1, dtype=torch.float64).to(
+        memory_format=torch.channels_last
+    ),
+    "every second column": lambda: torch.randn(3, 8, dtype=torch.float64)[:, ::2],
+    "expanded": lambda: torch.randn(3, 1, dtype=torch.float64).expand(3, 4),
+    "one element of a larger memory": lambda: torch.randn(9, dtype=torch.float64)[4],
+}
+
+
+@every_mesh
+def test_parameters_that_are_not_contiguous_keep_their_values(mesh: fs.Mesh) -> None:
+    torch.manual_seed(0)
+    values = {f"{i}.w": make() for i, make in enumerate(IN_MEMORY.values())}
+    params = fs.shard(values, fs.plan(values, mesh))
+    full = fs.gather(params, lazy=False)
+    assert_trees_close(dict(full), values, rtol=0, atol=0)
+    assert all(x.is_contiguous() for x in full.values())
+    grads = mesh.spmd(fs.grad(lambda p: sum((x**3).sum() for x in fs.gather(p).values())))(params)
+    assert_close(whole(grads), {name: 3 * x**2 for name, x in values.items()})
+
+
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 # Strides of tensors: only values matter, and gathered tensors are row-major.

@@ -49,6 +49,15 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
+def test_each_vmap_of_ones_own_is_left_as_it_is() -> None:
+    mesh = fs.simulated_mesh(3)
+    layout = fs.plan({"w": torch.zeros(4)}, mesh, align_bytes=0)
+    x = torch.arange(24.0).view(3, 2, 4)  # (ranks, models, elements)
+    ensemble = mesh.spmd(lambda x: torch.vmap(lambda w: fs.shard({"w": w}, layout, from_rank=1)["(root)"])(x))(x)
+    assert ensemble.shape == (3, 2, 2)
+    assert torch.equal(ensemble.transpose(0, 1).flatten(1)[:, :4], x[1])
+
+
 def test_a_rank_that_is_none_is_refused() -> None:
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
     layout = fs.plan(two_layers(), mesh)
@@ -104,7 +113,7 @@ def each_case_from_each_rank(mesh: fs.Mesh) -> dict[int, dict[str, int]]:
     return sent
 
 
-@pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
+@pytest.mark.parametrize("ranks", gloo(2, HYBRID, {"replicate": 2}), ids=str)
 def test_every_rank_gets_its_shard_of_the_values_of_one(ranks: Ranks) -> None:
     """What the others hold instead may be nothing, other values, or no model."""
     axes = dict(ranks.axes)

@@ -191,6 +191,17 @@ def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
         )
 
 
+def test_reducing_never_writes_to_the_gradients() -> None:
+    layout, grads = alone()
+    before = {name: x.clone() for name, x in grads.items()}
+    for buffer in layout.buffers.values():
+        reductions = Reductions()
+        reductions.start(grads, [buffer], layout, 1)
+        for result in (reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)):
+            result.zero_()
+    assert_trees_close(grads, before, rtol=0, atol=0)
+
+
 class SlowBackend(Backend):
     """Two ranks with equal values; a reduction reads its operand until it lands, and each step of it can be watched."""
 
