@@ -64,9 +64,6 @@ class MixedPrecision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"MixedPrecision: {name}: got {dtype!r}, expected a floating-point dtype or None")
-        for name in ("cast_forward_inputs", "keep_low_precision_grads"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"MixedPrecision: {name}: got {getattr(self, name)!r}, expected True or False")
 
     def __repr__(self) -> str:
         chosen = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]

@@ -22,7 +22,6 @@ from functorch_shard.layout.layout import Layout
 from functorch_shard.layout.parts import lines_of, merged, select_buffers
 
 RANKS = (1, 2, 3, 5, 8)
-SHAPES = [(), (0,), (0, 3), (1,), (7,), (3, 3), (17, 257), (2, 3, 5), (31,), (101,)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
 PRECISIONS = [(torch.bfloat16, torch.float32), (torch.float16, None), (None, torch.float64)]
 ALIGNMENTS = [0, 1, 2, 10, 16, 64]
@@ -80,11 +79,10 @@ def brute_force(layout: Layout, rank: int) -> list[Slice]:
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_packed_shard_has_numel_over_ranks_elements_rounded_up(shape: tuple[int, ...], ranks: int) -> None:
-    layout = fs.plan({"p": torch.zeros(shape)}, fs.simulated_mesh(ranks), align_bytes=0)
-    assert layout.buffers["(root)"].shard_numel == -(-prod(shape) // ranks)
+def test_a_packed_shard_has_numel_over_ranks_elements_rounded_up() -> None:
+    for numel in (0, 1, 7, 17 * 257):
+        layout = fs.plan({"p": torch.zeros(numel)}, fs.simulated_mesh(5), align_bytes=0)
+        assert layout.buffers["(root)"].shard_numel == -(-numel // 5)
 
 
 @given(planned())

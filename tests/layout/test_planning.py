@@ -36,6 +36,7 @@ def test_the_key_of_a_buffer_is_its_unit_and_what_tells_it_from_the_others_there
         "b.g": torch.zeros(3),
         "c.w": torch.zeros(3),
         "c.n": torch.zeros(3, dtype=torch.int64),
+        "c.mask": torch.zeros(5, dtype=torch.bool),
         "d.w": frozen(3),
         "e.w": torch.zeros(3),
         "e.f": frozen(3),
@@ -49,22 +50,14 @@ def test_the_key_of_a_buffer_is_its_unit_and_what_tells_it_from_the_others_there
         "b/no_decay": ["b.g"],
         "c/float32": ["c.w"],
         "c/int64/frozen": ["c.n"],
+        "c/bool/frozen": ["c.mask"],
         "d/frozen": ["d.w"],
         "e/float32": ["e.w"],
         "e/float32/frozen": ["e.f"],
         "e/slow/float16/frozen/whole": ["e.h"],
         "f/whole": ["f.w"],
     }
-    assert [len(unit.buffers) for unit in layout.units] == [1, 2, 2, 1, 3, 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool])
-def test_integers_and_bools_are_frozen(dtype: torch.dtype) -> None:
-    layout = fs.plan({"m.w": torch.zeros(2), "m.n": torch.zeros(5, dtype=dtype)}, MESH)
-    buffer = layout.buffers[layout.key_of["m.n"]]
-    assert not buffer.trainable
-    assert buffer.dtype == dtype
-    assert layout.buffers[layout.key_of["m.w"]].trainable
+    assert [len(unit.buffers) for unit in layout.units] == [1, 2, 3, 1, 3, 1]
 
 
 def test_scalars_empties_and_transposes_are_row_major_like_any_other() -> None:

@@ -21,12 +21,10 @@ THIRDS = torch.arange(1, 8) / 3  # no bfloat16 holds one of the 3rds
 
 # param_dtype and reduce_dtype; what is computed in, and what 256 + 1 is as the sum over ranks.
 RULES: dict[str, tuple[fs.MixedPrecision | None, torch.dtype, float]] = {
-    "nothing": (None, F32, 257.0),
     "both None": (fs.MixedPrecision(), F32, 257.0),
     "params": (fs.MixedPrecision(BF16), BF16, 256.0),  # reduce_dtype None is param_dtype
     "params, exact sums": (fs.MixedPrecision(BF16, F32), BF16, 257.0),
     "sums alone": (fs.MixedPrecision(None, BF16), F32, 256.0),
-    "halves": (fs.MixedPrecision(F16, BF16), F16, 256.0),
     "wider": (fs.MixedPrecision(F64), F64, 257.0),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
@@ -105,7 +103,7 @@ def by_everybody(layout: fs.Layout, rows: Tensor) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 3}, {"replicate": 3, "shard": 5}], ids=str)
+@pytest.mark.parametrize("axes", [{"replicate": 3}, {"replicate": 3, "shard": 5}], ids=str)
 def test_a_mean_of_bfloat16_is_rounded_once(axes: dict[str, int]) -> None:
     """Of sums in float32. A sum rounded before it is divided differs in about one element of seven."""
     mesh = fs.simulated_mesh({"shard": 1, **axes})
@@ -149,32 +147,11 @@ def test_complex_parameters_and_gradients_are_never_cast(ranks: Ranks) -> None:
             assert_trees_close(result, {key: rows[rank] for key, rows in expected.items()})
 
 
-def test_bytes_sent_are_those_of_the_gathered_and_reduced_dtypes() -> None:
+def test_tangents_are_gathered_in_the_dtype_of_parameters() -> None:
     mesh = fs.simulated_mesh(2)
-    for precision, gathered, reduced in (
-        (None, 4, 4),
-        (fs.MixedPrecision(BF16), 2, 2),
-        (fs.MixedPrecision(BF16, F32), 2, 4),
-        (fs.MixedPrecision(None, BF16), 4, 2),
-        (fs.MixedPrecision(F64, F16), 8, 2),
-    ):
-        values = {"w": THIRDS}
-        layout = fs.plan(values, mesh, precision=precision)
-        with count_collectives() as seen:
-            mesh.spmd(grad(lambda p: fs.gather(p)["w"].float().sum()))(fs.shard(values, layout))
-        assert [(c.kind, c.numel, c.nbytes) for c in seen.issued] == [
-            ("all_gather", 4, 4 * gathered),
-            ("psum_scatter", 8, 8 * reduced),
-        ]
-
-
-@every_rule
-def test_tangents_are_gathered_in_the_dtype_of_parameters(rule: str) -> None:
-    precision, computed, _ = RULES[rule]
-    mesh = fs.simulated_mesh(2)
-    part, frozen = fs.partition(planned(mesh, precision)[0])
+    part, frozen = fs.partition(planned(mesh, fs.MixedPrecision(BF16, F32))[0])
     tangent = jvp(lambda p: mesh.spmd(lambda p, f: fs.gather(p, f)["m.w"])(p, frozen)[0], (part,), (part,))[1]
-    assert torch.equal(tangent, THIRDS.to(computed))
+    assert torch.equal(tangent, THIRDS.to(BF16))
 
 
 def test_float16_sums_are_divided_before_and_after_as_fully_shard_does_it() -> None:
@@ -191,11 +168,10 @@ def test_float16_sums_are_divided_before_and_after_as_fully_shard_does_it() -> N
     assert [divide_factors(n, F16) for n in (3, 6, 128)] == [(2, 1.5), (4, 1.5), (16, 8)]
 
 
-@pytest.mark.parametrize("axes", [{"shard": 4}, {"replicate": 4}, {"replicate": 2, "shard": 2}], ids=str)
-def test_a_mean_of_float16_does_not_overflow_where_its_sum_would(axes: dict[str, int]) -> None:
-    mesh = fs.simulated_mesh(axes)
+def test_a_mean_of_float16_does_not_overflow_where_its_sum_would() -> None:
+    mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
     values = {"w": torch.zeros(3)}
-    rows = torch.full((4,), 30_000.0).view(*axes.values())
+    rows = torch.full((2, 2), 30_000.0)
 
     def loss(p: fs.Sharded, x: Tensor) -> Tensor:
         return (fs.gather(p)["w"] * x.to(F16)).float().sum()
@@ -227,14 +203,7 @@ def test_inputs_outputs_and_buffers_are_cast_where_a_policy_says_so() -> None:
         assert silent.cast_buffers(tree) is tree
 
 
-WRONG: dict[str, Any] = {"text": "bfloat16", "integer": torch.int8, "bool": torch.bool, "complex": torch.complex64}
-
-
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
-@pytest.mark.parametrize("case", WRONG)
-def test_a_dtype_that_is_not_floating_point_is_refused(case: str, name: str) -> None:
-    text = refused(fs.MixedPrecision, **{name: WRONG[case]})
-    assert text == f"TypeError: MixedPrecision: {name}: got {WRONG[case]!r}, expected a floating-point dtype or None"
-
-
-# What rank 0 plans with, what rank 1 does, and how each is reported.
+def test_a_dtype_that_is_not_floating_point_is_refused() -> None:
+    for name, wrong in {"param_dtype": "bfloat16", "reduce_dtype": torch.int8, "buffer_dtype": torch.complex64}.items():
+        text = refused(fs.MixedPrecision, **{name: wrong})
+        assert text == f"TypeError: MixedPrecision: {name}: got {wrong!r}, expected a floating-point dtype or None"

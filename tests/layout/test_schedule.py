@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -55,23 +54,8 @@ def planned(
 schedules = st.builds(planned, dtypes, policies, axes, reductions, ignored=st.booleans())
 
 
-def communications(ops: tuple[Op, ...]) -> list[AllGather | ReduceScatter | AllReduce]:
-    return [op for op in ops if isinstance(op, Communication)]
-
-
 def divided_by(ops: tuple[Op, ...]) -> float:
     return prod(op.by for op in ops if isinstance(op, Divide))
-
-
-TRANSPOSED: dict[type, Any] = {AllGather: ReduceScatter, ReduceScatter: AllGather}
-
-
-@given(schedules)
-@some_laws
-def test_within_communicates_as_the_transpose_of_gather_does(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
-    _, _, schedule = planned
-    transposed = [TRANSPOSED[type(op)](op.axis) for op in reversed(communications(schedule.gather))]
-    assert transposed == communications(schedule.within)
 
 
 @given(

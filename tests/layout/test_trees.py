@@ -129,9 +129,7 @@ def test_a_full_that_torch_saved_is_a_state_dict_for_everybody() -> None:
 
 
 @both
-@pytest.mark.parametrize(
-    "leaf", [None, object(), "text", torch.zeros(2, 3, 4)], ids=["None", "object", "str", "tensor"]
-)
+@pytest.mark.parametrize("leaf", [None, object()], ids=["None", "object"])
 def test_unflattening_never_validates(make: Callable[[], Any], leaf: Any) -> None:
     tree = make()
     for pytree, options in ((optree, {"none_is_leaf": True}), (torch_pytree, {})):
