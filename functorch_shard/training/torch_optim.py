@@ -184,7 +184,8 @@ def initial_state(cls: Class, param: Tensor, options: Options, numbers: Sequence
     step is stopped before its first write.
     """
     state = _FirstValues()
-    group = Group(param, torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param), state, options, {})
+    zeros, kept = torch.zeros((), dtype=param.dtype, device=param.device), dict.fromkeys(numbers)
+    group = Group(param, zeros.expand_as(param), state, options, kept)
     optimizer = cls([param], **{**_implementation(options, [param], option_names(cls)), **options})
     entries = dict(optimizer.param_groups[0])
     try:

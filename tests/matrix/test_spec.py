@@ -36,6 +36,7 @@ ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (homemade.Lists, {}, ["momentums.0", "momentums.1"]),
     (homemade.FromTheFirst, {}, ["square", "owner.started"]),
     (homemade.CountsSteps, {}, ["group.step", "mean", "owner.started"]),
+    (homemade.Waits, {}, ["group.step", "mean", "owner.started"]),
     (homemade.Slow, {}, ["slow", "owner.started"]),
     (
         homemade.Soap,
