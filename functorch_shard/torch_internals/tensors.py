@@ -121,8 +121,8 @@ _BLANK = nn.Module().__dict__
 _REGISTERED = tuple(name for name, x in _BLANK.items() if type(x) is dict)
 _SETS = tuple(name for name, x in _BLANK.items() if type(x) is set)
 _HOOKS = tuple(name for name, x in _BLANK.items() if type(x) is OrderedDict)
-# Of torch.compile(module), which saves the module under this name, and of module.compile(). If torch renames one, the
-# compiled code runs with the tensors of the module that was bound; tests/training compare its results.
+# Of torch.compile(module), which saves the module under this name, and of module.compile(). If torch renames one,
+# bindings keep the compiled code, and compile it again; tests/training/test_bind.py fails.
 _COMPILED, _COMPILED_CALL = "_orig_mod", "_compiled_call_impl"
 # MultiheadAttention and Transformer reset their tensors by the second one. If torch renames it, these are refused.
 RESETS = "reset_parameters", "_reset_parameters"

@@ -43,7 +43,7 @@ FEATURES = {
     "training.elementwise",
     "training.estimate",
 }
-MOST_MODULES, MOST_LINES = 76, 11_220  # of the core: these numbers go down
+MOST_MODULES, MOST_LINES = 73, 10_980  # of the core: these numbers go down
 
 
 def loaded() -> dict[str, int]:
