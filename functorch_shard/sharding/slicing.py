@@ -10,8 +10,8 @@ from torch import Tensor
 from ..collectives.primitives import all_gather
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
-from ..layout.packing import fill_shard, pack, pack_shard
-from ..layout.ranks import shard_at, shard_axis
+from ..layout.packing import fill_shard, of_rank, pack, pack_shard
+from ..layout.ranks import shard_at, shard_axis, shard_index
 from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import is_functorch_wrapped_tensor
@@ -20,10 +20,11 @@ from ..torch_internals.autograd import is_functorch_wrapped_tensor
 def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
     """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
     mesh = layout.mesh
-    if mesh.in_spmd and (mesh.is_simulated or _are_transformed(tensors, buffer)):  # not written into plain tensors
+    transformed = any(is_functorch_wrapped_tensor(tensors[slot.name]) for slot in buffer.slots)
+    if mesh.in_spmd and (mesh.is_simulated or transformed):  # not written into plain tensors
         return _own_row(to_working_device(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
     if mesh.in_spmd:
-        return pack_shard(tensors, buffer, int(_index(layout)), mesh.device)
+        return pack_shard(tensors, buffer, int(shard_index(buffer, layout)), mesh.device)
     return stacked(_rows(tensors, buffer, layout), layout)
 
 
@@ -56,7 +57,7 @@ def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
 
 def shards_here(buffer: Buffer, layout: Layout) -> Sequence[int]:
     """The shards of ``buffer`` that this process has: its own, or those of all simulated ranks."""
-    return [int(_index(layout))] if layout.mesh.in_spmd else range(buffer.num_shards)
+    return [int(shard_index(buffer, layout))] if layout.mesh.in_spmd else range(buffer.num_shards)
 
 
 def stacked(rows: Tensor, layout: Layout) -> Tensor:
@@ -107,14 +108,6 @@ def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source:
     return x[0]
 
 
-def _are_transformed(tensors: Mapping[str, Tensor], buffer: Buffer) -> bool:
-    return any(is_functorch_wrapped_tensor(tensors[slot.name]) for slot in buffer.slots)
-
-
-def _index(layout: Layout) -> Tensor | int:
-    return shard_axis(layout).backend.index() if layout.num_shards > 1 else 0
-
-
 def _rows(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
     """The shards of all ranks of the shard axis, as rows; copies of the whole have one memory."""
     rows = torch.zeros(buffer.num_shards, buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
@@ -124,10 +117,7 @@ def _rows(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tens
 
 
 def _own_row(flat: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    index = _index(layout)
     if buffer.num_shards == 1:
         return flat
-    rows = flat.view(buffer.num_shards, -1)
-    if not isinstance(index, Tensor):
-        return rows[index].clone()  # without the memory of the others
-    return rows.index_select(0, index.reshape(1).to(flat.device)).squeeze(0)
+    index, rows = shard_index(buffer, layout), flat.view(buffer.num_shards, -1)
+    return of_rank(rows, index) if isinstance(index, Tensor) else rows[index].clone()  # without the memory of others
