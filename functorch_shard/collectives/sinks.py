@@ -123,6 +123,10 @@ class _Differentiated(Function):
             raise RuntimeError(_NOT_THE_TRANSPOSE)
         return grads
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else x.view_as(x) for x in tangents)
+
 
 _TWICE = (
     "gather: this derivative goes through a gather of values that were computed from another gather, as in a gradient "
