@@ -35,6 +35,8 @@ from torch.autograd.graph import _engine_run_backward  # see gradients_or_none
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
+from ..eager import eager
+
 T = TypeVar("T")
 _BEFORE_ALL_OTHERS = 2**62
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
@@ -67,6 +69,7 @@ def _keeping_context(setup_context: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_kept_context(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @eager  # a backward() in a compiled function would have Dynamo compile what waits for messages
     @wraps(backward)
     def inside(ctx: Any, *grads: Any) -> Any:
         return ctx.context.copy().run(backward, ctx, *grads)  # a copy: one context cannot be entered twice at a time

@@ -23,9 +23,9 @@ MODULES = sorted(
 # A floor imports from those below it (before it in this list), and from none of its own level or above it.
 FLOORS = [
     {"errors"},
+    {"eager"},
     {"torch_internals"},
     {"containers"},
-    {"eager"},
     {"communication"},
     {"gloo"},
     {"mesh"},
