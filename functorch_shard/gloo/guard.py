@@ -249,7 +249,8 @@ def _first(calls: deque[Call]) -> Call | None:
 @lru_cache(maxsize=4096)
 def _described(op: Collective, numel: int, in_main_thread: bool) -> tuple[str, int]:
     """What a collective is, and a digest of it."""
-    text = str(replace(op, numel=numel)) + ("" if in_main_thread else OTHER_THREAD)
+    rest = "".join(f", {name} {x}" for name in ("dim", "source", "splits") if (x := getattr(op, name)))
+    text = str(replace(op, numel=numel)) + rest + ("" if in_main_thread else OTHER_THREAD)
     return text, int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 

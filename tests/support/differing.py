@@ -62,6 +62,12 @@ DIFFERENT: dict[str, tuple[Program, Program, str, str]] = {
         "1: all_gather of 4 float32",
         "1: all_gather of 3 float32",
     ),
+    "dim": (
+        lambda mesh: all_gather(ONES.view(2, 2), mesh, dim=1),
+        lambda mesh: all_gather(ONES.view(2, 2), mesh, dim=0),
+        "1: all_gather of 4 float32, dim 1",
+        "1: all_gather of 4 float32",
+    ),
     "kind": (
         lambda mesh: psum(ONES, mesh),
         lambda mesh: pmax(ONES, mesh),
