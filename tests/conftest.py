@@ -23,9 +23,7 @@ LONG = (
     "test_nestings.py",
     "test_launching_on_ranks.py",
     "test_memory_curve_on_ranks.py",
-    "test_order_check_on_ranks.py",
     "test_lost_ranks_on_ranks.py",
-    "test_dtensor_on_ranks.py",
 )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,11 +54,6 @@ def largest_file(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def can_mount() -> bool:
-    command = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "none", "/mnt"]
-    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def model_of(dtype: torch.dtype = torch.float64) -> nn.Module:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.covering import covering
+
 
 def pairwise(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Few rows, one value of each of ``values`` in a row, in which every two values of two of them meet.
@@ -22,16 +24,12 @@ def pairwise(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
     """
     each = [[*one] for one in values]
     every = [*product(*(range(len(one)) for one in each))]
-    missing = set().union(*map(_pairs, every))
-    rows: list[tuple[int, ...]] = []
-    while missing:  # greedily: the first of those that have the most pairs that none has yet
-        rows.append(max(every, key=lambda row: len(_pairs(row) & missing)))
-        missing -= _pairs(rows[-1])
-    return [tuple(one[i] for one, i in zip(each, row, strict=True)) for row in sorted(rows)]
+    rows = [every[i] for i in sorted(covering([*map(_pairs, every)]))]
+    return [tuple(one[i] for one, i in zip(each, row, strict=True)) for row in rows]
 
 
-def _pairs(row: Sequence[int]) -> set[tuple[tuple[int, int], ...]]:
-    return {*combinations(enumerate(row), min(2, len(row)))}
+def _pairs(row: Sequence[int]) -> frozenset[tuple[tuple[int, int], ...]]:
+    return frozenset(combinations(enumerate(row), min(2, len(row))))
 
 
 def in_pairs(*, more: list[Any] | None = None, **values: Iterable[Any]) -> pytest.MarkDecorator:

@@ -130,7 +130,6 @@ def collective(verb: str, x: Tensor, axis: Any, dim: int) -> Tensor:
 
 # Each transform comes twice: what every rank computes, and the same of the whole map from all rows to all rows.
 # w weighs what a rank returns, v is a direction: both different on every rank.
-PerRank = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]
 
 
 def weighed(fn: Callable[..., Tensor], w: Tensor) -> Callable[..., Tensor]:
