@@ -29,7 +29,6 @@ _STORAGES = (
     | {"Short": torch.int16, "Int": torch.int32, "Long": torch.int64}
     | {"ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128}
 )
-_LAYOUTS = {str(x): x for x in vars(torch).values() if isinstance(x, torch.layout)}
 _STORAGE_OF = {f"{module}.{name}Storage": x for name, x in _STORAGES.items() for module in ("torch", "torch.storage")}
 _PUTS, _GETS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), ("GET", "BINGET", "LONG_BINGET", "DUP")
 # Objects registered with copyreg are made without find_class.

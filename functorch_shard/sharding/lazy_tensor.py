@@ -150,13 +150,6 @@ class Lazy(Tensor):
     data = property(lambda self: self.detach(), _has_no_memory)
 
 
-def provenance_of(x: Lazy) -> tuple[Any, ...]:
-    """The gather that ``x`` is of, the shard it is gathered from, and all else that its values depend on."""
-    part, (shape, strides, offset) = x._buffers.part, x._place
-    key = part.buffers[x._index].key
-    return x._session, x._buffers.shards[x._index], key, tuple(shape), tuple(strides), offset, x.dtype, part.codec
-
-
 def _memory_numel(x: Tensor) -> int:
     """Elements of the memory that ``x`` is a view of."""
     if isinstance(x, Lazy):

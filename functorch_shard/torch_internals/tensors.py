@@ -46,11 +46,6 @@ def without_memory(
     return x
 
 
-def is_on_cpu(x: Tensor) -> bool:
-    """Whether ``x`` has bytes that the host can read, which the zeros of forward mode have not."""
-    return x.device.type == "cpu" and not torch._is_zerotensor(x)
-
-
 def version_of(x: Tensor) -> int:
     """The version counter of ``x``, by which autograd detects writes; -1 for inference tensors, which have none."""
     return -1 if x.is_inference() else x._version
