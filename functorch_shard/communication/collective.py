@@ -74,7 +74,13 @@ class Collective:
 
 
 collective = lru_cache(maxsize=4096)(Collective)  # a program issues the same few again and again
-describe = lru_cache(maxsize=4096)(str)
+
+
+@lru_cache(maxsize=4096)
+def describe(op: Collective) -> str:
+    """Describe all that ranks compare of a collective: what it is, and how operands and results are laid out."""
+    rest = (f", {name} {x}" for name in ("dim", "source", "splits") if (x := getattr(op, name)))
+    return "".join([str(op), *rest])
 
 
 def record(op: Collective) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.backend import Work
-from ..communication.collective import Collective
+from ..communication.collective import Collective, describe
 from ..communication.lost_ranks import raise_named, texts_of_all
 from .at_exit import Pending
 from .shared_memory import Region
@@ -249,8 +249,7 @@ def _first(calls: deque[Call]) -> Call | None:
 @lru_cache(maxsize=4096)
 def _described(op: Collective, numel: int, in_main_thread: bool) -> tuple[str, int]:
     """What a collective is, and a digest of it."""
-    rest = "".join(f", {name} {x}" for name in ("dim", "source", "splits") if (x := getattr(op, name)))
-    text = str(replace(op, numel=numel)) + rest + ("" if in_main_thread else OTHER_THREAD)
+    text = describe(replace(op, numel=numel)) + ("" if in_main_thread else OTHER_THREAD)
     return text, int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 

@@ -31,8 +31,8 @@ def check_order(axis: Axis) -> Backend:
     Raises:
         TypeError: the bytes are moved by something other than a process group.
         RuntimeError: later, from a collective, on every rank: the ranks issue different ones, by number in order, kind,
-            elements, dtype or buffer; the text has what each issued, and the last few before. Or a rank exited, or
-            stalled for longer than the timeout of the process group; it is named.
+            elements, dtype, buffer, dim, source or splits; the text has what each issued, and the last few before. Or a
+            rank exited, or stalled for longer than the timeout of the process group; it is named.
 
     Cost:
         A gloo group on the host beside each axis, and before each collective one round of small messages, which all
