@@ -4,7 +4,7 @@
 rounds, and where state is; integers only. ``exchange``: the messages. ``step``: a step on plain tensors. ``state``: the
 state of one parameter inside of the leaf of all. ``part``: ``init`` and ``step`` on the trees of users.
 
-``fs.optimizer(cls, whole=True)`` loads it by name. It imports ``layout``, ``storage``, ``communication`` and the
+``fs.optimizer(cls, whole=True)`` loads it. It imports ``layout``, ``storage``, ``communication`` and the
 modules of ``training`` that every optimizer has.
 """
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import outside_transforms
-from ..training.optimizer import Optimizer
 from ..training.optimizer_step import NUMBER, NUMBER_DTYPES
 from ..training.torch_optim import (
     ELEMENTWISE,
@@ -147,19 +146,19 @@ _SHAPES = ((6, 4), (4, 7), (5, 5))
 _NUM_STEPS = 8
 
 
-def check_whole(opt: Optimizer) -> None:
-    """Raise unless the class of ``opt`` updates each parameter by itself, as those of ``torch.optim`` are known to.
+def check_whole(cls: Class, every: Sequence[Options]) -> None:
+    """Raise unless ``cls`` updates each parameter by itself with ``every`` options, as those of ``torch.optim`` do.
 
     Another class takes a few steps on three matrices, by one object for all, and by a new one for each and each step.
     With a small learning rate, estimates of a distance do not begin to grow, so that it is tried with 1 as well.
     """
-    if opt.cls in (*ELEMENTWISE, torch.optim.Muon, torch.optim.Adafactor):
+    if cls in (*ELEMENTWISE, torch.optim.Muon, torch.optim.Adafactor):
         return
-    rates = [{}, {"lr": 1.0}] if "lr" in option_names(opt.cls) else [{}]
+    rates = [{}, {"lr": 1.0}] if "lr" in option_names(cls) else [{}]
     with apart():
-        for options in [opt.defaults, *({**opt.defaults, **x} for x in opt.own.values())]:
+        for options in every:
             for rate in rates:
-                _compare(opt.cls, {**_with_rate(on_host(options)), **rate})
+                _compare(cls, {**_with_rate(on_host(options)), **rate})
 
 
 def _compare(cls: Class, options: Options) -> None:

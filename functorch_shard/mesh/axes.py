@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from math import prod
 from typing import Any
 
@@ -44,8 +43,9 @@ def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device
     config = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     if config.get(device.type) != "gloo":
         return Axis(name, size, GroupBackend(group, rank, size))
-    kind: type[GroupBackend] = import_module("functorch_shard.gloo.backend").GlooBackend
-    return Axis(name, size, kind(group, rank, size))
+    from ..gloo.backend import GlooBackend
+
+    return Axis(name, size, GlooBackend(group, rank, size))
 
 
 def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:

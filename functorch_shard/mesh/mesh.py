@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from importlib import import_module
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -367,8 +366,9 @@ def simulated_mesh(
     check_axes("simulated_mesh", sizes)
     where = torch.get_default_device() if device is None else torch.device(device)
     if kind == "sequential":
-        # a satellite, which imports this package
-        ranks: Simulated = import_module("functorch_shard.sequential.ranks").SequentialRanks(sizes)
+        from ..sequential.ranks import SequentialRanks
+
+        ranks: Simulated = SequentialRanks(sizes)
     elif kind == "batched":
         ranks = BatchedRanks(sizes)
     else:

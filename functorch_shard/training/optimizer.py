@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -100,18 +99,21 @@ def optimizer(
         _check_elementwise(cls, elementwise)
     given = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
     opt = Optimizer(cls, defaults, given, whole)
-    for options in (defaults, *({**defaults, **x} for x in opt.own.values())):
+    every = [defaults, *({**defaults, **x} for x in opt.own.values())]
+    for options in every:
         opt.check_options(options)
         with apart():
             cls([torch.ones(2, 2)], **on_host(options))  # raises for values that the class does not take
     if whole:
-        _matrix().check_whole(opt)
+        _matrix().check_whole(cls, every)
     return opt
 
 
 def _matrix() -> Any:
-    """The satellite for whole parameters, which imports the modules that this one does."""
-    return import_module("..matrix", __package__)
+    """The satellite for whole parameters."""
+    from .. import matrix
+
+    return matrix
 
 
 def _check_elementwise(cls: type[torch.optim.Optimizer], declared: bool) -> None:
