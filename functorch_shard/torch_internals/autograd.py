@@ -161,7 +161,12 @@ def nodes(*roots: Any) -> list[Any]:
 
 def leaves_behind(outputs: Sequence[Tensor]) -> dict[int, Tensor]:
     """The leaves that ``outputs`` depend on in the graph of this level, by id."""
-    found = [node.variable for node in nodes(*(x.grad_fn for x in outputs)) if hasattr(node, "variable")]
+    return leaves_in(nodes(*(x.grad_fn for x in outputs)), outputs)
+
+
+def leaves_in(graph: Iterable[Any], outputs: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The leaves of the ``graph`` that ``outputs`` have, by id."""
+    found = [node.variable for node in graph if hasattr(node, "variable")]
     return {id(x): x for x in (*found, *(x for x in outputs if x.requires_grad and x.grad_fn is None))}
 
 

@@ -23,6 +23,7 @@ from ..torch_internals.autograd import (
     has_tangents,
     in_transform,
     leaves_behind,
+    leaves_in,
     nodes,
     only_in_jvp,
     outside_inference_mode,
@@ -34,7 +35,6 @@ from .forward_over_reverse import grad_and_value_freeing
 from .usage import (
     Leaves,
     is_unused,
-    leaves_in,
     leaves_used_by,
     own_parameters_refused,
     refuse_hidden,
@@ -144,7 +144,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             graph = nodes(value.grad_fn)
-            used.update(leaves_in(graph, value))
+            used.update(leaves_in(graph, [value]))
             refuse_strided(graph, [(x.key, x.layout) for x in inputs if x.layout is not None])
             rest = iter(tensors)
             for i, argument in call.arguments.items():

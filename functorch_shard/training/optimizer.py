@@ -18,7 +18,7 @@ from ..layout.parts import lines_of
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
-from .optimizer_step import PARAM, ByLabel, Leaves, Part, count_writes
+from .optimizer_step import NO_OPTIONS, PARAM, ByLabel, Leaves, Part, count_writes
 from .torch_optim import (
     ELEMENTWISE,
     Options,
@@ -32,7 +32,6 @@ from .torch_optim import (
 )
 
 OptState = dict[str, Sharded]
-_NONE: Mapping[str, Any] = {}
 _WHOLE = "Pass whole=True: then one rank updates each parameter as a whole."
 
 
@@ -243,7 +242,7 @@ class Optimizer(Static):
             wait_for_copies(donated)
         updated: dict[str, Leaves] = {}
         for part in parts:
-            options = part.options(overrides if part.opt is self else _NONE, labels)
+            options = part.options(overrides if part.opt is self else NO_OPTIONS, labels)
             updated |= part.step(params, grads, state, options, donate)
         if donate:
             count_writes(donated)
@@ -280,7 +279,7 @@ class Optimizer(Static):
         self.check_options(overrides)
         groups = []
         for part in self._parts(params.layout):
-            for label, options in part.options(overrides if part.opt is self else _NONE).items():
+            for label, options in part.options(overrides if part.opt is self else NO_OPTIONS).items():
                 same = {key: buffer for key, buffer in part.buffers.items() if buffer.label == label}
                 (group,) = part.opt.cls([torch.zeros(1, 1)], **options).param_groups
                 names = [slot.name for buffer in same.values() for slot in buffer.slots]

@@ -26,7 +26,7 @@ NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 ByLabel = Mapping[str, Options]
 Leaves = dict[Any, Any]  # of a buffer, by name
 Rows = tuple[int, ...]
-_NO_OPTIONS: Options = {}
+NO_OPTIONS: Options = {}
 Call = Callable[[Mapping[str, Leaves], Rows], dict[str, Leaves]]
 
 
@@ -42,11 +42,11 @@ class Part:
         """The label of each buffer."""
         return {key: buffer.label for key, buffer in self.buffers.items()}
 
-    def options(self, overrides: Options = _NO_OPTIONS, labels: ByLabel = _NO_OPTIONS) -> ByLabel:
+    def options(self, overrides: Options = NO_OPTIONS, labels: ByLabel = NO_OPTIONS) -> ByLabel:
         """The options of one call, by label."""
         defaults, own = self.opt.defaults, self.opt.own
         return {
-            label: {**defaults, **overrides, **own.get(label, _NO_OPTIONS), **labels.get(label, _NO_OPTIONS)}
+            label: {**defaults, **overrides, **own.get(label, NO_OPTIONS), **labels.get(label, NO_OPTIONS)}
             for label in dict.fromkeys(self.label_of.values())
         }
 

@@ -21,7 +21,7 @@ from ..torch_internals.autograd import (
     traced_as_it_runs,
     untraced,
 )
-from ..torch_internals.tensors import arguments_of, is_number, is_written, returns_anything
+from ..torch_internals.tensors import arguments_of, identity_of_storage, is_number, is_written, returns_anything
 
 Class = type[torch.optim.Optimizer]
 Options = Mapping[str, Any]
@@ -231,8 +231,7 @@ class _UntilWrite(TorchDispatchMode):
 
 def _in_one_place(a: Any, b: Any) -> bool:
     """Whether two tensors share memory, for example a parameter and its ``.data``."""
-    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return tensors and (a is b or a.untyped_storage() is b.untyped_storage())
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and identity_of_storage(a) == identity_of_storage(b)
 
 
 _TRIAL_STEPS = 12  # more than warm-ups and lookaheads take

@@ -70,12 +70,6 @@ _STRIDED = (
 )
 
 
-def leaves_in(graph: Iterable[Any], value: Tensor) -> Leaves:
-    """Return the leaves that ``value`` depends on, of its ``graph``."""
-    leaf = [value] if value.requires_grad and value.grad_fn is None else []
-    return {id(x): x for x in (*leaf, *(node.variable for node in graph if hasattr(node, "variable")))}
-
-
 def leaves_used_by(value: Tensor) -> Leaves:
     """Return the leaves that ``value`` depends on, without inputs that a node has only because it may use them."""
     users = [node for node in nodes(value.grad_fn) if not getattr(node, "keeps_unused_inputs", False)]
