@@ -7,12 +7,12 @@ every kind of ranks, and run at each commit. The others are marked ``slow``; ``-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-Values = frozenset[tuple[Any, Any]]
+Values = frozenset[Hashable]
 
 
 def covering(cases: Sequence[Values]) -> set[int]:
