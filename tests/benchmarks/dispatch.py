@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functorch_shard as fs
 from functorch_shard.torch_internals.tensors import no_torch_function
+from tests.benchmarks.turns import in_turns
 
 WIDTH, HEADS, SAMPLES, LENGTH = 32, 4, 2, 8
 Step = Callable[[], Any]
@@ -166,12 +166,6 @@ CONTENDERS: dict[str, Callable[[int, Tensor], Step]] = {
 }
 
 
-def milliseconds(step: Step) -> float:
-    start = time.perf_counter()
-    step()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
@@ -182,12 +176,7 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chosen.ranks)
     x = torch.randn(SAMPLES, LENGTH, WIDTH)
     steps = {name: make(chosen.blocks, x) for name, make in CONTENDERS.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(chosen.rounds + 3):  # the first three are not counted
-        for name, step in steps.items():
-            spent = milliseconds(step)
-            times[name] += [spent] if i >= 3 else []
-    medians = {name: statistics.median(each) for name, each in times.items()}
+    medians = {name: statistics.median(times) for name, times in in_turns(steps, chosen.rounds, warm_up=3).items()}
     print(f"{chosen.blocks} blocks of width {WIDTH}, one of {chosen.ranks} ranks, nothing is sent: median ms of a step")
     for name, median in medians.items():
         above = (median - medians["plain"]) / (medians["FSDP2"] - medians["plain"])

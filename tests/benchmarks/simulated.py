@@ -1,6 +1,7 @@
-"""A step on simulated ranks, beside the same step without shards: a loop over the ranks' batches, and all in one batch.
+"""A step on simulated ranks, as written and recorded, beside the same step without shards: a loop over ranks' batches.
 
-python -m tests.benchmarks.simulated    # 4 simulated ranks, four models with AdamW: two minutes
+python -m tests.benchmarks.simulated                                 # 4 simulated ranks, four models: two minutes
+python -m tests.benchmarks.simulated --ranks 8 --models MLP --backends replay inductor
 
 Every contender takes the same samples and the same optimizer class. Each row names the operators that vmap runs rank
 by rank, for want of a batching rule.
@@ -10,31 +11,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.benchmarks.simulated_step import adamw_step
-from tests.benchmarks.workloads import WORKLOADS, Block
+from tests.benchmarks.turns import in_turns, milliseconds
+from tests.benchmarks.workloads import WORKLOADS, Block, Workload
 
 Step = Callable[[], Tensor]
 LOOP = "loop over batches"
-
-
-@dataclass(frozen=True)
-class Work:
-    """A model, one rank's batch, and the loss of it."""
-
-    model: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Tensor, Tensor]]  # of a rank
-    loss: Callable[[Tensor, Tensor], Tensor]
 
 
 class Words(nn.Module):
@@ -49,14 +40,12 @@ class Words(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
-def rows_and_classes(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(16, 64, generator=generator), torch.randint(10, (16,), generator=generator)
+def classified(*shape: int) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    def batch(rank: int, size: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(4 * size, *shape, generator=generator), torch.randint(10, (4 * size,), generator=generator)
 
-
-def images_and_classes(rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(16, 3, 16, 16, generator=generator), torch.randint(10, (16,), generator=generator)
+    return batch
 
 
 def mlp() -> nn.Module:
@@ -71,34 +60,47 @@ def convolutions() -> nn.Module:
 
 
 GPT, SMALL = WORKLOADS["gpt"], WORKLOADS["small"]
-WORKS = {
-    "MLP": Work(mlp, rows_and_classes, F.cross_entropy),
-    "200 layers of 64": Work(SMALL.model, lambda rank: SMALL.batch(rank, 4), SMALL.loss),
-    "convolutions": Work(convolutions, images_and_classes, F.cross_entropy),
-    "2 blocks of the GPT": Work(Words, lambda rank: GPT.batch(rank, 1), GPT.loss),
+WORKS = {  # and the size of a rank's batch
+    "MLP": (Workload(mlp, classified(64), F.cross_entropy), 4),
+    "200 layers of 64": (SMALL, 4),
+    "convolutions": (Workload(convolutions, classified(3, 16, 16), F.cross_entropy), 4),
+    "2 blocks of the GPT": (Workload(Words, GPT.batch, GPT.loss), 1),
 }
 
 
-def sharded(work: Work, mesh: fs.Mesh, backend: str = "") -> Step:
+def adamw_step(
+    mesh: fs.Mesh, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """``step(params, state, x, y)``, which returns new parameters, state and the loss; and its first arguments."""
+    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=1e-3)
+
+    def loss_of(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        return loss(functional_call(model, fs.gather(params), (x,)), y)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, value = fs.grad_and_value(loss_of)(params, x, y)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(value, mesh)
+
+    return step, [params, opt.init(params)]
+
+
+def sharded(work: Workload, batch: tuple[Tensor, ...], mesh: fs.Mesh, backend: str = "") -> Step:
     torch.manual_seed(0)
-    model = work.model()
-    step, trees = adamw_step(mesh, model, work.loss)
-    batch = mesh.split(tuple(torch.cat(each) for each in zip(*map(work.batch, range(mesh.size)), strict=True)))
-    run = fs.compile(step, backend=backend) if backend else step
+    step, trees = adamw_step(mesh, work.model(), work.loss)
+    rows, run = mesh.split(batch), fs.compile(step, backend=backend) if backend else step
 
     def again() -> Tensor:
-        *trees[:], value = run(*trees, *batch)
+        *trees[:], value = run(*trees, *rows)
         return value
 
     return again
 
 
-def unsharded(work: Work, num_batches: int, one_batch: bool) -> Step:
+def unsharded(work: Workload, batches: Sequence[tuple[Tensor, ...]]) -> Step:
     torch.manual_seed(0)
     model = work.model()
-    opt, batches = torch.optim.AdamW(model.parameters(), lr=1e-3), [work.batch(rank) for rank in range(num_batches)]
-    if one_batch:
-        batches = [tuple(torch.cat(each) for each in zip(*batches, strict=True))]
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> Tensor:
         opt.zero_grad()
@@ -113,25 +115,17 @@ def unsharded(work: Work, num_batches: int, one_batch: bool) -> Step:
     return step
 
 
-def contenders(work: Work, ranks: int) -> dict[str, Step]:
+def contenders(work: Workload, size: int, ranks: int, backends: Sequence[str]) -> dict[str, Step]:
+    batches = [work.batch(rank, size) for rank in range(ranks)]
+    whole = tuple(torch.cat(each) for each in zip(*batches, strict=True))
+    mesh = fs.simulated_mesh(ranks)
     return {
-        LOOP: unsharded(work, ranks, one_batch=False),
-        "one batch": unsharded(work, ranks, one_batch=True),
-        "simulated": sharded(work, fs.simulated_mesh(ranks)),
-        "simulated, replay": sharded(work, fs.simulated_mesh(ranks), "replay"),
-        "one after the other": sharded(work, fs.simulated_mesh(ranks, kind="sequential")),
+        LOOP: unsharded(work, batches),
+        "one batch": unsharded(work, [whole]),
+        "simulated": sharded(work, whole, mesh),
+        **{f"simulated, {backend}": sharded(work, whole, mesh, backend) for backend in backends},
+        "one after the other": sharded(work, whole, fs.simulated_mesh(ranks, kind="sequential")),
     }
-
-
-def times(steps: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            found[name].append(1e3 * (time.perf_counter() - start))
-    return found
 
 
 def without_batching_rule(step: Step) -> set[str]:
@@ -149,19 +143,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="+", default=[*WORKS], choices=[*WORKS])
+    parser.add_argument("--backends", nargs="*", default=["replay"])
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{chosen.ranks} simulated ranks, one thread; ms, and the ratio to a {LOOP}, of {chosen.rounds} steps")
+    print(f"{chosen.ranks} simulated ranks, one thread; ms, ratio to a {LOOP}, first call, of {chosen.rounds} steps")
     for name in chosen.models:
-        steps = contenders(WORKS[name], chosen.ranks)
-        losses = {contender: [step().mean() for _ in range(3)] for contender, step in steps.items()}
+        steps = contenders(*WORKS[name], chosen.ranks, chosen.backends)
+        first = {contender: milliseconds(step) for contender, step in steps.items()}
+        losses = {contender: [step().mean() for _ in range(2)] for contender, step in steps.items()}
         for each in losses.values():
             torch.testing.assert_close(each, losses[LOOP], rtol=1e-3, atol=1e-4)
-        medians = {contender: statistics.median(ms) for contender, ms in times(steps, chosen.rounds).items()}
-        cells = [f"{contender} {ms:.1f} ({ms / medians[LOOP]:.2f})" for contender, ms in medians.items()]
-        print(
-            f"{name}: {', '.join(cells)}; rank by rank: {', '.join(without_batching_rule(steps['simulated'])) or '-'}"
-        )
+        medians = {contender: statistics.median(ms) for contender, ms in in_turns(steps, chosen.rounds).items()}
+        print(f"{name}; rank by rank: {', '.join(without_batching_rule(steps['simulated'])) or '-'}")
+        for contender, ms in medians.items():
+            print(f"  {contender:22s} {ms:8.2f}  {ms / medians[LOOP]:6.2f}  {first[contender]:8.0f}")
 
 
 if __name__ == "__main__":
