@@ -46,10 +46,3 @@ def data_parallel_loss(
     """The mean (or the sum) over ranks of what each returns: the one convention of gradients."""
     losses = torch.stack([loss(parameters, *(x[r] for x in rows)) for r in range(len(rows[0]))])
     return losses.mean() if reduction == "mean" else losses.sum()
-
-
-def shards(tensor: Tensor, num_shards: int) -> Tensor:
-    """A flat tensor as rows, one a shard, padded with zeros."""
-    rows = tensor.new_zeros(num_shards, -(-tensor.numel() // num_shards))
-    rows.view(-1)[: tensor.numel()] = tensor
-    return rows

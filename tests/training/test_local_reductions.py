@@ -10,28 +10,15 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.curvature import gauss_newton, to_vector
+from functorch_shard.curvature import gauss_newton
 from tests.laws import convention
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated, slow
-
-every_kind = pytest.mark.parametrize(
-    "ranks", [*simulated(3), *gloo(HYBRID), *slow([*simulated(HYBRID), *gloo(2)])], ids=str
-)
 
 
 def gradient(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
     params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
     rows = mesh.split(tuple(x.flatten(0, 1) for x in convention.Samples.of(mesh.size).tensors()[:2]))
     return mesh.spmd(fs.grad(lambda p, x, y: convention.plain_loss(fs.gather(p), x, y)))(params, *rows), (params, rows)
-
-
-def norms(mesh: fs.Mesh) -> Any:
-    grads, _ = gradient(mesh)
-
-    def both(grads: Any) -> Any:
-        return torch.nn.utils.get_total_norm(list(grads.values()), foreach=False), fs.global_norm(grads)
-
-    return mesh.spmd(both)(grads), to_vector(grads).norm().item()
 
 
 def of_leaves(a: Any, b: Any) -> Tensor:
@@ -78,23 +65,3 @@ def test_conjugate_gradients_with_an_inner_product_of_leaves_solve_nothing(ranks
     for right, wrong in ranks.run(solutions):
         assert right < 1e-9
         assert not wrong < 5e-2
-
-
-def drawn(mesh: fs.Mesh) -> Any:
-    """Noise drawn leaf by leaf, each rank with the same seed, and by name and index."""
-    params = gradient(mesh)[1][0]
-    torch.manual_seed(0)
-    by_leaf: Any = optree.tree_map(torch.randn_like, params)
-    return dict(by_leaf), dict(fs.curvature.randn_like(params, 0))
-
-
-def finite(mesh: fs.Mesh) -> Any:
-    """With one infinity in the last element."""
-    whole = convention.whole_parameters()
-    whole["2.bias"] = torch.tensor([0.0, torch.inf]).double()
-    params = fs.shard(whole, fs.plan(whole, mesh))
-
-    def both(p: Any) -> Any:
-        return torch.stack([x.isfinite().all() for x in p.values()]).all(), fs.all_finite(p)
-
-    return mesh.spmd(both)(params)
