@@ -201,21 +201,6 @@ class Autoencoder(nn.Module):
         return self.out(self.encode(x))
 
 
-class Method(nn.Module):
-    """``forward`` is a method of another module."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        super().__init__()
-        self.module, self.name = module, name
-
-    def forward(self, *args: Any) -> Any:
-        return getattr(self.module, self.name)(*args)
-
-
-def call(module: nn.Module, name: str, parameters: Mapping[str, Tensor], *args: Any) -> Any:
-    return functional_call(Method(module, name), {f"module.{key}": x for key, x in parameters.items()}, args)
-
-
 @every_mesh
 def test_any_method_is_a_function_of_gathered_parameters(mesh: fs.Mesh) -> None:
     torch.manual_seed(0)
@@ -223,12 +208,12 @@ def test_any_method_is_a_function_of_gathered_parameters(mesh: fs.Mesh) -> None:
     params = fs.shard(model, fs.plan(model, mesh))
     (x,) = samples(mesh, 5)
 
-    def loss(full: Any, x: Tensor) -> Tensor:
-        return call(model, "encode", full, x).square().mean()
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return fs.bind(model, p).encode(x).square().mean()
 
-    codes = mesh.spmd(lambda p, x: call(model, "encode", fs.gather(p), x))(params, mesh.split(x))
+    codes = mesh.spmd(lambda p, x: fs.bind(model, p).encode(x))(params, mesh.split(x))
     assert_close(codes.flatten(0, -2), mesh_rows(mesh, model.encode(x).detach()))
-    grads = mesh.spmd(lambda p, x: fs.grad(lambda p: loss(fs.gather(p), x))(p))(params, mesh.split(x))
+    grads = mesh.spmd(fs.grad(loss))(params, mesh.split(x))
     assert_close(whole(grads), gradients_of(lambda p: loss(p, x), values_of(model)))
     assert whole(grads)["inp.weight"].all()
     assert not whole(grads)["out.weight"].any()
