@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..torch_internals.autograd import Function, signed, with_outer_tangents
+from ..torch_internals.autograd import Function, with_outer_tangents
 from .rules import winners_share
 
 _Map = Callable[[Tensor, Axis], Tensor]
@@ -42,7 +42,6 @@ class _Linear(Function):
     """``fn``, whose transpose is ``transposed``: they are each other's."""
 
     @staticmethod
-    @signed
     def forward(x: Tensor, axis: Axis, fn: _Map, transposed: _Map) -> Tensor:
         return fn(x, axis)
 
@@ -65,7 +64,6 @@ class _Linear(Function):
 
 class _Max(Function):
     @staticmethod
-    @signed
     def forward(x: Tensor, axis: Axis) -> Tensor:
         return axis.issue("pmax", x).wait()
 

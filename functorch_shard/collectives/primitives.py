@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..eager import eager
 from ..errors import reject
 from ..mesh.mesh import Mesh
+from ..torch_internals.autograd import eager
 from .operands import place_of
 from .rules import Linear, Pmax, Psum
 

@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from ..communication.axis import Axis
-from ..torch_internals.autograd import Function, signed, with_outer_tangents
+from ..torch_internals.autograd import Function, with_outer_tangents
 from .operands import aside, fold, save_static, saved, stack
 
 
 class Psum(Function):
     @staticmethod
-    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
         return axis.issue("psum", x).wait()
 
@@ -49,7 +48,6 @@ def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) 
 
 class Pmax(Function):
     @staticmethod
-    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
         return axis.issue("pmax", x).wait()
 
@@ -92,7 +90,6 @@ class Linear(Function):
     """``all_gather`` or ``psum_scatter`` along ``dim``: each is the transpose of the other."""
 
     @staticmethod
-    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, kind: str) -> Tensor:
         return axis.issue(kind, x, dim=dim).wait()
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import Function, backward_comes_to, current_level, nodes, nodes_behind
+from ..torch_internals.autograd import Function, backward_comes_to, in_transform, nodes, nodes_behind
 
 
 class Sink:
@@ -64,6 +64,15 @@ class Sink:
 
 _AUTOGRAD = Sink()
 _SINKS: ContextVar[Mapping[int, Sink]] = ContextVar("sinks by level", default={})  # noqa: B039
+
+
+def current_level() -> int:
+    """The current level of ``torch.func``, from 1; 0 is plain autograd.
+
+    In ``setup_context`` of a Function it is the level whose derivative is being set up.
+    """
+    stack = in_transform()
+    return stack[-1].level() if stack else 0
 
 
 def sink_here() -> Sink:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ..containers import Static
-from ..eager import eager
-from ..torch_internals.autograd import being_traced, is_watched
+from ..torch_internals.autograd import being_traced, eager
 from .backend import Backend, DetachedBackend, Work, Wrap, Wrapped
-from .collective import Splits, collective, record
+from .collective import Splits, collective, is_watched, record
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..collectives.one_value import sum_as_one_value
 from ..collectives.primitives import psum
 from ..communication.axis import Axis
-from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import without_padding
@@ -20,6 +19,7 @@ from ..layout.ranks import shard_axis, shard_index
 from ..layout.trees import Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import to_working_device
+from ..torch_internals.autograd import eager
 from ..training.norms import wide
 from .element_bits import element_bits, normal, second, signs
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..communication.axis import Axis
 from ..communication.backend import Backend, transport
 from ..containers import Static
-from ..eager import eager
 from ..errors import axes_text
+from ..torch_internals.autograd import eager
 from ..torch_internals.tensors import whole_mesh
 from .axes import Simulated, check_axes, group_axis, with_index
 from .consensus import agree, gather_texts

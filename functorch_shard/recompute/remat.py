@@ -17,10 +17,9 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..communication.simulated import Index, as_ranks, running_ranks
 from ..containers import filled_variables, opened, place, refuse_opaque
-from ..eager import eager
 from ..errors import reject
 from ..layout.trees import take_tensors
-from ..torch_internals.autograd import without_batches
+from ..torch_internals.autograd import eager, without_batches
 from ..torch_internals.satellites import is_differentiated
 from ..torch_internals.tensors import own_parametrizations, version_of
 from ..training.bind import bind

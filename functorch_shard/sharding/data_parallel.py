@@ -33,7 +33,7 @@ from ..layout.schedule import (
     up_to_communication,
 )
 from ..mesh.mesh import Mesh
-from ..torch_internals.autograd import Function, signed
+from ..torch_internals.autograd import Function
 
 
 def run(
@@ -109,7 +109,6 @@ class _Linear(Function):
     """A :class:`_Map`. Ranks are laid side by side in the last dim, behind any batch dims."""
 
     @staticmethod
-    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, linear: _Map) -> Tensor:
         return linear(x, x.ndim - 1)
 
@@ -189,7 +188,6 @@ class _Mean:
 
 class _Averaged(Function):
     @staticmethod
-    @signed
     def forward(x: Tensor, index: Tensor | None, others: Tensor | None, mean: _Mean) -> Tensor:
         return x.view_as(x) if x.dtype == mean.carried else x.to(mean.carried)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..collectives.sinks import prepare, sink_here
 from ..containers import opened
-from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import unpack
@@ -21,7 +20,7 @@ from ..layout.schedule import Encoding
 from ..layout.trees import Full, Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import Function, frame_compiler
+from ..torch_internals.autograd import Function, eager, frame_compiler
 from .data_parallel import averaged, gathered
 from .lazy_gather import lazily
 from .reduction import copy_dims, reduced_together

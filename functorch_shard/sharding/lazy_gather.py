@@ -25,7 +25,6 @@ from ..torch_internals.autograd import (
     differentiate_at_once,
     has_tangents,
     in_transform,
-    signed,
 )
 from ..torch_internals.tensors import without_torch_function
 from .gathered_units import Part, Session
@@ -52,8 +51,8 @@ def lazily(
         whole = _Gather.apply(session, part, *[joined[key] if key in joined else shards[key] for key in part.keys])
         if together and len(found) == len(part.keys):
             session.owed.expect(part, whole[0].grad_fn)
-        differentiate_at_once(whole)
         tensors.update(zip(part.names, whole, strict=True))
+    differentiate_at_once(tensors.values())
     return tensors
 
 
@@ -96,7 +95,6 @@ class _Gather(Function):
     """The shards of a part to its parameters. Its transpose is ``scatter_grads``."""
 
     @staticmethod
-    @signed
     def forward(session: Session, part: Part, *shards: Tensor) -> tuple[Tensor, ...]:
         buffers = session.add(part, shards)
         plain = {x.ndim for x in shards} == {1}
@@ -113,11 +111,12 @@ class _Gather(Function):
         with without_torch_function():
             session, part, now = ctx.session, ctx.part, backward_pass()
             averages, handed = ctx.sink.start(ctx, grads)
-            session.leave(part, tangents=in_transform() or has_tangents(handed))
+            transformed = in_transform() or has_tangents(handed)
+            session.leave(part, tangents=transformed)
             by_name = dict(zip(part.names, handed, strict=True))
             wanted = [b for b, needed in zip(part.buffers, ctx.needs_input_grad[2:], strict=True) if needed]
             kinds = session.memory_kinds
-            if part.joined and now is not None and not _is_differentiated(handed):
+            if part.joined and now is not None and not (transformed or torch.is_grad_enabled()):
                 _reduce_zeros(session, session.owed.before(part, now), now, ctx.sink)
                 session.reductions.start(by_name, wanted, part.layout, now, averages)
                 shards = {b.key: _placeholder(b, kinds[b.key].device) for b in wanted}
@@ -140,11 +139,6 @@ class _Gather(Function):
         moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
         out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
         return _Gather.apply(session, part, *moved), tuple(out_dims)
-
-
-def _is_differentiated(grads: Sequence[Tensor]) -> bool:
-    """Whether what is done with ``grads`` is differentiated or batched in turn."""
-    return has_tangents(grads) or in_transform() or torch.is_grad_enabled()
 
 
 def _placeholder(buffer: Buffer, device: torch.device) -> Tensor:
@@ -174,7 +168,6 @@ class _Join(Function):
     """
 
     @staticmethod
-    @signed
     def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
         return torch.empty(0, device=device), *[x.view_as(x) for x in shards]
 
@@ -188,11 +181,13 @@ class _Join(Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
         session, now = ctx.session, backward_pass()
-        if now is None or _is_differentiated([grad for grad in grads if grad is not None]):
+        transformed = in_transform() or has_tangents([grad for grad in grads if grad is not None])
+        if now is None or transformed or torch.is_grad_enabled():
             return None, None, None, *grads  # no reduction was started
-        _reduce_zeros(session, session.owed.rest(now), now, ctx.sink)
-        totals = [session.reductions.wait(key, now) for key in ctx.keys]
-        handed_on = ctx.sink.finish(ctx, totals)
+        with without_torch_function():
+            _reduce_zeros(session, session.owed.rest(now), now, ctx.sink)
+            totals = [session.reductions.wait(key, now) for key in ctx.keys]
+            handed_on = ctx.sink.finish(ctx, totals)
         pairs = zip(totals, handed_on, grads, strict=True)
         return None, None, None, *[grad if total is None else x for total, x, grad in pairs]
 

@@ -18,6 +18,7 @@ from ..torch_internals.tensors import (
     arguments_of,
     is_written,
     no_torch_function,
+    refuse_memory,
     torch_pytree,
     without_memory,
     without_torch_function,
@@ -70,7 +71,9 @@ class Lazy(Tensor):
         dtype: torch.dtype,
         start: int,
     ) -> Lazy:
-        self = without_memory(cls, shape, strides, offset - start, dtype, buffers.device)
+        place = {"strides": strides, "storage_offset": offset - start}
+        self = without_memory(cls, shape, **place, dtype=dtype, device=buffers.device)
+        refuse_memory(self)
         self._session, self._buffers, self._index = session, buffers, index
         self._place, self._start = (shape, strides, offset), start
         return self

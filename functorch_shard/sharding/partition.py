@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..eager import eager
 from ..layout.parts import merged, select_buffers
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded
+from ..torch_internals.autograd import eager
 
 
 @eager

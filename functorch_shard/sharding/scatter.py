@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..eager import eager
 from ..errors import first_difference
 from ..layout.layout import Layout
 from ..layout.parts import lines_of
 from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_grads, check_layout, check_ranked
 from ..storage.memory_kind import to_working_device
+from ..torch_internals.autograd import eager
 from .reduction import reduced_and_cast
 
 Tree = TypeVar("Tree", Full, Sharded)

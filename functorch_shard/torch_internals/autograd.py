@@ -6,12 +6,12 @@ A Function here has a backward with the context variables of its forward.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from functools import wraps
-from inspect import Signature, signature
-from typing import Any, TypeVar
+from threading import RLock
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,15 @@ from torch._C import (
     _TorchDispatchModeKey,
     _will_engine_execute_node,  # see backward_comes_to
 )
-from torch._C._autograd import _profiler_enabled  # see is_watched
+from torch._C._autograd import _profiler_enabled
 from torch._C._dynamo import eval_frame
-from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    unwrap_if_dead,
+)
 from torch._C._functorch import _add_batch_dim as add_batch_dim
 from torch._functorch import eager_transforms  # counts nested jvps, and has the switch of autograd_by_hand
 from torch._functorch.pyfunctorch import coerce_cinterpreter  # the level of a transform, to read and to leave
@@ -35,15 +41,34 @@ from torch.autograd.graph import _engine_run_backward  # see gradients_or_none
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
-from ..eager import eager
-
-T = TypeVar("T")
+Fn = TypeVar("Fn", bound=Callable[..., Any])
 _BEFORE_ALL_OTHERS = 2**62
 _TRACERS = (_TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.FUNCTIONAL)
 _HELD = ContextVar("how many jvps only hold the level of forward mode", default=0)
 # What Dynamo does with each frame that begins, None outside of compiled functions; torch.compiler.is_compiling is true
 # only while it traces. Without this, what it compiles would take lazy tensors. A builtin: it has no frame of its own.
 frame_compiler: Callable[[], Any] = eval_frame.get_eval_frame_callback
+# Builtins too: the active transforms of torch.func, outermost first, None outside of all; and whether torch profiles.
+in_transform: Callable[[], Any] = get_interpreter_stack
+profiler_enabled: Callable[[], bool] = _profiler_enabled
+
+
+def eager(fn: Fn, *, recursive: bool = True) -> Fn:
+    """Have ``torch.compile`` break its graph at each call of ``fn``; not ``recursive``: compile what ``fn`` calls.
+
+    Traced by Dynamo, a collective's Function would be its forward alone, and its derivative a silent zero.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled yet, and importing it takes seconds
+            return fn(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(fn, recursive=recursive))
+        return disabled[0](*args, **kwargs)
+
+    return cast(Fn, call)
 
 
 class Function(torch.autograd.Function):
@@ -57,6 +82,15 @@ class Function(torch.autograd.Function):
         super().__init_subclass__()
         cls.setup_context = staticmethod(_keeping_context(cls.setup_context))
         cls.backward = staticmethod(_in_kept_context(cls.backward))
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Torch's, which outside of transforms also binds ``args`` to the signature of forward, at every call."""
+        if in_transform():
+            return super().apply(*args)
+        alive = [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args]
+        above: Any = super(torch.autograd.Function, cls)
+        return above.apply(*alive)
 
 
 def _keeping_context(setup_context: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,41 +112,15 @@ def _in_kept_context(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def differentiate_at_once(tensors: Iterable[Tensor]) -> None:
-    """Have backward run the node that made ``tensors`` as soon as all of their gradients are available.
+    """Have backward run the nodes that made ``tensors`` as soon as all of their gradients are available.
 
     Of the nodes that are ready, autograd runs the one that was made last. A node that was made before the model ran
     would run after the whole model, and every full gradient would stay alive until then. If torch ignored the number,
     values would be right and memory high; a test of the order would fail.
     """
-    for node in {tensor.grad_fn for tensor in tensors}:
-        if node is not None:
-            node._set_sequence_nr(_BEFORE_ALL_OTHERS)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def signed(forward: T) -> T:
-    """``forward`` of a ``Function``, with a signature that ``apply`` need not compute, nor bind arguments to.
-
-    Its parameters have no defaults, which are what ``apply`` binds arguments for, at every call.
-    """
-    forward.__signature__ = _Positional([*signature(forward).parameters.values()])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-    return forward
-
-
-class _Positional(Signature):
-    """Of a function that is called with all of its arguments, by position."""
-
-    def bind(self, /, *args: Any, **kwargs: Any) -> Any:
-        return super().bind(*args, **kwargs) if kwargs else _Bound(args)
-
-
-class _Bound:
-    kwargs: Mapping[str, Any] = {}
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-
-    def apply_defaults(self) -> None:
-        """There are none."""
+    for x in tensors:
+        if x.grad_fn is not None:
+            x.grad_fn._set_sequence_nr(_BEFORE_ALL_OTHERS)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
@@ -196,31 +204,9 @@ def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
     return tuple(getattr(split, "_saved_split_sizes", ())), part, first, first + sum((n - 1) * by for n, by in steps)
 
 
-def in_transform() -> bool:
-    """Whether a ``torch.func`` transform is active."""
-    return get_interpreter_stack() is not None
-
-
-def is_watched() -> bool:
-    """Whether a dispatch mode, or the profiler, sees what is computed here.
-
-    If torch counted neither, collectives would be missing in a trace or a profile; tests count them there.
-    """
-    return bool(active_modes()) or _profiler_enabled()
-
-
-def current_level() -> int:
-    """The current level of ``torch.func``, from 1; 0 is plain autograd.
-
-    In ``setup_context`` of a Function it is the level whose derivative is being set up.
-    """
-    stack = get_interpreter_stack()
-    return stack[-1].level() if stack else 0
-
-
 def levels() -> list[Any]:
     """The active transforms of ``torch.func``, outermost first."""
-    return [coerce_cinterpreter(level) for level in get_interpreter_stack() or ()]
+    return [coerce_cinterpreter(level) for level in in_transform() or ()]
 
 
 def only_in_jvp() -> bool:
@@ -361,3 +347,20 @@ def forward_level_held() -> Iterator[None]:
 def has_tangents(tensors: Sequence[Tensor]) -> bool:
     """Whether any of ``tensors`` has a tangent at this level, which is that of a jvp, or none."""
     return in_forward_mode() and any(unpack_dual(x).tangent is not None for x in tensors)
+
+
+_ONE_AT_A_TIME = RLock()
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """A context in which what ``torch.compile`` made runs as it was written, so that modes see each operator.
+
+    The stance belongs to the process: of two threads in here at once, the one that ends last would leave the other's,
+    and nothing would be compiled from then on.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet
+        yield
+        return
+    with _ONE_AT_A_TIME, torch.compiler.set_stance("force_eager"):
+        yield

@@ -16,7 +16,7 @@ from torch import Tensor, overrides
 from torch._C import _ensureCUDADeviceGuardSet
 
 # Wrappers of a level have no public form. The tests of remat at each pair of levels fail if their numbers change.
-from torch._C._functorch import _unwrap_batched, maybe_get_level, unwrap_if_dead
+from torch._C._functorch import _unwrap_batched, maybe_get_level
 from torch._guards import TracingContext, tracing  # compilers ask this context for the mode of their fake tensors
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without values; its classes of errors: reads_values
 from torch.autograd import forward_ad
@@ -42,6 +42,7 @@ from .autograd import (
     in_transform,
     levels,
     untraced,
+    unwrap_if_dead,
     with_outer_tangents,
 )
 from .tensors import FakeTensor, arguments_of, identity_of_storage, is_number, is_written

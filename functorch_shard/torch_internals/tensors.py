@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from optree.registry import __GLOBAL_NAMESPACE
@@ -22,7 +22,6 @@ from torch.utils import _pytree as torch_pytree  # the registry that torch.func 
 
 from .autograd import replaced
 
-T = TypeVar("T", bound=Tensor)
 _OpOverload = type(torch.ops.aten.add.Tensor)
 
 GLOBAL_NAMESPACE = __GLOBAL_NAMESPACE  # where optree registers containers for calls that name no namespace
@@ -30,20 +29,12 @@ no_torch_function = _disabled_torch_function_impl  # documented: the __torch_fun
 # A context in which neither modes nor subclasses see what Python calls, as in all that torch does in C++. A mode would
 # see each ``x.shape`` too, for about a microsecond.
 without_torch_function = DisableTorchFunction
+# A tensor of a subclass without data, as in torch's documentation of ``__torch_dispatch__``; and what makes native code
+# that asks for its memory raise, and not read from address 0.
+without_memory: Callable[..., Any] = Tensor._make_wrapper_subclass
+refuse_memory = _set_throw_on_mutable_data_ptr
 # Forward mode calls it with a tangent. If it calls another one, a lazy tensor refuses that.
 HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default
-
-
-def without_memory(
-    cls: type[T], shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype, device: torch.device
-) -> T:
-    """A tensor of class ``cls`` without data, as in torch's documentation of ``__torch_dispatch__``.
-
-    Native code that asks for its memory raises, and does not read from address 0.
-    """
-    x = Tensor._make_wrapper_subclass(cls, shape, strides=strides, storage_offset=offset, dtype=dtype, device=device)
-    _set_throw_on_mutable_data_ptr(x)
-    return x
 
 
 def version_of(x: Tensor) -> int:

@@ -13,10 +13,10 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..eager import eager
 from ..errors import hint, reject
 from ..layout.trees import Full, Sharded
 from ..sharding.gather import gather
+from ..torch_internals.autograd import eager
 from ..torch_internals.tensors import ModuleTree, attributes_of, detach_copy
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..collectives.primitives import psum
-from ..eager import eager
 from ..errors import reject
 from ..layout.packing import without_padding
 from ..layout.ranks import participants_of, ranks_here, shard_index, shards_of_ranks
 from ..layout.trees import Sharded
 from ..layout.validation import check_sharded, check_shards
 from ..storage.memory_kind import stacked
+from ..torch_internals.autograd import eager
 from .norms import wide
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..collectives.sinks import inside, sink_here
 from ..containers import opaque_problem, opened, refuse_opaque
-from ..eager import eager
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import (
     autograd_by_hand,
+    eager,
     gradients_or_none,
     has_tangents,
     in_transform,

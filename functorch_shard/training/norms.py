@@ -16,7 +16,6 @@ from torch import Tensor
 from ..collectives.one_value import max_as_one_value, sum_as_one_value
 from ..collectives.primitives import pmax, psum
 from ..communication.axis import Axis
-from ..eager import eager
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.packing import of_rank, slot_of_each, without_padding
@@ -26,6 +25,7 @@ from ..layout.trees import Full, Sharded, map_items
 from ..layout.validation import check_sharded, check_shards
 from ..sharding.gather import gather
 from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of, to_working_device
+from ..torch_internals.autograd import eager
 
 
 @eager

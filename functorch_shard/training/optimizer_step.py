@@ -16,7 +16,7 @@ from ..layout.buffers import Buffer
 from ..layout.ranks import rank_dims
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.autograd import Function, assert_when_run, being_traced, in_transform, signed
+from ..torch_internals.autograd import Function, assert_when_run, being_traced, in_transform
 from ..torch_internals.tensors import as_number, identity_of_storage, is_number
 from .torch_optim import Class, Group, Options, Traits, initial_state, may_write_gradient, update
 
@@ -207,7 +207,6 @@ class _Below(Function):
     """Runs below vmap, where tensors are plain and fused kernels work. Its derivatives raise."""
 
     @staticmethod
-    @signed
     def forward(call: _Plain, *tensors: Tensor) -> tuple[Tensor, ...]:
         return call.fn(call.rows, tensors)
 

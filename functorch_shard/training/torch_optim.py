@@ -12,7 +12,6 @@ import optree
 import torch
 from torch import Tensor
 
-from ..eager import without_compiling
 from ..torch_internals.autograd import (
     TorchDispatchMode,
     as_under_compiler,
@@ -20,6 +19,7 @@ from ..torch_internals.autograd import (
     outside_transforms,
     traced_as_it_runs,
     untraced,
+    without_compiling,
 )
 from ..torch_internals.tensors import arguments_of, identity_of_storage, is_number, is_written, returns_anything
 

@@ -23,7 +23,6 @@ MODULES = sorted(
 # A floor imports from those below it (before it in this list), and from none of its own level or above it.
 FLOORS = [
     {"errors"},
-    {"eager"},
     {"torch_internals"},
     {"containers"},
     {"communication"},
@@ -117,7 +116,7 @@ def test_arrows_of_import_point_one_way() -> None:
 
 def test_arrows_within_the_core_are_few_and_none_leads_out_of_it() -> None:
     from_core = {(start, end) for start, end in arrows() if start in CORE}
-    assert {end for _, end in from_core} <= CORE | {"errors", "containers", "eager"}
+    assert {end for _, end in from_core} <= CORE | {"errors", "containers"}
     assert len({arrow for arrow in from_core if CORE.issuperset(arrow)}) <= 24
 
 
