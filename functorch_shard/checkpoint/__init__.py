@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import local_path
-from ..layout.ranks import participants_of
+from ..layout.trees import participants_of
 from .loading import Loading
 from .reader import Reader
 from .safetensors import export_safetensors, import_safetensors

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..layout.buffers import Buffer, Slot
-from ..layout.layout import Layout
-from ..layout.ranks import is_number, ranks_by_shard, rows_here, shards_of_ranks
-from ..layout.trees import Sharded
+from ..layout.layout import Layout, ranks_by_shard, shards_of_ranks
+from ..layout.trees import Sharded, is_number, rows_here
 from ..mesh.mesh import Mesh
 from .names import Leaf, Path
 from .regions import SCALAR, Region, regions
@@ -72,7 +71,7 @@ def _origin(layout: Layout, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...
     spec = slot.dtensor
     if spec is None:
         return slot.shape, (0,) * len(slot.shape)
-    return spec.shape, spec.local_start(layout.tensor_meshes[spec.axes].coordinate)
+    return spec.shape, spec.part_at(layout.tensor_meshes[spec.axes].coordinate)[1]
 
 
 def _is_first_sibling(layout: Layout, buffer: Buffer) -> Mapping[str, bool]:

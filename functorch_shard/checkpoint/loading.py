@@ -13,8 +13,7 @@ from torch import Tensor
 from ..errors import hints, reject
 from ..layout.buffers import Buffer, Slot
 from ..layout.layout import Layout
-from ..layout.ranks import is_number
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, is_number
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import in_transform
 from .chunks import Chunk, chunks_of

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ..errors import hints, local_path, reject
 from ..layout.layout import Layout
-from ..layout.trees import Sharded
-from ..layout.validation import check_sharded
+from ..layout.trees import Sharded, check_sharded
 from ..sharding.iter_parameters import iter_parameters
 from ..torch_internals.autograd import in_transform
 from .chunks import Chunk, chunks_of

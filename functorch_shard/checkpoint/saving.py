@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import local_path, reject
-from ..layout.layout import Layout
-from ..layout.parts import places_of
-from ..layout.ranks import participants_of, ranks_here
-from ..layout.trees import Sharded
+from ..layout.layout import Layout, places_of
+from ..layout.trees import Sharded, participants_of, ranks_here
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
 from ..torch_internals.autograd import in_transform

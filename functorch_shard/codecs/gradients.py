@@ -11,12 +11,10 @@ from torch import Tensor
 from ..collectives.operands import aside, fold, place_of, stack
 from ..communication.axis import Axis
 from ..errors import name_problems, reject
-from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.packing import pack
-from ..layout.ranks import shard_axis
+from ..layout.buffers import Buffer, pack
+from ..layout.layout import Layout, shard_axis
 from ..layout.trees import Sharded
-from ..layout.validation import check_grads, check_ranked
+from ..layout.validation import check_grads
 from ..sharding.data_parallel import across
 from ..sharding.reduction import complete, reduced_and_cast
 from ..sharding.scatter import layout_of_grads, near_grads
@@ -71,11 +69,10 @@ def scatter_encoded_grads(
     """
     encoder = encoding("scatter_encoded_grads", codec)
     layout = layout_of_grads("scatter_encoded_grads", grads, layout)
+    check_grads(grads, layout)
     if not layout.mesh.in_spmd:
-        check_ranked(grads, layout)
         inside = lambda grads, error: scatter_encoded_grads(grads, codec, error, layout)  # noqa: E731
         return layout.mesh.spmd(inside)(dict(grads), error)
-    check_grads(grads, layout)
     encoded = {
         k: b for k, b in layout.buffers.items() if b.trainable and b.num_shards > 1 and b.dtype.is_floating_point
     }
@@ -101,8 +98,8 @@ def _reduced(
     wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
     owed, axis = wide if error is None else wide + error, shard_axis(layout).of(buffer.key)
     total, lost = _ScatterEncoded.apply(owed, *place_of(axis), axis, codec)
-    mean = across(total, layout.schedule(buffer, wide.dtype), layout.mesh)
-    return mean.to(layout.schedule(buffer).dtypes.returned), lost
+    mean = across(total, layout.schedules[buffer.key, wide.dtype], layout.mesh)
+    return mean.to(layout.schedules[buffer.key, None].dtypes.returned), lost
 
 
 class _ScatterEncoded(Function):

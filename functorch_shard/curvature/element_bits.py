@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..layout.buffers import Buffer, Slot
+from ..layout.buffers import Buffer, Slot, of_rank, overlaid
 from ..layout.layout import Layout
-from ..layout.packing import of_rank, overlaid
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -70,7 +69,7 @@ def _in_whole(local: Tensor, slot: Slot, layout: Layout) -> Tensor:
     """Indices into the whole DTensor, from indices into the local part; unchanged for other parameters."""
     if slot.dtensor is None:
         return local
-    first: Sequence[int] = slot.dtensor.local_start(layout.tensor_meshes[slot.dtensor.axes].coordinate)
+    first: Sequence[int] = slot.dtensor.part_at(layout.tensor_meshes[slot.dtensor.axes].coordinate)[1]
     index = torch.zeros_like(local)
     for i, start, size in zip(torch.unravel_index(local, slot.shape), first, slot.dtensor.shape, strict=True):
         index = index * size + i + start

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from ..collectives.without_derivative import without_derivative
 from ..errors import reject
-from ..layout.layout import Layout
-from ..layout.parts import as_stored, select_buffers
-from ..layout.ranks import rank_dims
-from ..layout.trees import Sharded
-from ..layout.validation import check_layout, check_sharded, check_shards
+from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
+from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
 from ..mesh.fingerprints import value_lines
 from ..sharding.gather import gather
 from ..sharding.shard import shard

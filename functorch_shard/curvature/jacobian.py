@@ -17,10 +17,8 @@ from torch.func import jvp, vmap
 
 from ..collectives.primitives import psum, psum_scatter
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.ranks import shard_axis, shard_index
-from ..layout.trees import Full, Sharded
-from ..layout.validation import check_sharded
+from ..layout.layout import Layout, shard_axis, shard_index
+from ..layout.trees import Full, Sharded, check_sharded
 from ..sharding.gather import gather
 from ..sharding.partition import merge, partition
 from ..sharding.reduction import mean_at_end_of_grad

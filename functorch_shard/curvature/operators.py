@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.func import jvp
 
 from ..layout.buffers import dtype_name
-from ..layout.trees import Sharded
-from ..layout.validation import check_sharded, check_shards
+from ..layout.trees import Sharded, check_sharded, check_shards
 from ..sharding.partition import merge, partition
 from ..training.grad import grad
 from .flat_vectors import from_vector, to_vector, vector_dtype, vector_layout

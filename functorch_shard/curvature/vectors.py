@@ -12,12 +12,9 @@ from torch import Tensor
 from ..collectives.one_value import sum_as_one_value
 from ..collectives.primitives import psum
 from ..communication.axis import Axis
-from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.packing import without_padding
-from ..layout.ranks import shard_axis, shard_index
-from ..layout.trees import Sharded, map_items
-from ..layout.validation import check_sharded, check_shards
+from ..layout.buffers import Buffer, without_padding
+from ..layout.layout import Layout, shard_axis, shard_index
+from ..layout.trees import Sharded, check_sharded, check_shards, map_items
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import eager
 from ..training.norms import wide

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layout.dtensor import local_part
 from ..layout.units import below
+from ..layout.validation import local_part
 from ..torch_internals.tensors import RESETS, identity_of_storage
 from .staging import Staging
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import reject
-from ..layout.dtensor import cut_out
 from ..layout.layout import Layout
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
@@ -122,7 +121,11 @@ def _fill(
             filled[name] = x
             return
         slot, key = layout.slots[name], layout.key_of[name]
-        fill_rows(rows[key], slot, cut_out(x, slot.dtensor, layout.tensor_meshes), layout.buffers[key], layout)
+        if slot.dtensor:
+            from ..tensor_parallel.forms import cut_out
+
+            x = cut_out(x, slot.dtensor, layout.tensor_meshes)
+        fill_rows(rows[key], slot, x, layout.buffers[key], layout)
 
     buffers = dict(model.named_buffers())
     unit_of = {name: name.rpartition(".")[0] for name in buffers}

@@ -1,9 +1,9 @@
-"""Slots, buffers and units: the place of a parameter in a flat buffer, and the buffers that are gathered together."""
+"""Slots, buffers and units: the place of a parameter in a flat buffer; named tensors to flat buffers and back."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -11,8 +11,9 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from .dtensor import DTensorForm
+from ..errors import axes_text
 from .precision import MixedPrecision
 
 Reduction = Literal["mean", "sum"]
@@ -26,6 +27,38 @@ class Slice(NamedTuple):
     offset: int
     numel: int
     start: int
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorForm:
+    """The shape of a DTensor and its placements along the axes of its device mesh.
+
+    ``placements`` has one entry for each of ``axes``: ``"S(dim)"`` for sharded along ``dim``, ``"R"`` for replicated.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def cut_over(self) -> tuple[str, ...]:
+        """The axes whose ranks hold different elements, which a norm sums over; the ranks of others hold copies."""
+        return tuple(name for (name, _), text in zip(self.axes, self.placements, strict=True) if text != "R")
+
+    def part_at(self, place: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape and the start of the part of rank ``place[i]`` of each axis, chunked like ``torch.chunk``."""
+        shape, start = list(self.shape), [0] * len(self.shape)
+        for (_, size), text, index in zip(self.axes, self.placements, place, strict=True):
+            if text != "R":
+                dim = int(text[2:-1])
+                chunk = -(-shape[dim] // size)
+                skipped = min(index * chunk, shape[dim])
+                start[dim] += skipped
+                shape[dim] = min(chunk, shape[dim] - skipped)
+        return tuple(shape), tuple(start)
+
+    def __str__(self) -> str:
+        return f"DTensor of shape {self.shape}, {' '.join(self.placements)} over {axes_text(dict(self.axes))}"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -145,3 +178,87 @@ def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = None) -> Tensor:
+    """Concatenate the parameters of ``buffer`` into one 1-D tensor, behind any batch dims, with zeros for padding.
+
+    The gradient of one concatenation is one split, without padding. ``out`` may have another dtype.
+    """
+    like = tensors[buffer.slots[0].name]
+    batch = batch_of(like, buffer.slots[0])
+    parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
+    for slot, gap in zip(buffer.slots, buffer.split_sizes[1::2], strict=True):
+        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+        parts += [like.new_zeros(*batch, gap)] if gap else []
+    parts = parts or [like.new_zeros(*batch, 0)]
+    return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
+
+
+def batch_of(x: Tensor, slot: Slot) -> torch.Size:
+    """The dims of ``x`` in front of those of its parameter."""
+    return x.shape[: x.ndim - len(slot.shape)]
+
+
+def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
+    """Return the parameters of ``buffer`` as views of ``flat``.
+
+    By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
+    """
+    parts = flat.split(buffer.split_sizes)
+    return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
+
+
+def pack_shard(tensors: Mapping[str, Tensor], buffer: Buffer, rank: int, device: torch.device) -> Tensor:
+    """Make shard ``rank`` of ``pack(tensors, buffer)`` on ``device``, without allocating the whole buffer."""
+    shard = torch.zeros(buffer.shard_numel, dtype=buffer.dtype, device=device)
+    fill_shard(shard, tensors, buffer, rank)
+    return shard
+
+
+def fill_shard(shard: Tensor, tensors: Mapping[str, Tensor], buffer: Buffer, rank: int) -> None:
+    """Write the parameters of shard ``rank`` to ``shard``, whose padding is zero already."""
+    for name, offset, numel, start in buffer.slices(rank):
+        shard[offset : offset + numel] = tensors[name].detach().reshape(-1)[start : start + numel]
+
+
+def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:
+    """Set the padding of ``shard`` to zero; return it unchanged if ``buffer`` has no padding.
+
+    ``rank`` is the index of the shard: an int, or on simulated ranks a batched tensor of shape ``()``.
+    """
+    if buffer.numel == buffer.parameter_numel:
+        return shard
+    return torch.where(of_rank(_owned(buffer, rank, shard.device), rank), shard, 0)
+
+
+def slot_of_each(buffer: Buffer, device: torch.device) -> Tensor:
+    """The index of the slot of each element, one row per shard; ``len(buffer.slots)`` for padding."""
+    blank = torch.full((buffer.numel,), len(buffer.slots), device=device)
+    parts = [(slot.offset, torch.full((slot.numel,), i, device=device)) for i, slot in enumerate(buffer.slots)]
+    return overlaid(blank, parts).view(buffer.num_shards, -1)
+
+
+def of_rank(rows: Tensor, rank: Tensor | int) -> Tensor:
+    """The row of this rank; ``rows`` has one row if ``rank`` is an int, otherwise all rows."""
+    return rows.index_select(0, rank.reshape(1).to(rows.device)).squeeze(0) if isinstance(rank, Tensor) else rows[0]
+
+
+def _owned(buffer: Buffer, rank: Tensor | int, device: torch.device) -> Tensor:
+    """A mask of the elements that are not padding, one row per shard; only that of ``rank`` if it is an int."""
+    ranks = range(buffer.num_shards) if isinstance(rank, Tensor) else [rank]
+    blank, full = (make(buffer.shard_numel, dtype=torch.bool, device=device) for make in (torch.zeros, torch.ones))
+    rows = ([(offset, full[:numel]) for _, offset, numel, _ in buffer.slices(number)] for number in ranks)
+    return torch.stack([overlaid(blank, parts) for parts in rows])
+
+
+def overlaid(blank: Tensor, parts: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """``blank``, of one dim, with ``parts`` from their offsets on, which are in order.
+
+    Not written in place: ``torch.func.linearize`` forgets what is written to a view of a constant.
+    """
+    pieces, end = list[Tensor](), 0
+    for offset, part in parts:
+        pieces += [blank[end:offset], part]
+        end = offset + part.numel()
+    return torch.cat([*pieces, blank[end:]])

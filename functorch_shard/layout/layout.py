@@ -10,18 +10,20 @@ padded to a multiple of its number of shards S, and rank r of the shard axis own
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import product
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..containers import Static
 from ..errors import axes_text, reject, table
-from ..mesh.mesh import Mesh
-from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name
+from ..mesh.mesh import Axis, Mesh
+from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name, in_source_order
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 from .schedule import Schedule, make_schedule
 
@@ -70,11 +72,6 @@ class Layout(Static):
         return {name: tuple(further) for name, further in tied.items()}
 
     @cached_property
-    def _precision_of(self) -> Mapping[str, MixedPrecision]:
-        """The policy of each buffer's unit, by the buffer's key."""
-        return {buffer.key: unit.precision for unit in self.units for buffer in unit.buffers}
-
-    @cached_property
     def _hash(self) -> int:
         return hash((self.units, self.axes, self.shard_axis, self.replicate_axis, self.reduction, self.aliases))
 
@@ -85,10 +82,24 @@ class Layout(Static):
         """The number of ranks of an axis, or of several that are joined, ``"dp,cp"``."""
         return prod(dict(self.axes).get(each, 1) for each in name.split(","))
 
-    @property
+    @cached_property
     def shard_axes(self) -> tuple[str, ...]:
         """The axes of the mesh that buffers are sharded over, the outermost first."""
         return tuple(self.shard_axis.split(","))
+
+    @cached_property
+    def replicate_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh that shards are replicated over."""
+        return tuple(self.replicate_axis.split(","))
+
+    @cached_property
+    def num_shards(self) -> int:
+        return self.axis_size(self.shard_axis)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Ranks that a gradient is averaged over: shards times replicas."""
+        return self.num_shards * self.axis_size(self.replicate_axis)
 
     @cached_property
     def tensor_meshes(self) -> Mapping[tuple[tuple[str, int], ...], Mesh]:
@@ -96,49 +107,23 @@ class Layout(Static):
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
         return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
 
-    @property
+    @cached_property
     def has_owners(self) -> bool:
         """Whether it is of an optimizer's state whose parameters have owners, by which it is sharded."""
         return bool(self.units) and self.units[-1].name == OWNERS
-
-    @property
-    def num_shards(self) -> int:
-        return self.axis_size(self.shard_axis)
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that a gradient is averaged over: shards times replicas."""
-        return self.num_shards * self.axis_size(self.replicate_axis)
-
-    @property
-    def replicate_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that shards are replicated over."""
-        return tuple(self.replicate_axis.split(","))
-
-    def schedule(self, buffer: Buffer, dtype: torch.dtype | None = None) -> Schedule:
-        """How ``buffer`` is gathered and its gradient reduced, made once; Note [Schedule] in schedule.py.
-
-        Args:
-            buffer: one of this layout.
-            dtype: what one call gathers in, or what gradients come in, instead of its unit's policy.
-        """
-        key = (buffer.key, dtype)
-        if key not in self.derived:
-            self.derived[key] = self._schedule(buffer, dtype)
-        return self.derived[key]
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
         """What was computed from this layout once, for the modules of this package."""
         return {}
 
-    def _schedule(self, buffer: Buffer, dtype: torch.dtype | None) -> Schedule:
-        dtypes = buffer_dtypes(buffer.dtype, self._precision_of[buffer.key], dtype)
-        divisors = divide_factors(self.num_ranks, dtypes.reduced) if self.reduction == "mean" else (1, 1)
-        sharded = buffer.num_shards > 1
-        others = [*self.replicate_axes, *([] if sharded else self.shard_axes)]
-        copies = {axis: size for axis in others if (size := self.axis_size(axis)) > 1}
-        return make_schedule(buffer.key, dtypes, self.shard_axis if sharded else None, copies, divisors)
+    @cached_property
+    def schedules(self) -> Mapping[tuple[str, torch.dtype | None], Schedule]:
+        """How each buffer is gathered and its gradient reduced, Note [Schedule], each made on first use.
+
+        By its key, and the dtype that one call gathers in or that gradients come in; ``None``: as its unit's policy.
+        """
+        return _Schedules(self)
 
     def slices(self, rank: int) -> list[Slice]:
         """The parts of parameters that rank ``rank`` of the shard axis holds: arithmetic, no process group.
@@ -169,11 +154,13 @@ class Layout(Static):
                 "A layout is for fixed sizes: plan a new one on this mesh."
             )
         layout = replace(self, mesh=mesh)
-        reject("Layout.on", _misplaced(layout), "Each rank needs the layout that was planned at its coordinate.")
-        return layout
+        cut = [slot for slot in self.slots.values() if slot.dtensor]
+        if cut and mesh.device_mesh is not None:
+            from ..tensor_parallel.forms import misplaced
 
-    def _ties(self) -> list[str]:
-        return [f"tied: {alias} = {name}" for alias, name in self.aliases]
+            problems = misplaced(cut, layout.tensor_meshes)
+            reject("Layout.on", problems, "Each rank needs the layout that was planned at its coordinate.")
+        return layout
 
     def __getstate__(self) -> dict[str, Any]:
         # Without cached properties: the hash of a string differs between processes.
@@ -189,32 +176,156 @@ class Layout(Static):
 
     def __str__(self) -> str:
         header = ("buffer", "dtype", "parameters", "elements", "padding", "shard", "shard bytes")
-        rows = [_row(buffer) for buffer in self.buffers.values()]
-        total = ["total", "", *(sum(cast(int, row[i]) for row in rows) for i in range(2, len(header)))]
+        rows = list[list[Any]]()
+        for b in self.buffers.values():
+            sizes = [b.parameter_numel, b.numel - b.parameter_numel, b.shard_numel, b.shard_numel * b.dtype.itemsize]
+            rows.append([b.key, dtype_name(b.dtype), len(b.slots), *sizes])
+        total = ["total", "", *(sum(row[i] for row in rows) for i in range(2, len(header)))]
         spacing = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
         note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {spacing}"
-        return "\n".join([table([*rows, total], header, left=2), note, *self._dtensors(), *self._ties()])
-
-    def _dtensors(self) -> list[str]:
-        parts = Counter(slot.dtensor.axes for slot in self.slots.values() if slot.dtensor)
-        return [f"DTensors: the local parts of {n} parameters over {axes_text(dict(a))}" for a, n in parts.items()]
+        cut = Counter(slot.dtensor.axes for slot in self.slots.values() if slot.dtensor)
+        cuts = [f"DTensors: the local parts of {n} parameters over {axes_text(dict(axes))}" for axes, n in cut.items()]
+        return "\n".join([table([*rows, total], header, left=2), note, *cuts, *_ties(self)])
 
 
-def _row(buffer: Buffer) -> list[object]:
-    dtype, elements, shard = dtype_name(buffer.dtype), buffer.parameter_numel, buffer.shard_numel
-    sizes = [len(buffer.slots), elements, buffer.numel - elements, shard, shard * buffer.dtype.itemsize]
-    return [buffer.key, dtype, *sizes]
+class _Schedules(dict[tuple[str, "torch.dtype | None"], Schedule]):
+    """The schedules of a layout, each made on first use."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._unit_of = {buffer.key: unit for unit in layout.units for buffer in unit.buffers}
+
+    def __missing__(self, which: tuple[str, torch.dtype | None]) -> Schedule:
+        (key, dtype), layout = which, self._layout
+        buffer = layout.buffers[key]
+        dtypes = buffer_dtypes(buffer.dtype, self._unit_of[key].precision, dtype)
+        divisors = divide_factors(layout.num_ranks, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
+        sharded = buffer.num_shards > 1
+        others = [*layout.replicate_axes, *([] if sharded else layout.shard_axes)]
+        copies = {axis: size for axis in others if (size := layout.axis_size(axis)) > 1}
+        self[which] = made = make_schedule(key, dtypes, layout.shard_axis if sharded else None, copies, divisors)
+        return made
 
 
-def _misplaced(layout: Layout) -> list[str]:
-    """DTensors whose ranks, or whose part on this rank, differ from the layout."""
-    if layout.mesh.device_mesh is None:  # simulated or unpickled: no ranks to ask
-        return []
-    problems = []
-    for slot, form in ((slot, slot.dtensor) for slot in layout.slots.values() if slot.dtensor):
-        sibling = layout.tensor_meshes[form.axes]
-        if tuple(sibling.axes.items()) != form.axes:
-            problems.append(f"{slot.name!r}: local part of a {form}, but the axes here are {axes_text(sibling.axes)}")
-        elif slot.shape != (here := form.local_shape(sibling.coordinate)):
-            problems.append(f"{slot.name!r}: shape {slot.shape} of a {form}, but the local part here has {here}")
-    return problems
+def as_stored(layout: Layout) -> Layout:
+    """The same places, without mixed precision."""
+    return replace(layout, units=tuple(replace(unit, precision=MixedPrecision()) for unit in layout.units))
+
+
+def select_buffers(layout: Layout, keep: Mapping[str, bool]) -> Layout:
+    """The layout of the buffers whose key ``keep`` maps to true, unchanged otherwise."""
+    units = [replace(unit, buffers=tuple(b for b in unit.buffers if keep[b.key])) for unit in layout.units]
+    aliases = tuple((alias, name) for alias, name in layout.aliases if keep[layout.key_of[name]])
+    return replace(layout, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
+
+
+def layouts_of_units(layout: Layout) -> Iterator[Layout]:
+    """A layout for each unit."""
+    for unit in layout.units:
+        names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
+        ties = sorted((alias, name) for name in names for alias in layout.aliases_of.get(name, ()))
+        yield replace(layout, units=(unit,), aliases=tuple(ties))
+
+
+def merged(layout: Layout, others: Sequence[Layout]) -> Layout:
+    """The layout of ``layout`` and ``others``, the inverse of :func:`select_buffers`; the parts are disjoint.
+
+    Cached: every gather of the same parts uses the same object, with what was derived from it.
+    """
+    parts = tuple(others)
+    if parts not in layout.derived:
+        layout.derived[parts] = _merged([layout, *parts])
+    return layout.derived[parts]
+
+
+def _merged(layouts: Sequence[Layout]) -> Layout:
+    said = [{name: getattr(layout, name) for name in _OPTIONS} | _precisions(layout) for layout in layouts]
+    problems = [
+        f"{what}: {said[0][what]!r} in the first tree, {value!r} in another"
+        for other in said[1:]
+        for what, value in other.items()
+        if said[0].get(what, value) != value
+    ]
+    counts = Counter(name for layout in layouts for name in layout.slots)
+    problems += [f"{name!r}: in {count} trees" for name, count in counts.items() if count > 1]
+    reject("gather", problems, "Pass each part that partition() made of one tree once.")
+    units: dict[str, Unit] = {}
+    for unit in (unit for layout in layouts for unit in layout.units):
+        buffers = (*units[unit.name].buffers, *unit.buffers) if unit.name in units else unit.buffers
+        units[unit.name] = replace(unit, buffers=in_source_order(buffers))
+    aliases = tuple(sorted({pair for layout in layouts for pair in layout.aliases}))
+    in_order = sorted(units.values(), key=lambda unit: unit.buffers[0].slots[0].index)
+    return replace(layouts[0], units=tuple(in_order), aliases=aliases)
+
+
+_OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward"
+
+
+def _precisions(layout: Layout) -> dict[str, MixedPrecision]:
+    return {f"precision of unit {unit.name!r}": unit.precision for unit in layout.units}
+
+
+def _ties(layout: Layout) -> list[str]:
+    return [f"tied: {alias} = {name}" for alias, name in layout.aliases]
+
+
+def lines_of(layout: Layout) -> Iterator[str]:
+    """The layout as text, for comparison: the options, every parameter, every buffer, every tie."""
+    yield from (f"{name}: {getattr(layout, name)!r}" for name in _OPTIONS)
+    yield from places_of(layout)
+    yield from (f"{what}: {precision!r}" for what, precision in _precisions(layout).items())
+    yield from _ties(layout)
+
+
+def places_of(layout: Layout) -> Iterator[str]:
+    """The place of every element as text: the meaning of the numbers in a shard."""
+    for slot in layout.slots.values():  # first, as the size of a buffer depends on all of its parameters
+        buffer = layout.buffers[layout.key_of[slot.name]]
+        kind = f"shape {slot.shape}, {slot.dtype}, {'trainable' if buffer.trainable else 'frozen'}"
+        kind += f", local part of a {slot.dtensor}" if slot.dtensor else ""
+        yield f"{slot.name!r}: {kind}, at {slot.offset} of buffer {buffer.key!r}"
+    yield "no more parameters"
+    for buffer in layout.buffers.values():
+        yield f"buffer {buffer.key!r}: {buffer.num_shards} shards of {buffer.shard_numel} elements"
+
+
+def axis_sizes(layout: Layout) -> tuple[int, ...]:
+    """The number of ranks of each axis, in the mesh's order: the leading dims of a stacked tree."""
+    return tuple(size for _, size in layout.axes)
+
+
+def rank_dims(layout: Layout) -> tuple[int, ...]:
+    """The leading dims that each leaf has here: one per axis outside ``spmd`` on simulated ranks, otherwise none."""
+    return () if layout.mesh.in_spmd else axis_sizes(layout)
+
+
+def shard_at(coordinate: Mapping[str, Any], layout: Layout) -> Any:
+    """The position on the shard axis of a rank, from that on each axis of the mesh: a number, or a tensor of them."""
+    shard: Any = 0
+    for name in layout.shard_axes:
+        shard = shard * layout.axis_size(name) + coordinate.get(name, 0)
+    return shard
+
+
+def shards_of_ranks(layout: Layout) -> list[int]:
+    """The position on the shard axis of every rank; ranks count in row-major order of the axes."""
+    coordinates = product(*map(range, axis_sizes(layout)))
+    return [shard_at(dict(zip(dict(layout.axes), each, strict=True)), layout) for each in coordinates]
+
+
+def ranks_by_shard(layout: Layout) -> list[list[int]]:
+    """The ranks, in row-major order of the axes, that hold each shard: one, or as many as there are replicas."""
+    ranks: list[list[int]] = [[] for _ in range(layout.num_shards)]
+    for rank, shard in enumerate(shards_of_ranks(layout)):
+        ranks[shard].append(rank)
+    return ranks
+
+
+def shard_axis(layout: Layout) -> Axis:
+    """The axis of the mesh that buffers are sharded over."""
+    return layout.mesh[layout.shard_axis]
+
+
+def shard_index(buffer: Buffer, layout: Layout) -> Tensor | int:
+    """Which shard of ``buffer`` this rank holds: an int on real ranks, a batched tensor on simulated ones."""
+    return shard_axis(layout).backend.index() if buffer.num_shards > 1 else 0

@@ -15,13 +15,11 @@ from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
 from .buffers import Buffer, Reduction, Slot, Unit, alignment, dtype_name, in_source_order, padded
-from .dtensor import form_of, local_part, unfit_dtensor
-from .layout import Layout
-from .parts import lines_of
+from .layout import Layout, lines_of
 from .precision import MixedPrecision
 from .trees import Sharded
 from .units import Units, assign, merge_small, prefixes_of, warn_of_large
-from .validation import source_problems, sparse_problems
+from .validation import form_of, local_part, source_problems, sparse_problems
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
 _BLOCK = 64  # the last elements of a kernel round otherwise: on any number of ranks there are none in multiples of this
@@ -313,7 +311,10 @@ def _check(
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
     known = {prefix for name in tensors for prefix in prefixes_of(name)} if ignored else set()
     problems = source_problems(tensors)
-    problems += [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := unfit_dtensor(x, mesh))]
+    if any(form_of(x) for x in tensors.values()):
+        from ..tensor_parallel.forms import unfit
+
+        problems += [f"{n!r}: {problem}" for n, x in tensors.items() if form_of(x) and (problem := unfit(x, mesh))]
     problems += sparse_problems(source) if isinstance(source, nn.Module) else []
     problems += [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
     if options.reduction not in ("mean", "sum"):

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from itertools import product
 from typing import Any, TypeVar
 
 import optree
+import torch
 from torch import Tensor
 
 from ..containers import opened
-from ..errors import table
+from ..errors import name_problems, reject, table
+from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
-from .layout import Layout
-from .parts import layouts_of_units
+from .layout import Layout, layouts_of_units, rank_dims
 
 Node = TypeVar("Node", "Sharded", "Full")
 _OF_TORCH_SAVE = 2
@@ -147,6 +149,90 @@ def _leaf_row(key: str, leaf: Any) -> tuple[str, str, str]:
     if isinstance(leaf, Tensor):
         return key, str(tuple(leaf.shape)), str(leaf.dtype).removeprefix("torch.")
     return key, type(leaf).__name__, ""
+
+
+def ranks_here(mesh: Mesh) -> Sequence[int]:
+    """The ranks of ``mesh`` in this process."""
+    return range(mesh.size) if mesh.is_simulated else [mesh.rank]
+
+
+def rows_here(x: Tensor, mesh: Mesh) -> dict[int, Tensor]:
+    """The leaf of each rank in this process."""
+    places = product(*map(range, mesh.axes.values())) if mesh.is_simulated else [()]
+    return {rank: x[place] for rank, place in zip(ranks_here(mesh), places, strict=True)}
+
+
+def is_number(x: Tensor, layout: Layout) -> bool:
+    """Whether ``x`` is one number for its whole buffer, as a step count is, and not a shard."""
+    return x.ndim == (len(layout.axes) if layout.mesh.is_simulated else 0)
+
+
+def participants_of(tree: Any) -> Mesh:
+    """The mesh that a tree is sharded over; that of the job for a plain tree, or one with DTensors."""
+    layouts = [node.layout for node in optree.tree_leaves(tree, is_leaf=is_node, none_is_leaf=True) if is_node(node)]
+    return layouts[0].mesh if layouts and not any(layout.tensor_meshes for layout in layouts) else job_mesh()
+
+
+def check_sharded(verb: str, tree: object, instead: str = "") -> None:
+    """Raise unless ``tree`` is a ``Sharded``; ``instead`` ends the message."""
+    if not isinstance(tree, Sharded):
+        raise TypeError(f"{verb}: got {type(tree).__name__}, expected a Sharded{instead}.")
+
+
+def check_layout(verb: str, layout: object) -> None:
+    """Raise unless ``layout`` is a ``Layout``."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"{verb}: layout: got {type(layout).__name__}, expected a Layout from plan().")
+
+
+def check_shards(
+    verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False, gradients: bool = False
+) -> None:
+    """Raise unless every buffer has one shard of its shape and dtype, with rank dims outside ``spmd``.
+
+    ``gradients`` may have another precision than the buffer.
+    """
+    ranks = rank_dims(layout)
+    problems = [] if shards.keys() == layout.buffers.keys() else name_problems(shards, layout.buffers)
+    for key, x in shards.items():
+        buffer = layout.buffers.get(key)
+        if buffer is None or (allow_none and x is None):
+            continue
+        shape, dtype = (*ranks, buffer.shard_numel), grad_dtype(x, buffer.dtype) if gradients else buffer.dtype
+        if isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.layout is torch.strided:
+            continue
+        arithmetic = f" ({buffer.numel} elements / {buffer.num_shards} shards)" if buffer.num_shards > 1 else ""
+        problems += misfit(key, x, shape, dtype, arithmetic)
+    if not problems:
+        return
+    expected = "with rank dims (outside spmd)" if ranks else "of one rank"
+    advice = (
+        f"Expected the shards {expected} of {layout!r}. Make the tree with shard(), from a layout of this mesh; a tree "
+        "that was unpickled has a mesh of its own: move it with tree.on(mesh)."
+    )
+    reject(verb, problems, advice)
+
+
+def misfit(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, arithmetic: str = "") -> list[str]:
+    """The problem of what is not a dense tensor of this shape and dtype."""
+    if not isinstance(x, Tensor):
+        return [f"{name!r}: got {type(x).__name__}, expected a tensor of shape {shape}, {dtype}{arithmetic}"]
+    if x.layout is not torch.strided:
+        return [f"{name!r}: got layout {x.layout}, expected a dense tensor (.to_dense()) of shape {shape}, {dtype}"]
+    if tuple(x.shape) == shape and x.dtype == dtype:
+        return []
+    return [f"{name!r}: got shape {tuple(x.shape)}, {x.dtype}, expected {shape}, {dtype}{arithmetic}"]
+
+
+def grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
+    """The expected dtype: a gradient may have another precision than its parameter, but not another kind of number."""
+    if (
+        isinstance(grad, Tensor)
+        and grad.is_complex() == stored.is_complex
+        and grad.is_floating_point() == stored.is_floating_point
+    ):
+        return grad.dtype
+    return stored
 
 
 def _flatten(tree: Sharded | Full) -> tuple[list[Any], tuple[Layout, tuple[str, ...]]]:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..errors import reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.ranks import axis_sizes, rank_dims, shard_at, shard_axis
+from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
 from ..layout.trees import Sharded
 from ..storage.memory_kind import working_device
 from ..torch_internals.autograd import being_traced

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from ..communication.collective import Splits
 from ..layout.buffers import OWNERS, Buffer, Slot, Unit, aligned
-from ..layout.layout import Layout
-from ..layout.parts import select_buffers
+from ..layout.layout import Layout, select_buffers
 from .spec import Entry, Spec
 
 ROUND = 1 << 22  # bytes of parameters of one owner after which a round ends

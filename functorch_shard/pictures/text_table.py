@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import shown
 from ..layout.buffers import Buffer, Slot, dtype_name
-from ..layout.layout import Layout
-from ..layout.ranks import shards_of_ranks
+from ..layout.layout import Layout, shards_of_ranks
 
 _ROWS, _BUFFERS = 24, 40  # parameters of a buffer, and kinds of buffers, that have rows of their own
 _GAP = 2

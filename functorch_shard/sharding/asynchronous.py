@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..communication.axis import Axis
 from ..communication.backend import Finished, Work
-from ..layout.buffers import Buffer
+from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout
-from ..layout.packing import pack
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, up_to_communication
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import MemoryKind
@@ -109,7 +108,7 @@ class Reductions:
 
     def _start(self, grads: Mapping[str, Tensor], buffer: Buffer, layout: Layout, place: int, averages: bool) -> Work:
         like = grads[buffer.slots[0].name]
-        schedule = layout.schedule(buffer, like.dtype)
+        schedule = layout.schedules[buffer.key, like.dtype]
         ops = (*schedule.within, *schedule.across, Cast(schedule.dtypes.stored)) if averages else schedule.within
         # where there is nothing to add up now, what is packed may be the result, and is in new memory
         sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others

@@ -12,13 +12,10 @@ from torch import Tensor
 
 from ..collectives.sinks import prepare, sink_here
 from ..containers import opened
-from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.packing import unpack
-from ..layout.parts import merged
+from ..layout.buffers import Buffer, unpack
+from ..layout.layout import Layout, merged
 from ..layout.schedule import Encoding
-from ..layout.trees import Full, Sharded
-from ..layout.validation import check_sharded, check_shards
+from ..layout.trees import Full, Sharded, check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import Function, eager, frame_compiler
 from .data_parallel import averaged, gathered
@@ -174,7 +171,7 @@ def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
 
 def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Encoding | None) -> Tensor:
     """The whole buffer from this rank's shard."""
-    schedule, mesh = layout.schedule(buffer, dtype), layout.mesh
+    schedule, mesh = layout.schedules[buffer.key, dtype], layout.mesh
     x = x.to(working_device(x, mesh.device), non_blocking=True)
     x = averaged(x, schedule, mesh) if buffer.differentiable else x
     return gathered(x, schedule, mesh, codec if buffer.dtype.is_floating_point else None)
@@ -185,7 +182,7 @@ def _flat_of_stack(
 ) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
     x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-    x = x.to(working_device(x, layout.mesh.device), layout.schedule(buffer, dtype).dtypes.gathered)
+    x = x.to(working_device(x, layout.mesh.device), layout.schedules[buffer.key, dtype].dtypes.gathered)
     for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
         x = _FirstCopy.apply(x, dim, i == 0)
     return (in_shard_order(x, layout) if buffer.num_shards > 1 else x).flatten().clone()

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.without_derivative import refuse_derivatives
-from ..layout.trees import Full, Sharded, by_unit, map_items
-from ..layout.validation import check_sharded, check_shards
+from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from .partition import merge
 
 

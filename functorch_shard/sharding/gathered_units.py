@@ -18,8 +18,7 @@ from torch import Tensor
 from ..communication.backend import Work
 from ..communication.writes import content_of
 from ..layout.buffers import Buffer, Slot
-from ..layout.layout import Layout
-from ..layout.ranks import shard_axis
+from ..layout.layout import Layout, shard_axis
 from ..layout.schedule import Encoding, Ops, Schedule, gathered_encoded
 from ..storage.memory_kind import MemoryKind, working_device
 from ..torch_internals.autograd import backward_pass
@@ -65,7 +64,7 @@ class Part:
     @cached_property
     def schedules(self) -> tuple[Schedule, ...]:
         """How each buffer is gathered and its gradient reduced."""
-        return tuple(self.layout.schedule(buffer, self.dtype) for buffer in self.buffers)
+        return tuple(self.layout.schedules[buffer.key, self.dtype] for buffer in self.buffers)
 
     @cached_property
     def places(self) -> list[Place]:

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.without_derivative import constants
-from ..layout.parts import as_stored
-from ..layout.trees import Full, Sharded, by_unit, map_items
-from ..layout.validation import check_sharded, check_shards
+from ..layout.layout import as_stored
+from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from .gather import gather
 
 

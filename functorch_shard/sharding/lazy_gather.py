@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..collectives.sinks import Sink, prepare, sink_here
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.ranks import shard_axis
+from ..layout.layout import Layout, shard_axis
 from ..layout.schedule import Encoding
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import (

@@ -117,7 +117,7 @@ def start_mean(places: Sequence[Place | None], i: int, total: Tensor) -> Work:
     place = places[i]
     assert place is not None, i
     key, layout = place
-    schedule = layout.schedule(layout.buffers[key])
+    schedule = layout.schedules[key, None]
     ops = (Cast(schedule.dtypes.carried), *schedule.across, Cast(schedule.dtypes.returned))
     return start_all_reduces(ops, total, key, layout.mesh)
 
@@ -180,7 +180,7 @@ def _has_replicas(place: Place | None) -> bool:
     if place is None:
         return False
     buffer, layout = place[1].buffers[place[0]], place[1]
-    return buffer.num_shards > 1 and any(isinstance(op, AllReduce) for op in layout.schedule(buffer).across)
+    return buffer.num_shards > 1 and any(isinstance(op, AllReduce) for op in layout.schedules[buffer.key, None].across)
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:
@@ -188,7 +188,7 @@ def _is_averaged(x: Tensor, place: Place | None) -> bool:
     if place is None or not x.is_floating_point() or not _has_replicas(place) or hooks_of(x):
         return False
     key, layout = place
-    return layout.schedule(layout.buffers[key]).dtypes.returned == x.dtype or x.grad_dtype is None
+    return layout.schedules[key, None].dtypes.returned == x.dtype or x.grad_dtype is None
 
 
 def _leaf(node: Any) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from ..layout.parts import merged, select_buffers
-from ..layout.trees import Sharded
-from ..layout.validation import check_sharded
+from ..layout.layout import merged, select_buffers
+from ..layout.trees import Sharded, check_sharded
 from ..torch_internals.autograd import eager
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import sink_here
-from ..layout.buffers import Buffer
+from ..layout.buffers import Buffer, batch_of, pack
 from ..layout.layout import Layout
-from ..layout.packing import batch_of, pack
 from ..layout.schedule import AllReduce, Divide, Schedule
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import Function, has_tangents, in_transform
@@ -74,16 +73,16 @@ def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
 def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:
     """One full gradient, and how it is reduced in the dtype that it comes in."""
     packed = pack(complete(grads, buffer, layout), buffer)
-    return packed, layout.schedule(buffer, packed.dtype)
+    return packed, layout.schedules[buffer.key, packed.dtype]
 
 
 def _schedule_of_shard(x: Tensor, buffer: Buffer, layout: Layout) -> Schedule:
     """By the unit's policy: ``x`` has the dtype that it is carried or returned in, and not that it was computed in."""
-    return layout.schedule(buffer, x.dtype if x.is_complex() else None)
+    return layout.schedules[buffer.key, x.dtype if x.is_complex() else None]
 
 
 def _returned(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    return x.to(layout.schedule(buffer).dtypes.returned)
+    return x.to(layout.schedules[buffer.key, None].dtypes.returned)
 
 
 def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:

@@ -16,10 +16,8 @@ from ..communication.process_group import connect, exchange
 from ..communication.simulated import rank_of_thread
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.parts import lines_of
-from ..layout.ranks import is_number, ranks_by_shard, rows_here
-from ..layout.trees import Sharded, is_node, path_text, take_tensors
+from ..layout.layout import Layout, lines_of, ranks_by_shard
+from ..layout.trees import Sharded, is_node, is_number, path_text, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
 

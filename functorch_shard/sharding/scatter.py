@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import first_difference
-from ..layout.layout import Layout
-from ..layout.parts import lines_of
-from ..layout.trees import Full, Sharded, map_items
-from ..layout.validation import check_grads, check_layout, check_ranked
+from ..layout.layout import Layout, lines_of
+from ..layout.trees import Full, Sharded, check_layout, map_items
+from ..layout.validation import check_grads
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import eager
 from .reduction import reduced_and_cast
@@ -56,10 +55,9 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
                 [3., 0.]])
     """
     layout = layout_of_grads("scatter_grads", grads, layout)
-    if not layout.mesh.in_spmd:
-        check_ranked(grads, layout)
-        return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     check_grads(grads, layout)
+    if not layout.mesh.in_spmd:
+        return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
     parts = near_grads(grads, layout)
     return Sharded(
         {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
@@ -139,4 +137,4 @@ def _sum_dtype(name: str, grad: Tensor | None, grads: Full | Sharded) -> torch.d
     if grad is None or not grad.is_floating_point() or isinstance(grads, Sharded):
         return None if grad is None else grad.dtype
     layout = grads.layout
-    return layout.schedule(layout.buffers[layout.key_of[name]], grad.dtype).dtypes.reduced
+    return layout.schedules[layout.key_of[name], grad.dtype].dtypes.reduced

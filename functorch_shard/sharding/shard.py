@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.without_derivative import without_derivative
-from ..layout.dtensor import local_part
 from ..layout.layout import Layout
 from ..layout.planning import named_tensors
-from ..layout.trees import Sharded
-from ..layout.validation import check_layout, check_whole
+from ..layout.trees import Sharded, check_layout
+from ..layout.validation import check_whole, local_part
 from ..mesh.fingerprints import value_lines
 from ..torch_internals.autograd import is_functorch_wrapped_tensor
 from .slicing import cut_buffer, receive_buffer

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.primitives import all_gather
-from ..layout.buffers import Buffer, Slot
-from ..layout.layout import Layout
-from ..layout.packing import fill_shard, of_rank, pack, pack_shard
-from ..layout.ranks import shard_at, shard_axis, shard_index
+from ..layout.buffers import Buffer, Slot, fill_shard, of_rank, pack, pack_shard
+from ..layout.layout import Layout, shard_at, shard_axis, shard_index
 from ..mesh.axes import coordinate_of
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import is_functorch_wrapped_tensor

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..collectives.without_derivative import refuse_derivatives
 from ..containers import opened
 from ..errors import local_path, reject
-from ..layout.ranks import participants_of
-from ..layout.trees import path_text, take_tensors
+from ..layout.trees import participants_of, path_text, take_tensors
 from .memory_kind import MemoryKind
 
 _CPU = torch.device("cpu")

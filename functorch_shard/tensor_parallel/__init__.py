@@ -3,7 +3,7 @@
 Note [DTensor]: this rank's local part, a plain tensor, is what is sharded, gathered and reduced. ``plan`` records the
 shape and placements of the DTensor, and ``gather`` makes a DTensor of the gathered local part, which may be lazy:
 operations of the DTensor use the lazy tensor, and views of it stay lazy. A gradient is returned in the placements of
-its parameter: a partial gradient is summed over the axis where it becomes a local part.
+its parameter: a partial gradient is summed over the axis where it becomes a local part. ``forms`` describes DTensors.
 
 Imports ``layout`` and below; ``sharding`` imports it where a layout has DTensors.
 """
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
-from ..layout.dtensor import DTensorForm
+from ..layout.buffers import DTensorForm
 from ..layout.layout import Layout
 from ..torch_internals.autograd import Function, differentiate_at_once, in_transform
+from .forms import placements_of
 
 
 def with_dtensors(parts: Mapping[str, Tensor], layout: Layout) -> Mapping[str, Tensor]:
@@ -45,7 +46,7 @@ def _assemble(part: Tensor, form: DTensorForm, layout: Layout) -> Tensor:
 
 
 def _local(grad: Any, form: DTensorForm) -> Any:
-    return None if grad is None else grad.redistribute(placements=_placements(form)).to_local()
+    return None if grad is None else grad.redistribute(placements=placements_of(form)).to_local()
 
 
 class _Assemble(Function):
@@ -57,7 +58,7 @@ class _Assemble(Function):
     @staticmethod
     def forward(part: Tensor, device_mesh: Any, form: DTensorForm) -> Tensor:
         stride = torch.empty(form.shape, device="meta").stride()
-        shape, placements = torch.Size(form.shape), _placements(form)
+        shape, placements = torch.Size(form.shape), placements_of(form)
         return DTensor.from_local(part, device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
     @staticmethod
@@ -68,7 +69,3 @@ class _Assemble(Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return _local(grad, ctx.form), None, None
-
-
-def _placements(form: DTensorForm) -> list[Any]:
-    return [Replicate() if text == "R" else Shard(int(text[2:-1])) for text in form.placements]

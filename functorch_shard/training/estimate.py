@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..communication.counter import Traffic, bytes_sent
 from ..errors import axes_text, table
-from ..layout.layout import Layout
-from ..layout.ranks import rank_dims
+from ..layout.layout import Layout, rank_dims
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
 from ..sharding.prefetch_policy import small_units
@@ -106,7 +105,10 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"estimate: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    buffers, dtypes = layout.buffers.values(), {b.key: layout.schedule(b).dtypes for b in layout.buffers.values()}
+    buffers, dtypes = (
+        layout.buffers.values(),
+        {b.key: layout.schedules[b.key, None].dtypes for b in layout.buffers.values()},
+    )
     reducing = [
         sum(
             b.numel * (dtypes[b.key].gathered.itemsize + dtypes[b.key].reduced.itemsize)
@@ -134,7 +136,7 @@ def _gathered_bytes(layout: Layout) -> int:
     """Count small units and buffers that are whole on every rank, and a unit and the next one of the others."""
     always, sizes = 0, [0] * len(layout.units)
     for i, b in ((i, b) for i, unit in enumerate(layout.units) for b in unit.buffers):
-        gathered = layout.schedule(b).dtypes.gathered
+        gathered = layout.schedules[b.key, None].dtypes.gathered
         if b.num_shards > 1:
             sizes[i] += b.numel * gathered.itemsize
         elif gathered != b.dtype:
@@ -161,10 +163,10 @@ def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
     """Yield axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
     for unit in (*layout.units, *(layout.units[i] for i in _gathered_again(layout))):
         for b in unit.buffers:
-            yield from collectives_of(layout.schedule(b).gather, b.shard_numel, b.dtype, b.num_shards)
+            yield from collectives_of(layout.schedules[b.key, None].gather, b.shard_numel, b.dtype, b.num_shards)
     for b in layout.buffers.values():
         if b.trainable:
-            yield from collectives_of(layout.schedule(b).reduce, b.numel, b.dtype, b.num_shards)
+            yield from collectives_of(layout.schedules[b.key, None].reduce, b.numel, b.dtype, b.num_shards)
 
 
 def collectives_of(ops: Ops, numel: int, dtype: torch.dtype, num_shards: int) -> Iterator[tuple[str, str, int]]:

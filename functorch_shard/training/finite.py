@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ..collectives.primitives import psum
 from ..errors import reject
-from ..layout.packing import without_padding
-from ..layout.ranks import participants_of, ranks_here, shard_index, shards_of_ranks
-from ..layout.trees import Sharded
-from ..layout.validation import check_sharded, check_shards
+from ..layout.buffers import without_padding
+from ..layout.layout import shard_index, shards_of_ranks
+from ..layout.trees import Sharded, check_sharded, check_shards, participants_of, ranks_here
 from ..storage.memory_kind import stacked
 from ..torch_internals.autograd import eager
 from .norms import wide

@@ -251,7 +251,7 @@ def _leaves_of(node: Any) -> list[Leaf]:
         layout, leaves = node.layout, []
         for key, x in node.items():
             buffer = layout.buffers[key]
-            dtypes = layout.schedule(buffer).dtypes
+            dtypes = layout.schedules[key, None].dtypes
             wanted = buffer.trainable and _differentiable(x)
             leaves.append(Leaf(x, wanted, key, layout, dtypes.carried != dtypes.stored))
         return leaves

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..containers import Static
 from ..errors import reject
-from ..layout.ranks import rank_dims
-from ..layout.trees import Sharded, map_items
-from ..layout.validation import check_sharded, check_shards
+from ..layout.layout import rank_dims
+from ..layout.trees import Sharded, check_sharded, check_shards, map_items
 from ..storage.memory_kind import on_each_device, to_memory_kind_of
 from .finite import all_finite
 from .norms import wide

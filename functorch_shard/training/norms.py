@@ -16,13 +16,9 @@ from torch import Tensor
 from ..collectives.one_value import max_as_one_value, sum_as_one_value
 from ..collectives.primitives import pmax, psum
 from ..communication.axis import Axis
-from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.packing import of_rank, slot_of_each, without_padding
-from ..layout.parts import as_stored, select_buffers
-from ..layout.ranks import shard_axis, shard_index
-from ..layout.trees import Full, Sharded, map_items
-from ..layout.validation import check_sharded, check_shards
+from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
+from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
+from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items
 from ..sharding.gather import gather
 from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import eager

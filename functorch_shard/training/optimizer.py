@@ -12,10 +12,8 @@ import torch
 from ..containers import Static
 from ..errors import first_difference, hint, reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout
-from ..layout.parts import lines_of
-from ..layout.trees import Sharded
-from ..layout.validation import check_sharded, check_shards
+from ..layout.layout import Layout, lines_of
+from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
 from ..torch_internals.autograd import eager
 from .optimizer_step import NO_OPTIONS, PARAM, ByLabel, Leaves, Part, count_writes

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..layout.buffers import Buffer
-from ..layout.ranks import rank_dims
+from ..layout.layout import rank_dims
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.autograd import Function, assert_when_run, being_traced, in_transform

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
-from ..layout.layout import Layout
-from ..layout.parts import select_buffers
+from ..layout.layout import Layout, select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
 from ..torch_internals.autograd import nodes, nodes_behind, strided_read, was_compiled, without_batches

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.layout.parts import select_buffers
+from functorch_shard.layout.layout import select_buffers
 
 BATCH = 8
 

@@ -33,7 +33,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, loading, save, saving
-from functorch_shard.layout.parts import select_buffers
+from functorch_shard.layout.layout import select_buffers
 from functorch_shard.layout.trees import Sharded
 from functorch_shard.testing import assert_trees_close
 from tests.support.launching import end, environ, start
@@ -461,7 +461,7 @@ def then_two(folder: Path) -> dict[str, Any]:
 KILLED = """
 import os, signal, sys, torch, torch.distributed as dist, functorch_shard as fs
 from functorch_shard.checkpoint import saving
-from functorch_shard.layout.parts import select_buffers
+from functorch_shard.layout.layout import select_buffers
 rank, victim = int(os.environ["RANK"]), int(sys.argv[1])
 dist.init_process_group("gloo")
 params = fs.shard({"w": torch.ones(7)}, fs.plan({"w": torch.ones(7)}, fs.init_mesh()))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
-from functorch_shard.layout.parts import select_buffers
+from functorch_shard.layout.layout import select_buffers
 from functorch_shard.training.finite import all_finite
 from tests.codecs.coding import AXES, CODECS, values
 from tests.support.ranks import Ranks, gloo, rows_of, simulated

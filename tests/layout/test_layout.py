@@ -18,8 +18,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.layout.buffers import Slice
-from functorch_shard.layout.layout import Layout
-from functorch_shard.layout.parts import lines_of, merged, select_buffers
+from functorch_shard.layout.layout import Layout, lines_of, merged, select_buffers
 
 RANKS = (1, 2, 3, 5, 8)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]

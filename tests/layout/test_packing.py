@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.func import grad
 
 import functorch_shard as fs
-from functorch_shard.layout.buffers import Buffer
-from functorch_shard.layout.packing import pack, pack_shard, unpack
+from functorch_shard.layout.buffers import Buffer, pack, pack_shard, unpack
 
 SHAPES = [(), (0,), (3, 3), (1,), (0, 2), (7,), (2, 3, 5), (17, 257)]
 ALIGNMENTS = [0, 2, 16, 64]

@@ -48,7 +48,7 @@ def planned(
         ignored=["u.w"] if ignored else (),
     )
     (buffer,) = layout.buffers.values()
-    return layout, buffer, layout.schedule(buffer)
+    return layout, buffer, layout.schedules[buffer.key, None]
 
 
 schedules = st.builds(planned, dtypes, policies, axes, reductions, ignored=st.booleans())

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import functorch_shard as fs
-from functorch_shard.layout.parts import select_buffers
+from functorch_shard.layout.layout import select_buffers
 from functorch_shard.testing import assert_trees_close
 from tests.support.matrix import (
     CASES,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.layout.parts import lines_of
+from functorch_shard.layout.layout import lines_of
 from tests.support.pool import run_ranks
 
 LINEAR, RANKS = nn.Linear(3, 5), 3
@@ -50,7 +50,7 @@ DIFFERENT: dict[str, tuple[Plan, Plan, str, str]] = {
         "'weight': shape (5, 3), torch.float32, trainable, at 0 of buffer '(root)'",
         "'weight': shape (5, 3), torch.float32, frozen, at 0 of buffer '(root)/frozen'",
     ),
-    "reduction": ((tensors(), {}), (tensors(), {"reduction": "sum"}), "mean over 'shard'", "sum over 'shard'"),
+    "reduction": ((tensors(), {}), (tensors(), {"reduction": "sum"}), "reduction: 'mean'", "reduction: 'sum'"),
     "ignored": ((tensors(), {}), (tensors(), {"ignored": ["m"]}), "of buffer 'm'", "of buffer 'm/whole'"),
     "tied": (
         (nn.ModuleDict({"a": LINEAR, "b": LINEAR}), {}),

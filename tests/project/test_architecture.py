@@ -59,7 +59,7 @@ FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 DISTRIBUTED = {
     "checkpoint.format": "the format of checkpoints is torch.distributed's",
     "tensor_parallel.__init__": "and so are DTensors",
-    "layout.dtensor": "and their placements",
+    "tensor_parallel.forms": "and their placements",
     "testing.processes": "starts the ranks of tests",
     "torch_internals.tensors": "what that format and process groups have no public name for",
 }
@@ -163,7 +163,7 @@ def test_a_note_is_where_it_is_said_to_be() -> None:
 
 
 def test_integers_of_the_layout_do_not_use_process_groups() -> None:
-    integers = [module for module in MODULES if floor_of(module) == "layout" and module != "layout.dtensor"]
+    integers = [module for module in MODULES if floor_of(module) == "layout"]
     for module in [*integers, "checkpoint.regions"]:
         assert not any(origin.startswith("torch.distributed") for origin, _ in imports(module)), module
 

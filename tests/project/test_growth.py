@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.errors import name_problems
-from functorch_shard.layout.parts import layouts_of_units, select_buffers
+from functorch_shard.layout.layout import layouts_of_units, select_buffers
 from tests.support.refusals import refused
 
 FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once
@@ -248,7 +248,7 @@ def test_of_many_wrong_names_the_first_are_shown_and_the_rest_is_counted() -> No
     ]
     assert len(lines) == 21
     assert lines[-1] == "  ... and 7,980 more"
-    assert advice.startswith("Shard the model that the layout was planned from")
+    assert advice.startswith("Pass the model that the layout was planned from")
 
 
 def test_the_guess_of_a_name_among_thousands_is_the_nearest() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.layout.parts import select_buffers
+from functorch_shard.layout.layout import select_buffers
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.ranks import gloo, on_each, simulated

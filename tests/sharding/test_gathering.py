@@ -215,7 +215,7 @@ def test_shard_lists_every_parameter_that_does_not_fit() -> None:
     assert "'0.weight': got shape (5, 7), torch.float32, expected (7, 5), torch.float32" in text
     assert "'0.bias': got shape (7,), torch.int64, expected (7,), torch.float32" in text
     assert "'2.weight': got str, expected a tensor of shape (3, 7)" in text
-    assert text.endswith("Shard the model that the layout was planned from, or plan a layout for this one.")
+    assert text.endswith("Pass the model that the layout was planned from, or plan a layout for this one.")
 
 
 def test_tied_values_that_differ_are_not_lost_in_silence() -> None:
@@ -255,5 +255,5 @@ def test_scatter_grads_lists_every_gradient_that_does_not_fit() -> None:
     assert "'0.bias': got shape (7,), torch.int64, expected (7,), torch.float32" in text
     whole = {name: torch.zeros_like(p) for name, p in two_layers().named_parameters()}
     text = refused(fs.scatter_grads, whole, layout)
-    assert "'0.weight': got shape (7, 5), expected (2, 7, 5)" in text
+    assert "'0.weight': got shape (7, 5), torch.float32, expected (2, 7, 5), torch.float32" in text
     assert "use shard()" in text

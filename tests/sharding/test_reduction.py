@@ -16,7 +16,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.gloo.guard import SMALL_MESSAGE
-from functorch_shard.layout.packing import pack
+from functorch_shard.layout.buffers import pack
 from functorch_shard.sharding.asynchronous import Reductions
 from functorch_shard.sharding.reduction import reduced_and_cast
 from functorch_shard.storage.memory_kind import MemoryKind

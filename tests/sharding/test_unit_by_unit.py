@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
-from functorch_shard.layout.parts import as_stored
+from functorch_shard.layout.layout import as_stored
 from functorch_shard.sharding.gather_on_rank import gather_on_rank
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functorch_shard as fs
-from functorch_shard.layout.buffers import Buffer, Unit
-from functorch_shard.layout.dtensor import DTensorForm, form_of, is_dtensor, local_part
-from functorch_shard.layout.layout import Layout
-from functorch_shard.layout.parts import lines_of
+from functorch_shard.layout.buffers import Buffer, DTensorForm, Unit
+from functorch_shard.layout.layout import Layout, lines_of
+from functorch_shard.layout.validation import form_of, local_part
 from tests.support.refusals import refused
 
 MESH = fs.simulated_mesh(2)
@@ -38,7 +37,7 @@ def test_a_local_part_has_the_shape_that_chunks_have(shape: list[int], sizes: li
             if dim is not None:
                 chunks = part.chunk(size, dim)
                 part = chunks[index] if index < len(chunks) else part.narrow(dim, 0, 0)
-        assert form.local_shape(place) == tuple(part.shape)
+        assert form.part_at(place)[0] == tuple(part.shape)
         numel += part.numel()
     copies = prod(size for dim, size in zip(dims, sizes, strict=True) if dim is None)
     assert numel == copies * prod(shape)  # the parts tile the whole
@@ -47,7 +46,6 @@ def test_a_local_part_has_the_shape_that_chunks_have(shape: list[int], sizes: li
 def test_a_norm_adds_up_the_axes_that_a_parameter_is_cut_over() -> None:
     form = DTensorForm((4, 3), ("S(0)", "R", "S(1)"), (("a", 2), ("b", 3), ("c", 2)))
     assert form.cut_over == ("a", "c")
-    assert form.axis_names == ("a", "b", "c")
     assert replace(form, placements=("R", "R", "R")).cut_over == ()
     assert str(form) == "DTensor of shape (4, 3), S(0) R S(1) over a=2 x b=3 x c=2"
 
@@ -83,8 +81,7 @@ def test_layouts_differ_when_the_dtensors_do() -> None:
 
 def test_without_dtensors_a_plain_tensor_is_unchanged() -> None:
     x = torch.zeros(3)
-    assert not is_dtensor(x)
-    assert not is_dtensor(None)
+    assert form_of(None) is None
     assert form_of(x) is None
     assert local_part(x) is x
 
