@@ -26,8 +26,7 @@ from .sharding.gather import gather, materialize
 from .sharding.partition import merge, partition
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import shard
-from .training.apply import apply
-from .training.bind import bind
+from .training.bind import apply, bind
 from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
 from .training.loss_scale import LossScale

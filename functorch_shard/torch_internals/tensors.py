@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, cast
@@ -102,11 +101,6 @@ def torch_node(cls: type) -> torch_pytree.NodeDef | None:
     return torch_pytree.SUPPORTED_NODES.get(cls)
 
 
-# What every module has, by kind: names of its tensors and modules, of buffers that are not saved, and of hooks.
-_BLANK = nn.Module().__dict__
-_REGISTERED = tuple(name for name, x in _BLANK.items() if type(x) is dict)
-_SETS = tuple(name for name, x in _BLANK.items() if type(x) is set)
-_HOOKS = tuple(name for name, x in _BLANK.items() if type(x) is OrderedDict)
 # Of torch.compile(module), which saves the module under this name, and of module.compile(). If torch renames one,
 # bindings keep the compiled code, and compile it again; tests/training/test_bind.py fails.
 _COMPILED, _COMPILED_CALL = "_orig_mod", "_compiled_call_impl"
@@ -144,23 +138,6 @@ class ModuleTree:
         for name, child in children.items():
             if child is not None:
                 self._add(child, f"{path}{name}.")
-
-
-def attributes_of(module: nn.Module, copies: Mapping[int, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the attributes of ``module`` with ``copies`` of tensors and modules, and names of those left to copy."""
-    new = module.__dict__.copy()
-    for kind in _REGISTERED:
-        own = new[kind]
-        new[kind] = {name: copies.get(id(x), x) for name, x in own.items()} if own else {}
-    for name in _SETS:
-        new[name] = new[name].copy()
-    left = new.keys() - _BLANK.keys()
-    for name in _HOOKS:
-        if new[name]:
-            left.add(name)
-        else:
-            new[name] = OrderedDict()
-    return new, left
 
 
 def detach_copy(copy: nn.Module, module: nn.Module) -> None:

@@ -1,9 +1,9 @@
-"""``bind``: a model with other parameters, as a module of its own."""
+"""``bind``: a model with other parameters, as a module of its own; ``apply``: its output and new buffers."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType
@@ -13,11 +13,12 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..containers import filled_variables
 from ..errors import hint, reject
 from ..layout.trees import Full, Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import eager
-from ..torch_internals.tensors import ModuleTree, attributes_of, detach_copy
+from ..torch_internals.autograd import eager, marks_every_batch
+from ..torch_internals.tensors import ModuleTree, detach_copy
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -72,19 +73,22 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
     if isinstance(full, Full):  # the names that were tied where it was planned: torch's to("meta") unties them
         tied = [(alias, name) for alias, name in full.layout.aliases if alias in tree.parameters and name in full]
         full = {**{alias: full[name] for alias, name in tied}, **full}
-    modules = {key: object.__new__(type(m)) for key, m in tree.modules.items()}
     copies: dict[int, Any] = {id(x): x.clone() for x in tree.buffers.values()}  # by the id of the original
-    copies |= {**_by_identity(tree, {**full, **(buffers or {})}), **modules}
+    copies |= _by_identity(tree, {**full, **(buffers or {})})
+    copies |= {key: object.__new__(type(m)) for key, m in tree.modules.items()}
     copies |= {key: copies[id(m)] for key, m in tree.compiled.items()}
     for key, m in tree.modules.items():
-        attributes, left = attributes_of(m, copies)
-        for name in left:
-            if type(x := attributes[name]) not in _ATOMS:
+        attributes = m.__dict__.copy()
+        for name, x in attributes.items():
+            kind = type(x)
+            if kind in _OFTEN_EMPTY and not x:  # as the hooks of most modules
+                attributes[name] = kind()
+            elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
-        object.__setattr__(modules[key], "__dict__", attributes)
+        object.__setattr__(copies[key], "__dict__", attributes)
         for name in type(m).__dict__.get("__slots__", ()):
-            object.__setattr__(modules[key], name, _rebound(getattr(m, name), copies))
-        detach_copy(modules[key], m)
+            object.__setattr__(copies[key], name, _rebound(getattr(m, name), copies))
+        detach_copy(copies[key], m)
     return copies.get(id(model), model)
 
 
@@ -100,8 +104,8 @@ def _by_identity(tree: ModuleTree, given: Mapping[str, Tensor]) -> dict[int, Ten
         elif chosen.setdefault(id(own[name]), x) is not x:
             tied = next(other for other in given if own.get(other) is own[name])
             problems.append(f"{name!r}: tied to {tied!r} in the model, but given another tensor")
-    if not all(x.device.type == "meta" for x in given.values() if isinstance(x, Tensor)):
-        left = [name for name, x in own.items() if x.device.type == "meta" and id(x) not in chosen]
+    left = [name for name, x in own.items() if x.is_meta and id(x) not in chosen]
+    if left and not all(x.is_meta for x in given.values() if isinstance(x, Tensor)):
         problems += [f"{name!r}: on the meta device, and not given" for name in left]
     advice = "Pass tensors by the names of the model's own parameters and buffers; tied ones once."
     if any(name in tree.scripted for name in given):
@@ -112,68 +116,117 @@ def _by_identity(tree: ModuleTree, given: Mapping[str, Tensor]) -> dict[int, Ten
     return chosen
 
 
+def _with_values(x: Any, new: list[Any]) -> Any:
+    made = x.copy()
+    made.update(zip(x, new, strict=True))
+    return made
+
+
+def _with_variables(x: FunctionType, new: list[Any]) -> FunctionType:
+    """Return ``x`` with other values in its closure; variables whose value stays are shared with ``x``."""
+    old = filled_variables(x)
+    cells = {name: CellType(y) for name, y in zip(old, new, strict=True) if y is not old[name]}
+    closure = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+    cells = tuple(cells.get(name, cell) for name, cell in closure)
+    made = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+    made.__kwdefaults__ = x.__kwdefaults__
+    made.__dict__.update(x.__dict__)
+    return made
+
+
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+_OFTEN_EMPTY = {dict, OrderedDict, set}
+_CONTAINERS: dict[type, Any] = {
+    **dict.fromkeys((list, tuple, set), (list, lambda x, new: type(x)(new))),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), (lambda x: [*x.values()], _with_values)),
+}
+# What may hold a module or a tensor of the model: its parts, and how it is made again with others in their place.
+_HOLDERS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], Any]]] = {
+    **_CONTAINERS,
+    MethodType: (lambda x: [x.__self__], lambda x, new: MethodType(x.__func__, *new)),
+    partial: (lambda x: [x.func, x.args, x.keywords], lambda x, new: partial(new[0], *new[1], **new[2])),
+    ref: (lambda x: [x()], lambda x, new: ref(*new)),
+    FunctionType: (lambda x: [*filled_variables(x).values()], _with_variables),
+}
 
 
 def _rebound(x: Any, copies: dict[int, Any], *, own: bool = False) -> Any:
     """Return ``x`` with copies in place of their originals; a container that is a module's ``own`` is always copied."""
-    kind = type(x)
-    if kind in _ATOMS:
-        return x
     if id(x) in copies:
         return copies[id(x)]
-    if kind in _CONTAINERS:
-        return _container(x, copies, own)
-    again = partial(_rebound, copies=copies)
-    if kind is MethodType:
-        owner = again(x.__self__)
-        return x if owner is x.__self__ else MethodType(x.__func__, owner)
-    if kind is partial:
-        parts = again(x.func), again(x.args), again(x.keywords)
-        same = parts[0] is x.func and parts[1] is x.args and parts[2] is x.keywords
-        return x if same else partial(parts[0], *parts[1], **parts[2])
-    if kind is ref:
-        return x if id(x()) not in copies else ref(copies[id(x())])
-    return _function(x, copies) if kind is FunctionType and x.__closure__ else x
-
-
-_CONTAINERS = {list, tuple, set, dict, OrderedDict, defaultdict}
-
-
-def _container(x: Any, copies: dict[int, Any], own: bool) -> Any:
-    """Return one copy for all who hold ``x``; ``x`` itself if nothing in it changes and no module's attribute is it."""
-    values = x.values() if isinstance(x, dict) else x
-    new = [_rebound(value, copies) for value in values]
-    if not own and all(map(is_, values, new)):
+    if type(x) not in _HOLDERS:
         return x
-    if isinstance(x, dict):
-        made = x.copy()
-        made.update(zip(x, new, strict=True))
-    else:
-        made = type(x)(new)
-    copies[id(x)] = made
+    parts, again = _HOLDERS[type(x)]
+    if type(x) is FunctionType:
+        copies[id(x)] = x  # it may close over itself
+    old = parts(x)
+    new = [copies[id(part)] if id(part) in copies else _rebound(part, copies) for part in old]
+    if not (own and type(x) in _CONTAINERS) and all(map(is_, old, new)):
+        return x
+    copies[id(x)] = made = again(x, new)
     return made
 
 
-def _function(x: FunctionType, copies: dict[int, Any]) -> Any:
-    """Return ``x`` with copies in its closure; other variables stay shared with ``x``."""
-    copies[id(x)] = x  # a function may close over itself
-    cells = []
-    for cell in x.__closure__ or ():
-        content = _content(cell)
-        new = _rebound(content, copies)
-        cells.append(cell if new is content else CellType(new))
-    if all(map(is_, cells, x.__closure__ or ())):
-        return x
-    made = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, tuple(cells))
-    made.__kwdefaults__ = x.__kwdefaults__
-    made.__dict__.update(x.__dict__)
-    copies[id(x)] = made
-    return made
+def apply(
+    model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Call a model with the given parameters and buffers; return its output and the new buffers.
+
+    ``functional_call`` for models whose forward updates buffers, such as BatchNorm. Updates, in place or by assignment,
+    are returned: neither ``buffers`` nor the model are written to. ``model.train()`` and ``model.eval()`` have their
+    usual meaning. A model that checkpoints itself is recomputed with these parameters; each batch updates the buffers
+    once.
+
+    Args:
+        model: called as ``model(*args, **kwargs)``, as by :func:`bind`.
+        params: parameters by name, as of :func:`bind`.
+        buffers: buffers by name, for example ``dict(model.named_buffers())`` or the result of :func:`init`.
+        args, kwargs: for the model.
+
+    Returns:
+        ``(output, new_buffers)``, a dict as ``dict(model.named_buffers())``: statistics of this rank's own samples. Use
+        ``collectives.pmean`` to average them over ranks. Both are differentiable if the model is. On simulated ranks,
+        inside ``spmd``, every new buffer is a per-rank value.
+
+    Raises:
+        TypeError, ValueError: those of :func:`bind`.
+        ValueError: the model added or removed a buffer while it ran, or assigned to one of two that are tied.
+        RuntimeError: on batched simulated ranks, BatchNorm with ``momentum=None``, which divides by a number that it
+            reads from a buffer.
+
+    Cost:
+        Those of :func:`bind`, and two copies of the buffers.
+
+    Example:
+        >>> mesh, model = fs.simulated_mesh(2), nn.BatchNorm1d(1, affine=False, momentum=0.5)
+        >>> rows = torch.tensor([[[1.0], [3.0]], [[5.0], [9.0]]])   # row r = rank r's samples
+        >>> mean = lambda x: apply(model, {}, dict(model.named_buffers()), x)[1]["running_mean"]
+        >>> mesh.spmd(mean)(rows), model.running_mean
+        (tensor([[1.0000],
+                [3.5000]]), tensor([0.]))
+    """
+    bound = bind(model, params, buffers)
+    before, copies = dict(bound.named_buffers()), dict[int, Tensor]()
+    for module in bound.modules():
+        if not isinstance(module, torch.jit.ScriptModule):  # which is the model's own
+            for name, x in module.named_buffers(recurse=False):
+                setattr(module, name, copies.setdefault(id(x), _writable(x, name, module)))
+    output = bound(*args, **kwargs)
+    after = dict(bound.named_buffers())
+    reject(
+        "apply",
+        [f"{name!r}: added, removed, or no longer tied" for name in sorted(before.keys() ^ after.keys())],
+        "A model may change the values of its buffers while it runs, but not which buffers it has.",
+    )
+    return output, {name: x.clone() for name, x in after.items()}  # recomputation in backward writes to the bound ones
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
+_BATCH_NORMS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward, nn.SyncBatchNorm.forward}  # those of 2d and 3d too
+
+
+def _writable(x: Tensor, name: str, module: nn.Module) -> Tensor:
+    """Return a copy that ``module`` may write to in place, also with batched values."""
+    if name in ("running_mean", "running_var") and type(module).forward in _BATCH_NORMS:
+        x = x.detach()  # torch refuses statistics that require grad, as results of remat may
+    mark = marks_every_batch(x.device)
+    return x.clone() if mark is None else torch.where(mark, x, x)
