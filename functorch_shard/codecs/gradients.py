@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.operands import aside, fold, place_of, stack
+from ..collectives.rules import aside, fold, place_of, stack
 from ..communication.axis import Axis
 from ..errors import name_problems, reject
 from ..layout.buffers import Buffer, pack
@@ -128,7 +128,7 @@ class _ScatterEncoded(Function):
         info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: RowEncoding
     ) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = aside(x, in_dims[0])
+            x, batch_dim = aside(x, in_dims[0])
             return _ScatterEncoded.apply(x, index, others, fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
         return _exchange(stack(x, in_dims[0], axis), axis, codec, 3), (0, 0)
 

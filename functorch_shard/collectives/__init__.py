@@ -1,9 +1,8 @@
-"""Collectives that are linear maps with exact derivatives, under every transform and at every order.
+"""Collectives with exact derivatives, under every transform and at every order.
 
 ``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules``: their
-derivatives. ``sinks``: where gradients go, and who takes the mean over ranks, the backward of each gather or
-``fs.grad`` at its end. ``one_value``: sums and maxima over ranks that return one loss together;
-``without_derivative``: results that may not be differentiated. ``operands``: what the autograd Functions here share.
+derivatives. ``sinks``: where gradients of gathered parameters go, and who takes the mean over ranks, the backward of
+each gather or ``fs.grad`` at its end.
 
 Imports ``mesh``, ``communication`` and below; imported by ``storage``, ``sharding`` and ``training``.
 """

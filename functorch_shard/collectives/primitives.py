@@ -7,7 +7,7 @@ of it, at every order, when a scalar that combines ranks is written with ``psum`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -18,8 +18,7 @@ from ..communication.axis import Axis
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import eager
-from .operands import place_of
-from .rules import Linear, Pmax, Psum
+from .rules import Linear, LinearMap, Maximum, place_of
 
 Tree = TypeVar("Tree")
 Over = Axis | Mesh
@@ -52,7 +51,7 @@ def psum(x: Tree, axis: Over, /) -> Tree:
         tensor([[11, 22],
                 [11, 22]])
     """
-    return _over("psum", x, axis, lambda x, axis: Psum.apply(x, *place_of(axis), axis), prepare=_countable)
+    return _over("psum", "psum", x, axis)
 
 
 @eager
@@ -107,7 +106,7 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
         tensor([[10, 20],
                 [10, 20]])
     """
-    return _over("pmax", x, axis, lambda x, axis: Pmax.apply(x, *place_of(axis), axis))
+    return _over("pmax", "psum", x, axis)
 
 
 @eager
@@ -139,12 +138,7 @@ def all_gather(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
         tensor([[ 1,  2, 10, 20],
                 [ 1,  2, 10, 20]])
     """
-    _check_dim("all_gather", x, dim)
-
-    def gather(x: Tensor, axis: Axis) -> Any:
-        return Linear.apply(x, *place_of(axis), axis, dim % x.ndim, "all_gather")
-
-    return _over("all_gather", x, axis, gather, inner_axis_first=True)
+    return _over("all_gather", "psum_scatter", x, axis, dim)
 
 
 @eager
@@ -177,12 +171,7 @@ def psum_scatter(x: Tree, axis: Over, /, *, dim: int = 0) -> Tree:
         tensor([[11, 22],
                 [33, 44]])
     """
-    _check_dim("psum_scatter", x, dim, axis.size)
-
-    def scatter(x: Tensor, axis: Axis) -> Any:
-        return Linear.apply(x, *place_of(axis), axis, dim % x.ndim, "psum_scatter")
-
-    return _over("psum_scatter", x, axis, scatter, prepare=_countable)
+    return _over("psum_scatter", "all_gather", x, axis, dim)
 
 
 @eager
@@ -221,51 +210,37 @@ def _axes(axis: Over) -> Sequence[Axis]:
     return [axis] if isinstance(axis, Axis) else list(axis)
 
 
-def _over(
-    verb: str,
-    tree: Any,
-    axis: Over,
-    collective: Callable[[Tensor, Axis], Any],
-    inner_axis_first: bool = False,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-) -> Any:
-    """``collective`` on every leaf of ``tree``, axis after axis; an axis of one rank communicates nothing.
-
-    Each leaf is ``prepare``d first, on one rank too: a dtype does not depend on the number of ranks.
-    """
+def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = None) -> Any:
+    """The collective on every leaf of ``tree``, axis after axis; an axis of one rank communicates nothing."""
     axes = [one for one in _axes(axis) if one.size > 1]
-    _check_tensors(verb, tree)
+    _check(kind, tree, dim, axis.size if kind == "psum_scatter" else 1)
 
     def on_leaf(x: Tensor) -> Tensor:
-        x = prepare(x) if prepare else x
-        for one in reversed(axes) if inner_axis_first else axes:
-            x = collective(x, one)
+        if x.dtype == torch.bool and kind in ("psum", "psum_scatter"):  # on one rank too
+            x = x.to(torch.int64)
+        for one in reversed(axes) if kind == "all_gather" else axes:
+            if kind == "pmax":
+                x = Maximum.apply(x, *place_of(one), LinearMap(one))
+            else:
+                from_last = -1 if dim is None else dim % x.ndim - x.ndim
+                x = Linear.apply(x, *place_of(one), LinearMap(one, kind, transposed, from_last))
         return x
 
     return optree.tree_map(on_leaf, tree)
 
 
-def _check_tensors(verb: str, tree: Any) -> None:
+def _check(verb: str, tree: Any, dim: int | None, parts: int) -> None:
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    leaves_at = zip(paths, leaves, strict=True)
-    problems = [f"x{list(path) or ''}: got {type(x).__name__}" for path, x in leaves_at if not isinstance(x, Tensor)]
-    reject(verb, problems, "Collectives take tensors or pytrees of tensors.", TypeError)
-
-
-def _check_dim(verb: str, tree: Any, dim: int, parts: int = 1) -> None:
-    _check_tensors(verb, tree)
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
+    named = {f"x{list(path) or ''}": x for path, x in zip(paths, leaves, strict=True)}
+    odd = [f"{name}: got {type(x).__name__}" for name, x in named.items() if not isinstance(x, Tensor)]
+    reject(verb, odd, "Collectives take tensors or pytrees of tensors.", TypeError)
     problems = []
-    for path, x in zip(paths, leaves, strict=True):
+    for name, x in named.items() if dim is not None else ():
         if not -x.ndim <= dim < x.ndim:
-            problems.append(f"x{list(path) or ''}: shape {tuple(x.shape)} has no dim {dim}")
+            problems.append(f"{name}: shape {tuple(x.shape)} has no dim {dim}")
         elif x.shape[dim] % parts:
-            problems.append(f"x{list(path) or ''}: {parts} ranks do not divide dim {dim} of shape {tuple(x.shape)}")
+            problems.append(f"{name}: {parts} ranks do not divide dim {dim} of shape {tuple(x.shape)}")
     reject(verb, problems, "Reshape, or pad to a multiple of the number of ranks.")
-
-
-def _countable(x: Tensor) -> Tensor:
-    return x.to(torch.int64) if x.dtype == torch.bool else x
 
 
 def _averageable(x: Any) -> Any:

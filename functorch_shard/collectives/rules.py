@@ -1,25 +1,62 @@
-"""Derivative and batching rules of collectives. ``encoded`` and ``sharding.data_parallel`` have rules of their own.
+"""The autograd Functions of collectives: linear maps of the values of all ranks, and their maximum.
 
-Every collective is one Function in one order: forward, setup_context, backward, jvp, vmap. torch's own collectives
-cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage (vmap). See Note [Ranks
-as a batch axis] in mesh/mesh.py for the operands ``index`` and ``others``.
+Torch's own collectives cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage
+(vmap). ``index`` and ``others`` are operands that are batched at the level of vmap of the axis, and at those of the
+other axes: Note [Ranks as a batch axis] in mesh/mesh.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from ..communication.axis import Axis
 from ..torch_internals.autograd import Function, with_outer_tangents
-from .operands import aside, fold, save_static, saved, stack
+
+_COPY = "copy"  # of one value for each rank to use, where what ranks do with it adds up
 
 
-class Psum(Function):
+@dataclass(frozen=True, eq=False)
+class LinearMap:
+    """A collective of ``kind`` over ``axis``, whose transpose is of the kind ``transposed``.
+
+    Args:
+        dim: the dimension along which it gathers or scatters, from the last: batch dims are in front.
+    """
+
+    axis: Axis
+    kind: str = "psum"
+    transposed: str = "psum"
+    dim: int = -1
+
+    @property
+    def derivative(self) -> LinearMap:
+        return self
+
+    @property
+    def transpose(self) -> LinearMap:
+        return replace(self, kind=self.transposed, transposed=self.kind)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether each rank has a result of its own."""
+        return self.kind == "psum_scatter"
+
+    def __call__(self, x: Tensor, ndim: int) -> Tensor:
+        """Apply it to ``x``, which has a dim of ranks in front of ``ndim`` others at the level of simulated ranks."""
+        if self.kind == _COPY:
+            return x.view_as(x)
+        return self.axis.issue(self.kind, x, dim=self.dim % max(ndim, 1)).wait()
+
+
+class Linear(Function):
+    """A :class:`LinearMap`, or what has its attributes; one object, as torch.func flattens arguments as pytrees."""
+
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        return axis.issue("psum", x).wait()
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, linear: Any) -> Tensor:
+        return linear(x, x.ndim)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -27,98 +64,109 @@ class Psum(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return Psum.apply(grad, *saved(ctx)), None, None, None
+        *place, linear = saved(ctx)
+        return Linear.apply(grad, *place, linear.transpose), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return Psum.apply(tangent, *saved(ctx))
+        *place, linear = saved(ctx)
+        return Linear.apply(tangent, *place, linear.derivative)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, linear: Any) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = aside(x, in_dims[0])
-            return Psum.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
-        return axis.issue("psum", stack(x, in_dims[0], axis)).wait(), None
+            x, batch_dim = aside(x, in_dims[0])
+            return Linear.apply(x, index, others, replace(linear, axis=fold(linear.axis, info, in_dims))), batch_dim
+        rows = stack(x, in_dims[0], linear.axis)
+        return linear(rows, rows.ndim - 1), 0 if linear.is_scattered else None
 
 
-def psum_at(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-    """``psum`` over ``axis`` by the operands of :func:`place_of` as they were when something else was computed."""
-    return Psum.apply(x, index, others, axis)
+class Maximum(Function):
+    """The largest value over the ranks of ``total.axis``; ``total`` adds up the cotangents of its copies."""
 
-
-class Pmax(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Tensor:
-        return axis.issue("pmax", x).wait()
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, total: LinearMap) -> Tensor:
+        return total.axis.issue("pmax", x).wait()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, *place, ctx.axis = inputs
+        x, *place, total = inputs
+        ctx.static = [total]
         ctx.save_for_backward(x, output, *place)
         ctx.save_for_forward(x, output, *place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, largest, *place = ctx.saved_tensors
-        share = winners_share(x, largest, *place, ctx.axis)
-        return Psum.apply(grad, *place, ctx.axis) * share, None, None, None
+        x, largest, *place, total = saved(ctx)
+        return Linear.apply(grad, *place, total.transpose) * _share(x, largest, place, total), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        x, largest, *place = ctx.saved_tensors
+        x, largest, *place, total = saved(ctx)
         with with_outer_tangents():
-            return Psum.apply(tangent * winners_share(x, largest, *place, ctx.axis), *place, ctx.axis)
+            return Linear.apply(tangent * _share(x, largest, place, total), *place, total)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, total: LinearMap) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = aside(x, in_dims[0])
-            return Pmax.apply(x, index, others, fold(axis, info, in_dims)), batch_dim
-        return axis.issue("pmax", stack(x, in_dims[0], axis)).wait(), None
+            x, batch_dim = aside(x, in_dims[0])
+            return Maximum.apply(x, index, others, replace(total, axis=fold(total.axis, info, in_dims))), batch_dim
+        return total.axis.issue("pmax", stack(x, in_dims[0], total.axis)).wait(), None
 
 
-def winners_share(x: Tensor, largest: Tensor, *place: Any) -> Tensor:
+def _share(x: Tensor, largest: Tensor, place: Any, total: LinearMap) -> Tensor:
     """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
     wins = (x == largest).to(x.dtype)
-    return wins / Psum.apply(wins, *place)
+    return wins / Linear.apply(wins, *place, LinearMap(total.axis))
 
 
-_TRANSPOSED = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
+def shared_sum(x: Tensor, axis: Axis) -> Tensor:
+    """``psum`` over real ranks that compute one loss together, as those that share a DTensor do.
+
+    By ``psum`` the gradient counts every rank's use of the result, which is right where each rank returns a loss of its
+    own. A loss that is the same on all ranks counts once: the sum hands its gradient on unchanged.
+    """
+    return Linear.apply(x, None, None, LinearMap(axis, transposed=_COPY))
 
 
-class Linear(Function):
-    """``all_gather`` or ``psum_scatter`` along ``dim``: each is the transpose of the other."""
+def shared_max(x: Tensor, axis: Axis) -> Tensor:
+    """``pmax`` over real ranks that compute one loss together."""
+    return Maximum.apply(x, None, None, LinearMap(axis, transposed=_COPY))
 
-    @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, dim: int, kind: str) -> Tensor:
-        return axis.issue(kind, x, dim=dim).wait()
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        save_static(ctx, inputs[1:])
+def place_of(axis: Axis) -> tuple[Tensor | None, Tensor | None]:
+    """The operands that distinguish vmap levels; real ranks need neither."""
+    index = axis.backend.level()
+    return (index, axis.backend.others()) if isinstance(index, Tensor) else (None, None)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, kind = saved(ctx)
-        return Linear.apply(grad, *place, _TRANSPOSED[kind]), None, None, None, None, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return Linear.apply(tangent, *saved(ctx))
+def save_static(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    index, others, *ctx.static = inputs
+    ctx.save_for_backward(index, others)
+    ctx.save_for_forward(index, others)
 
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: Any,
-        x: Tensor,
-        index: Tensor | None,
-        others: Tensor | None,
-        axis: Axis,
-        dim: int,
-        kind: str,
-    ) -> Any:
-        if in_dims[1] is None:
-            x, batch_dim, shift = aside(x, in_dims[0])
-            return Linear.apply(x, index, others, fold(axis, info, in_dims), dim + shift, kind), batch_dim
-        result = axis.issue(kind, stack(x, in_dims[0], axis), dim=dim).wait()
-        return result, None if kind == "all_gather" else 0  # one value for all ranks, or one for each
+
+def saved(ctx: Any) -> tuple[Any, ...]:
+    return (*ctx.saved_tensors, *ctx.static)
+
+
+def axis_of(node: Any) -> Axis | None:
+    """The axis that a node of the graph communicates over, if it does."""
+    axes = (getattr(x, "axis", None) for x in getattr(node, "static", ()))
+    return next((x for x in axes if isinstance(x, Axis)), None)
+
+
+def aside(x: Tensor, batch_dim: int | None, to: int = 0) -> tuple[Tensor, int | None]:
+    """At a level of somebody else: ``x`` with the batch dim out of the way, and where that is."""
+    return (x, None) if batch_dim is None else (x.movedim(batch_dim, to), to)
+
+
+def fold(axis: Any, info: Any, in_dims: Any) -> Any:
+    """``axis``, knowing how many values of other simulated ranks are folded into its operand, to count per rank."""
+    of_ranks = isinstance(axis, Axis) and in_dims[0] is not None and in_dims[2] is not None
+    return replace(axis, folded=axis.folded * info.batch_size) if of_ranks else axis
+
+
+def stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
+    """The values of all ranks in dim 0; a value without a batch dim is the same on every rank."""
+    return x.expand(axis.backend.rows(axis.size), *x.shape) if dim is None else x.movedim(dim, 0)

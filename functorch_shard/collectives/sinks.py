@@ -17,7 +17,7 @@ and its node hands gradients to it. ``fs.grad`` puts its own sink, the boundary,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,7 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_internals.autograd import Function, backward_comes_to, in_transform, nodes, nodes_behind
+from ..communication.writes import Gathered
+from ..torch_internals.autograd import (
+    Function,
+    backward_comes_to,
+    in_transform,
+    is_functorch_wrapped_tensor,
+    nodes,
+    nodes_behind,
+)
+from ..torch_internals.tensors import hooks_of
 
 
 class Sink:
@@ -97,6 +106,76 @@ def inside() -> bool:
     return bool(sinks) and any(sink.is_open for sink in sinks.values())
 
 
+class Boundary(Sink):
+    """One call of ``fs.grad``. While its function runs, a derivative at its level belongs to an inner program.
+
+    Args:
+        inputs: the leaves to differentiate with respect to, if the caller adds :attr:`totals` to their gradients.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor] = ()) -> None:
+        self.anchors: list[Tensor] | None = []
+        self.is_open = True
+        self.totals: dict[int, Tensor] = {}  # terms of gradients of inputs by position, in memory that is this one's
+        self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
+        self.gathered = Gathered("grad")
+        self._positions = {id(x): i for i, x in enumerate(inputs)}
+
+    def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Add ``totals`` to the gradients of inputs, and return those that belong to other tensors.
+
+        What is added does not pass through autograd, which may hand one tensor to several inputs.
+        """
+        if self.averages:
+            return totals
+        return [None if x is None else self._take(x, edge) for x, edge in zip(totals, nodes_behind(node), strict=True)]
+
+    def _take(self, total: Tensor, edge: Any) -> Tensor | None:
+        leaf = getattr(edge, "variable", None)
+        i = self._positions.get(id(leaf))
+        if i is None or leaf is None or hooks_of(leaf):
+            return total
+        self.totals[i] = _plus(total, self.totals.get(i))
+        return None
+
+    def total(self, i: int, x: Tensor, grad: Tensor | None) -> Tensor:
+        """The gradient with respect to ``x``, input ``i``, from ``grad`` and the reductions, which are overwritten."""
+        if i in self.totals:
+            return _plus(self.totals[i], grad)
+        return torch.full_like(x, self.nothing) if grad is None else grad
+
+    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
+        """Have writes into a whole buffer refused at the end of the function."""
+        self.gathered.add(key, whole, names)
+
+    def take_anchors(self) -> list[Tensor]:
+        """Return the anchors, and drop them: their nodes know this boundary."""
+        anchors, self.anchors = self.anchors, []
+        return anchors or []
+
+
+def _plus(total: Tensor, other: Tensor | None) -> Tensor:
+    """The sum of both, written to ``total`` if that has its dtype."""
+    if other is None:
+        return total
+    return total.add_(other) if torch.promote_types(total.dtype, other.dtype) == total.dtype else total + other
+
+
+@contextmanager
+def new_boundary(inputs: Sequence[Tensor] = ()) -> Iterator[Boundary]:
+    """A boundary at the current level, around the function that is differentiated."""
+    boundary = Boundary(inputs)
+    try:
+        with gradients_to(boundary):
+            yield boundary
+        boundary.gathered.check()
+    except BaseException:
+        boundary.take_anchors()
+        raise
+    finally:
+        boundary.is_open = boundary.averages = False
+
+
 def prepare(ctx: Any, averages: bool, mean_is_transpose: bool) -> None:
     """Set what :class:`Sink` asks of a node, in its ``setup_context``."""
     ctx.sink, ctx.averages, ctx.mean_is_transpose = sink_here(), averages, mean_is_transpose
@@ -137,6 +216,53 @@ class _Differentiated(Function):
         return tuple(None if x is None else x.view_as(x) for x in tangents)
 
 
+def refuse_derivatives(verb: str, tensors: Iterable[Tensor]) -> None:
+    """Raise inside a transform, or if ``fs.grad`` differentiates by ``tensors``: what ``verb`` returns has no graph."""
+    if in_transform():
+        raise RuntimeError(CALLED_INSIDE.format(verb))
+    if inside() and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise RuntimeError(
+            f"{verb}: called inside fs.grad, of parameters that it differentiates by. What {verb} returns has no "
+            "derivative. Call it outside, between steps, or pass detached shards."
+        )
+
+
+def without_derivative(message: str, results: Mapping[str, Tensor], sources: Iterable[Tensor]) -> dict[str, Tensor]:
+    """``results`` of ``sources``: a derivative by these, which would be zero, raises ``message``."""
+    tracked = [x for x in sources if x.requires_grad or is_functorch_wrapped_tensor(x)]
+    if not tracked or not results:
+        return dict(results)
+    return dict(zip(results, _Refused.apply(message, len(results), *results.values(), *tracked), strict=True))
+
+
+class _Refused(Function):
+    """The identity of the first tensors, as functions of the others too."""
+
+    @staticmethod
+    def forward(message: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in tensors[:number])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.message = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(ctx.message)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(ctx.message)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, message: str, number: int, *tensors: Tensor) -> Any:
+        return _Refused.apply(message, number, *tensors), in_dims[2 : 2 + number]
+
+
+CALLED_INSIDE = (
+    "{}: called inside mesh.spmd, a torch.func transform or torch.compile, where a tree is one rank's or one row's. "
+    "Call it outside, between steps: on simulated ranks with the stacked tree."
+)
 _TWICE = (
     "gather: this derivative goes through a gather of values that were computed from another gather, as in a gradient "
     "through a training step. torch.func.grad and backward() would take the mean over ranks at each of them. Let the "

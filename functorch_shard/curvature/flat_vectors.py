@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.without_derivative import without_derivative
+from ..collectives.sinks import without_derivative
 from ..errors import reject
 from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
 from ..layout.trees import Sharded, check_layout, check_sharded, check_shards

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.func import jvp, vmap
 
 from ..collectives.primitives import psum, psum_scatter
+from ..collectives.sinks import new_boundary
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, shard_axis, shard_index
 from ..layout.trees import Full, Sharded, check_sharded
 from ..sharding.gather import gather
 from ..sharding.partition import merge, partition
 from ..sharding.reduction import mean_at_end_of_grad
-from ..training.boundary import new_boundary
 from ..training.grad import grad
 
 Of = Callable[[Sharded], Any]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.one_value import sum_as_one_value
 from ..collectives.primitives import psum
+from ..collectives.rules import shared_sum
 from ..communication.axis import Axis
 from ..layout.buffers import Buffer, without_padding
 from ..layout.layout import Layout, shard_axis, shard_index
@@ -140,7 +140,7 @@ def _added_up(products: Mapping[str, Tensor], layout: Layout) -> Tensor:
     for axes, parts in sums.items():
         part = sum(parts[1:], parts[0])
         for axis in axes:
-            part = psum(part, axis) if axis == shard_axis(layout) else sum_as_one_value(part, axis)
+            part = psum(part, axis) if axis == shard_axis(layout) else shared_sum(part, axis)
         total = total + part
     return total
 

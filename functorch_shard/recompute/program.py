@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..collectives.sinks import gradients_to, has_mean_behind, sink_here
+from ..collectives.sinks import Boundary, gradients_to, has_mean_behind, new_boundary, sink_here
 from ..torch_internals.autograd import (
     Function,
     gradients_or_none,
@@ -39,7 +39,6 @@ from ..torch_internals.satellites import (
     run_in,
     tangents_of,
 )
-from ..training.boundary import Boundary, new_boundary
 
 Tensors = Sequence[Tensor]
 Results = Sequence["Tensor | None"]

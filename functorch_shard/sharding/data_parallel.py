@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.operands import aside, fold, place_of, save_static, saved, stack
 from ..collectives.primitives import psum
-from ..collectives.rules import psum_at
+from ..collectives.rules import Linear, LinearMap, aside, fold, place_of, save_static, saved, stack
 from ..collectives.sinks import prepare
 from ..communication.axis import Axis
 from ..communication.simulated import sum_in_rank_order
@@ -74,14 +73,14 @@ def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], schedule: Schedule
     if op is None:
         return run(ops, x, no_communication)
     axis = mesh[op.axis].of(schedule.key)
-    return _Linear.apply(x, *place_of(axis), _Map(axis, ops, *derivative))
+    return Linear.apply(x, *place_of(axis), _Map(axis, ops, *derivative))
 
 
 @dataclass(frozen=True, eq=False)
 class _Map:
     """``ops``, one of which communicates over ``axis``, and those of the tangent and of the cotangent.
 
-    One object, since torch.func flattens the arguments of a Function as pytrees, several times a call.
+    Ranks are laid side by side in the last dim, behind any batch dims.
     """
 
     axis: Axis
@@ -97,43 +96,12 @@ class _Map:
     def transpose(self) -> _Map:
         return _Map(self.axis, self.cotangent, self.cotangent, self.tangent)
 
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
-        """Of ``x``, in which ranks are laid side by side in ``dim``."""
-        return run(self.ops, x, lambda op, x: _communicate(op, x, self.axis, dim))
+    @property
+    def is_scattered(self) -> bool:
+        return not any(isinstance(op, AllGather) for op in self.ops)
 
-    def has(self, kind: type) -> bool:
-        return any(isinstance(op, kind) for op in self.ops)
-
-
-class _Linear(Function):
-    """A :class:`_Map`. Ranks are laid side by side in the last dim, behind any batch dims."""
-
-    @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, linear: _Map) -> Tensor:
-        return linear(x, x.ndim - 1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        save_static(ctx, inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        *place, linear = saved(ctx)
-        return _Linear.apply(grad, *place, linear.transpose), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        *place, linear = saved(ctx)
-        return _Linear.apply(tangent, *place, linear.derivative)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, linear: _Map) -> Any:
-        if in_dims[1] is None:
-            x, batch_dim, _ = aside(x, in_dims[0])
-            folded = replace(linear, axis=fold(linear.axis, info, in_dims))
-            return _Linear.apply(x, index, others, folded), batch_dim
-        x = stack(x, in_dims[0], linear.axis)
-        return linear(x, x.ndim - 2), None if linear.has(AllGather) else 0  # a gather: one value for all ranks
+    def __call__(self, x: Tensor, ndim: int) -> Tensor:
+        return run(self.ops, x, lambda op, x: _communicate(op, x, self.axis, ndim - 1))
 
 
 def _communicate(op: Communication, x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -183,7 +151,9 @@ class _Mean:
 
     def _psum(self, x: Tensor, index: Tensor | None, others: Tensor | None) -> Tensor:
         assert self.axis is not None, self.ops
-        return self.axis.psum(x) if isinstance(self.axis, _Rows) else psum_at(x, index, others, self.axis)
+        return (
+            self.axis.psum(x) if isinstance(self.axis, _Rows) else Linear.apply(x, index, others, LinearMap(self.axis))
+        )
 
 
 class _Averaged(Function):
@@ -211,7 +181,7 @@ class _Averaged(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, mean: _Mean) -> Any:
         if in_dims[1] is None:
-            x, batch_dim, _ = aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
+            x, batch_dim = aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
             folded = replace(mean, axis=fold(mean.axis, info, in_dims))
             return _Averaged.apply(x, index, others, folded), batch_dim
         assert isinstance(mean.axis, Axis)

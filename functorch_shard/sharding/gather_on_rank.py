@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..collectives.without_derivative import refuse_derivatives
+from ..collectives.sinks import refuse_derivatives
 from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from .partition import merge
 

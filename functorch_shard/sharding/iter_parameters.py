@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from ..collectives.without_derivative import constants
+from ..collectives.sinks import inside, without_derivative
 from ..layout.layout import as_stored
 from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
+from ..torch_internals.autograd import in_transform
 from .gather import gather
 
 
@@ -56,7 +57,15 @@ def iter_parameters(params: Sharded, *, dtype: torch.dtype | None = None) -> Ite
 
 def _iterate(params: Sharded, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for unit in by_unit(params):
-        yield from constants("iter_parameters", _whole(unit, dtype), unit.values()).items()
+        whole: Mapping[str, Tensor] = _whole(unit, dtype)
+        if in_transform() or (inside() and torch.is_grad_enabled()):
+            whole = without_derivative(_NO_DERIVATIVE, whole, unit.values())
+        yield from whole.items()
+
+
+_NO_DERIVATIVE = (
+    "iter_parameters: its tensors have no derivative by the parameters. Use gather, or pass detached shards."
+)
 
 
 def _whole(unit: Sharded, dtype: torch.dtype | None) -> Full:

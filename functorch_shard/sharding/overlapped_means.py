@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..collectives.operands import axis_of
+from ..collectives.rules import axis_of
 from ..communication.backend import Work
 from ..layout.layout import Layout
 from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.without_derivative import CALLED_INSIDE, refuse_derivatives
+from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
 from ..communication.lost_ranks import run_on_job
 from ..communication.process_group import connect, exchange
 from ..communication.simulated import rank_of_thread

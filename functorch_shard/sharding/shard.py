@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.without_derivative import without_derivative
+from ..collectives.sinks import without_derivative
 from ..layout.layout import Layout
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout

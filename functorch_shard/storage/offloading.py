@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.without_derivative import refuse_derivatives
+from ..collectives.sinks import refuse_derivatives
 from ..containers import opened
 from ..errors import local_path, reject
 from ..layout.trees import participants_of, path_text, take_tensors

@@ -190,6 +190,20 @@ def nodes_behind(node: Any) -> list[Any]:
     return [behind for behind, _ in node.next_functions]
 
 
+# The backward of these operators has a derivative in forward mode that is right without a graph of it. That of others
+# may have none (SiLU, dropout on a device), or a wrong one in silence (linalg.solve, det, slogdet).
+_NAMES = """Add Sub Mul Div Neg Pow Sqrt Rsqrt Exp Log Abs Sin Cos Tanh Sigmoid Relu Gelu Softmax LogSoftmax NllLoss
+MseLoss NativeLayerNorm Mm Bmm Addmm Dot Mv Embedding Sum Mean Cat Stack Where MaskedFill T Transpose Permute View
+UnsafeView ReshapeAlias Expand Squeeze Unsqueeze Clone Select Slice Split SplitWithSizes Unbind AsStrided ToCopy"""
+_NEED_NO_GRAPH = {f"{name}Backward{i}" for name in _NAMES.split() for i in range(3)}
+
+
+def needs_no_graph(node: Any) -> bool:
+    """Whether forward mode goes through the backward of ``node`` without a graph of it."""
+    own = hasattr(node, "context")  # a Function of this package
+    return own or hasattr(node, "variable") or node.name() in _NEED_NO_GRAPH
+
+
 def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
     """Return what ``as_strided`` read in place of a part of a split: sizes, part, first and last element.
 

@@ -1,7 +1,6 @@
 """The parts of a training step: derivatives, model calls, optimizers, norms and loss scales.
 
-``grad``: ``grad`` and ``grad_and_value`` (``forward_over_reverse``);
-``boundary``: where they take the mean; ``usage``: whether a loss uses its parameters. ``bind``: the model
+``grad``: ``grad`` and ``grad_and_value``; ``usage``: whether a loss uses its parameters. ``bind``: the model
 with other parameters, and ``apply``, the model as a function. ``optimizer``: ``torch.optim`` classes on shards;
 ``optimizer_step``: their steps on plain tensors;
 ``torch_optim``: calls of the classes, and ``elementwise``: a test of one. ``norms``, ``finite``, ``loss_scale``: norms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ import optree
 import torch
 from torch import Tensor
 
-from ..collectives.sinks import inside, sink_here
-from ..containers import opaque_problem, opened, refuse_opaque
+from ..collectives.sinks import Boundary, inside, new_boundary, sink_here
+from ..containers import opened, refuse_opaque
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, is_node, take_tensors
 from ..sharding.reduction import mean_of_shard
@@ -24,14 +24,14 @@ from ..torch_internals.autograd import (
     in_transform,
     leaves_behind,
     leaves_in,
+    needs_no_graph,
     nodes,
     only_in_jvp,
     outside_inference_mode,
+    requires_grad_anywhere,
     without_batches,
 )
 from ..torch_internals.tensors import own_parametrizations
-from .boundary import Boundary, allow_wider_gradients, new_boundary, plus
-from .forward_over_reverse import grad_and_value_freeing
 from .usage import (
     Leaves,
     is_unused,
@@ -40,10 +40,10 @@ from .usage import (
     refuse_hidden,
     refuse_strided,
     refuse_unused,
-    unused_argument,
 )
 
 Argnums = int | Sequence[int]
+Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
 
 
 def grad(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -135,38 +135,42 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     @eager
     @wraps(fn)
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
-        call = _Call(args, {i: _Argument.of(args[i], i) for i in positions(argnums, len(args))})
-        inputs, unused, used = call.inputs, dict[int, str](), Leaves()
+        arguments = [_Argument.of(args[i], i) for i in positions(argnums, len(args))]
+        inputs = [leaf for argument in arguments for leaf in argument.leaves if leaf.wanted]
+        used, unused = Leaves(), dict[int, str]()
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
+            call, rest = [*args], iter(tensors)
+            for argument in arguments:
+                call[argument.position] = argument.filled(rest, keep_others=True)
             with own_parametrizations():
-                value, aux = check_scalar(fn(*call.with_tensors(tensors), **kwargs), has_aux)
+                value, aux = check_scalar(fn(*call, **kwargs), has_aux)
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            graph = nodes(value.grad_fn)
+            graph, rest = nodes(value.grad_fn), iter(tensors)
             used.update(leaves_in(graph, [value]))
-            refuse_strided(graph, [(x.key, x.layout) for x in inputs if x.layout is not None])
-            rest = iter(tensors)
-            for i, argument in call.arguments.items():
+            refuse_strided(graph, [x.place for x in inputs if x.place])
+            for argument in arguments:
                 own = [next(rest) for leaf in argument.leaves if leaf.wanted]
                 if own and argument.kind and not any(id(x) in used for x in own):
-                    unused[i] = unused_argument(fn, i, argument.kind)
+                    unused[argument.position] = argument.kind
             if unused and not sink_here().anchors:
-                refuse_unused(unused.values())
+                refuse_unused(fn, unused)
             elif unused:  # others may use what all ranks gathered: wait for the gradients
                 sink_here().nothing = -0.0
             return value, aux
 
-        nested = inside() or _needs_graph(call, kwargs)
+        nested = inside() or _needs_graph(arguments, args, kwargs)
         differentiate = _with_graph if nested else _without_graph
         grads, value, aux, boundary, hidden = differentiate(scalar, inputs, used)
         _average_each(grads, inputs, boundary)
-        trees = call.gradients(grads)
-        refuse_unused(unused[i] for i in unused if is_unused(trees[i], reduced=not nested))
+        rest = iter(grads)
+        trees = [argument.filled(rest, keep_others=False) for argument in arguments]
+        pairs = [(argument.position, tree) for argument, tree in zip(arguments, trees, strict=True)]
+        refuse_unused(fn, {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)})
         if hidden and not inside():
-            refuse_hidden(hidden, grads, [(x.key, x.layout) for x in inputs])
-        result = tuple(trees.values())
-        return result[0] if isinstance(argnums, int) else result, (value, aux) if has_aux else value
+            refuse_hidden(hidden, grads, [x.place for x in inputs])
+        return trees[0] if isinstance(argnums, int) else tuple(trees), (value, aux) if has_aux else value
 
     return gradient_and_value
 
@@ -179,8 +183,7 @@ class Leaf(NamedTuple):
 
     value: Any
     wanted: bool
-    key: str = ""
-    layout: Layout | None = None
+    place: Place | None = None
     wide: bool = False
 
 
@@ -188,6 +191,7 @@ class Leaf(NamedTuple):
 class _Argument:
     """An argument to differentiate with respect to: its nodes, a ``Sharded`` or ``Full`` as one, and its leaves."""
 
+    position: int
     nodes: list[Any]
     treedef: Any
     leaves: list[Leaf]
@@ -196,50 +200,23 @@ class _Argument:
     def of(arg: Any, i: int) -> _Argument:
         nodes, treedef = optree.tree_flatten(_open(arg), is_leaf=is_node, none_is_leaf=True)
         leaves = [leaf for node in nodes for leaf in _leaves_of(node)]
-        if any(not leaf.wanted and opaque_problem(leaf.value) for leaf in leaves):
+        if not all(isinstance(leaf.value, Tensor) for leaf in leaves):
             refuse_opaque("grad", optree.tree_unflatten(treedef, nodes), f"args[{i}]")
-        return _Argument(nodes, treedef, leaves)
+        return _Argument(i, nodes, treedef, leaves)
 
     @property
     def kind(self) -> str:
         """The class of the first ``Sharded`` or ``Full``, or an empty string."""
         return next((type(node).__name__ for node in self.nodes if is_node(node)), "")
 
-    def filled(self, values: Iterable[Any]) -> Any:
-        """The argument with other leaves."""
-        rest = iter(values)
+    def filled(self, rest: Iterator[Any], keep_others: bool) -> Any:
+        """The argument with the next of ``rest`` in place of leaves that have a gradient, and ``None`` of others."""
+        values = iter([next(rest) if x.wanted else x.value if keep_others else None for x in self.leaves])
         filled = [
-            type(node)([(key, next(rest)) for key in node], node.layout) if is_node(node) else next(rest)
+            type(node)([(key, next(values)) for key in node], node.layout) if is_node(node) else next(values)
             for node in self.nodes
         ]
         return optree.tree_unflatten(self.treedef, filled)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """The arguments of a call, and those that are differentiated by position; each is flattened once."""
-
-    args: Sequence[Any]
-    arguments: dict[int, _Argument]
-
-    @property
-    def inputs(self) -> list[Leaf]:
-        """The leaves that have a gradient, argument by argument."""
-        return [leaf for argument in self.arguments.values() for leaf in argument.leaves if leaf.wanted]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The arguments with ``tensors`` in place of the inputs."""
-        call, rest = [*self.args], iter(tensors)
-        for i, argument in self.arguments.items():
-            call[i] = argument.filled([next(rest) if x.wanted else x.value for x in argument.leaves])
-        return call
-
-    def gradients(self, grads: Sequence[Tensor]) -> dict[int, Any]:
-        """Trees of ``grads`` by position, with ``None`` for leaves that have no gradient."""
-        rest = iter(grads)
-        return {
-            i: x.filled([next(rest) if leaf.wanted else None for leaf in x.leaves]) for i, x in self.arguments.items()
-        }
 
 
 def _open(arg: Any) -> Any:
@@ -247,18 +224,18 @@ def _open(arg: Any) -> Any:
 
 
 def _leaves_of(node: Any) -> list[Leaf]:
-    if isinstance(node, Sharded):
-        layout, leaves = node.layout, []
-        for key, x in node.items():
-            buffer = layout.buffers[key]
+    if not is_node(node):
+        return [Leaf(node, _differentiable(node))]
+    layout, leaves = node.layout, []
+    for key, x in node.items():
+        buffer = layout.buffers[key if isinstance(node, Sharded) else layout.key_of[key]]
+        wanted = buffer.trainable and _differentiable(x)
+        if isinstance(node, Sharded):
             dtypes = layout.schedules[key, None].dtypes
-            wanted = buffer.trainable and _differentiable(x)
-            leaves.append(Leaf(x, wanted, key, layout, dtypes.carried != dtypes.stored))
-        return leaves
-    if isinstance(node, Full):
-        buffers, key_of = node.layout.buffers, node.layout.key_of
-        return [Leaf(x, buffers[key_of[name]].trainable and _differentiable(x)) for name, x in node.items()]
-    return [Leaf(node, _differentiable(node))]
+            leaves.append(Leaf(x, wanted, (key, layout), dtypes.carried != dtypes.stored))
+        else:
+            leaves.append(Leaf(x, wanted))
+    return leaves
 
 
 def _differentiable(x: Any) -> bool:
@@ -298,71 +275,71 @@ Derivative = tuple[list[Tensor], Tensor, Any, Boundary, list[Tensor]]  # gradien
 
 def _with_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivative:
     """Differentiate with torch.func, whose aux may hold tensors only."""
-    put_back: list[Callable[..., Any]] = []
-    boundaries: list[Boundary] = []
+    inner: Any = None
 
     def tensors_only(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        allow_wider_gradients(tensors, [x.wide for x in inputs])
+        nonlocal inner
+        _allow_wider_gradients(tensors, inputs)
         with new_boundary() as boundary:
             value, aux = scalar(tensors)
-        of_aux, rebuild = take_tensors(aux)
-        put_back.append(rebuild)
-        boundaries.append(boundary)
+        of_aux, put_back = take_tensors(aux)
+        inner = boundary, put_back
         return value, of_aux
 
     given = [x.value for x in inputs]
     # in inference mode, torch.func of 2.11 gives silent zeros
     with outside_inference_mode(), autograd_by_hand():
         if only_in_jvp() and not inside():
-            grads, (value, aux) = grad_and_value_freeing(tensors_only)(given)
+            grads, (value, aux) = _grad_and_value_freeing(tensors_only, given)
         else:
             grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(given)
+    boundary, put_back = inner
     outside, own = without_batches(value), [x for x in map(without_batches, given) if type(x) is Tensor]
     known = leaves_behind(own)
     hidden = [x for i, x in leaves_used_by(outside).items() if i not in known] if type(outside) is Tensor else []
-    return list(grads), value, put_back[-1](aux), boundaries[-1], hidden
+    return list(grads), value, put_back(aux), boundary, hidden
 
 
 def _without_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivative:
     """Differentiate with one backward that frees activations as it proceeds."""
     with torch.enable_grad():
         tensors = [x.value.detach().requires_grad_() for x in inputs]
-        allow_wider_gradients(tensors, [x.wide for x in inputs])
+        _allow_wider_gradients(tensors, inputs)
         with new_boundary(tensors) as boundary:
             value, aux = scalar(tensors)
         anchors = boundary.take_anchors()
         if anchors and _has_copies(inputs):
             from ..sharding.overlapped_means import overlap_means  # with replicas only
 
-            overlap_means(value, anchors, tensors, [_place(x) for x in inputs], boundary.averaged)
+            overlap_means(value, anchors, tensors, [x.place for x in inputs], boundary.averaged)
         outputs = [x for x in (value, *anchors) if x.requires_grad]
+        seeds = [torch.ones_like(x) for x in outputs]
         grads: Sequence[Tensor | None] = [None] * len(tensors)
         if tensors and outputs:
             with own_parameters_refused(value, used):
-                grads = gradients_or_none(outputs, [torch.ones_like(x) for x in outputs], tensors)
-        totals = [_total(x, boundary, i, grad) for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))]
+                grads = gradients_or_none(outputs, seeds, tensors)
+        totals = [boundary.total(i, x, grad) for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))]
     of_aux, put_back = take_tensors(aux)
     own = {id(x) for x in tensors}
     hidden = [x for i, x in used.items() if i not in own]
     return totals, value.detach(), put_back(x.detach() for x in of_aux), boundary, hidden
 
 
-def _total(x: Tensor, boundary: Boundary, i: int, grad: Tensor | None) -> Tensor:
-    """The gradient with respect to ``x``, input ``i``, from ``grad`` and the reductions, which are overwritten."""
-    total = boundary.totals.get(i)
-    if total is not None:
-        return plus(total, grad)
-    return torch.full_like(x, boundary.nothing) if grad is None else grad
+def _allow_wider_gradients(tensors: Sequence[Tensor], inputs: Sequence[Leaf]) -> None:
+    """Keep autograd from casting gradients to the stored dtype before they are divided, see Note [Boundary]."""
+    for x, leaf in zip(tensors, inputs, strict=True):
+        if leaf.wide:
+            x.grad_dtype = None
 
 
-def _needs_graph(call: _Call, kwargs: Any) -> bool:
+def _needs_graph(arguments: Sequence[_Argument], args: Sequence[Any], kwargs: Any) -> bool:
     """Whether the result is differentiated, batched or traced by the caller."""
     if in_transform():
         return True
-    others = [_open(x) for i, x in enumerate(call.args) if i not in call.arguments]
-    leaves = [leaf.value for argument in call.arguments.values() for leaf in argument.leaves]
-    rest: Any = (others, opened(kwargs))
-    tensors = [x for x in (*leaves, *optree.tree_leaves(rest)) if isinstance(x, Tensor)]
+    wanted = {argument.position for argument in arguments}
+    others: Any = [_open(x) for i, x in enumerate(args) if i not in wanted], opened(kwargs)
+    leaves = [leaf.value for argument in arguments for leaf in argument.leaves]
+    tensors = [x for x in (*leaves, *optree.tree_leaves(others)) if isinstance(x, Tensor)]
     # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return True
@@ -381,17 +358,34 @@ def _average_each(grads: list[Tensor], inputs: Sequence[Leaf], boundary: Boundar
     if _has_copies(inputs):
         from ..sharding.overlapped_means import order_of_means
 
-        order = order_of_means([_place(x) for x in inputs])
+        order = order_of_means([x.place for x in inputs])
     for i in order:
-        key, layout = inputs[i].key, inputs[i].layout
-        if layout is not None and i not in boundary.averaged:
+        if (place := inputs[i].place) and i not in boundary.averaged:
+            key, layout = place
             in_place = boundary.totals.pop(i, None) is not None
             grads[i] = mean_of_shard(grads[i], layout.buffers[key], layout, in_place)
 
 
-def _place(leaf: Leaf) -> tuple[str, Layout] | None:
-    return None if leaf.layout is None else (leaf.key, leaf.layout)
-
-
 def _has_copies(inputs: Sequence[Leaf]) -> bool:
-    return any(x.num_ranks > x.num_shards for x in {id(x.layout): x.layout for x in inputs if x.layout}.values())
+    layouts = {id(x.place[1]): x.place[1] for x in inputs if x.place}
+    return any(layout.num_ranks > layout.num_shards for layout in layouts.values())
+
+
+def _grad_and_value_freeing(fn: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor]) -> Any:
+    """``torch.func.grad_and_value`` with aux, which frees activations as it proceeds if nothing needs a graph.
+
+    Forward mode around it goes through backward as it goes through forward; nothing has to be kept for it.
+    """
+    keep = False
+
+    def looked_at(inputs: Sequence[Tensor]) -> Any:
+        nonlocal keep
+        value, aux = fn(inputs)
+        keep = not all(map(needs_no_graph, nodes(value.grad_fn)))
+        return value, aux
+
+    of_value: Any = torch.func.vjp(looked_at, inputs, has_aux=True)
+    value, pull, aux = of_value
+    keep = keep or (torch.is_grad_enabled() and requires_grad_anywhere(value))  # plain autograd records it
+    (grads,) = pull(torch.ones_like(value), retain_graph=keep, create_graph=keep)
+    return grads, (value, aux)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.one_value import max_as_one_value, sum_as_one_value
 from ..collectives.primitives import pmax, psum
+from ..collectives.rules import shared_max, shared_sum
 from ..communication.axis import Axis
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
@@ -204,7 +204,7 @@ class _Norm:
         return pmax(x, axis) if self.largest else psum(x, axis)
 
     def across_parts(self, x: Tensor, axis: Axis) -> Tensor:
-        return max_as_one_value(x, axis) if self.largest else sum_as_one_value(x, axis)
+        return shared_max(x, axis) if self.largest else shared_sum(x, axis)
 
     def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
         joined = _stack(parts, layout)

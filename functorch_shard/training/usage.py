@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,15 +27,11 @@ _ADVICE = (
 )
 
 
-def unused_argument(fn: Callable[..., Any], i: int, kind: str) -> str:
-    """Say that the result of ``fn`` depends on no leaf of argument ``i``, a ``Sharded`` or ``Full``."""
+def refuse_unused(fn: Callable[..., Any], kinds: Mapping[int, str]) -> None:
+    """Raise if there are arguments, given by position, whose leaves the result of ``fn`` does not depend on."""
     name = getattr(fn, "__name__", type(fn).__name__)
-    return f"args[{i}]: the result of {name} does not depend on this {kind}"
-
-
-def refuse_unused(problems: Iterable[str]) -> None:
-    """Raise if there are any problems of :func:`unused_argument`."""
-    reject("grad", list(problems), _ADVICE)
+    problems = [f"args[{i}]: the result of {name} does not depend on this {kind}" for i, kind in kinds.items()]
+    reject("grad", problems, _ADVICE)
 
 
 def is_unused(tree: Any, reduced: bool) -> bool:
@@ -77,7 +73,7 @@ def leaves_used_by(value: Tensor) -> Leaves:
 
 
 def refuse_hidden(
-    leaves: Iterable[Tensor], grads: Sequence[Tensor], places: Sequence[tuple[str, Layout | None]]
+    leaves: Iterable[Tensor], grads: Sequence[Tensor], places: Sequence[tuple[str, Layout] | None]
 ) -> None:
     """Raise if ``leaves`` of a value, which are of no argument, stand in for an argument.
 
@@ -95,9 +91,11 @@ def refuse_hidden(
     reject("grad", [f"a tensor of shape {tuple(x.shape)} that is not an argument has a hook" for x in hooked], _HOOKED)
     own = {(tuple(x.shape), x.dtype) for x in leaves if isinstance(x, nn.Parameter)}
     late: list[str] = []
-    for grad, (key, layout) in zip(grads, places, strict=True) if own else ():
-        slots = [slot for slot in layout.buffers[key].slots if (slot.shape, slot.dtype) in own] if layout else []
-        if layout and slots:
+    for grad, place in zip(grads, places, strict=True) if own else ():
+        if place is None:
+            continue
+        key, layout = place
+        if slots := [slot for slot in layout.buffers[key].slots if (slot.shape, slot.dtype) in own]:
             only = select_buffers(layout, {other: other == key for other in layout.buffers})
             full = gather(Sharded({key: grad}, only), lazy=False)
             zero = [slot for slot in slots if not without_batches(full[slot.name]).any()]

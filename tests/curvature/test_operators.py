@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 import functorch_shard as fs
 from functorch_shard.curvature import from_vector, gauss_newton, hessian, to_vector
 from functorch_shard.testing import assert_trees_close, count_collectives
-from functorch_shard.torch_internals.autograd import nodes
-from functorch_shard.training.forward_over_reverse import needs_no_graph
+from functorch_shard.torch_internals.autograd import needs_no_graph, nodes
 from tests.curvature.tasks import KINDS, matrix, matrix_of_small, operator, predicted, small, vector
 from tests.support.lanczos import lanczos
 from tests.support.models import awkward
