@@ -172,10 +172,6 @@ def alignment(dtype: torch.dtype, align_bytes: int) -> int:
     return lcm(align_bytes, dtype.itemsize) // dtype.itemsize or 1
 
 
-def in_source_order(buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
-    return tuple(sorted(buffers, key=lambda buffer: buffer.slots[0].index))
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Axis, Mesh
-from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name, in_source_order
+from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 from .schedule import Schedule, make_schedule
 
@@ -252,7 +252,7 @@ def _merged(layouts: Sequence[Layout]) -> Layout:
     units: dict[str, Unit] = {}
     for unit in (unit for layout in layouts for unit in layout.units):
         buffers = (*units[unit.name].buffers, *unit.buffers) if unit.name in units else unit.buffers
-        units[unit.name] = replace(unit, buffers=in_source_order(buffers))
+        units[unit.name] = replace(unit, buffers=tuple(sorted(buffers, key=lambda buffer: buffer.slots[0].index)))
     aliases = tuple(sorted({pair for layout in layouts for pair in layout.aliases}))
     in_order = sorted(units.values(), key=lambda unit: unit.buffers[0].slots[0].index)
     return replace(layouts[0], units=tuple(in_order), aliases=aliases)

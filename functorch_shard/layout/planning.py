@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
-from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import identity_of_storage
-from .buffers import Buffer, Reduction, Slot, Unit, alignment, dtype_name, in_source_order, padded
+from .buffers import Buffer, Reduction, Slot, Unit, alignment, dtype_name, padded
 from .layout import Layout, lines_of
 from .precision import MixedPrecision
 from .trees import Sharded
-from .units import Units, assign, merge_small, prefixes_of, warn_of_large
+from .units import Units, assign, merge_small, prefixes_of
 from .validation import form_of, local_part, source_problems, sparse_problems
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
@@ -27,8 +27,7 @@ _LARGE = 4096  # so padding is at most 1.6 %
 Precision = MixedPrecision | Callable[[str], MixedPrecision | None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
+class _Kind(NamedTuple):
     """The properties that all parameters of a buffer share."""
 
     unit: str
@@ -36,17 +35,6 @@ class _Kind:
     dtype: torch.dtype
     trainable: bool
     ignored: bool
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The options of a layout for the whole model."""
-
-    shard_axis: str
-    replicate_axis: str | None
-    reduction: Reduction
-    align_bytes: int
-    reshard_after_forward: bool
 
 
 def plan(
@@ -132,8 +120,9 @@ def plan(
     joined = _joined(shard_axis, mesh)
     if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
         replicate_axis = ""  # sharded over too, and so nothing has copies
-    options = _Options(joined, replicate_axis, reduction, align_bytes, reshard_after_forward)
-    build = partial(_plan, source, mesh, units, labels, precision, ignored, options)
+    axes, copies = tuple(mesh.axes.items()), replicate_axis or ""
+    empty = Layout((), axes, joined, copies, reduction, align_bytes, (), mesh, reshard_after_forward)
+    build = partial(_plan, source, empty, units, labels, precision, ignored, replicate_axis)
     layout = mesh.agree("plan", build, lambda layout: list(lines_of(layout)))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
         _ = mesh[layout.shard_axis]  # real ranks make its process group now, when all of them are here
@@ -163,97 +152,70 @@ def named_tensors(source: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def _plan(
     source: nn.Module | Mapping[str, Tensor],
-    mesh: Mesh,
+    empty: Layout,
     units: Units,
     labels: Labels,
     precision: Precision,
     ignored: Sequence[str] | Set[str],
-    options: _Options,
+    replicate_axis: str | None,
 ) -> Layout:
+    """``empty`` with the units of ``source``."""
     every = named_tensors(source)
-    _check(source, every, mesh, options, ignored)
+    module = source if isinstance(source, nn.Module) else None
+    problems = [*_source_problems(every, module, empty.mesh, ignored), *_option_problems(empty, replicate_axis)]
+    reject("plan", problems, "Nothing was planned.")
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
-    module = source if isinstance(source, nn.Module) else None
     unit_of = assign(parts, module, units)
     if units == "auto" and (precision is None or isinstance(precision, MixedPrecision)):  # others name the units
         unit_of = merge_small(tensors, unit_of)
-    if isinstance(units, str):
-        warn_of_large(parts, module, unit_of)
     label_of = _labels(tensors, labels)
     ignored = {*ignored}
     whole = {aliases.get(name, name) for name in every if not ignored.isdisjoint(prefixes_of(name))}
     groups: dict[_Kind, list[Slot]] = {}
-    for index, (name, tensor) in enumerate(tensors.items()):
-        kind = _Kind(unit_of[name], label_of[name], tensor.dtype, _trainable(tensor), name in whole)
-        shape, numel = tuple(parts[name].shape), parts[name].numel()
-        slot = Slot(name, shape, tensor.dtype, 0, numel, index, form_of(tensor))
+    for index, (name, x) in enumerate(tensors.items()):
+        trainable = (x.is_floating_point() or x.is_complex()) and (x.requires_grad or not _is_parameter(x))
+        kind = _Kind(unit_of[name], label_of[name], x.dtype, trainable, name in whole)
+        slot = Slot(name, tuple(parts[name].shape), x.dtype, 0, parts[name].numel(), index, form_of(x))
         groups.setdefault(kind, []).append(slot)
-    shards = prod(mesh.axes.get(name, 1) for name in options.shard_axis.split(","))
-    return Layout(
-        units=_units(
-            groups, shards, options.align_bytes, _policies([*{kind.unit: None for kind in groups}], precision)
-        ),
-        axes=tuple(mesh.axes.items()),
-        aliases=tuple(sorted(aliases.items())),
-        mesh=mesh,
-        **{**vars(options), "replicate_axis": options.replicate_axis or ""},
-    )
+    policies = _policies(dict.fromkeys(kind.unit for kind in groups), precision)
+    return replace(empty, units=_units(groups, empty, policies), aliases=tuple(sorted(aliases.items())))
 
 
 def _units(
-    groups: Mapping[_Kind, Sequence[Slot]], shards: int, align_bytes: int, policies: Mapping[str, MixedPrecision]
+    groups: Mapping[_Kind, Sequence[Slot]], empty: Layout, policies: Mapping[str, MixedPrecision]
 ) -> tuple[Unit, ...]:
     """Units, and the buffers in each, in the order of their first parameters."""
-    keys = _keys(groups)
-    problems = [f"{key!r}: the key of {count} buffers" for key, count in Counter(keys).items() if count > 1]
-    reject("plan: labels", problems, "A label must not look like a dtype, 'frozen', 'whole' or part of a unit's name.")
+    dtypes = Counter(unit for unit, _ in dict.fromkeys((kind.unit, kind.dtype) for kind in groups))
     buffers: dict[str, list[Buffer]] = {}
-    for key, (kind, slots) in zip(keys, groups.items(), strict=True):
-        num_shards = 1 if kind.ignored else shards
-        align, placed = alignment(_smallest(kind.dtype, policies[kind.unit]), align_bytes), list[Slot]()
+    for kind, slots in groups.items():
+        told_by = dtype_name(kind.dtype) if dtypes[kind.unit] > 1 else ""
+        tags = (kind.unit, kind.label, told_by, "" if kind.trainable else "frozen", "whole" if kind.ignored else "")
+        num_shards, policy = 1 if kind.ignored else empty.num_shards, policies[kind.unit]
+        others = (policy.param_dtype, policy.reduce_dtype) if kind.dtype.is_floating_point else ()
+        smallest = min((kind.dtype, *filter(None, others)), key=lambda dtype: dtype.itemsize)
+        align, placed = alignment(smallest, empty.align_bytes), list[Slot]()  # a kernel reads slots in each of them
         for slot in slots:
             placed.append(replace(slot, offset=padded(placed[-1].end if placed else 0, align)))
         shard = -(-placed[-1].end // num_shards)
         shard = padded(shard, _BLOCK) if align > 1 and shard >= _LARGE else shard
-        buffers.setdefault(kind.unit, []).append(
-            Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, tuple(placed))
-        )
-    return tuple(Unit(name, in_source_order(parts), policies[name]) for name, parts in buffers.items())
+        key = "/".join(filter(None, tags))
+        made = Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, tuple(placed))
+        buffers.setdefault(kind.unit, []).append(made)
+    keys = Counter(buffer.key for found in buffers.values() for buffer in found)
+    problems = [f"{key!r}: the key of {count} buffers" for key, count in keys.items() if count > 1]
+    reject("plan: labels", problems, "A label must not look like a dtype, 'frozen', 'whole' or part of a unit's name.")
+    return tuple(Unit(name, tuple(found), policies[name]) for name, found in buffers.items())
 
 
-def _smallest(dtype: torch.dtype, policy: MixedPrecision) -> torch.dtype:
-    """The smallest dtype that a buffer of ``dtype`` is gathered or reduced in: a kernel reads slots in each of them."""
-    others = (policy.param_dtype, policy.reduce_dtype) if dtype.is_floating_point else ()
-    return min((dtype, *(other for other in others if other)), key=lambda each: each.itemsize)
-
-
-def _policies(names: Sequence[str], precision: Precision) -> dict[str, MixedPrecision]:
+def _policies(names: Iterable[str], precision: Precision) -> dict[str, MixedPrecision]:
     """The policy of each unit; units without one keep their stored dtypes."""
     policies = {name: precision(name) if callable(precision) else precision for name in names}
     if odd := [policy for policy in policies.values() if not isinstance(policy, (MixedPrecision, type(None)))]:
         known = "a MixedPrecision, or a callable (unit) -> MixedPrecision or None"
         raise TypeError(f"plan: precision: got {type(odd[0]).__name__}, expected {known}")
     return {name: policy or MixedPrecision() for name, policy in policies.items()}
-
-
-def _keys(kinds: Collection[_Kind]) -> list[str]:
-    """The key of each kind's buffer: ``unit/label``, with the dtype where a unit has several."""
-    dtypes: dict[str, set[torch.dtype]] = {}
-    for kind in kinds:
-        dtypes.setdefault(kind.unit, set()).add(kind.dtype)
-    parts = [
-        (
-            kind.unit,
-            kind.label,
-            dtype_name(kind.dtype) if len(dtypes[kind.unit]) > 1 else "",
-            "" if kind.trainable else "frozen",
-            "whole" if kind.ignored else "",
-        )
-        for kind in kinds
-    ]
-    return ["/".join(filter(None, each)) for each in parts]
 
 
 def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -272,11 +234,6 @@ def _identity(tensor: Tensor) -> object:
     except NotImplementedError:  # a tensor inside a transform
         return id(tensor)
     return memory, part.storage_offset(), part.shape, part.stride(), part.dtype, form_of(tensor)
-
-
-def _trainable(tensor: Tensor) -> bool:
-    frozen = not tensor.requires_grad and _is_parameter(tensor)
-    return (tensor.is_floating_point() or tensor.is_complex()) and not frozen
 
 
 def _is_parameter(x: Tensor) -> bool:
@@ -299,36 +256,31 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
     return {name: label_of.get(name, "") for name in tensors}
 
 
-def _check(
-    source: nn.Module | Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    mesh: Mesh,
-    options: _Options,
-    ignored: Sequence[str] | Set[str],
-) -> None:
+def _source_problems(
+    tensors: Mapping[str, Tensor], module: nn.Module | None, mesh: Mesh, ignored: Sequence[str] | Set[str]
+) -> Iterator[str]:
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator could be read only once
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
-    known = {prefix for name in tensors for prefix in prefixes_of(name)} if ignored else set()
-    problems = source_problems(tensors)
+    yield from source_problems(tensors)
     if any(form_of(x) for x in tensors.values()):
         from ..tensor_parallel.forms import unfit
 
-        problems += [f"{n!r}: {problem}" for n, x in tensors.items() if form_of(x) and (problem := unfit(x, mesh))]
-    problems += sparse_problems(source) if isinstance(source, nn.Module) else []
-    problems += [f"ignored {p!r}: no such parameter or module" for p in ignored if p not in known]
-    if options.reduction not in ("mean", "sum"):
-        problems += [f"reduction: got {options.reduction!r}, expected 'mean' or 'sum'"]
-    if not isinstance(options.align_bytes, int) or options.align_bytes < 0:
-        problems += [f"align_bytes: got {options.align_bytes!r}, expected a number of bytes, 0 to pack"]
-    reject("plan", [*problems, *_axis_problems(mesh, options)], "Nothing was planned.")
+        yield from (f"{n!r}: {problem}" for n, x in tensors.items() if form_of(x) and (problem := unfit(x, mesh)))
+    yield from [] if module is None else sparse_problems(module)
+    known = {prefix for name in tensors for prefix in prefixes_of(name)} if ignored else set()
+    yield from (f"ignored {name!r}: no such parameter or module" for name in ignored if name not in known)
 
 
-def _axis_problems(mesh: Mesh, options: _Options) -> Iterator[str]:
-    shard_axes, replicate_axis = options.shard_axis.split(","), options.replicate_axis
+def _option_problems(layout: Layout, replicate_axis: str | None) -> Iterator[str]:
+    mesh, shard_axes = layout.mesh, layout.shard_axes
+    if layout.reduction not in ("mean", "sum"):
+        yield f"reduction: got {layout.reduction!r}, expected 'mean' or 'sum'"
+    if not isinstance(layout.align_bytes, int) or layout.align_bytes < 0:
+        yield f"align_bytes: got {layout.align_bytes!r}, expected a number of bytes, 0 to pack"
     if replicate_axis in shard_axes:
         yield f"shard_axis and replicate_axis: got {replicate_axis!r} for both, expected two names"
-    ordered = [name for name in mesh.axes if name in shard_axes]
+    ordered = tuple(name for name in mesh.axes if name in shard_axes)
     if {*ordered} == {*shard_axes} and ordered != shard_axes:
         yield f"shard_axis: got {', '.join(shard_axes)}, expected the order of the mesh, {', '.join(ordered)}"
     for name, size in mesh.axes.items():
@@ -338,5 +290,5 @@ def _axis_problems(mesh: Mesh, options: _Options) -> Iterator[str]:
                 f"reduced over it. Pass it, for example as replicate_axis={name!r}"
             )
     if not {*shard_axes, replicate_axis} & set(mesh.axes):
-        neither = f"{options.shard_axis!r} nor {replicate_axis!r}"
+        neither = f"{layout.shard_axis!r} nor {replicate_axis!r}"
         yield f"shard_axis and replicate_axis: the mesh has neither {neither}: {mesh}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,7 +24,7 @@ ROOT = "(root)"  # the unit of parameters that are directly in the model
 # Neighbours are merged into units of up to this many bytes and this part of the model: 200 layers of 64 then take
 # 17 rounds of messages and not 200, and what is whole at a time grows by two of these at most.
 _MERGED_BYTES, _MERGED_PART = 4 << 20, 16
-_LARGE = 4  # a unit of more than a fourth of the model is large
+_LARGE = 4  # an entry of more than a fourth of the model is large
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -66,7 +64,9 @@ def assign(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Units
 
 def merge_small(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> dict[str, str]:
     """Small neighbours as one unit with the name of the first; what is directly in the model stays apart."""
-    sizes = _sizes(tensors, units)
+    sizes = Counter[str]()
+    for name, unit in units.items():
+        sizes[unit] += tensors[name].nbytes
     limit = min(_MERGED_BYTES, sizes.total() // _MERGED_PART)
     merged, first, size = {}, ROOT, 0
     for unit, nbytes in sizes.items():
@@ -74,29 +74,6 @@ def merge_small(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> dict
             first, size = unit, 0
         merged[unit], size = first, size + nbytes
     return {name: merged[unit] for name, unit in units.items()}
-
-
-def warn_of_large(tensors: Mapping[str, Tensor], module: nn.Module | None, units: Mapping[str, str]) -> None:
-    """Warn of units with several blocks that hold more than a quarter of the model, which is then whole at once."""
-    sizes = _sizes(tensors, units)
-    large = [unit for unit, n in sizes.items() if n >= _MERGED_BYTES and _LARGE * n > sizes.total()]
-    modules = _Modules.of(tensors, module) if large else None
-    for unit in large:
-        inside = {prefix for name in tensors if units[name] == unit for prefix in prefixes_of(name)[1:-1]}
-        if modules and modules.num_alike(inside - {unit}) >= _LARGE:
-            warnings.warn(
-                f"plan: unit {unit!r} holds {sizes[unit] / sizes.total():.0%} of the model, which each rank gathers at "
-                "once: name the class of its blocks, units=Block, or lists of names.",
-                stacklevel=2,
-            )
-
-
-def _sizes(tensors: Mapping[str, Tensor], units: Mapping[str, str]) -> Counter[str]:
-    """The bytes of each unit, in order."""
-    sizes = Counter[str]()
-    for name, unit in units.items():
-        sizes[unit] += tensors[name].nbytes
-    return sizes
 
 
 def _by_stack(names: Iterable[str], entries: set[str]) -> dict[str, str]:
@@ -149,77 +126,47 @@ def _by_module(
 def _stack_entries(tensors: Mapping[str, Tensor], module: nn.Module | None) -> set[str]:
     """Return the entries of stacks by name; the outermost around a parameter is its unit.
 
-    A large entry gives way to a stack of blocks inside of it.
+    A stack is a module with children that are ordered or numbered; also in attributes that only a number tells apart,
+    ``block1`` and ``block2``. A large entry gives way to a stack of blocks inside of it; blocks consist of modules.
     """
-    modules = _Modules.of(tensors, module)
-    stacks = {name: found for name in modules.children if (found := modules.entries_of(name))}
-    stages = {name for name, found in stacks.items() if modules.num_alike(found) > 1}
-    blocks = modules.numbered(stages)
-    numbered = Counter(block.rpartition(".")[0] for block in blocks)  # fewer are the projections of one block
-    stages |= {name for name, number in numbered.items() if number >= _LARGE}
-    entries = blocks | {entry for found in stacks.values() for entry in found}
+    children: dict[str, dict[str, None]] = {}
+    inside: dict[str, list[str]] = {}
     sizes = Counter[str]()
     for name, x in tensors.items():
-        sizes.update(dict.fromkeys(prefixes_of(name), x.nbytes))
-    for entry in sorted(entries, key=lambda entry: entry.count(".")):
-        outermost = entries.isdisjoint(prefixes_of(entry)[:-1])
-        if outermost and _LARGE * sizes[entry] > sizes[""] and any(below(stage, entry) for stage in stages):
+        path = prefixes_of(name)[:-1]
+        for outer, inner in pairwise(path):
+            children.setdefault(outer, {})[inner] = None
+        for prefix in path:
+            inside.setdefault(prefix, []).append(name[len(prefix) :])
+            sizes[prefix] += x.nbytes
+    named = dict(module.named_modules(remove_duplicate=False)) if module is not None else {}
+    kinds: dict[str, Hashable] = {n: type(named[n]) if n in named else tuple(inside[n]) for n in inside}
+
+    def entries_of(name: str) -> list[str]:
+        found, among = [*children[name]], {kinds[child] for child in children[name]}
+        one_class = isinstance(named.get(name), nn.ModuleDict) and len(among) == 1 < len(found)
+        if isinstance(named.get(name), (nn.ModuleList, nn.Sequential)) or (one_class and among.isdisjoint(_CONTAINERS)):
+            return found
+        return [child for child in found if child.rpartition(".")[2].isdigit()]
+
+    stacks = {name: entries_of(name) for name in children}
+    blocks = {name for name in children if kinds[name] not in _CONTAINERS}
+    stages = {name for name, found in stacks.items() if _most(kinds[x] for x in found if x in blocks) > 1}
+    around = {prefix for stage in stages for prefix in prefixes_of(stage)}
+    alike: dict[Hashable, list[str]] = {}
+    for child in children.keys() - around - {""}:
+        if (stem := child.rstrip("0123456789")) != child:
+            alike.setdefault((stem, kinds[child]), []).append(child)
+    numbered = {child for same in alike.values() if len(same) > 1 for child in same}
+    parents = Counter(child.rpartition(".")[0] for child in numbered)  # fewer are the projections of one block
+    around |= {prefix for parent, n in parents.items() if n >= _LARGE for prefix in prefixes_of(parent)}
+    entries = numbered | {entry for found in stacks.values() for entry in found}
+    for entry in sorted(entries & around, key=lambda entry: entry.count(".")):
+        if _LARGE * sizes[entry] > sizes[""] and entries.isdisjoint(prefixes_of(entry)[:-1]):
             entries.remove(entry)
     return entries
 
 
-@dataclass(frozen=True)
-class _Modules:
-    """The modules that have parameters, by name: what they contain, and a value that alike ones share.
-
-    Args:
-        children: the modules directly in each module.
-        kinds: their classes; where only names of tensors say that there is a module, the names inside of it.
-        blocks: those that consist of modules.
-        ordered: those whose children are a stack by their class.
-    """
-
-    children: Mapping[str, list[str]]
-    kinds: Mapping[str, Hashable]
-    blocks: set[str]
-    ordered: set[str]
-
-    @classmethod
-    def of(cls, tensors: Iterable[str], module: nn.Module | None) -> _Modules:
-        children: dict[str, dict[str, None]] = {}
-        inside: dict[str, list[str]] = {}
-        for name in tensors:
-            path = prefixes_of(name)[:-1]
-            for outer, inner in pairwise(path):
-                children.setdefault(outer, {})[inner] = None
-            for prefix in path:
-                inside.setdefault(prefix, []).append(name[len(prefix) :])
-        named = dict(module.named_modules(remove_duplicate=False)) if module is not None else {}
-        kinds: dict[str, Hashable] = {n: type(named[n]) if n in named else tuple(inside[n]) for n in inside}
-        ordered = {name for name in inside if isinstance(named.get(name), (nn.ModuleList, nn.Sequential))}
-        ordered |= {
-            name
-            for name, found in children.items()
-            if isinstance(named.get(name), nn.ModuleDict)
-            and len({kinds[child] for child in found}) == 1 < len(found)
-            and not any(isinstance(named[child], _CONTAINERS) for child in found)
-        }
-        return cls({name: [*found] for name, found in children.items()}, kinds, {*children}, ordered)
-
-    def entries_of(self, name: str) -> list[str]:
-        """The children of a stack; of any other module those whose names are numbers."""
-        children = self.children[name]
-        return children if name in self.ordered else [x for x in children if x.rpartition(".")[2].isdigit()]
-
-    def num_alike(self, names: Iterable[str]) -> int:
-        """The largest number of blocks of one kind among ``names``."""
-        kinds = [self.kinds[x] for x in names if x in self.blocks and self.kinds[x] not in _CONTAINERS]
-        return max(Counter(kinds).values(), default=0)
-
-    def numbered(self, stages: set[str]) -> set[str]:
-        """Blocks in attributes that only a number tells apart, ``block1`` and ``block2``; ``stages`` have blocks."""
-        found: dict[Hashable, list[str]] = {}
-        for child in self.blocks - {""}:
-            if (stem := child.rstrip("0123456789")) != child and not any(below(stage, child) for stage in stages):
-                found.setdefault((stem, self.kinds[child]), []).append(child)
-        return {child for same in found.values() if len(same) > 1 for child in same}
+def _most(kinds: Iterable[Hashable]) -> int:
+    """How many there are of the most frequent kind."""
+    return max(Counter(kinds).values(), default=0)

@@ -143,22 +143,6 @@ def test_auto_finds_the_outermost_stacks(case: str) -> None:
     assert outline(make()) == expected
 
 
-def hidden(num_blocks: int, width: int) -> nn.Module:
-    """Blocks whose names do not say that they are a stack."""
-    with torch.device("meta"):
-        body = nn.Module()
-        for name in "abcdefgh"[:num_blocks]:
-            body.add_module(name, inside("fc", nn.Linear(width, width)))
-        return nn.ModuleDict({"body": body, "head": nn.Linear(width, 2)})
-
-
-def test_several_blocks_in_one_unit_of_more_than_a_quarter_are_a_warning_that_names_it() -> None:
-    with pytest.warns(UserWarning, match=r"plan: unit 'body' holds 100% of the model, .* units=Block"):
-        fs.plan(hidden(5, 600), MESH)
-    for model, units in ((hidden(3, 600), "auto"), (hidden(5, 60), "auto"), (hidden(5, 600), [["body"]])):
-        fs.plan(model, MESH, units=units)  # two blocks, a small model, and units that were asked for
-
-
 def layers(number: int, width: int) -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(number)))
