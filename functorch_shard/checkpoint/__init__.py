@@ -3,10 +3,9 @@
 Parameters are saved under their own names and in their original shapes, each rank's regions in its own file. So
 ``dcp.load`` reads them in a plain or an FSDP2 program, and ``load`` reads what those have saved. Nothing is gathered.
 
-``saving`` and ``loading``: trees to files and back. ``names``: the names of leaves in files. ``chunks`` and
-``regions``: shards as regions of tensors. ``format``, ``reader`` and ``writer``: the directory of a checkpoint;
-``staging``: how it becomes visible at once. Files are untrusted: ``pickles`` makes tensors and plain values of them.
-``safetensors``: the other format.
+``saving`` and ``loading``: trees to files and back. ``leaves``: trees as named leaves, and these as regions of tensors.
+``format`` and ``reader``: the directory of a checkpoint, whose files are untrusted; ``staging``: how it becomes visible
+at once. ``safetensors``: the other format.
 Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
 
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import local_path
-from ..layout.trees import participants_of
-from .loading import Loading
+from .loading import load_into
 from .reader import Reader
 from .safetensors import export_safetensors, import_safetensors
-from .saving import SAME, Saving
+from .saving import Saving
 from .staging import ordered
 
 __all__ = ["verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
@@ -59,7 +57,7 @@ def save(
 
     Raises:
         FileExistsError: ``path`` exists; it was not overwritten.
-        TypeError: a value that cannot be read back without executing code.
+        TypeError: a value that ``torch.load(weights_only=True)`` does not read back.
         ValueError: two leaves of one name, trees of other ranks, a hidden ``path`` or a URL, or ``keep`` below 1.
         OSError: for example a full disk; this checkpoint is removed.
         RuntimeError: inside a transform; or another rank failed: every rank reports which one and why.
@@ -121,15 +119,13 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         ...     load(f"{runs}/step-7", {"scale": torch.zeros((), device="meta")})
         {'scale': tensor(2.)}
     """
-    participants = participants_of(like)
 
-    def begin() -> Loading:
+    def open_files() -> Reader:
         if path is None:
             raise FileNotFoundError("load: path: got None, which latest() returns without a checkpoint: start anew.")
-        return Loading.of(local_path("load: path", path), like, participants, donate)
+        return Reader.open(local_path("load: path", path))
 
-    loading = participants.agree("load", begin, Loading.lines, SAME)
-    return loading.tree(participants.agree("load", loading.read, lambda _: []))
+    return load_into("load", like, open_files, donate)
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:

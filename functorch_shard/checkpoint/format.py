@@ -1,30 +1,93 @@
-"""The index of a checkpoint, ``.metadata``: a pickle of classes of ``torch.distributed.checkpoint``, both ways.
+"""The format of ``torch.distributed.checkpoint``: which bytes of which file are which elements of which tensor.
 
 Note [Files]: ``__<rank>_0.distcp`` contains the values that one rank wrote, each as ``torch.save`` writes it, one after
-the other. ``.metadata`` maps each region of each tensor to its value. Both are torch's own. In addition,
+the other. ``.metadata``, a pickle, maps each region of each tensor to its value. Both are torch's own. In addition,
 ``functorch_shard.json``, the manifest, contains the length of each file and a checksum of each value; its first line is
 a digest of the rest. A checkpoint of another program does not have one, and only its structure is verified.
+
+Note [Regions]: a shard holds a flat range of a parameter, ``p.flatten()[start:start + numel]``. In ``p`` itself that is
+the end of one row, some whole rows and the beginning of another; the rows at both ends are split in the same way, down
+to single elements. So in N dims a range is at most ``2 * N - 1`` regions.
+
+Note [Untrusted files]: values are read by ``torch.load(weights_only=True)``. The metadata is read into inert objects,
+one class for each name, which have the arguments of the call and the state and do nothing.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from ..errors import shown
 from ..torch_internals.tensors import storage_info
-from .names import Path, dotted
-from .pickles import DTYPES, InertObject, is_class, read
-from .regions import SCALAR, Region
 
 METADATA, MANIFEST, FORMAT = ".metadata", "functorch_shard.json", 1
+Path = tuple[str | int, ...]
 StorageInfo = storage_info()
+
+
+class Region(NamedTuple):
+    """The elements of a tensor from ``offsets`` up to ``offsets + sizes``; both are empty for a scalar."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """``p[region.index]`` are the elements, without a copy."""
+        return tuple(slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Region:
+        return Region((0,) * len(shape), tuple(shape))
+
+    def overlap(self, other: Region) -> Region | None:
+        """The elements that both contain, in the same coordinates; None without any."""
+        both = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
+        starts = tuple(max(mine, theirs) for mine, _, theirs, _ in both)
+        ends = tuple(min(mine + n, theirs + m) for mine, n, theirs, m in both)
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Region(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def inside(self, outer: Region) -> Region:
+        """The same elements in coordinates that start at the offsets of ``outer``."""
+        return Region(tuple(mine - start for mine, start in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+    def shifted(self, by: Sequence[int]) -> Region:
+        """The region moved by ``by``: the inverse of :meth:`inside`."""
+        return Region(tuple(mine + more for mine, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+SCALAR = Region((), ())
+
+
+def regions(shape: Sequence[int], start: int, numel: int) -> list[Region]:
+    """Split ``p.flatten()[start:start + numel]``, for a ``p`` of this ``shape``, into regions of ``p``, in order."""
+    if not numel:
+        return []
+    if not shape:
+        return [SCALAR]
+    inner = tuple(shape[1:])
+    row = prod(inner)
+    i, at = divmod(start, row)
+    rows = 0 if at else numel // row
+    if rows:
+        first, taken = [Region((i, *(0 for _ in inner)), (rows, *inner))], rows * row
+    else:
+        taken = min(row - at, numel)
+        first = [Region((i, *x.offsets), (1, *x.sizes)) for x in regions(inner, at, taken)]
+    return first + regions(shape, start + taken, numel - taken)
 
 
 class Value(NamedTuple):
@@ -54,6 +117,37 @@ class Entry:
         return "a plain value" if self.dtype is None else f"shape {self.shape}, {self.dtype}"
 
 
+def dotted(path: Path) -> str:
+    """The name of a path; ``"the tree"`` for the empty one."""
+    return ".".join(map(str, path)) or "the tree"
+
+
+class NotPlainError(Exception):
+    """A value names something other than tensors and plain values."""
+
+
+def saved(value: Any) -> bytes:
+    """The bytes of a value, as ``torch.save`` writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loaded(raw: bytes) -> Any:
+    """Read one value from its bytes: a tensor, on the CPU, or a plain value.
+
+    Raises:
+        NotPlainError: it names what ``torch.load(weights_only=True)`` does not make.
+        Exception: any other, where it is not what ``torch.save`` writes.
+    """
+    try:
+        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        if names := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(raw)):
+            raise NotPlainError(shown(f"it names {', '.join(sorted(names))}")) from error
+        raise
+
+
 def metadata_of(indices: Sequence[Mapping[str, Any]]) -> bytes:
     """Make the pickle that describes the files of all ranks, from the index of each."""
     tensors: dict[str, dcp.STORAGE_TYPES] = {}
@@ -80,25 +174,43 @@ def _add(tensors: dict[str, dcp.STORAGE_TYPES], name: str, row: Mapping[str, Any
     return dcp.MetadataIndex(name, offsets, len(entry.chunks) - 1)
 
 
-_CLASSES = (
-    dcp.Metadata,
-    dcp.TensorStorageMetadata,
-    dcp.BytesStorageMetadata,
-    dcp.ChunkStorageMetadata,
-    dcp.TensorProperties,
-    dcp.MetadataIndex,
-    dcp.StorageMeta,
-    StorageInfo,
-)
-_ADMITTED = {f"{cls.__module__}.{cls.__name__}" for cls in _CLASSES} | {
-    *DTYPES,
+class _Inert:
+    """An object named in the metadata; a pickle may set its attributes, and those of its class."""
+
+    name: str
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> _Inert:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:  # fails for a class, because it needs an instance
+        self.state = state
+
+
+_INERT = {
+    *(f"{x.__module__}.{x.__name__}" for x in vars(dcp).values() if isinstance(x, type)),
+    f"{StorageInfo.__module__}.{StorageInfo.__name__}",
     *(f"pathlib{more}.{name}" for more in ("", "._local") for name in ("PosixPath", "WindowsPath")),  # not used
-    "torch.Size",
     "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "collections.OrderedDict",
 }
-_MOST_DIMS = 64
+_IMMUTABLE = {"torch.Size": tuple, "collections.OrderedDict": dict} | {
+    f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one in Python, which allocates what it reads; that in C allocates what a pickle announces."""
+
+    # Without objects registered with copyreg, which are made without find_class, and a length that is allocated.
+    dispatch: ClassVar = {x: f for x, f in pickle._Unpickler.dispatch.items() if x not in b"\x82\x83\x84\x96"}
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full not in _INERT and full not in _IMMUTABLE:
+            raise pickle.UnpicklingError(f"it names {full}")
+        return _IMMUTABLE.get(full) or type("_Inert", (_Inert,), {"name": full})
+
+
 _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
 
 
@@ -109,9 +221,9 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         RuntimeError: it is not metadata, or names something that metadata does not need; nothing in it was executed.
     """
     try:
-        top = _fields(read(raw, _ADMITTED, _refuse_persistent), dcp.Metadata)
+        top = _fields(_Unpickler(io.BytesIO(raw)).load(), dcp.Metadata)
         paths = top.get("planner_data") or {}
-        places = {_key(index): info for index, info in top["storage_data"].items()}
+        places = {_key(_fields(index, dcp.MetadataIndex)): info for index, info in top["storage_data"].items()}
         described = top["state_dict_metadata"].items()
         return {_text(name): _entry(name, _path(paths.get(name, (name,))), x, places) for name, x in described}
     except Exception as error:  # arbitrary bytes raise arbitrary errors
@@ -119,32 +231,26 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         raise RuntimeError(f"not metadata of a checkpoint; nothing in it was executed ({what})") from error
 
 
-def _refuse_persistent(pid: Any) -> None:
-    raise ValueError("it refers to an object outside of the pickle")
-
-
-def _fields(x: Any, cls: type) -> dict[str, Any]:
+def _fields(x: Any, cls: type) -> Any:
     """The attributes of an object of ``cls``."""
-    if not _is(x, cls) or not isinstance(x.state, dict):
+    if not _is(x, cls) or not isinstance(x.state, (dict, tuple)):
         raise TypeError(f"got a {getattr(type(x), 'name', type(x).__name__)}, expected a {cls.__name__}")
     return x.state
 
 
 def _is(x: Any, cls: type) -> bool:
-    return isinstance(x, InertObject) and type(x).name == f"{cls.__module__}.{cls.__name__}"
+    return isinstance(x, _Inert) and x.name == f"{cls.__module__}.{cls.__name__}"
 
 
-def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
-    fields = _fields(index, dcp.MetadataIndex)
+def _key(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
     offset = fields.get("offset")
     return _text(fields["fqn"]), None if offset is None else _integers(offset)
 
 
 def _path(x: Any) -> Path:
-    path = tuple(x)
-    if not all(isinstance(part, (str, int)) for part in path):
+    if not all(isinstance(part, (str, int)) for part in x):
         raise TypeError("a path that is not of strings and integers")
-    return path
+    return tuple(x)
 
 
 def _text(x: Any) -> str:
@@ -154,29 +260,22 @@ def _text(x: Any) -> str:
 
 
 def _integers(x: Any) -> tuple[int, ...]:
-    found = tuple(x.args[0] if _is(x, torch.Size) else x)
-    if len(found) > _MOST_DIMS or not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError("sizes or offsets that are not non-negative integers, 64 at most")
-    return found
-
-
-def _dtype(properties: Any) -> torch.dtype:
-    if not _is(properties, dcp.TensorProperties):
-        raise TypeError("not the properties of a tensor")
-    named = properties.state[0]
-    if not is_class(named) or named.name not in DTYPES:
-        raise TypeError("not a torch.dtype")
-    return DTYPES[named.name]
+    if not all(type(n) is int and n >= 0 for n in x):
+        raise ValueError("sizes or offsets that are not non-negative integers")
+    return tuple(x)
 
 
 def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:
     if _is(described, dcp.BytesStorageMetadata):
         return Entry(path, (), None, (_value(SCALAR, places[name, None]),))
     fields = _fields(described, dcp.TensorStorageMetadata)
+    dtype = _fields(fields["properties"], dcp.TensorProperties)[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("not a torch.dtype")
     chunks = [_fields(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
-    regions = [Region(_integers(chunk["offsets"]), _integers(chunk["sizes"])) for chunk in chunks]
-    values = dict.fromkeys(_value(region, places[name, region.offsets]) for region in regions)  # without duplicates
-    return Entry(path, _integers(fields["size"]), _dtype(fields["properties"]), tuple(values))
+    found = [Region(_integers(chunk["offsets"]), _integers(chunk["sizes"])) for chunk in chunks]
+    values = dict.fromkeys(_value(region, places[name, region.offsets]) for region in found)  # without duplicates
+    return Entry(path, _integers(fields["size"]), dtype, tuple(values))
 
 
 def _value(region: Region, info: Any) -> Value:

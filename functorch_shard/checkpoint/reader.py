@@ -6,9 +6,8 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -17,12 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import reject, shown
-from .format import FORMAT, MANIFEST, METADATA, Entry, Value, entries_of
-from .pickles import NotPlainError, parse
-from .regions import first_overlap
+from .format import FORMAT, MANIFEST, METADATA, Entry, NotPlainError, Region, Value, entries_of, loaded
 
-_LARGEST = 1 << 30  # bytes of the metadata and of the manifest
-LARGEST_PLAIN = 1 << 28  # bytes of a plain value, and of what a tensor's value has beside its elements
 _ALTERED = (
     "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
 )
@@ -34,13 +29,15 @@ _UNKNOWN = "The checkpoint is damaged, or was not written as torch.distributed.c
 class Reader:
     """A checkpoint whose files are present and have the lengths that its metadata needs.
 
-    ``checks``: checksums by file and start.
+    ``checks``: checksums by file and start. ``identity``: equal on ranks that read the same. ``casts``: whether tensors
+    may be loaded into another floating-point dtype.
     """
 
     folder: Path
     entries: Mapping[str, Entry]
     checks: Mapping[tuple[str, int], int]
-    digest: str
+    identity: str
+    casts: bool = False
 
     @staticmethod
     def open(folder: Path) -> Reader:
@@ -68,10 +65,15 @@ class Reader:
             entries = entries_of(raw)
         except RuntimeError as error:
             raise RuntimeError(f"{folder / METADATA}: {error}") from error
-        problems = [text for name, entry in entries.items() for text in _problems(name, entry, lengths)]
+        problems = [
+            f"{name!r}: {text}"
+            for name, entry in entries.items()
+            for value in entry.values
+            for text in _problems(value, entry, lengths)
+        ]
         advice = _ALTERED if manifest else _UNKNOWN
         reject(f"{folder}: damaged", sorted({*problems}), advice, RuntimeError)
-        return Reader(folder, entries, manifest.get("checks", {}), manifest.get("digest", digest))
+        return Reader(folder, entries, manifest.get("checks", {}), f"{folder} {manifest.get('digest', digest)}")
 
     def tensor(self, name: str, value: Value) -> Tensor:
         """Read one region of the tensor ``name``, to the CPU; read no other bytes."""
@@ -84,15 +86,33 @@ class Reader:
             raise self._damaged(name, value, f"a tensor of {x.nbytes:,} bytes in memory of {held:,}")
         return x
 
+    def read(self, wanted: Iterable[tuple[str, Region, Tensor]]) -> None:
+        """Copy regions of tensors to memory, file by file; read each value once.
+
+        Raises:
+            RuntimeError: elements that are in no file, or a damaged value.
+        """
+        copies: dict[tuple[str, Value], list[tuple[Tensor, tuple[slice, ...]]]] = {}
+        for name, region, target in wanted:
+            absent = torch.ones(region.sizes, dtype=torch.bool, device="cpu")  # values may overlap
+            for value in self.entries[name].values:
+                if both := region.overlap(value.region):
+                    inside, source = both.inside(region).index, both.inside(value.region).index
+                    copies.setdefault((name, value), []).append((target[inside], source))
+                    absent[inside] = False
+            if missing := int(absent.sum()):
+                text = f"{self.folder}: {name!r}: {missing} elements of {region} are in no file. "
+                raise RuntimeError(text + (_ALTERED if self.checks else _UNKNOWN))
+        for (name, value), parts in sorted(copies.items(), key=lambda x: (x[0][1].file, x[0][1].start)):
+            x = self.tensor(name, value)
+            for target, source in parts:
+                target.copy_(x[source])
+
     def whole(self, name: str) -> Tensor:
         """Read all regions of the tensor ``name`` into one tensor on the CPU."""
         entry = self.entries[name]
-        missing = prod(entry.shape) - sum(value.region.numel for value in entry.values)
-        problems = [f"{missing} elements are in no file"] * (missing > 0)
-        reject(f"{self.folder}: {name!r}", problems, _ALTERED if self.checks else _UNKNOWN, RuntimeError)
         x = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        for value in entry.values:
-            x[value.region.index] = self.tensor(name, value)
+        self.read([(name, Region.whole(entry.shape), x)])
         return x
 
     def plain(self, name: str) -> Any:
@@ -117,13 +137,12 @@ class Reader:
     def _value(self, name: str, value: Value) -> Any:
         raw = self._bytes(name, value)
         try:
-            return parse(raw)
+            return loaded(raw)
         except NotPlainError as error:
             what = f"not a tensor and not a plain value, and nothing else is loaded: {error}"
             raise self._damaged(name, value, what, "Load the others without it.") from error
         except Exception as error:  # arbitrary bytes raise arbitrary errors
-            reason = shown(" ".join(str(error).split())[:100])
-            what = f"not a tensor and not a plain value ({type(error).__name__}: {reason})"
+            what = f"not a tensor and not a plain value ({type(error).__name__})"
             raise self._damaged(name, value, what) from error
 
     def _bytes(self, name: str, value: Value) -> bytes:
@@ -175,9 +194,8 @@ def _open_regular(path: Path) -> Any:
 
 def _read_plain(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
     length = lengths.get(name)
-    if length is None or not 0 <= length <= _LARGEST:  # a sparse file takes no space for what it claims
-        problem = f"{name}: {_length_text(length)}, expected a regular file of at most {_LARGEST:,} bytes"
-        reject(f"{folder}: damaged", [problem], _ALTERED, RuntimeError)
+    if length is None or length < 0:
+        reject(f"{folder}: damaged", [f"{name}: {_length_text(length)}"], _ALTERED, RuntimeError)
     with _open_regular(folder / name) as file:
         return file.read()
 
@@ -204,24 +222,14 @@ def _manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
     return {**manifest, "checks": checks, "digest": digest.decode()}  # covers all values, by their checksums
 
 
-def _problems(name: str, entry: Entry, lengths: Mapping[str, int]) -> Iterator[str]:
-    """Values outside of their file, and regions outside of their tensor or with elements in common."""
-    wrong = [text for value in entry.values for text in _value_problems(value, entry, lengths)]
-    yield from (f"{name!r}: {text}" for text in wrong)
-    if not wrong and (twice := first_overlap([value.region for value in entry.values])):
-        # Without overlaps, the number of elements tells whether all are present.
-        yield f"{name!r}: {twice[0]} and {twice[1]} have elements in common"
-
-
-def _value_problems(value: Value, entry: Entry, lengths: Mapping[str, int]) -> Iterator[str]:
+def _problems(value: Value, entry: Entry, lengths: Mapping[str, int]) -> Iterator[str]:
+    """Whether a value is outside of its file, or its region outside of its tensor."""
     region, shape, file, length = value.region, entry.shape, shown(value.file), lengths.get(value.file, -1)
     needed = region.numel * entry.dtype.itemsize if entry.dtype else 0
     if length < 0:
         yield f"{file}: missing, or not in this folder" if value.file not in lengths else f"{file}: not a regular file"
     elif value.start + value.nbytes > length:
         yield f"{file}: {length:,} bytes, expected {value.nbytes:,} at {value.start:,}"
-    elif value.nbytes > needed + LARGEST_PLAIN:  # a sparse file takes no space for what it claims
-        yield f"{file}: {value.nbytes:,} bytes for a value of {needed:,}"
     if not len(region.offsets) == len(region.sizes) == len(shape):
         yield f"{region} is not a region of shape {shape}"
     elif any(at + size > end for at, size, end in zip(region.offsets, region.sizes, shape, strict=True)):

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import hints, local_path, reject
+from ..errors import local_path, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded, check_sharded
 from ..sharding.iter_parameters import iter_parameters
 from ..torch_internals.autograd import in_transform
-from .chunks import Chunk, chunks_of
-from .names import Leaf, twice
+from .format import Entry, Region, Value
+from .leaves import twice
+from .loading import load_into
+from .reader import Reader
 from .staging import StagingDirectory, sync
 
 StrPath = str | os.PathLike[str]
@@ -52,7 +56,8 @@ def import_safetensors(path: StrPath, layout: Layout, *, names: Names = None) ->
         RuntimeError: the ranks see different files, or it is called inside ``spmd`` on simulated ranks.
 
     Cost:
-        Two all-gathers of 32 bytes per axis. Every rank reads all headers, and the data of its shards.
+        Two all-gathers of 32 bytes per axis. Every rank reads all headers, the data of its shards, and tied parameters
+        that the files have under several names.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -67,10 +72,13 @@ def import_safetensors(path: StrPath, layout: Layout, *, names: Names = None) ->
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"{_IMPORT}: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    _refuse(_IMPORT, layout)
+    mesh = layout.mesh
+    dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
+    buffers = layout.buffers.items()
+    like = {key: torch.empty(*dims, b.shard_numel, dtype=b.dtype, device="meta") for key, b in buffers}
+    advice = "Nothing was read. names= gives the name in the files for a name in the layout."
     with ExitStack() as opened:
-        sources = layout.mesh.agree(_IMPORT, lambda: _sources(path, layout, names, opened), _lines)
-        return layout.mesh.agree(_IMPORT, lambda: _read(sources, layout), lambda _: [])
+        return load_into(_IMPORT, Sharded(like, layout), lambda: _opened(path, layout, names, opened), advice=advice)
 
 
 def export_safetensors(
@@ -113,12 +121,14 @@ def export_safetensors(
     """
     check_sharded(_EXPORT, params)
     layout, mesh = params.layout, params.layout.mesh
-    _refuse(_EXPORT, layout)
+    if in_transform() or (mesh.in_spmd and mesh.is_simulated):
+        raise RuntimeError(f"{_EXPORT}: inside a transform or spmd, where a tree is one rank's. Call it outside.")
     dtensors = [f"{name!r}: a {slot.dtensor}" for name, slot in layout.slots.items() if slot.dtensor]
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
     renamed = mesh.agree(_EXPORT, lambda: _renamed(_EXPORT, names, layout), lambda found: [str(found)])
     slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
-    sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in renamed[slot.name]}
+    others = {name: [*dict.fromkeys(each.values())] for name, each in renamed.items()}
+    sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in others[slot.name]}
     new = mesh.agree(_EXPORT, lambda: NewFiles.begin(_EXPORT, path, sizes, max_shard_size, mesh.rank), lambda _: [])
     failure: list[Exception] = []
 
@@ -130,7 +140,7 @@ def export_safetensors(
     try:
         for name, x in iter_parameters(params):
             try:
-                for other in () if mesh.rank or failure else renamed[name]:
+                for other in () if mesh.rank or failure else others[name]:
                     new.add(other, x)
             except Exception as error:  # the other ranks gather on; all raise at the end
                 failure.append(error)
@@ -184,114 +194,72 @@ class NewFiles:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A tensor of a file, of which slices are read."""
+class _Files(Reader):
+    """Open files, of whose tensors slices are read. ``handles``: by name in the layout."""
 
-    file: Path
-    slices: Any
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    handles: Mapping[str, Any] = field(default_factory=dict)
 
-    @staticmethod
-    def of(file: Path, handle: Any, name: str) -> _Source:
-        slices = handle.get_slice(name)
-        shape = tuple(slices.get_shape())
-        return _Source(file, slices, shape, slices[tuple(slice(0, 0) for _ in shape)].dtype)
-
-    def __str__(self) -> str:
-        return f"shape {self.shape}, {self.dtype} in {self.file}"
+    def tensor(self, name: str, value: Value) -> Any:
+        return self.handles[name].get_slice(self.entries[name].path[0])
 
 
-def _sources(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> dict[str, list[_Source]]:
-    """Return where each parameter is, under each of its names, after comparing everything."""
+def _opened(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> Reader:
     from safetensors import safe_open
 
-    renamed, problems = _renamed(_IMPORT, names, layout), list[str]()
-    handles, places = dict[Path, Any](), dict[str, Path]()
-    for file in _files(local_path(f"{_IMPORT}: path", path), problems):
+    folder, problems = local_path(f"{_IMPORT}: path", path), list[str]()
+    handles, entries = dict[str, Any](), dict[str, Entry]()
+    for file in _files(folder):
         try:
             if not file.is_file():  # opening a pipe would wait for its writer
                 raise OSError("not a regular file" if file.exists() else "no such file")
-            handles[file] = opened.enter_context(safe_open(file, framework="pt"))
+            handle = opened.enter_context(safe_open(file, framework="pt"))
         except Exception as error:  # the library's own class is not an OSError
             problems.append(f"{file}: {error}")
             continue
-        twice = [name for name in handles[file].keys() if places.setdefault(name, file) != file]  # noqa: SIM118
-        problems += [f"{name!r}: in two files, {places[name]} and {file}" for name in twice]
-    guess, sources = hints(places), dict[str, list[_Source]]()
-    for name, slot in layout.slots.items():
-        tried, shape = renamed[name], slot.dtensor.shape if slot.dtensor else slot.shape
-        found = [_Source.of(places[n], handles[places[n]], n) for n in tried if n in places]
-        problems += [f"{name!r}: not in the files, looked for as {tried}{guess(tried[0])}"] if not found else []
-        for source in found:
-            cast = source.dtype.is_floating_point and slot.dtype.is_floating_point
-            if source.shape != shape or (source.dtype != slot.dtype and not cast):
-                problems.append(f"{name!r}: got {source}, expected shape {shape}, {slot.dtype}")
-        sources[name] = found
-    reject(_IMPORT, problems, "Nothing was read. names= gives the name in the files for a name in the layout.")
-    return sources
+        for name in handle.keys():  # noqa: SIM118
+            problems += [f"{name!r}: in two files, the second is {file}"] if name in entries else []
+            x = handle.get_slice(name)
+            shape = tuple(x.get_shape())
+            dtype = x[tuple(slice(0, 0) for _ in shape)].dtype
+            handles[name], region = handle, Region.whole(shape)
+            entries[name] = Entry((name,), shape, dtype, (Value(region, file.name, 0, region.numel * dtype.itemsize),))
+    renamed = {name: other for each in _renamed(_IMPORT, names, layout).values() for name, other in each.items()}
+    found = {name: entries[other] for name, other in renamed.items() if other in entries}
+    for tied in ([name, *further] for name, further in layout.aliases_of.items()):
+        others = [str(found[name].path[0]) for name in tied if name in found]
+        values = [handles[other].get_tensor(other).view(-1).view(torch.uint8) for other in dict.fromkeys(others)]
+        if not all(torch.equal(a, b) for a, b in pairwise(values)):  # NaN is NaN
+            problems.append(f"{tied[0]!r}: tied in the layout, but the values of {others} differ")
+    advice = "Nothing was read. Plan a layout in which they are not tied, or map their names to one with names=."
+    reject(_IMPORT, problems, advice)
+    entries = {name: entry for name, entry in entries.items() if name not in renamed} | found
+    lines = [f"{name!r}: {entry} in {entry.values[0].file}" for name, entry in sorted(entries.items())]
+    identity = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # directories may differ between ranks
+    by_name = {name: handles[str(entry.path[0])] for name, entry in entries.items()}
+    return _Files(folder, entries, {}, identity, True, by_name)
 
 
-def _lines(sources: Mapping[str, Sequence[_Source]]) -> list[str]:
-    """Lines that have to be equal on all ranks; directories may differ."""
-    return [f"{name!r}: {x.dtype} {x.shape} in {x.file.name}" for name, places in sources.items() for x in places]
-
-
-def _read(sources: Mapping[str, Sequence[_Source]], layout: Layout) -> Sharded:
-    mesh, unequal = layout.mesh, dict[str, str]()
-    dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
-    with torch.inference_mode(False), torch.no_grad():  # in any mode, what is read can be trained
-        shards = {
-            key: torch.zeros(*dims, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)
-            for key, buffer in layout.buffers.items()
-        }
-        for chunk in chunks_of(Leaf(Sharded(shards, layout), ()), mesh):
-            _fill(chunk, sources[str(chunk.paths[0][0])], unequal)
-    advice = "Plan a layout in which they are not tied, or map their names to one with names=."
-    reject(_IMPORT, list(unequal.values()), advice)
-    return Sharded(shards, layout)
-
-
-def _fill(chunk: Chunk, sources: Sequence[_Source], unequal: dict[str, str]) -> None:
-    first, *others = (source.slices[chunk.region.index].to(chunk.values.dtype) for source in sources)
-    chunk.values.copy_(first)
-    for other in others:
-        if not torch.equal(first.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):  # NaN is NaN
-            name, files = chunk.paths[0][0], " and ".join(str(source.file) for source in sources)
-            unequal[str(name)] = f"{name!r}: tied in the layout, but the values in {files} differ"
-
-
-def _files(path: Path, problems: list[str]) -> Iterator[Path]:
-    if path.is_dir():
-        path = path / INDEX if (path / INDEX).exists() else path
-        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-        if path.is_dir():
-            problems += [] if inside else [f"{path}: contains no index and no file that ends in '.safetensors'"]
-            yield from inside
-            return
-    if path.suffix != ".json":
-        yield path
-        return
+def _files(path: Path) -> list[Path]:
+    index = path / INDEX if path.is_dir() else path
+    if path.is_dir() and not index.exists():
+        inside = sorted(path.glob("*.safetensors"))
+        reject(_IMPORT, [] if inside else [str(path)], "It contains no index and no file that ends in '.safetensors'.")
+        return inside
+    if index.suffix != ".json":
+        return [path]
     try:
-        names = sorted({*map(str, json.loads(path.read_text())["weight_map"].values())})
+        names = sorted({*map(str, json.loads(index.read_text())["weight_map"].values())})
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        problems.append(f"{path}: has no 'weight_map' from names to files ({type(error).__name__}: {error})")
-        return
-    problems += [f"{path}: refers to {name!r}, which is not beside it" for name in names if Path(name).name != name]
-    yield from (path.parent / name for name in names if Path(name).name == name)
+        text = f"{_IMPORT}: {index}: has no 'weight_map' from names to files ({type(error).__name__}: {error})"
+        raise ValueError(text) from error
+    outside = [f"{index}: refers to {name!r}, which is not beside it" for name in names if Path(name).name != name]
+    reject(_IMPORT, outside, "Nothing was read.")
+    return [index.parent / name for name in names]
 
 
-def _renamed(verb: str, names: Names, layout: Layout) -> dict[str, list[str]]:
-    """Return the names in the files for each parameter in the layout: a tied one may have several."""
+def _renamed(verb: str, names: Names, layout: Layout) -> dict[str, dict[str, str]]:
+    """Return, for each parameter in the layout, the name in the files for each of its names: a tied one has several."""
     tied = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
-    found = {name: [*dict.fromkeys(map(names or str, each))] for name, each in tied.items()}
-    reject(verb, twice(name for each in found.values() for name in each), "Names in the files are unique.")
+    found = {name: {one: names(one) if names else one for one in each} for name, each in tied.items()}
+    reject(verb, twice(x for each in found.values() for x in {*each.values()}), "Names in the files are unique.")
     return found
-
-
-def _refuse(verb: str, layout: Layout) -> None:
-    if in_transform() or (layout.mesh.in_spmd and layout.mesh.is_simulated):
-        raise RuntimeError(
-            f"{verb}: called inside mesh.spmd, a torch.func transform or torch.compile. Call it outside, between "
-            "steps, with the stacked tree of simulated ranks."
-        )

@@ -1,13 +1,15 @@
-"""Saves a tree: every rank writes its own values, and rank 0 completes and publishes the checkpoint."""
+"""Saves a tree: every rank writes its own values to its file, and rank 0 completes and publishes the checkpoint."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,13 @@ from torch import Tensor
 
 from ..errors import local_path, reject
 from ..layout.layout import Layout, places_of
-from ..layout.trees import Sharded, participants_of, ranks_here
+from ..layout.trees import participants_of, ranks_here
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
 from ..torch_internals.autograd import in_transform
-from .chunks import chunks_of
-from .names import Leaf, dotted, leaves_of, plain_problem, tensor_problem, tensors_of, twice
-from .staging import StagingDirectory, ordered, refuse_existing, remove
-from .writer import Writer, complete, has_index, is_abandoned
+from .format import FORMAT, MANIFEST, METADATA, loaded, metadata_of, saved
+from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem, twice
+from .staging import StagingDirectory, is_free, lock, ordered, refuse_existing, remove, write_durably
 
 SAME = "Every rank must pass the same path, options and tree. A path that contains the time may differ between ranks."
 _POLL = 0.05  # seconds between looks at the files of other ranks
@@ -34,7 +35,6 @@ _POLL = 0.05  # seconds between looks at the files of other ranks
 class Saving:
     """A checkpoint that this rank is saving; ``participants`` are the ranks that do."""
 
-    path: Path
     leaves: Sequence[Leaf]
     participants: Mesh
     keep: int | None
@@ -54,15 +54,15 @@ class Saving:
             target = local_path("save: path", path)
             if target.name.startswith("."):
                 raise ValueError(f"save: path: got {target}: names that begin with a dot are hidden from latest()")
-            _check(leaves, participants)
+            writable = _writable(leaves, participants)
             refuse_existing(target)
             begun.append(staging := StagingDirectory(target))
             if participants.rank == 0:
                 staging.open()
-            return Saving(target, leaves, participants, keep, staging)
+            return Saving(writable, participants, keep, staging)
 
         def lines(saving: Saving) -> list[str]:
-            return [str(saving.path), f"keep={keep}, async_save={async_save}", *_lines(leaves)]
+            return [str(saving.staging.target), f"keep={keep}, async_save={async_save}", *_lines(leaves)]
 
         try:
             return participants.agree("save", prepare, lines, SAME)
@@ -79,8 +79,7 @@ class Saving:
         except BaseException:
             self._abandon()
             raise
-        self.staging.close()
-        return self.path
+        return self.staging.target
 
     def start(self) -> Future[Path]:
         """Copy the values to the host, and go on in a thread, which other ranks' threads see by files only."""
@@ -90,13 +89,13 @@ class Saving:
         except BaseException:
             self._abandon()
             raise
-        executor = ThreadPoolExecutor(1, f"save {self.path.name}")
+        executor = ThreadPoolExecutor(1, f"save {self.staging.target.name}")
         future = executor.submit(replace(self, leaves=leaves)._in_background, wait)
         executor.shutdown(wait=False)
         return future
 
     def _in_background(self, wait: Callable[[], None]) -> Path:
-        rank = self.participants.rank
+        rank, target = self.participants.rank, self.staging.target
         try:
             wait()
             self._write()
@@ -104,17 +103,14 @@ class Saving:
             self._publish()
         except BaseException as error:
             self.staging.note_failure(f"rank {rank}: {type(error).__name__}: {error}")
-            logging.getLogger("functorch_shard").error("save: %s: %r", self.path, error)  # result() may not be called
+            logging.getLogger("functorch_shard").error("save: %s: %r", target, error)  # result() may not be called
             if not rank and len(self.writers) < self.participants.size:
                 time.sleep(20 * _POLL)  # until the others have read the reason
             self._abandon()
             raise
-        self.staging.close()
-        return self.path
+        return target
 
     def _open(self) -> None:
-        if self.participants.rank:
-            self.staging.follow()
         for rank in ranks_here(self.participants):
             self.writers[rank] = Writer(self.staging.folder, rank)
 
@@ -122,27 +118,30 @@ class Saving:
         for leaf in self.leaves:
             for chunk in chunks_of(leaf, self.participants):
                 if chunk.writes:
-                    self.writers[chunk.rank].tensor(chunk)
-        for path, value in _plain_of(self.leaves) if 0 in self.writers else ():
-            self.writers[0].plain(path, value)
+                    self.writers[chunk.rank].add(chunk)
         for writer in self.writers.values():
             writer.close()
 
     def _wait_for_others(self) -> None:
         """On rank 0, wait until all ranks have written, elsewhere until rank 0 has published; raise if one failed."""
-        folder, others = self.staging.folder, [r for r in range(self.participants.size) if r not in self.writers]
-        while self.participants.rank and not self.staging.is_published():
-            self._raise_failure()
-            time.sleep(_POLL)
-        while not self.participants.rank and (missing := [r for r in others if not has_index(folder, r)]):
-            gone = next((f"rank {r}: the process ended" for r in missing if is_abandoned(folder, r)), "")
-            self._raise_failure(gone)
+        others = [r for r in range(self.participants.size) if r not in self.writers]
+        if self.participants.rank:
+            while not self.staging.is_published():
+                self._raise_failure(self.staging.loss())
+                time.sleep(_POLL)
+            return
+        while missing := [r for r in others if not self._index(r).exists()]:
+            gone = [r for r in missing if is_free(self.staging.folder / _file_name(r)) and not self._index(r).exists()]
+            self._raise_failure(f"rank {gone[0]}: the process ended" if gone else "")
             time.sleep(_POLL)
 
-    def _raise_failure(self, otherwise: str = "") -> None:
-        if text := self.staging.failure() or otherwise:
+    def _raise_failure(self, loss: str) -> None:
+        if text := self.staging.failure() or loss:
             where, _, reason = text.partition(": ")
             raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
+
+    def _index(self, rank: int) -> Path:
+        return _index_file(self.staging.folder, _file_name(rank))
 
     def _publish(self) -> None:
         if self.participants.rank:
@@ -150,67 +149,134 @@ class Saving:
         order = self.staging.order
         complete(self.staging.folder, range(self.participants.size), order)
         self.staging.publish()
-        for other, folder in ordered(self.path.parent)[: -self.keep] if self.keep else ():
+        for other, folder in ordered(self.staging.target.parent)[: -self.keep] if self.keep else ():
             if other < order:  # one that was begun later stays
                 remove(folder)
 
     def _abandon(self) -> None:
         """Close what is open; rank 0 removes the files."""
         for writer in self.writers.values():
-            writer.abandon()
+            writer.file.close()
         self.staging.abandon()
 
 
-def _check(leaves: Sequence[Leaf], participants: Mesh) -> None:
-    """Raise unless names are unique, and all values can be read back and are those of the ranks that save."""
-    names = [dotted(path) for leaf in leaves for path in _paths_of(leaf)]
-    reject("save: names", twice(iter(names)), "Each leaf needs a unique name: put one of them under another key.")
-    found = [(leaf.path(), tensor_problem(x)) for leaf in leaves for x in tensors_of(leaf.value)]
-    found += [(path, plain_problem(value)) for path, value in _plain_of(leaves)]
+class Writer:
+    """Writes the file of one rank: values one after the other, each with its checksum."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.name, self._folder = _file_name(rank), folder
+        self.rows: list[dict[str, Any]] = []
+        self.total = self.crc = 0
+        self.error: OSError | None = None
+        self.file = (folder / self.name).open("xb")
+        self.flush = self.file.flush
+        lock(self.file.fileno())  # until it is closed, or the process ends
+
+    def add(self, chunk: Chunk) -> None:
+        """Append the elements of one region, or the bytes of a plain value."""
+        start, self.crc, dtype = self.total, 0, None
+        if isinstance(chunk.values, bytes):
+            self.write(chunk.values)
+        else:
+            # A copy: torch.save writes the whole storage of a view.
+            x = chunk.values.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+            dtype = str(x.dtype).removeprefix("torch.")
+            try:
+                torch.save(x, self)  # pyright: ignore[reportArgumentType]
+            except RuntimeError:
+                if self.error:  # for example a full disk, which torch reports without the reason
+                    raise self.error from None
+                raise
+        place = {"start": start, "nbytes": self.total - start, "crc": self.crc}
+        self.rows.append({"paths": chunk.paths, "shape": chunk.shape, "dtype": dtype, "region": chunk.region, **place})
+
+    def write(self, data: Any) -> int:
+        """Append bytes: what ``torch.save`` calls."""
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        nbytes = memoryview(data).nbytes
+        self.crc, self.total = zlib.crc32(data, self.crc), self.total + nbytes
+        return nbytes
+
+    def close(self) -> None:
+        """Sync the file to the disk, and write its index for :func:`complete`."""
+        self.flush()
+        os.fsync(self.file.fileno())
+        index = {"file": self.name, "nbytes": self.total, "rows": self.rows}
+        write_durably(_index_file(self._folder, self.name), json.dumps(index).encode())
+        self.file.close()
+
+
+def complete(folder: Path, ranks: Sequence[int], order: int) -> None:
+    """Write metadata and manifest for the files of all ranks, and remove their indices."""
+    files = [_index_file(folder, _file_name(rank)) for rank in ranks]
+    indices = [json.loads(file.read_text()) for file in files]
+    raw = metadata_of(indices)
+    write_durably(folder / METADATA, raw)
+    checks = {i["file"]: [[row["start"], row["nbytes"], row["crc"]] for row in i["rows"]] for i in indices}
+    lengths = {index["file"]: index["nbytes"] for index in indices} | {METADATA: len(raw)}
+    digest = hashlib.sha256(raw).hexdigest()
+    body = json.dumps({"format": FORMAT, "order": order, "metadata": digest, "files": lengths, "checks": checks})
+    write_durably(folder / MANIFEST, f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}".encode())
+    for file in files:
+        file.unlink()
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def _index_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.index"
+
+
+def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
+    """The leaves, with the bytes of plain values; raise unless all can be read back by the ranks that save."""
+    reject(
+        "save: names",
+        twice(name for leaf in leaves for _, names in leaf.parameters() for name in names),
+        "Each leaf needs a unique name: put one of them under another key.",
+    )
+    tensors = [(leaf, leaf.tensor) for leaf in leaves if leaf.tensor is not None]
+    problems = [f"{leaf}: {problem}" for leaf, x in tensors if (problem := tensor_problem(x))]
+    writable = []
+    for leaf in leaves:
+        try:
+            writable.append(leaf._replace(value=_bytes(leaf.value)) if leaf.is_plain else leaf)
+        except Exception as error:  # of any class's __reduce__
+            problems.append(f"{leaf}: got a {type(leaf.value).__name__}: {' '.join(str(error).split())[:100]}")
     advice = (
-        "A checkpoint contains tensors, numbers, strings, None, and lists, tuples, sets and dicts of them, which "
-        "can be read without executing code. Pass the state of an optimizer, the get_state() of a generator, and "
+        "A checkpoint contains tensors, and what torch.load(weights_only=True) reads: numbers, strings, None, and "
+        "lists, tuples, sets and dicts of them. Pass the state of an optimizer, the get_state() of a generator, and "
         "of other tensors the plain ones that they are made of."
     )
-    reject("save", [f"{dotted(path)}: {problem}" for path, problem in found if problem], advice, TypeError)
-    lazy = [leaf for leaf in leaves if any(isinstance(x, Lazy) for x in tensors_of(leaf.value))]
-    problems = [f"{dotted(leaf.path())}: gathered lazily" for leaf in lazy if participants.size > 1]
-    reject("save", problems, "Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
-    meshes = [
-        (leaf, leaf.value.layout.mesh)
-        for leaf in leaves
-        if isinstance(leaf.value, Sharded) and not leaf.value.layout.tensor_meshes
-    ]
+    reject("save", problems, advice, TypeError)
+    lazy = [f"{leaf}: gathered lazily" for leaf, x in tensors if isinstance(x, Lazy) and participants.size > 1]
+    reject("save", lazy, "Save the Sharded, of which each rank writes its part, or gather(lazy=False).")
+    meshes = [(leaf, leaf.layout.mesh) for leaf in leaves if leaf.layout and not leaf.layout.tensor_meshes]
     mine = (participants.is_simulated, participants.size)
     others = [(leaf, mesh) for leaf, mesh in meshes if (mesh.is_simulated, mesh.size) != mine]
-    problems = [f"{dotted(leaf.path())}: on {mesh}, expected the ranks of {participants}" for leaf, mesh in others]
+    problems = [f"{leaf}: on {mesh}, expected the ranks of {participants}" for leaf, mesh in others]
     reject("save", problems, "Save trees of other ranks separately, or reshard them first.")
+    return writable
 
 
-def _paths_of(leaf: Leaf) -> list[Any]:
-    if not isinstance(leaf.value, Sharded):
-        return [leaf.path()]
-    layout = leaf.value.layout
-    return [path for name in layout.slots if layout.key_of[name] in leaf.value for path in leaf.paths(name)]
-
-
-def _plain_of(leaves: Sequence[Leaf]) -> Iterator[tuple[Any, Any]]:
-    """The plain values; a number in a ``Sharded`` is listed under the name of each parameter of its buffer."""
-    for leaf in leaves:
-        for key, x in leaf.value.items() if isinstance(leaf.value, Sharded) else ():
-            if not isinstance(x, Tensor) and x is not None:  # None: a gradient has not made it yet
-                yield from ((leaf.path(slot.name), x) for slot in leaf.value.layout.buffers[key].slots)
-        if not isinstance(leaf.value, (Sharded, Tensor)):
-            yield leaf.path(), leaf.value
+def _bytes(value: Any) -> bytes:
+    raw = saved(value)
+    loaded(raw)
+    return raw
 
 
 def _lines(leaves: Sequence[Leaf]) -> Iterator[str]:
     """Lines that have to be equal on all ranks."""
     for leaf in leaves:
-        x = leaf.value
-        form = f" {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else ""
-        yield f"{dotted(leaf.path())}: {type(x).__name__}{form}"
-    for layout in dict.fromkeys(leaf.value.layout for leaf in leaves if isinstance(leaf.value, Sharded)):
+        x = leaf.tensor
+        form = f" {tuple(x.shape)} {x.dtype}" if x is not None and not leaf.buffer else ""
+        yield f"{leaf}: {type(leaf.value).__name__}{form}"
+    for layout in dict.fromkeys(leaf.layout for leaf in leaves if leaf.layout):
         yield from places_of(layout) if not layout.tensor_meshes else _whole_shapes(layout)
 
 
@@ -221,7 +287,7 @@ def _whole_shapes(layout: Layout) -> Iterator[str]:
 
 
 def _copied_to_host(leaves: Sequence[Leaf]) -> tuple[list[Leaf], Callable[[], None]]:
-    """Copy all values to the host, those of an accelerator on a side stream; the function waits until they are there.
+    """Copy all tensors to the host, those of an accelerator on a side stream; the function waits until they are there.
 
     What the current stream does from now on comes after the copies: a donated step may write to what is copied.
     """
@@ -229,10 +295,8 @@ def _copied_to_host(leaves: Sequence[Leaf]) -> tuple[list[Leaf], Callable[[], No
     events = []
 
     def copied(x: Any) -> Any:
-        if isinstance(x, Sharded):
-            return Sharded({key: copied(shard) for key, shard in x.items()}, x.layout)
         if not isinstance(x, Tensor):
-            return deepcopy(x)
+            return x
         if x.device.type == "cpu" or isinstance(x, Lazy):  # a lazy tensor is gathered
             return x.detach().clone().cpu()
         copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,8 +23,7 @@ try:
 except ImportError:  # without locks, staging directories of other processes are not removed
     fcntl = None
 
-_STAGING, _REMOVED = ".functorch_shard.staging", ".functorch_shard.removed"
-_ORDER, _FAILED = "order", "failed"  # files in a staging directory, not in the target
+_STAGING, _FAILED = ".functorch_shard.staging", "failed"
 
 
 @dataclass
@@ -36,7 +36,7 @@ class StagingDirectory:
 
     @property
     def folder(self) -> Path:
-        return self.target.with_name(f".{self.target.name}{_STAGING}")
+        return _hidden(self.target)
 
     def open(self) -> None:
         """Make the empty folder, and remove those of processes that were killed.
@@ -46,37 +46,32 @@ class StagingDirectory:
         """
         parent = self.target.parent
         parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(parent):
+        with _handle(parent) as handle:
+            lock(handle, wait=True)  # until the new folder has its own
             refuse_existing(self.target)
-            hidden = [x for x in _folders(parent, ".") if x.name.endswith((_STAGING, _REMOVED))]
-            orders = [_staging_order(x) for x in hidden if not _remove_orphan(x)]
-            self.order = 1 + max([*orders, *(order for order, _ in ordered(parent))], default=0)
+            for folder in _folders(parent, hidden=True):
+                if folder.name.endswith(_STAGING) and is_free(folder):
+                    shutil.rmtree(folder, ignore_errors=True)
             try:
                 self.folder.mkdir()
             except FileExistsError as error:
                 text = f"{self.target} is being written by another process. Nothing was changed."
                 raise FileExistsError(text) from error
-            self.follow()
-            try_to_lock(self.handle)
-            (self.folder / _ORDER).write_text(str(self.order))
-
-    def follow(self) -> None:
-        """Watch the folder, which this or another process has made."""
-        self.handle = _open(self.folder)
+            self.handle = os.open(self.folder, os.O_RDONLY)
+            lock(self.handle)
+        self.order = max([time.time_ns(), *(order + 1 for order, _ in ordered(parent))])  # a clock may be set back
 
     def publish(self) -> None:
         """Rename the folder to the target, and sync it to the disk."""
-        (self.folder / _ORDER).unlink()
         sync(self.folder)
-        with _alone_in(self.target.parent):
-            refuse_existing(self.target)
-            self.folder.rename(self.target)
+        refuse_existing(self.target)
+        self.folder.rename(self.target)
         sync(self.target.parent)
-        self.close()
+        self._close()
 
     def is_published(self) -> bool:
-        """Whether the folder became the target."""
-        return self._is(self.target)
+        """Whether the folder became the target, which did not exist when it was begun."""
+        return self.target.is_dir()
 
     def note_failure(self, text: str) -> None:
         """Tell the other processes that write into it that it will not be complete, unless one has told them."""
@@ -84,30 +79,28 @@ class StagingDirectory:
             file.write(text)
 
     def failure(self) -> str:
-        """Return what a process noted, or that the owner has ended; empty if nothing has failed."""
-        if not self._is(self.folder):
-            return "" if self.is_published() else "rank 0: the folder was removed"
+        """Return what a process noted; empty if nothing has failed."""
         with suppress(FileNotFoundError):
             return (self.folder / _FAILED).read_text()
-        orphaned = not self.order and try_to_lock(self.handle, shared=True)
-        return "rank 0: the process ended" if orphaned and self._is(self.folder) else ""
+        return ""
+
+    def loss(self) -> str:
+        """Return that the owner has ended, if it has; for other processes."""
+        text = "rank 0: the process ended" if is_free(self.folder) else ""
+        if not self.folder.is_dir():
+            text = "rank 0: the folder was removed"
+        return "" if self.is_published() else text
 
     def abandon(self) -> None:
         """Remove the folder, if this process has made and not published it."""
-        if self.handle is not None and self.order:
+        if self.handle is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self.close()
+            self._close()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
-
-    def _is(self, path: Path) -> bool:
-        try:
-            return self.handle is not None and os.path.samestat(os.fstat(self.handle), path.stat())
-        except FileNotFoundError:
-            return False
 
 
 def refuse_existing(target: Path) -> None:
@@ -122,10 +115,9 @@ def ordered(parent: Path) -> list[tuple[int, Path]]:
 
 def remove(folder: Path) -> None:
     """Hide a folder by a rename, then remove its files. Another process may do the same."""
-    hidden = folder.with_name(f".{folder.name}{_REMOVED}")
     with suppress(FileNotFoundError):
-        folder.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        folder.rename(_hidden(folder))
+        shutil.rmtree(_hidden(folder), ignore_errors=True)
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -138,62 +130,40 @@ def write_durably(path: Path, data: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Sync a file, or the names in a directory, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _handle(path) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
-def try_to_lock(handle: int | None, shared: bool = False) -> bool:
+def lock(handle: int, wait: bool = False) -> bool:
     """Lock an open file or directory until it is closed; False if another process has it, or nothing can be locked."""
-    if fcntl is None or handle is None:
-        return False
-    try:
-        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+    with suppress(OSError):  # a file system without locks
+        if fcntl is not None:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+    return False
+
+
+def is_free(path: Path) -> bool:
+    """Whether the process that has locked a file or a directory has ended; False if there is no such path."""
+    with suppress(OSError), _handle(path) as handle:
+        return lock(handle)
+    return False
+
+
+def _folders(parent: Path, hidden: bool = False) -> list[Path]:
+    """Directories, without links to them: the visible ones, or those that begin with a dot."""
+    inside = parent.iterdir() if parent.is_dir() else ()
+    return [x for x in inside if x.name.startswith(".") == hidden and x.is_dir() and not x.is_symlink()]
+
+
+def _hidden(target: Path) -> Path:
+    return target.with_name(f".{target.name}{_STAGING}")
 
 
 @contextmanager
-def _alone_in(parent: Path) -> Iterator[None]:
-    """Lock ``parent`` while staging directories in it are made or renamed."""
-    handle = os.open(parent, os.O_RDONLY)
+def _handle(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # some file systems lock only what is writable
     try:
-        if fcntl is not None:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _open(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0))
-
-
-def _folders(parent: Path, hidden: str = "") -> list[Path]:
-    """Directories, without links to them: the visible ones, or those that begin with a dot."""
-    inside = parent.iterdir() if parent.is_dir() else ()
-    return [x for x in inside if x.name.startswith(".") == bool(hidden) and x.is_dir() and not x.is_symlink()]
-
-
-def _staging_order(staging: Path) -> int:
-    try:
-        return int((staging / _ORDER).read_text())
-    except (OSError, ValueError):  # it was published meanwhile, or is being removed
-        return 0
-
-
-def _remove_orphan(folder: Path) -> bool:
-    try:
-        handle = _open(folder)
-    except OSError:  # another process has removed it
-        return True
-    try:
-        if orphaned := try_to_lock(handle):
-            shutil.rmtree(folder, ignore_errors=True)
-        return orphaned
+        yield handle
     finally:
         os.close(handle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from reprlib import Repr
 
-from ..checkpoint.pickles import NotPlainError
+from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import MAX_SHARD_SIZE, NewFiles
 from ..errors import reject, shown, size_text, table

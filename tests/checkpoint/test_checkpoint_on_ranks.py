@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.checkpoint import latest, load, loading, save, saving
+from functorch_shard.checkpoint import latest, load, reader, save, saving
 from functorch_shard.layout.layout import select_buffers
 from functorch_shard.layout.trees import Sharded
 from functorch_shard.testing import assert_trees_close
@@ -289,13 +289,13 @@ def writers(**methods: Any) -> Iterator[None]:
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
     """Nothing is written until the target of ``with`` is called."""
-    go, write = threading.Event(), saving.Writer.tensor
+    go, write = threading.Event(), saving.Writer.add
 
     def tensor(self: Any, *args: Any) -> None:
         go.wait(60)
         write(self, *args)
 
-    with writers(tensor=tensor):
+    with writers(add=tensor):
         yield go.set
 
 
@@ -340,7 +340,7 @@ def fail(folder: Path) -> dict[str, str]:
     """The error of this rank when the disk is full for rank 1, when its files are, or when rank 0 completes."""
     tree, last = started(fs.init_mesh()), dist.get_rank() == 1
     answers = {}
-    for when, method in {"opened": "__init__", "written": "tensor", "closed": "close"}.items():
+    for when, method in {"opened": "__init__", "written": "add", "closed": "close"}.items():
         for how in (False, True):
             with writers(**({method: full_disk} if last else {})):
                 error = error_of(lambda how=how: save(folder / "failed", tree, async_save=how).result())
@@ -375,11 +375,11 @@ def disagree(folder: Path) -> dict[str, str]:
         "another checkpoint": error_of(lambda: load(folder / ("good too" if last else "good"), like)),
         "no checkpoint": error_of(lambda: load(folder / ("none" if last else "good"), like)),
     }
-    read: Any = loading.Reader.tensor
+    read: Any = reader.Reader.tensor
     unreadable: Any = full_disk if last else read
-    loading.Reader.tensor = unreadable
+    reader.Reader.tensor = unreadable
     answers["unreadable"] = error_of(lambda: load(folder / "good", like))
-    loading.Reader.tensor = read
+    reader.Reader.tensor = read
     return answers
 
 
@@ -466,7 +466,7 @@ rank, victim = int(os.environ["RANK"]), int(sys.argv[1])
 dist.init_process_group("gloo")
 params = fs.shard({"w": torch.ones(7)}, fs.plan({"w": torch.ones(7)}, fs.init_mesh()))
 if rank == victim:
-    saving.Writer.tensor = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    saving.Writer.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 future = fs.checkpoint.save(sys.argv[2], params, async_save=True)
 print(future.exception(60), flush=True)
 os._exit(0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from functorch_shard.checkpoint.regions import Region, regions
+from functorch_shard.checkpoint.format import Region, regions
 from tests.support.refusals import refused
 
 SMALL_SHAPES = [shape for dims in range(4) for shape in product((0, 1, 2, 3), repeat=dims)] + [
