@@ -131,7 +131,7 @@ def step() -> str:
         svg.rectangle(left, base, right - left, chart, "fs-rest"),
         svg.text(16, base + 11, "bytes alive", "fs-faint"),
     ]
-    body += [svg.steps([(left, base + chart), *points], "fs-ink-line")]
+    body += [_steps([(left, base + chart), *points], "fs-ink-line")]
     note = f"{ends[-1]:,} operations in order, not time; bytes after each event, the peak may be inside a computation"
     body.append(svg.text(left, base + chart + 18, note, "fs-faint"))
     return svg.document(900, base + chart + 30, summary, body)
@@ -155,13 +155,20 @@ def memory() -> str:
     for level in range(0, most, 100):
         y = bottom - (bottom - top) * level / most
         body += [svg.line(left, y, right, y, "fs-rest-line"), svg.text(left - 8, y + 4, str(level), "fs-faint", "end")]
-    body += [f'<polygon class="fs-hue0" points="{corners}"/>', svg.steps(points(ours), "fs-edge-line")]
-    body += [svg.steps(points(peer), "fs-mark-line")]
+    body += [f'<polygon class="fs-hue0" points="{corners}"/>', _steps(points(ours), "fs-edge-line")]
+    body += [_steps(points(peer), "fs-mark-line")]
     for number, phase in enumerate(curves["FSDP2"]):
         x = left + (right - left) * number / 3
         body += [svg.line(x, top, x, bottom + 8, "fs-faint-line"), svg.text(x + 6, bottom + 18, phase, "fs-faint")]
     note = "allocations and frees in order, not time; each phase has the same width"
     return svg.document(900, 350, "Memory over a step", [*body, svg.text(left, bottom + 36, note, "fs-faint")])
+
+
+def _steps(points: Iterable[tuple[float, float]], look: str) -> str:
+    """A line through ``points``, first to the side and then up or down."""
+    (x, y), *rest = points
+    moves = "".join(f"H{svg.number(a)}V{svg.number(b)}" for a, b in rest)
+    return f'<path class="{look}" d="M{svg.number(x)} {svg.number(y)}{moves}"/>'
 
 
 def imports() -> dict[str, set[str]]:

@@ -7,54 +7,13 @@ drawn once: Note [Alike] in text_table.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ..layout.buffers import Slot
 from ..layout.layout import Layout
 from . import svg
 from .text_table import Alike, alike, notes, span
 
 _LEFT, _RIGHT, _TOP, _ROW, _STRIP = 16, 16, 64, 58, 26  # margins, and the heights of a row and of its strip
-_DRAWN, _REPEATED = 128, 16  # shards, up to which the edges of each are drawn, and what each rank has whole
-
-
-@dataclass(frozen=True)
-class _Strip:
-    """One buffer and its place in the picture; what each rank has whole is drawn for each of few ranks."""
-
-    kind: Alike
-    x: float
-    y: float
-    width: float
-
-    def at(self, element: int) -> float:
-        return self.x + self.width * element / max(self.kind.buffer.numel, 1)
-
-    def body(self) -> Iterator[str]:
-        b = self.kind.buffer
-        tip = f"padding: {b.numel - b.parameter_numel:,} elements, always zero"
-        yield svg.rectangle(self.x, self.y, self.width, _STRIP, "fs-rest", tip)
-        for i, slot in enumerate(b.slots):
-            yield from self._slot(i, slot)
-        if b.num_shards <= _DRAWN:
-            edges = (self.at(r * b.shard_numel) for r in range(b.num_shards + 1))
-            yield from (svg.line(x, self.y - 3, x, self.y + _STRIP + 3) for x in edges)
-
-    def _slot(self, index: int, slot: Slot) -> Iterator[str]:
-        x, width, on = self.at(slot.offset), self.at(slot.end) - self.at(slot.offset), span(self.kind.buffer, slot)
-        where = f"on rank {on}" if on.isdigit() else f"on ranks {on}" if on else "on no rank"
-        tip = f"{slot.name} {slot.shape}: {slot.numel:,} elements, {where}"
-        yield svg.rectangle(x, self.y, width, _STRIP, f"fs-hue{index % svg.HUES}", tip)
-        if name := svg.fitting(self.kind.short(slot), width - 6):
-            yield svg.text(x + width / 2, self.y + 17, name, anchor="middle")
-
-
-def _strips(kind: Alike, num_shards: int, y: float, width: float) -> list[_Strip]:
-    """Return a buffer once over all ranks, or whole in the column of each, if these are wide enough."""
-    if kind.buffer.num_shards == num_shards or num_shards > _REPEATED:
-        return [_Strip(kind, _LEFT, y, width)]
-    each = width / num_shards
-    return [_Strip(kind, _LEFT + i * each, y, each - 4) for i in range(num_shards)]
+_DRAWN = 128  # shards, up to which the edges of each are drawn
 
 
 def drawing(layout: Layout, width: int = 960) -> str:
@@ -63,8 +22,7 @@ def drawing(layout: Layout, width: int = 960) -> str:
     body = [svg.text(_LEFT, 22, svg.fitting(repr(layout), inner)), *_ranks(layout, inner)]
     for i, kind in enumerate(kinds):
         body += [svg.text(_LEFT, _TOP + 13 + i * _ROW, svg.fitting(kind.title, inner))]
-        strips = _strips(kind, layout.num_shards, _TOP + 20 + i * _ROW, inner)
-        body += [part for strip in strips for part in strip.body()]
+        body += _strip(kind, _TOP + 20 + i * _ROW, inner)
     end, lines = _TOP + len(kinds) * _ROW + 18, notes(layout)
     if any(b.numel > b.parameter_numel for b in layout.buffers.values()):
         lines.append("gray: padding, always zero")
@@ -72,6 +30,23 @@ def drawing(layout: Layout, width: int = 960) -> str:
         lines.append(f"edges between {layout.num_shards:,} shards are not drawn")
     body += [svg.text(_LEFT, end + 16 * i, svg.fitting(line, inner), "fs-faint") for i, line in enumerate(lines)]
     return svg.document(width, end + 16 * len(lines), repr(layout), body)
+
+
+def _strip(kind: Alike, y: float, width: float) -> Iterator[str]:
+    b = kind.buffer
+    at = lambda element: _LEFT + width * element / max(b.numel, 1)  # noqa: E731
+    tip = f"padding: {b.numel - b.parameter_numel:,} elements, always zero"
+    yield svg.rectangle(_LEFT, y, width, _STRIP, "fs-rest", tip)
+    for i, slot in enumerate(b.slots):
+        left, right, on = at(slot.offset), at(slot.end), span(b, slot)
+        where = f"on rank {on}" if on.isdigit() else f"on ranks {on}" if on else "on no rank"
+        tip = f"{slot.name} {slot.shape}: {slot.numel:,} elements, {where}"
+        yield svg.rectangle(left, y, right - left, _STRIP, f"fs-hue{i % svg.HUES}", tip)
+        if name := svg.fitting(kind.short(slot), right - left - 6):
+            yield svg.text((left + right) / 2, y + 17, name, anchor="middle")
+    if b.num_shards <= _DRAWN:
+        edges = (at(rank * b.shard_numel) for rank in range(b.num_shards + 1))
+        yield from (svg.line(x, y - 3, x, y + _STRIP + 3) for x in edges)
 
 
 def _ranks(layout: Layout, width: float) -> Iterator[str]:

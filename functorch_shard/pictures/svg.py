@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 
 from ..errors import shown
@@ -57,13 +57,6 @@ def line(x1: float, y1: float, x2: float, y2: float, look: str = "fs-edge-line")
 
 def text(x: float, y: float, words: str, look: str = "fs-ink", anchor: str = "start") -> str:
     return f'<text class="{look}" x="{number(x)}" y="{number(y)}" text-anchor="{anchor}">{quoted(words)}</text>'
-
-
-def steps(points: Sequence[tuple[float, float]], look: str) -> str:
-    """Return a line through ``points``, first to the side and then up or down."""
-    (x, y), *rest = points
-    moves = "".join(f"H{number(a)}V{number(b)}" for a, b in rest)
-    return f'<path class="{look}" d="M{number(x)} {number(y)}{moves}"/>'
 
 
 def fitting(words: str, width: float) -> str:

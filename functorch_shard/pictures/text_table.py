@@ -81,12 +81,11 @@ def table(layout: Layout, width: int) -> str:
 
 @dataclass(frozen=True)
 class _Page:
-    """Widths of the columns of characters, how numbers are written, and the ranks that have a column."""
+    """Widths of the columns of characters, and the ranks that have a column; None: those that are left out."""
 
     name: int
     middle: int
     cell: int
-    form: Callable[[int], str]
     columns: Sequence[int | None]
 
     def row(self, name: str, middle: str, of: Callable[[int], str]) -> str:
@@ -97,20 +96,17 @@ class _Page:
 
 
 def _page(kinds: Sequence[Alike], ranks: int, width: int) -> _Page:
-    """Return the most that fits: exact numbers, short numbers, or some ranks, with those that hold a parameter."""
+    """Return a column for each rank, or for as many as fit, with those that hold a parameter in place of its shape."""
     slots = [(kind, slot) for kind in kinds for slot in kind.buffer.slots[:_ROWS]]
     name = min(max([len(kind.short(slot)) for kind, slot in slots] + [len("padding")]), max(width // 3, 12))
-    middle = max([len(_shape(slot)) for _, slot in slots] + [0])
-    digits = len(str(ranks - 1))
-    long = max([len(exact(kind.buffer.shard_numel)) for kind in kinds] + [digits])
-    short = max(5, digits)
-    places = lambda middle, cell: (width - 2 * _GAP - name - middle) // (cell + _GAP)  # noqa: E731
-    for cell, form in ((long, exact), (short, compact)):
-        if ranks <= places(middle, cell):
-            return _Page(name, middle, cell, form, range(ranks))
-    middle = max(2 * digits + 1, len("all"))
-    first = max(min(places(middle, short), ranks) - 2, 1)
-    return _Page(name, middle, short, compact, [*range(first), None, ranks - 1] if first < ranks - 1 else range(ranks))
+    shapes, ranges = max([len(_shape(slot)) for _, slot in slots] + [0]), 2 * len(str(ranks - 1)) + 1
+    cell = max(5, len(str(ranks - 1)))
+    places = lambda middle: (width - 2 * _GAP - name - middle) // (cell + _GAP)  # noqa: E731
+    if ranks <= places(shapes):
+        return _Page(name, shapes, cell, range(ranks))
+    middle = max(ranges, len("all"))
+    first = max(min(places(middle), ranks) - 2, 1)
+    return _Page(name, middle, cell, [*range(first), None, ranks - 1] if first < ranks - 1 else range(ranks))
 
 
 def _shape(slot: Slot) -> str:
@@ -124,11 +120,11 @@ def _rows(kind: Alike, page: _Page) -> Iterator[tuple[str, str, Callable[[int], 
     listed, rest = (b.slots, ()) if len(b.slots) <= _ROWS else (b.slots[: _ROWS - 1], b.slots[_ROWS - 1 :])
     for slot in listed:
         middle = span(b, slot) if None in page.columns else _shape(slot)
-        yield kind.short(slot), middle, lambda r, s=slot: page.form(held([s], r))
+        yield kind.short(slot), middle, lambda r, s=slot: compact(held([s], r))
     if rest:
-        yield f"{len(rest)} more", "", lambda r: page.form(held(rest, r))
+        yield f"{len(rest)} more", "", lambda r: compact(held(rest, r))
     if b.numel > b.parameter_numel:
-        yield "padding", "", lambda r: page.form(b.shard_numel - held(b.slots, r))
+        yield "padding", "", lambda r: compact(b.shard_numel - held(b.slots, r))
 
 
 def span(buffer: Buffer, slot: Slot) -> str:
@@ -139,15 +135,10 @@ def span(buffer: Buffer, slot: Slot) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def exact(number: int) -> str:
-    """Return a number of elements; ``.`` is none."""
-    return f"{number:,}" if number else "."
-
-
 def compact(number: int) -> str:
-    """Return a number of elements in five characters: ``24.8k``."""
+    """Return a number of elements in five characters: ``24.8k``; ``.`` is none."""
     if number < 10_000:
-        return exact(number)
+        return f"{number:,}" if number else "."
     power = (len(str(number)) - 1) // 3
     scaled = number / 1000**power
     digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any
 from uuid import uuid4
 
@@ -57,11 +56,10 @@ def memory_kind_of(x: Tensor) -> MemoryKind:
     """The memory kind of ``x``; inside a transform only its device, for ``x`` has no memory of its own."""
     if in_transform() or not x.is_cpu or type(x) not in (Tensor, Parameter):
         return MemoryKind(x.device)
-    return MemoryKind(x.device, x.is_pinned(), _directory(x.untyped_storage().filename))
-
-
-def _directory(filename: str | None) -> Path | None:
-    return Path(filename).parent if filename and filename.endswith(SUFFIX) else None
+    filename = x.untyped_storage().filename
+    return MemoryKind(
+        x.device, x.is_pinned(), Path(filename).parent if filename and filename.endswith(SUFFIX) else None
+    )
 
 
 def working_device(x: Tensor, device: torch.device) -> torch.device:
@@ -118,8 +116,6 @@ def _new_unnamed(directory: Path, x: Tensor) -> Tensor:
             file.write((ctypes.c_char * x.nbytes).from_address(plain.data_ptr()))
         return mapped.view(x.shape)
     except OSError as error:
-        what = f"a memory-mapped tensor of shape {tuple(x.shape)}, {x.dtype}"
-        free = f"{x.nbytes:,} bytes needed, {disk_usage(directory).free:,} bytes free there"
-        raise OSError(error.errno, f"{what}: {directory}: {free}: {error.strerror}") from error
+        raise OSError(error.errno, f"{error.strerror}: {x.nbytes:,} bytes needed", str(directory)) from error
     finally:
         path.unlink(missing_ok=True)

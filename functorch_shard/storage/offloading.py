@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
-from ..containers import opened
-from ..errors import local_path, reject
-from ..layout.trees import participants_of, path_text, take_tensors
+from ..errors import local_path
+from ..layout.trees import participants_of, take_tensors
 from .memory_kind import MemoryKind
 
 _CPU = torch.device("cpu")
@@ -42,9 +40,9 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
         The same tree of detached tensors with the same values. Copies and pickles of mapped ones are plain tensors.
 
     Raises:
-        ValueError: ``where`` names a device; or tensors without values or strides, all of them at once.
-        OSError: the directory is not writable, or the disk is full; with the bytes needed and the bytes free. While
-            training, the disk is full for a gradient.
+        ValueError: ``where`` names a device.
+        OSError: the directory is not writable, or the disk is full; with the bytes needed. While training, the disk is
+            full for a gradient.
         RuntimeError: another rank failed, every rank reports which one and why; or inside a transform, or of what
             ``fs.grad`` differentiates by.
 
@@ -65,7 +63,6 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
 
     Replaces FSDP2's ``CPUOffloadPolicy`` and FSDP1's ``CPUOffload``, and parameters on disk as in ZeRO-Infinity.
     """
-    tree = opened(tree)
     tensors, put_back = take_tensors(tree)
     refuse_derivatives("offload", tensors)
     if where == "cpu":
@@ -74,7 +71,6 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
     kind = MemoryKind(_CPU, directory=_directory(where))
 
     def mapped() -> list[Tensor]:
-        reject("offload", [*_without_values(tree)], "Files hold plain tensors with values.")
         with torch.inference_mode(False), torch.no_grad():
             return [kind.copy(x) for x in tensors]
 
@@ -82,19 +78,8 @@ def offload(tree: Any, where: str | os.PathLike[str]) -> Any:
 
 
 def _directory(where: str | os.PathLike[str]) -> Path:
-    try:
-        is_device = isinstance(where, str) and bool(torch.device(where))
-    except RuntimeError:
-        is_device = False
-    if is_device:
-        advice = f"'cpu', or a directory; Path({where!r}) for one of this name"
-        raise ValueError(f"offload: where: got {where!r}, expected {advice}. The mesh has a device of its own.")
+    with suppress(RuntimeError):
+        if isinstance(where, str) and torch.device(where):
+            advice = f"'cpu', or a directory; Path({where!r}) for one of this name"
+            raise ValueError(f"offload: where: got {where!r}, expected {advice}. The mesh has a device of its own.")
     return local_path("offload: where", where).resolve()
-
-
-def _without_values(tree: Any) -> Iterator[str]:
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    for path, x in zip(paths, leaves, strict=True):
-        if isinstance(x, Tensor) and (x.is_meta or x.layout is not torch.strided):
-            problem = "without values, on the meta device" if x.is_meta else f"its layout is {x.layout}"
-            yield f"{path_text(path)}: {problem}"

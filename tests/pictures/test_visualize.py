@@ -102,7 +102,7 @@ def test_replicas_are_the_ranks_with_the_same_place_on_the_shard_axis(axes: dict
 def test_what_each_rank_has_whole_is_in_every_column() -> None:
     lines = fs.visualize(planned(3, ignored=["embed"])).text(80).splitlines()
     title = lines.index("embed/whole: whole on each rank: 32,768 float32")
-    assert lines[title + 1].split()[-3:] == ["32,768"] * 3
+    assert lines[title + 1].split()[-3:] == ["32.8k"] * 3
 
 
 @pytest.mark.parametrize("number", [0, 9_999, 10_000, 99_949, 99_950, 999_499, 10**12])

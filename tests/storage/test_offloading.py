@@ -88,13 +88,10 @@ def test_copies_of_mapped_tensors_are_plain(tmp_path: Path) -> None:
     assert torch.equal(mapped, torch.ones(5))
 
 
-@pytest.mark.filterwarnings("ignore:.*sparse csr.*")
-def test_every_tensor_that_no_file_can_hold_is_named(tmp_path: Path) -> None:
-    tree = {"meta": torch.zeros(2, device="meta"), "fine": torch.ones(2), "sparse": torch.eye(2).to_sparse()}
-    text = refused(fs.offload, tree, tmp_path)
-    assert "2 problems" in text
-    assert "['meta']: without values, on the meta device" in text
-    assert "['sparse']: its layout is torch.sparse_coo" in text
+def test_a_tensor_without_values_is_an_error(tmp_path: Path) -> None:
+    assert "meta tensor" in refused(
+        fs.offload, {"fine": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path
+    )
     assert files_in(tmp_path) == []
 
 
@@ -200,7 +197,7 @@ def test_a_file_that_does_not_fit_is_an_error_with_the_bytes_needed(tmp_path: Pa
         with largest_file(100), pytest.raises(OSError, match="bytes needed") as caught:
             fn()
         assert caught.value.errno == errno.EFBIG
-        assert "bytes free there: File too large" in str(caught.value)
+        assert caught.value.filename == str(tmp_path)
     assert files_in(tmp_path) == []
     assert same_bits(gradient_of(params), before)
 
