@@ -1,9 +1,8 @@
 """Containers that are not registered with optree: a call opens them temporarily.
 
-Dataclasses, ``UserDict`` (such as transformers' ``BatchEncoding``), subclasses of ``OrderedDict`` (``ModelOutput``),
-any other ``Mapping``, subclasses of list and tuple, and types that are registered in ``torch.utils._pytree``. None of
-these types is registered with optree: :func:`opened` replaces each container that holds a tensor by an :class:`Opened`
-node, and unflattening that node makes the container again. A container without a tensor stays a leaf.
+Dataclasses, mappings (transformers' ``BatchEncoding`` and ``ModelOutput``), subclasses of list and tuple, and types
+that are registered in ``torch.utils._pytree``: :func:`opened` replaces each one that holds a tensor by an
+:class:`Opened` node, and unflattening that node makes the container again. One without a tensor stays a leaf.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -34,25 +34,13 @@ class Static:
     """Base of objects that are options and not data, such as a layout: never opened, passed through as they are."""
 
 
-class Attribute(str):
-    """A field of a dataclass, in the path of a leaf."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _Form:
     """A container without its children; equal forms can be combined child by child."""
 
     cls: type
     entries: tuple[Any, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Form) and (self.cls, self.entries) == (other.cls, other.entries)
-
-    def __hash__(self) -> int:
-        return hash((self.cls, self.entries))
+    rebuild: Callable[[Sequence[Any]], Any] = field(compare=False)
 
 
 class Opened:
@@ -80,11 +68,10 @@ def opened(tree: Any, *, always: bool = False) -> Any:
         return tree
 
     def open_leaf(x: Any) -> Any:
-        if isinstance(x, (Tensor, Opened)) or type(x) in _PLAIN or (found := _take_apart(x)) is None:
+        if isinstance(x, (Tensor, Opened)) or type(x) in _PLAIN or (node := _take_apart(x)) is None:
             return x
-        children, form = found
-        inside = [opened(child, always=always) for child in children]
-        return Opened(inside, form) if always or any(map(_has_tensor, inside)) else x
+        node.children = [opened(child, always=always) for child in node.children]
+        return node if always or any(map(_has_tensor, node.children)) else x
 
     return optree.tree_map(open_leaf, tree, is_leaf=lambda x: type(x) is Opened, none_is_leaf=True)
 
@@ -116,8 +103,8 @@ def refuse_opaque(
 
 
 def place(path: Iterable[Any]) -> str:
-    """The path of a leaf as Python source: ``[0]['x'].mask``."""
-    return "".join(f".{entry}" if isinstance(entry, Attribute) else f"[{entry!r}]" for entry in path)
+    """The path of a leaf: ``[0]['x']['mask']``."""
+    return "".join(f"[{entry!r}]" for entry in path)
 
 
 def _others(leaves: Sequence[Any]) -> list[Any]:
@@ -125,59 +112,42 @@ def _others(leaves: Sequence[Any]) -> list[Any]:
     return [x for x in leaves if type(x) not in _PLAIN and not isinstance(x, Tensor)]
 
 
-def _take_apart(x: Any) -> tuple[Sequence[Any], _Form] | None:
-    """The children of a container and its form, or ``None`` for anything else."""
+def _take_apart(x: Any) -> Opened | None:
+    """A container as a node, or ``None`` for anything else."""
     if isinstance(x, (torch.nn.Module, Static, type)):
         return None
     if node := torch_node(type(x)):
         children, context = node.flatten_fn(x)
         entries = tuple(x) if isinstance(x, Mapping) and len(x) == len(children) else tuple(range(len(children)))
-        return children, _Form(type(x), entries, lambda new: node.unflatten_fn(new, context))
+        return Opened(children, _Form(type(x), entries, lambda new: node.unflatten_fn(new, context)))
     if isinstance(x, Mapping):
-        keys = tuple(x)
-        return [x[key] for key in keys], _Form(type(x), keys, lambda new: _mapping(x, keys, new))
-    if is_dataclass(x):
-        return _of_dataclass(x)
-    if isinstance(x, (list, tuple)) and type(x) is not torch.Size:
-        return list(x), _Form(type(x), tuple(range(len(x))), lambda new: _sequence(x, new))
-    return None
-
-
-def _of_dataclass(x: Any) -> tuple[Sequence[Any], _Form] | None:
-    names = tuple(Attribute(field.name) for field in fields(x) if hasattr(x, field.name))
-    others = [value for name, value in _attributes(x) if name not in names]
-    if any(map(_has_tensor, others)):  # values that __post_init__ computed from the fields would not change
+        entries, children = tuple(x), [x[key] for key in x]
+    elif is_dataclass(x):
+        entries = tuple(part.name for part in fields(x) if hasattr(x, part.name))
+        if any(_has_tensor(value) for name, value in _attributes(x) if name not in entries):
+            return None  # what __post_init__ computed from the fields would not change
+        children = [getattr(x, name) for name in entries]
+    elif isinstance(x, (list, tuple)) and type(x) is not torch.Size:
+        entries, children = tuple(range(len(x))), [*x]
+    else:
         return None
-    return [getattr(x, name) for name in names], _Form(type(x), names, lambda new: _dataclass(x, names, new))
+    return Opened(children, _Form(type(x), entries, lambda new: _filled(x, entries, new)))
 
 
-def _mapping(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    if not isinstance(x, MutableMapping):
-        return _checked(type(x)(dict(zip(keys, values, strict=True))), keys, values)
-    made = copy(x)
-    for key, value in zip(keys, values, strict=True):
-        made[key] = value
-    return _checked(made, keys, values)
-
-
-def _checked(made: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    if any(made[key] is not value for key, value in zip(keys, values, strict=True)):
-        raise TypeError(f"{type(made).__name__}: a copy made with other values does not contain them. {KNOWN}")
-    return made
-
-
-def _dataclass(x: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    made = copy(x)  # not by __init__, which may check its arguments: a transform puts any object in the leaves
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _sequence(x: Any, values: Sequence[Any]) -> Any:
-    if not isinstance(x, list):
+def _filled(x: Any, entries: Sequence[Any], values: Sequence[Any]) -> Any:
+    """A copy of the container ``x`` with other values."""
+    if isinstance(x, tuple):
         return type(x)(values)
-    made = copy(x)
-    made[:] = values
+    if isinstance(x, Mapping) and not isinstance(x, MutableMapping):
+        cls: Any = type(x)
+        made = cls(dict(zip(entries, values, strict=True)))
+    else:
+        made = copy(x)  # a dataclass too: __init__ may check its arguments, and a transform puts any object in leaves
+        assign = made.__setitem__ if isinstance(x, (Mapping, list)) else partial(object.__setattr__, made)
+        for entry, value in zip(entries, values, strict=True):
+            assign(entry, value)
+    if isinstance(x, Mapping) and any(made[key] is not value for key, value in zip(entries, values, strict=True)):
+        raise TypeError(f"{type(x).__name__}: a copy made with other values does not contain them. {KNOWN}")
     return made
 
 
@@ -188,12 +158,11 @@ def _tensor_path(x: Any, matters: Callable[[Any], bool], seen: set[int], depth: 
         return ""
     seen.add(id(x))
     for name, value in _attributes(x):
-        paths, leaves, _ = optree.tree_flatten_with_path(opened(value), none_is_leaf=True)
-        for path, leaf in zip(paths, leaves, strict=True):
+        for leaf in optree.tree_leaves(opened(value), none_is_leaf=True):
             found = isinstance(leaf, Tensor) or is_array(leaf)
             inside = "" if found else _tensor_path(leaf, matters, seen, depth - 1)
             if inside or (found and matters(leaf)):
-                return f".{name}{place(path)}{inside}"
+                return f".{name}{inside}"
     return ""
 
 

@@ -59,7 +59,7 @@ ARRAY = pytest.importorskip("numpy").zeros((4, 3))
 @pytest.mark.parametrize(
     ("tree", "text"),
     [
-        ({"b": Opaque(X)}, "['b']: a Opaque, which is not a supported container, with a tensor in .inside['deep'][0]"),
+        ({"b": Opaque(X)}, "['b']: a Opaque, which is not a supported container, with a tensor in .inside"),
         ([X, {1: Opaque(X)}], "[1][1]: a Opaque, which"),
         (UserDict(x=X, o=Opaque(X)), "['o']: a Opaque, which"),
         ({"x": X, "a": ARRAY}, "['a']: a ndarray, which is not a tensor: convert it with torch.as_tensor"),
