@@ -169,17 +169,15 @@ def _jacobian(
 
         def of(p: Sharded) -> Any:
             outputs = fn(*args[:place], merge(p, frozen), *args[place + 1 :], **kwargs)
-            return _checked(verb, outputs)
+            if any(map(_is_sharded, optree.tree_leaves(outputs, is_leaf=_is_sharded))):
+                raise TypeError(
+                    f"{verb}: the function returns a Sharded, a part of a value. Return fs.gather(...) of it."
+                )
+            return outputs
 
         return of_trainable(trainable, of)
 
     return jacobian
-
-
-def _checked(verb: str, outputs: Any) -> Any:
-    if any(map(_is_sharded, optree.tree_leaves(outputs, is_leaf=_is_sharded))):
-        raise TypeError(f"{verb}: the function returns a Sharded, a part of a value. Return fs.gather(...) of it.")
-    return outputs
 
 
 def _columns(of: Of, params: Sharded, buffer: Buffer, chunk_size: int | None) -> Any:

@@ -1,14 +1,14 @@
-"""Curvature of a loss as linear operators on ``Sharded`` vectors: Hessian, Gauss-Newton and Fisher matrices.
+"""Hessian, Gauss-Newton and Fisher matrices of a loss as linear operators, on ``Sharded`` trees or on flat vectors.
 
-The matrices are never built: a product is one or two passes through the model, and vectors stay sharded. All three are
-those of the mean over ranks of what each rank returns, Note [Boundary], as gradients by ``fs.grad`` are.
+The matrices are never built: a product is one or two passes through the model. All three are those of the mean over
+ranks of what each rank returns, Note [Boundary], as gradients by ``fs.grad`` are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import optree
@@ -16,11 +16,17 @@ import torch
 from torch import Tensor
 from torch.func import jvp
 
+from ..collectives.sinks import without_derivative
+from ..containers import is_array
+from ..errors import reject
 from ..layout.buffers import dtype_name
-from ..layout.trees import Sharded, check_sharded, check_shards
+from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
+from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
+from ..mesh.fingerprints import value_lines
+from ..sharding.gather import gather
 from ..sharding.partition import merge, partition
+from ..sharding.shard import shard
 from ..training.grad import grad
-from .flat_vectors import from_vector, to_vector, vector_dtype, vector_layout
 
 Complete = Callable[[Sharded], Sharded]  # trainable parameters to all parameters
 Product = Callable[[Complete, Sharded, Sharded, Any], Sharded]  # (complete, trainable, direction, args)
@@ -149,13 +155,16 @@ def fisher(losses: Callable[..., Tensor]) -> Callable[..., Operator]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Operator:
-    """A symmetric matrix by its products with vectors, which are ``Sharded`` trees like the parameters.
+    """A symmetric matrix by its products with vectors: ``Sharded`` trees like the parameters, or flat vectors.
 
-    ``operator @ v`` and ``operator.matvec(v)`` return a ``Sharded`` like ``v``. The matrix does not have frozen
-    buffers: what ``v`` has there is ignored, and the product is zero there. ``shape`` counts trainable elements,
-    without padding, tied parameters once. ``flat()`` is the same matrix for flat vectors, as programs outside of the
-    ranks have them. Made by :func:`hessian`, :func:`gauss_newton` and :func:`fisher`; an operator that ``mesh.spmd``
-    returns has the arguments of all ranks.
+    ``operator @ v`` and ``operator.matvec(v)`` return what ``v`` is: a ``Sharded``, or a tensor or numpy array of shape
+    ``(n,)`` or ``(n, 1)``, as :func:`to_vector` makes it, for ``scipy.sparse.linalg`` and other programs outside of the
+    ranks. The matrix does not have frozen buffers: what a tree has there is ignored, and the product is zero there.
+    ``shape`` counts trainable elements, without padding, tied parameters once; ``dtype`` is that of flat vectors.
+
+    On real ranks every rank runs the same program with the same flat vectors, which each product compares: pass ``v0``
+    to ``eigsh``, whose own start is random. Made by :func:`hessian`, :func:`gauss_newton` and :func:`fisher`; an
+    operator that ``mesh.spmd`` returns has the arguments of all ranks.
     """
 
     params: Sharded
@@ -166,68 +175,40 @@ class Operator:
 
     @property
     def shape(self) -> tuple[int, int]:
-        numel = sum(slot.numel for slot in vector_layout(self.kind, self.params.layout).slots.values())
+        numel = sum(slot.numel for slot in self._layout.slots.values())
         return numel, numel
 
-    def matvec(self, v: Sharded) -> Sharded:
-        """The product with ``v``: of the layout of the parameters, or of their trainable part."""
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype, as numpy takes it."""
+        return dtype_name(_vector_dtype(self._layout))
+
+    def matvec(self, v: Any) -> Any:
+        """The product with ``v``: a tree of the layout of the parameters or of their trainable part, or a vector."""
+        if isinstance(v, Tensor) or is_array(v):
+            vector = v if isinstance(v, Tensor) else torch.tensor(v)
+            tree = from_vector(vector.reshape(-1).to(_vector_dtype(self._layout)), self.params.layout)
+            result = to_vector(self.matvec(tree)).reshape(vector.shape)
+            return result if isinstance(v, Tensor) else result.numpy(force=True)
         check_sharded("matvec", v)
         if v.layout not in (self.params.layout, partition(self.params)[0].layout):
             raise ValueError("matvec: the vector has another layout than the parameters; fs.reshard moves it there.")
         mesh = self.params.layout.mesh
         return mesh.spmd(_product)(self, v) if self.of_rank and not mesh.in_spmd else _product(self, v)
 
-    __matmul__ = matvec
-
-    def flat(self) -> FlatOperator:
-        """The same matrix for vectors of shape ``(n,)``, as ``scipy.sparse.linalg`` takes it."""
-        return FlatOperator(self)
-
-    def __repr__(self) -> str:
-        return f"Operator({self.kind}, {self.shape[0]:,} x {self.shape[1]:,})"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FlatOperator:
-    """An :class:`Operator` for flat vectors: ``shape``, ``dtype`` and ``matvec``, as scipy's solvers want them.
-
-    Vectors are those of :func:`to_vector`: tensors, or numpy arrays, and a product is of the same kind. They do not
-    depend on ranks, units and labels. On real ranks every rank runs the same program with the same vectors, which each
-    product compares: pass ``v0`` to ``eigsh``, whose own start is random.
-    """
-
-    operator: Operator
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.operator.shape
-
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype, as numpy takes it."""
-        return dtype_name(vector_dtype(self._layout))
-
-    def matvec(self, x: Any) -> Any:
-        """The product with ``x``, of shape ``(n,)`` or ``(n, 1)``."""
-        vector = x if isinstance(x, Tensor) else torch.tensor(x)
-        wanted = vector_dtype(self._layout)
-        product = self.operator.matvec(from_vector(vector.reshape(-1).to(wanted), self.operator.params.layout))
-        result = to_vector(product).reshape(vector.shape)
-        return result if isinstance(x, Tensor) else result.numpy(force=True)
-
     rmatvec = __matmul__ = matvec  # the matrix is symmetric
 
     @property
-    def _layout(self) -> Any:
-        return vector_layout(self.operator.kind, self.operator.params.layout)
+    def _layout(self) -> Layout:
+        return _vector_layout(self.kind, self.params.layout)
 
     def __repr__(self) -> str:
-        return f"FlatOperator({self.operator.kind}, {self.shape[0]:,} x {self.shape[1]:,}, {self.dtype})"
+        return f"Operator({self.kind}, {self.shape[0]:,} x {self.shape[1]:,}, {self.dtype})"
 
 
 def _operator(kind: str, product: Product, params: Sharded, *args: Any) -> Operator:
     check_sharded(kind, params)
-    vector_layout(kind, params.layout)
+    _vector_layout(kind, params.layout)
     return Operator(params, args, kind, product, params.layout.mesh.in_spmd)
 
 
@@ -252,3 +233,122 @@ def _zeros(x: Tensor | None) -> Tensor | None:
 def _dot(a: Any, b: Any) -> Tensor:
     pairs = zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True)
     return torch.stack([(x * y).sum() for x, y in pairs]).sum()
+
+
+def to_vector(tree: Sharded) -> Tensor:
+    """The whole tree as one vector: every trainable parameter, flattened, in the order of the model.
+
+    The same for any number of ranks, units and labels: no padding, tied parameters once, frozen ones not at all. As
+    ``torch.nn.utils.parameters_to_vector`` of the unsharded model's trainable parameters.
+
+    Args:
+        tree: a ``Sharded`` of one rank, or a stacked one outside ``spmd``: parameters, gradients, directions. ``None``
+            counts as zeros.
+
+    Returns:
+        A tensor of shape ``(n,)`` on every rank: float32, or wider if a parameter is.
+
+    Raises:
+        TypeError: ``tree`` is not a ``Sharded``.
+        ValueError: shards that do not fit the layout; or DTensors or complex parameters, which such a vector does not
+            have.
+
+    Cost:
+        One all-gather for each buffer; memory for all trainable parameters on every rank, twice.
+
+    Example:
+        >>> values = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor([5.0])}
+        >>> to_vector(fs.shard(values, fs.plan(values, fs.simulated_mesh(2))))
+        tensor([1., 2., 3., 4., 5.])
+    """
+    check_sharded("to_vector", tree)
+    check_shards("to_vector", tree, tree.layout, allow_none=True, gradients=True)
+    layout = _vector_layout("to_vector", tree.layout)
+    shards = {key: _filled(tree[key], key, layout) for key in layout.buffers}
+    full = gather(Sharded(shards, as_stored(layout)), lazy=False)
+    dtype = _vector_dtype(layout)
+    parts = [full[name].reshape(-1).to(dtype) for name in layout.slots]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device=layout.mesh.device)
+
+
+def from_vector(vector: Any, layout: Layout) -> Sharded:
+    """The tree of a flat vector: the inverse of :func:`to_vector`.
+
+    Args:
+        vector: a tensor, or an array that ``torch.tensor`` takes, of shape ``(n,)``: the same on every rank, which real
+            ranks compare.
+        layout: from :func:`plan`, for example ``params.layout``.
+
+    Returns:
+        A ``Sharded`` of ``layout`` with the values in each parameter's dtype, and ``None`` for frozen buffers. On a
+        simulated mesh, outside ``spmd``: of all ranks, stacked.
+
+    Raises:
+        TypeError: ``layout`` is not a layout.
+        ValueError: ``vector`` does not have one element for each trainable element; or DTensors or complex parameters.
+        NotImplementedError: the result is differentiated by ``vector``.
+        RuntimeError: ranks pass different vectors.
+
+    Cost:
+        The memory of the shards. On several real ranks one all-gather of a 32-byte digest per axis.
+
+    Example:
+        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
+        >>> from_vector(torch.tensor([1.0, 2.0, 3.0]), layout)["fc"]   # row r = rank r
+        tensor([[1., 2.],
+                [3., 0.]])
+    """
+    check_layout("from_vector", layout)
+    x, wanted = layout.mesh.agree("from_vector", lambda: _checked(vector, layout), _lines, _ADVICE)
+    slots = wanted.slots.values()
+    parts = zip(slots, x.split([slot.numel for slot in slots]), strict=True)
+    shards = shard({slot.name: part.reshape(slot.shape).to(slot.dtype) for slot, part in parts}, wanted)
+    sources = [vector] if isinstance(vector, Tensor) else []
+    found = without_derivative(_NO_DERIVATIVE, dict(shards.items()), sources)
+    return Sharded({key: found.get(key) for key in layout.buffers}, layout)
+
+
+_NO_DERIVATIVE = (
+    "from_vector: the tree has no derivative by the vector. Compute with Sharded trees, or detach the vector."
+)
+
+
+_ADVICE = (
+    "An iteration outside of the ranks has to take the same course on all of them: pass the same starting vector and "
+    "the same seeds, for example eigsh(..., v0=...)."
+)
+
+
+def _vector_layout(verb: str, layout: Layout) -> Layout:
+    """The layout of the trainable buffers, which have to be real and not of DTensors."""
+    wanted = select_buffers(layout, {key: buffer.trainable for key, buffer in layout.buffers.items()})
+    kinds = {name: "a DTensor" for name, slot in wanted.slots.items() if slot.dtensor}
+    kinds |= {name: f"{slot.dtype}" for name, slot in wanted.slots.items() if slot.dtype.is_complex}
+    problems = [f"{name!r}: {kind}, expected a real tensor" for name, kind in kinds.items()]
+    reject(verb, problems, "Flat vectors and curvature operators are of whole, real parameters.")
+    return wanted
+
+
+def _vector_dtype(layout: Layout) -> torch.dtype:
+    """The dtype of a flat vector, which numpy has too."""
+    return reduce(torch.promote_types, (slot.dtype for slot in layout.slots.values()), torch.float32)
+
+
+def _filled(x: Tensor | None, key: str, layout: Layout) -> Tensor:
+    buffer = layout.buffers[key]
+    if x is not None:
+        return x.to(buffer.dtype)
+    return torch.zeros(*rank_dims(layout), buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
+
+
+def _checked(vector: Any, layout: Layout) -> tuple[Tensor, Layout]:
+    x = vector.detach() if isinstance(vector, Tensor) else torch.tensor(vector)
+    wanted = _vector_layout("from_vector", layout)
+    numel = sum(slot.numel for slot in wanted.slots.values())
+    if tuple(x.shape) != (numel,):
+        raise ValueError(f"from_vector: got shape {tuple(x.shape)}, expected ({numel},): all trainable elements, once")
+    return x, wanted
+
+
+def _lines(given: tuple[Tensor, Layout]) -> list[str]:
+    return value_lines({"the vector": given[0]}, ["the vector"])

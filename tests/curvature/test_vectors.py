@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.func import vmap
 
 import functorch_shard as fs
-from functorch_shard.curvature.element_bits import normal
+from functorch_shard.curvature.vectors import normal
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.pool import run_ranks
 from tests.support.refusals import refused

@@ -27,9 +27,8 @@ def spectra(mesh: fs.Mesh) -> list[Any]:
     """Of the operator: by Lanczos on shards, and by eigsh outside of the ranks."""
     made, linalg = small(mesh), import_module("scipy.sparse.linalg")
     by_trees = lanczos(made.matvec, fs.curvature.randn_like(made.params, 0), made.shape[0]).numpy()
-    flat = made.flat()
     by_scipy = [
-        linalg.eigsh(flat, k=1, which=end, v0=start(flat.shape[0]), return_eigenvectors=False) for end in ("SA", "LA")
+        linalg.eigsh(made, k=1, which=end, v0=start(made.shape[0]), return_eigenvectors=False) for end in ("SA", "LA")
     ]
     return [by_trees[[0, -1]], np.concatenate(by_scipy)]
 
@@ -47,7 +46,7 @@ def test_lanczos_on_shards_is_eigsh_on_the_whole(ranks: Ranks) -> None:
 def solved(mesh: fs.Mesh) -> list[Any]:
     """A damped natural gradient by cg, and a least squares solution by lsqr."""
     linalg, made = import_module("scipy.sparse.linalg"), operator(mesh, "gauss_newton")
-    flat, b = linalg.aslinearoperator(made.flat()), to_vector(made.params).numpy()
+    flat, b = linalg.aslinearoperator(made), to_vector(made.params).numpy()
     damped = flat + linalg.aslinearoperator(0.1 * np.eye(len(b)))
     x, info = linalg.cg(damped, b, rtol=1e-12)
     return [info, x, linalg.lsqr(damped, b, atol=1e-13, btol=1e-13)[0]]

@@ -43,7 +43,7 @@ def test_the_derivative_of_a_flat_product_by_the_vector_is_refused(derivative: A
     mesh, vector = fs.simulated_mesh(2), torch.ones(5, dtype=torch.float64)
 
     def by_vector(params: fs.Sharded) -> Any:
-        operator = fs.curvature.hessian(cube)(params).flat()
+        operator = fs.curvature.hessian(cube)(params)
         return derivative(lambda v: v @ (operator @ v), vector)
 
     with pytest.raises(NotImplementedError, match=r"from_vector: .* no derivative by"):

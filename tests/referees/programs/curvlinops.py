@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from functorch_shard.curvature import FlatOperator
+from functorch_shard.curvature import Operator
 from tests.referees.programs.curvature import data, direction, made, operator, to_each
 from tests.referees.referee import Referee, Where
 
@@ -26,11 +26,11 @@ def product(where: Where, kind: str) -> dict[str, Any]:
     if isinstance(where, int):
         made_by = theirs(kind)
         return {"each product": (made_by @ direction(made_by.shape[0])).detach().expand(where, -1)}
-    flat = operator(kind, where).flat()
-    return {"each product": to_each(where, flat @ direction(flat.shape[0]))}
+    made_by = operator(kind, where)
+    return {"each product": to_each(where, made_by @ direction(made_by.shape[0]))}
 
 
-def adapter(flat: FlatOperator) -> Any:
+def adapter(made: Operator) -> Any:
     """Our operator as one of theirs: products with the columns of a matrix."""
     base = import_module("curvlinops._torch_base").PyTorchLinearOperator
 
@@ -39,7 +39,7 @@ def adapter(flat: FlatOperator) -> Any:
         device, dtype = torch.device("cpu"), torch.float64
 
         def _matmat(self, columns: list[Tensor]) -> list[Tensor]:
-            return [torch.stack([flat @ column for column in columns[0].unbind(-1)], -1)]
+            return [torch.stack([made @ column for column in columns[0].unbind(-1)], -1)]
 
         def _infer_device(self) -> torch.device:
             return self.device
@@ -47,13 +47,13 @@ def adapter(flat: FlatOperator) -> Any:
         def _infer_dtype(self) -> torch.dtype:
             return self.dtype
 
-    n = flat.shape[0]
+    n = made.shape[0]
     return Adapter([(n,)], [(n,)])
 
 
 def estimates(where: Where) -> dict[str, Any]:
     """Trace and extreme eigenvalues by their estimators, which draw the same numbers on every rank."""
-    matrix = theirs("hessian") if isinstance(where, int) else adapter(operator("hessian", where).flat())
+    matrix = theirs("hessian") if isinstance(where, int) else adapter(operator("hessian", where))
     library = import_module("curvlinops")
     torch.manual_seed(0)
     values = [library.hutchinson_trace(matrix, 20), library.hutchpp_trace(matrix, 30), library.xtrace(matrix, 20)]

@@ -90,8 +90,8 @@ def on_vectors(where: Where) -> dict[str, Any]:
     if isinstance(where, int):
         matrix: Any = theirs(made())
     else:
-        flat = operator("hessian", where).flat()
-        matrix = library.LambdaOperator(flat.matvec, flat.shape[0], dtype=torch.float64)
+        made_by_ranks = operator("hessian", where)
+        matrix = library.LambdaOperator(made_by_ranks.matvec, made_by_ranks.shape[0], dtype=torch.float64)
     values = library.lanczos(matrix, k=2, max_iter=STEPS, which="LA", seed=0).eigenvalues
     trace = torch.tensor(library.hutchinson(matrix, num_samples=10, seed=0).estimate)
     tree = {"each eigenvalue": values, "each trace": trace}

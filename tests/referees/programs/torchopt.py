@@ -125,9 +125,9 @@ def implicit(where: Where) -> dict[str, Any]:
     for _ in range(20):
         params = tree_step(params, where.spmd(fs.grad(penalized))(params, *data_of_ranks), 0.3)
     outer = where.spmd(fs.grad(lambda p, x, y: loss_of(fs.gather(p), x.flip(0), y)))(params, *data_of_ranks)
-    flat = where.spmd(fs.curvature.hessian(penalized))(params, *data_of_ranks).flat()
+    curvature = where.spmd(fs.curvature.hessian(penalized))(params, *data_of_ranks)
     cg = import_module("torchopt").linalg.cg
-    solution = cg(flat.matvec, fs.curvature.to_vector(outer), rtol=1e-10, maxiter=200)
+    solution = cg(curvature.matvec, fs.curvature.to_vector(outer), rtol=1e-10, maxiter=200)
     return {"each derivative": to_each(where, -2 * fs.curvature.to_vector(params) @ solution)}
 
 
