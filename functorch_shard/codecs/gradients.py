@@ -15,9 +15,7 @@ from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout, shard_axis
 from ..layout.trees import Sharded
 from ..layout.validation import check_grads
-from ..sharding.data_parallel import across
-from ..sharding.reduction import complete, reduced_and_cast
-from ..sharding.scatter import layout_of_grads, near_grads
+from ..sharding.data_parallel import across, complete, layout_of_grads, near_grads, reduced_and_cast
 from ..torch_internals.autograd import Function
 from .encoding import RowEncoding, encoding
 

@@ -24,8 +24,7 @@ from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
 from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
 from ..mesh.fingerprints import value_lines
 from ..sharding.gather import gather
-from ..sharding.partition import merge, partition
-from ..sharding.shard import shard
+from ..sharding.shard import merge, partition, shard
 from ..training.grad import grad
 
 Complete = Callable[[Sharded], Sharded]  # trainable parameters to all parameters

@@ -11,7 +11,7 @@ from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
 from ..layout.validation import check_model
 from ..mesh.fingerprints import value_lines
-from ..sharding.slicing import blank_rows, fill_rows, shard_of_rows
+from ..sharding.shard import blank_rows, fill_rows, shard_of_rows
 from ..torch_internals.autograd import outside_transforms
 from .filling import ByFunction, ByResets, Init
 

@@ -205,13 +205,6 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
     return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
 
 
-def pack_shard(tensors: Mapping[str, Tensor], buffer: Buffer, rank: int, device: torch.device) -> Tensor:
-    """Make shard ``rank`` of ``pack(tensors, buffer)`` on ``device``, without allocating the whole buffer."""
-    shard = torch.zeros(buffer.shard_numel, dtype=buffer.dtype, device=device)
-    fill_shard(shard, tensors, buffer, rank)
-    return shard
-
-
 def fill_shard(shard: Tensor, tensors: Mapping[str, Tensor], buffer: Buffer, rank: int) -> None:
     """Write the parameters of shard ``rank`` to ``shard``, whose padding is zero already."""
     for name, offset, numel, start in buffer.slices(rank):

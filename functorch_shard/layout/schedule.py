@@ -10,7 +10,7 @@ that share the buffer by ``within``, the transpose of ``gather``; that sum becom
 
 Without a shard axis there is no ``AllGather`` and ``within`` is a cast; divisions by 1 are left out. ``before`` is a
 power of two, so a division by it is undone exactly. Three interpreters follow these tuples, so their numbers are equal
-bitwise: ``sharding.data_parallel`` (differentiable), ``sharding.asynchronous`` and ``training.estimate`` (counting).
+bitwise: ``sharding.data_parallel`` (differentiable), ``sharding.reduction`` (asynchronous) and ``training.estimate``.
 A compiler sees what these issue: Note [Recorded] in communication/recorded.py.
 """
 
@@ -106,6 +106,16 @@ class Schedule:
     def has_mean(self) -> bool:
         """Whether the mean over all ranks differs from the transpose of ``gather``."""
         return any(not isinstance(op, Cast) for op in self.across)
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether the mean over all ranks is a sum over copies of the shard."""
+        return any(isinstance(op, AllReduce) for op in self.across)
+
+    @cached_property
+    def divisor(self) -> float:
+        """What the sum over all ranks is divided by."""
+        return prod(op.by for op in self.across if isinstance(op, Divide))
 
 
 def make_schedule(

@@ -22,7 +22,7 @@ from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..mesh.axes import Simulated, coordinate_of
 from ..mesh.rank_dims import LIST, MappedCall, broadcast, mapped_call
-from ..torch_internals.autograd import backward_pass, being_traced, in_forward_mode, in_transform
+from ..torch_internals.autograd import NO_PASS, backward_pass, being_traced, in_forward_mode, in_transform
 from ..torch_internals.satellites import around_threads, inherited
 from ..torch_internals.tensors import version_of
 from .isolation import RandomNumbers, Settings, SharedModules
@@ -65,7 +65,7 @@ class SequentialBackend(Backend):
         return run, run.rank
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        if self.ranks.run is None and backward_pass() is None:  # of values of all ranks, outside of spmd
+        if self.ranks.run is None and backward_pass() == NO_PASS:  # of values of all ranks, outside of spmd
             return Finished(of_all_ranks(op, x, self.size))
         return self._run().issue(self.axis, op, x)
 

@@ -1,27 +1,42 @@
-"""``gather``: whole parameters from shards, differentiable; ``materialize``: plain copies of them."""
+"""``gather``: whole parameters from shards, at once or lazy, differentiable.
+
+As autograd sees a lazy gather: shards in, lazy tensors out, gradients reduced while backward goes on. A *part* is what
+of a unit is differentiated together; ``_Gather`` is its node. ``_Join`` is the node of all shards in front of them,
+whose backward waits for the reductions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, overload
+from weakref import ref
 
-import optree
 import torch
 from torch import Tensor
 
-from ..collectives.sinks import prepare, sink_here
-from ..containers import opened
+from ..collectives.sinks import prepare, refuse_derivatives, sink_here
 from ..layout.buffers import Buffer, unpack
-from ..layout.layout import Layout, merged
+from ..layout.layout import Layout, merged, shard_axis
 from ..layout.schedule import Encoding
-from ..layout.trees import Full, Sharded, check_sharded, check_shards
+from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from ..storage.memory_kind import memory_kind_of, working_device
-from ..torch_internals.autograd import Function, eager, frame_compiler
-from .data_parallel import averaged, gathered
-from .lazy_gather import lazily
-from .reduction import copy_dims, reduced_together
-from .slicing import in_shard_order
+from ..torch_internals.autograd import (
+    Function,
+    backward_pass,
+    differentiate_at_once,
+    eager,
+    frame_compiler,
+    has_tangents,
+    in_transform,
+)
+from ..torch_internals.tensors import without_torch_function
+from .data_parallel import averaged, gathered, reduced, scattered
+from .lazy_tensor import Lazy
+from .reduction import Part
+from .session import Session
+from .shard import merge, whole_of_stack
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -113,9 +128,7 @@ def gather(
     ``rank`` for ``FullStateDictConfig(rank0_only=True, offload_to_cpu=True)``.
     """
     if rank is not None:
-        from .gather_on_rank import gather_on_rank
-
-        return gather_on_rank(lambda unit: _gather((unit,), False, dtype, codec), rank, params, *more)
+        return _gather_on_rank(rank, (params, *more), dtype, codec)
     plain = lazy is None and frame_compiler() is not None  # what Dynamo compiles behind this call takes plain tensors
     return _gather((params, *more), False if plain else lazy, dtype, codec)
 
@@ -126,24 +139,24 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
         check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
-    codec = None if codec is None else _encoding(codec)
+    if codec is not None:
+        from ..codecs.encoding import encoding
+
+        codec = encoding("gather", codec)
     layout = merged(trees[0].layout, [tree.layout for tree in trees[1:]]) if len(trees) > 1 else trees[0].layout
-    shards = {key: tree[key] for tree in trees for key in tree}
+    shards = {key: tree[key] for tree in trees for key in tree} if len(trees) > 1 else dict(trees[0])
     check_shards("gather", shards, layout)
-    stacked = not layout.mesh.in_spmd
-    later = {key: x for key, x in shards.items() if _is_lazy(x, layout.buffers[key], layout, lazy)}
-    whole = lazily(later, layout, dtype, codec) if later else {}
-    flat = _flat_of_stack if stacked else _flat
-    flats = {
-        key: flat(shards[key], buffer, layout, dtype, codec)
-        for key, buffer in layout.buffers.items()
-        if key not in later
-    }
-    for key, x in (flats if stacked else reduced_together(flats, layout)).items():
-        if lazy is not False and layout.buffers[key].num_shards > 1:  # others are the shards, which a step may donate
-            watch = sink_here().watch if stacked else layout.mesh.watch
-            watch(key, x, [slot.name for slot in layout.buffers[key].slots])
-        whole.update(unpack(x, layout.buffers[key]))
+    mesh, buffers = layout.mesh, layout.buffers
+    one_memory = mesh.is_simulated or (mesh.shares_memory and lazy is None)
+    may_be_lazy = {} if one_memory or lazy is False else shards
+    later = {key: x for key, x in may_be_lazy.items() if lazy or _is_far(x, buffers[key], layout)}
+    whole = _lazily(later, layout, dtype, codec) if later else {}
+    now = {key: buffer for key, buffer in buffers.items() if key not in later}
+    for key, x in (_at_once(shards, now, layout, dtype, codec) if now else {}).items():
+        if lazy is not False and buffers[key].num_shards > 1:  # others are the shards, which a step may donate
+            watch = mesh.watch if mesh.in_spmd else sink_here().watch
+            watch(key, x, [slot.name for slot in buffers[key].slots])
+        whole.update(unpack(x, buffers[key]))
     if layout.tensor_meshes:
         from ..tensor_parallel import with_dtensors
 
@@ -151,96 +164,228 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
-def _encoding(codec: Any) -> Encoding:
-    from ..codecs.encoding import encoding
+def _gather_on_rank(rank: int, trees: Sequence[Sharded], dtype: torch.dtype | None, codec: Any) -> Full | None:
+    for tree in trees:
+        check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
+    params = merge(*trees)
+    layout, mesh = params.layout, params.layout.mesh
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < mesh.size:
+        raise ValueError(f"gather: rank: got {rank!r}, expected an int from 0 to {mesh.size - 1}, a rank of {mesh}")
+    if mesh.is_simulated and mesh.in_spmd:
+        raise RuntimeError(
+            "gather: rank: inside spmd of simulated ranks all ranks return alike, and none can return None. Call it "
+            "outside, on the stacked tree."
+        )
+    check_shards("gather", params, layout)
+    refuse_derivatives("gather(rank=)", params.values())
+    mine, whole = mesh.is_simulated or mesh.rank == rank, dict[str, Tensor]()
+    with torch.no_grad():
+        for unit in by_unit(params):
+            part = _gather((map_items(lambda _, x: x.detach(), unit),), False, dtype, codec)
+            whole.update({name: x.cpu() for name, x in part.items()} if mine else {})
+            del part  # before the next unit is gathered
+    return Full({name: whole[name] for name in layout.slots}, layout) if mine else None
 
-    return encoding("gather", codec)
 
-
-def _is_lazy(x: Tensor, buffer: Buffer, layout: Layout, lazy: bool | None) -> bool:
-    """Simulated ranks share one memory; one of those that run one after the other may ask for lazy parameters."""
-    if layout.mesh.is_simulated or (layout.mesh.shares_memory and lazy is None):
-        return False
-    return (buffer.num_shards > 1 or _is_elsewhere(x, layout)) if lazy is None else lazy
-
-
-def _is_elsewhere(x: Tensor, layout: Layout) -> bool:
-    """Whether ``x`` was offloaded: the device may not have memory for all whole buffers at once."""
+def _is_far(x: Tensor, buffer: Buffer, layout: Layout) -> bool:
+    """Whether values are on other ranks, or ``x`` was offloaded: the device may not have memory for all of them."""
+    if buffer.num_shards > 1:
+        return True
     return x.device != working_device(x, layout.mesh.device) or memory_kind_of(x).directory is not None
 
 
-def _flat(x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Encoding | None) -> Tensor:
-    """The whole buffer from this rank's shard."""
-    schedule, mesh = layout.schedules[buffer.key, dtype], layout.mesh
-    x = x.to(working_device(x, mesh.device), non_blocking=True)
-    x = averaged(x, schedule, mesh) if buffer.differentiable else x
-    return gathered(x, schedule, mesh, codec if buffer.dtype.is_floating_point else None)
+def _at_once(
+    shards: Mapping[str, Tensor],
+    buffers: Mapping[str, Buffer],
+    layout: Layout,
+    dtype: torch.dtype | None,
+    codec: Encoding | None,
+) -> dict[str, Tensor]:
+    """The whole ``buffers``; outside ``spmd`` from the shards of all ranks.
 
-
-def _flat_of_stack(
-    x: Tensor, buffer: Buffer, layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
-) -> Tensor:
-    """The whole buffer from the shards of all ranks; of copies, the first."""
-    x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-    x = x.to(working_device(x, layout.mesh.device), layout.schedules[buffer.key, dtype].dtypes.gathered)
-    for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
-        x = _FirstCopy.apply(x, dim, i == 0)
-    return (in_shard_order(x, layout) if buffer.num_shards > 1 else x).flatten().clone()
-
-
-class _FirstCopy(Function):
-    """One of equal copies. Every copy gets the whole gradient, as if each rank had returned the same value.
-
-    Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
+    Inside of an outermost ``fs.grad`` on real ranks they are behind one node: backward reduces all of them or none,
+    those that were not used as zeros, Note [Unused units] in reduction.py.
     """
+    mesh, flats = layout.mesh, dict[str, Tensor]()
+    for key, buffer in buffers.items():
+        schedule = layout.schedules[buffer.key, dtype]
+        x = shards[key].to(working_device(shards[key], mesh.device), non_blocking=True)
+        if mesh.in_spmd:
+            x = averaged(x, schedule, mesh) if buffer.differentiable else x
+            flats[key] = gathered(x, schedule, mesh, codec if buffer.dtype.is_floating_point else None)
+        else:
+            x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
+            flats[key] = whole_of_stack(x.to(schedule.dtypes.gathered), buffer, layout)
+    anchors = sink_here().anchors
+    keys = [key for key, x in flats.items() if x.requires_grad]
+    if anchors is None or not keys or not mesh.in_spmd or mesh.size == 1:
+        return flats
+    if in_transform() or has_tangents([*flats.values()]):
+        return flats
+    anchor, *joined = _Together.apply(*(flats[key] for key in keys))
+    anchors.append(anchor)
+    return flats | dict(zip(keys, joined, strict=True))
 
-    generate_vmap_rule = True
+
+class _Together(Function):
+    """An anchor, and the operands themselves, which have no tangents."""
 
     @staticmethod
-    def forward(x: Tensor, dim: int, averages: bool) -> Tensor:
-        return x.select(dim, 0).clone()
+    def forward(*flats: Tensor) -> tuple[Tensor, ...]:
+        return flats[0].new_empty(0), *(x.view_as(x) for x in flats)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.dim, averages = inputs
-        ctx.size = x.shape[ctx.dim]
-        prepare(ctx, averages, mean_is_transpose=ctx.size == 1)
+        ctx.like, ctx.sink = [(x.shape, x.dtype, x.device) for x in inputs], sink_here()
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        averages, (grad,) = ctx.sink.start(ctx, [grad])
-        first = grad.unsqueeze(ctx.dim)
-        if averages:
-            return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
-        return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _FirstCopy.apply(tangent, ctx.dim, ctx.averages)
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
+        return tuple(
+            torch.full((), ctx.sink.nothing, dtype=dtype, device=device).expand(shape) if grad is None else grad
+            for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+        )
 
 
-def materialize(tree: Any) -> Any:
-    """``tree`` with plain tensors that own their memory, for code that wants a data pointer or to keep a few.
+def _lazily(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
+) -> dict[str, Tensor]:
+    """The parameters of these buffers by name, lazy and differentiable; one session for all of them."""
+    session, tensors = Session(layout, {key: memory_kind_of(x) for key, x in shards.items()}), dict[str, Tensor]()
+    if any(layout.buffers[key].num_shards > 1 for key in shards):
+        session.rank = shard_axis(layout).backend.ready()
+    anchors = sink_here().anchors
+    together = anchors is not None and not has_tangents([*shards.values()])
+    joined = _joined(session, shards, layout, anchors) if together else {}
+    for part in _parts(shards, layout, dtype, codec):
+        own = {key: shards[key] for key in part.keys}
+        joins = joined if together else _joined(session, own, layout)
+        whole = _Gather.apply(session, part, not joins.keys().isdisjoint(own), *[joins.get(k, own[k]) for k in own])
+        if together and joins.keys() >= own.keys():
+            session.reductions.nodes[part] = ref(whole[0].grad_fn)  # weak: it knows the session
+        tensors.update(zip(part.names, whole, strict=True))
+    differentiate_at_once(tensors.values())
+    return tensors
 
-    The tensors of a ``Full`` are views of one gathered buffer per unit: keeping one keeps the whole buffer.
 
-    Args:
-        tree: a ``Full``, a tensor, or any pytree; what is not a tensor is passed through.
+def _joined(
+    session: Session, shards: Mapping[str, Tensor], layout: Layout, anchors: list[Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Those that require grad, behind one node that waits for their reductions.
 
-    Returns:
-        The same tree with a contiguous copy of each tensor. Differentiable.
-
-    Cost:
-        No collectives; the memory of the copies.
-
-    Example:
-        >>> layout = fs.plan({"a": torch.zeros(2), "b": torch.zeros(2)}, fs.simulated_mesh(2), units=[["a", "b"]])
-        >>> full = fs.gather(fs.shard({"a": torch.zeros(2), "b": torch.ones(2)}, layout))
-        >>> full["b"].untyped_storage().nbytes(), materialize(full)["b"].untyped_storage().nbytes()
-        (24, 8)
+    Only plain autograd can wait for them at the end: a transform wants to see every gradient when it is made.
     """
-    return optree.tree_map(_own, opened(tree), none_is_leaf=True)
+    requires_grad = [key for key, x in shards.items() if x.requires_grad]
+    if not requires_grad or in_transform() or not torch.is_grad_enabled():
+        return {}
+    device = working_device(shards[requires_grad[0]], layout.mesh.device)
+    anchor, *joined = _Join.apply(session, requires_grad, device, *[shards[key] for key in requires_grad])
+    if anchors is not None:
+        anchors.append(anchor)
+    return dict(zip(requires_grad, joined, strict=True))
 
 
-def _own(x: Any) -> Any:
-    return x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x
+def _parts(
+    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
+) -> list[Part]:
+    """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
+    if (which := (Part, *shards, dtype, codec)) in layout.derived:
+        return layout.derived[which]
+    groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
+    for i, unit in enumerate(layout.units):
+        for buffer in unit.buffers:
+            if buffer.key in shards:
+                kind = i, buffer.trainable, buffer.differentiable
+                groups.setdefault(kind, []).append(buffer)
+    parts = [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
+    if codec is None:
+        layout.derived[which] = parts
+    return parts
+
+
+class _Gather(Function):
+    """The shards of a part to its parameters; its transpose is ``scatter_grads``. ``is_joined``: behind ``_Join``."""
+
+    @staticmethod
+    def forward(session: Session, part: Part, is_joined: bool, *shards: Tensor) -> tuple[Tensor, ...]:
+        buffers = session.add(part, shards)
+        plain = {x.ndim for x in shards} == {1}
+        places = part.places if plain else part.places_of([x.shape[:-1] for x in shards])
+        return tuple([Lazy(session, buffers, place) for place in places])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.session, ctx.part, ctx.is_joined, *_ = inputs
+        prepare(ctx, *ctx.part.mean)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with without_torch_function():
+            session, part, now = ctx.session, ctx.part, backward_pass()
+            averages, handed = ctx.sink.start(ctx, grads)
+            transformed, kinds = in_transform() or has_tangents(handed), session.memory_kinds
+            session.leave(part, now, tangents=transformed)
+            wanted = [i for i, needed in enumerate(ctx.needs_input_grad[3:]) if needed]
+            shards: list[Tensor | None] = [None] * len(part.buffers)
+            if ctx.is_joined and not transformed and not torch.is_grad_enabled():
+                session.reductions.start(part, handed, wanted, now, ctx.sink, averages)
+                for i in wanted:  # until _Join replaces it, before anything reads it
+                    blank = torch.zeros((), dtype=part.buffers[i].dtype, device=kinds[part.keys[i]].device)
+                    shards[i] = blank.expand(part.buffers[i].shard_numel)
+            else:
+                by_name, total = dict(zip(part.names, handed, strict=True)), reduced if averages else scattered
+                for i in wanted:
+                    shards[i] = total(by_name, part.buffers[i], part.layout).to(kinds[part.keys[i]].device)
+        return None, None, None, *shards
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        given = {b.key: x for b, x in zip(ctx.part.buffers, tangents[3:], strict=True) if x is not None}
+        buffers = tuple(buffer for buffer in ctx.part.buffers if buffer.key in given)
+        part = replace(ctx.part, buffers=buffers, codec=None, tangent_of=ctx.part)
+        whole = _Gather.apply(ctx.session, part, False, *given.values())
+        return tuple(map(dict(zip(part.names, whole, strict=True)).get, ctx.part.names))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, session: Session, part: Part, is_joined: bool, *shards: Tensor) -> Any:
+        dims = in_dims[3:]
+        moved = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(shards, dims, strict=True)]
+        out_dims = [None if dim is None else 0 for b, dim in zip(part.buffers, dims, strict=True) for _ in b.slots]
+        return _Gather.apply(session, part, is_joined, *moved), tuple(out_dims)
+
+
+class _Join(Function):
+    """An anchor (Note [Unused units]) and the shards themselves. Its backward waits for the reductions.
+
+    Made before the model runs, these nodes come after all of the model in backward. Autograd runs a node in the thread
+    of the device that one of its outputs is on, and on the stream that the node was made on. Offloaded shards are all
+    on the CPU; because of the empty output on the device, autograd runs this node in the thread of
+    ``_Gather.backward``, and so after it.
+    """
+
+    @staticmethod
+    def forward(session: Session, keys: Sequence[str], device: torch.device, *shards: Tensor) -> tuple[Tensor, ...]:
+        return torch.empty(0, device=device), *[x.view_as(x) for x in shards]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.session, ctx.keys, ctx.device, *shards = inputs
+        ctx.sink = sink_here()
+        ctx.save_for_forward(*shards)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
+        if in_transform() or torch.is_grad_enabled() or has_tangents([grad for grad in grads if grad is not None]):
+            return None, None, None, *grads  # no reduction was started
+        with without_torch_function():
+            totals = ctx.session.reductions.finish(ctx.keys, backward_pass(), ctx.sink)
+            handed_on = ctx.sink.finish(ctx, totals)
+        pairs = zip(totals, handed_on, grads, strict=True)
+        return None, None, None, *[grad if total is None else x for total, x, grad in pairs]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        pairs = zip(ctx.saved_tensors, tangents[3:], strict=True)
+        views = (torch.zeros_like(x) if tangent is None else tangent.view_as(tangent) for x, tangent in pairs)
+        return torch.empty(0, device=ctx.device), *views

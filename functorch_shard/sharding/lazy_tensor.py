@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
+import optree
 import torch
 from torch import Tensor
 
+from ..containers import opened
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
     arguments_of,
@@ -24,7 +26,8 @@ from ..torch_internals.tensors import (
     without_torch_function,
     writes_nothing,
 )
-from .gathered_units import Session, UnitBuffers
+from .reduction import Place
+from .session import Session, UnitBuffers
 
 aten = torch.ops.aten
 _PLAIN_COPY = (
@@ -55,27 +58,16 @@ class Lazy(Tensor):
 
     _session: Session
     _buffers: UnitBuffers
-    _index: int
-    _place: tuple[Sequence[int], Sequence[int], int]  # its shape, strides and offset, as numbers that Python has
-    _start: int
+    _place: Place
 
     @staticmethod
-    def __new__(
-        cls,
-        session: Session,
-        buffers: UnitBuffers,
-        index: int,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        offset: int,
-        dtype: torch.dtype,
-        start: int,
-    ) -> Lazy:
-        place = {"strides": strides, "storage_offset": offset - start}
-        self = without_memory(cls, shape, **place, dtype=dtype, device=buffers.device)
+    def __new__(cls, session: Session, buffers: UnitBuffers, place: Place) -> Lazy:
+        offset: Any = place.offset - place.start
+        self = without_memory(
+            cls, place.shape, strides=place.strides, storage_offset=offset, dtype=place.dtype, device=buffers.device
+        )
         refuse_memory(self)
-        self._session, self._buffers, self._index = session, buffers, index
-        self._place, self._start = (shape, strides, offset), start
+        self._session, self._buffers, self._place = session, buffers, place
         return self
 
     __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
@@ -87,34 +79,35 @@ class Lazy(Tensor):
 
     def _data(self, own: bool = False) -> Tensor:
         """Its values, in memory that must not be written to, or in a copy of that."""
-        flat = self._session.data(self._buffers, self._index)
+        place, flat = self._place, self._session.data(self._buffers, self._place.buffer)
         flat = flat.clone() if own else flat
-        shape, strides, offset = self._place
-        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
+        return flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        shape, strides, offset = self._place
-        like = torch.empty_strided(shape, strides, dtype=self.dtype, device="meta")
+        place = self._place
+        like = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device="meta")
         views = func(like, *args, **kwargs)
         several = views if isinstance(views, (list, tuple)) else [views]
         if any(view.dtype != self.dtype or view.is_conj() or view.is_neg() for view in several):
             return func(self._data(own=True), *args, **kwargs)  # a view of other numbers
-        lazy = [self._at(view.shape, view.stride(), offset + int(view.storage_offset())) for view in several]
+        lazy = [self._at(x.shape, x.stride(), place.offset + int(x.storage_offset())) for x in several]
         return type(views)(lazy) if isinstance(views, (list, tuple)) else lazy[0]
 
     def _at(self, shape: Sequence[int], strides: Sequence[int], offset: int) -> Lazy:
-        return Lazy(self._session, self._buffers, self._index, shape, strides, offset, self.dtype, self._start)
+        place = self._place
+        return Lazy(self._session, self._buffers, Place(place.buffer, shape, strides, offset, place.dtype, place.start))
 
     def _as_strided(self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
         """A copy of elements of its parameter; as_strided counts from the start of memory."""
-        shape, _, offset = self._place
-        offset = offset if storage_offset is None else self._start + storage_offset
-        slot = next(x for x in self._buffers.part.buffers[self._index].slots if x.offset == self._start and x.numel)
-        last = offset - self._start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        whole = self._session.data(self._buffers, self._index)
+        place = self._place
+        offset = place.offset if storage_offset is None else place.start + storage_offset
+        slots = self._buffers.part.buffers[place.buffer].slots
+        slot = next(x for x in slots if x.offset == place.start and x.numel)
+        last = offset - place.start + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        whole = self._session.data(self._buffers, place.buffer)
         if whole.ndim == 1 and 0 not in size and last >= slot.numel:
             raise RuntimeError(
-                f"as_strided: element {last} of a parameter of {slot.numel}: {slot.name}, {tuple(shape)}"
+                f"as_strided: element {last} of a parameter of {slot.numel}: {slot.name}, {tuple(place.shape)}"
             )
         return whole.clone().as_strided(size, stride, offset)
 
@@ -156,7 +149,7 @@ class Lazy(Tensor):
 def _memory_numel(x: Tensor) -> int:
     """Elements of the memory that ``x`` is a view of."""
     if isinstance(x, Lazy):
-        return x._buffers.numel(x._index)
+        return x._buffers.numel(x._place.buffer)
     return x.untyped_storage().nbytes() // x.element_size()
 
 
@@ -195,8 +188,7 @@ def _of_first(rule: Callable[[Lazy, Any, Any], Any]) -> Callable[[Any, Any, Any]
 
 def _transposed(func: Any, args: Sequence[Lazy], kwargs: Any) -> Lazy:
     (x,) = args
-    shape, strides, offset = x._place
-    return x._at(shape[::-1], strides[::-1], offset)
+    return x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
 
 
 def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
@@ -228,3 +220,27 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
                 "functorch_shard.materialize, and bring that back with shard()."
             )
+
+
+def materialize(tree: Any) -> Any:
+    """``tree`` with plain tensors that own their memory, for code that wants a data pointer or to keep a few.
+
+    The tensors of a ``Full`` are views of one gathered buffer per unit: keeping one keeps the whole buffer.
+
+    Args:
+        tree: a ``Full``, a tensor, or any pytree; what is not a tensor is passed through.
+
+    Returns:
+        The same tree with a contiguous copy of each tensor. Differentiable.
+
+    Cost:
+        No collectives; the memory of the copies.
+
+    Example:
+        >>> layout = fs.plan({"a": torch.zeros(2), "b": torch.zeros(2)}, fs.simulated_mesh(2), units=[["a", "b"]])
+        >>> full = fs.gather(fs.shard({"a": torch.zeros(2), "b": torch.ones(2)}, layout))
+        >>> full["b"].untyped_storage().nbytes(), materialize(full)["b"].untyped_storage().nbytes()
+        (24, 8)
+    """
+    own = lambda x: x.clone(memory_format=torch.contiguous_format) if isinstance(x, Tensor) else x  # noqa: E731
+    return optree.tree_map(own, opened(tree), none_is_leaf=True)

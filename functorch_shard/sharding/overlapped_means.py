@@ -1,4 +1,4 @@
-"""The mean over replicas, taken while backward goes on: a wrapper of the reductions of a gather.
+"""The mean over replicas, taken while backward goes on: what a gather does with its complete reductions.
 
 Note [Overlapped means]: ``fs.grad`` takes the mean over ranks at its end, Note [Boundary]; with replicas that is an
 all-reduce of every shard, and nothing is left to compute meanwhile. If an input is used by one gather and nothing else,
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -26,13 +25,11 @@ from torch import Tensor
 from ..collectives.rules import axis_of
 from ..communication.backend import Work
 from ..layout.layout import Layout
-from ..layout.schedule import AllReduce, Cast, Ops, up_to_communication
-from ..mesh.mesh import Mesh
+from ..layout.schedule import Cast, up_to_communication
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import nodes, nodes_behind
 from ..torch_internals.tensors import hooks_of
-from .asynchronous import Reductions
-from .data_parallel import no_communication, run
+from .reduction import start_ops
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
 UNDER_WAY = 2  # all-reduces at a time: each holds its operand until it is waited for
@@ -42,33 +39,45 @@ class Means:
     """The means of reductions, in an order that is the same on all ranks.
 
     Args:
-        order: the inputs whose gradients' means may be started in backward, by position, in the order to take them in.
-        start: starts the mean of the gradient with respect to an input, of the sum over the ranks that share it.
-        taken: the inputs whose means were taken are added to it.
+        places: of each input that is a shard its buffer's key and its layout.
+        taken: the positions of inputs whose means were taken are added to it.
     """
 
-    def __init__(self, order: Sequence[int], start: Callable[[int, Tensor], Work], taken: set[int]) -> None:
-        self.taken, self.lock = taken, RLock()
-        self._to_start, self._start = [*order], start
+    def __init__(self, places: Sequence[Place | None], taken: set[int]) -> None:
+        self._places, self._taken, self._lock = places, taken, RLock()
+        self._to_start = [i for i in order_of_means(places) if _has_replicas(places[i])]
         self._reduced: dict[int, Tensor] = {}
         self._started: dict[int, Work] = {}
         self._means: dict[int, Tensor] = {}
 
-    def add(self, i: int, total: Tensor) -> None:
-        """``total`` is the sum over the ranks that share input ``i``; it is overwritten."""
-        self._reduced[i] = total
-        while self._to_start and self._to_start[0] in self._reduced:
-            self._wait_until(UNDER_WAY - 1)
-            following = self._to_start.pop(0)
-            self._started[following] = self._start(following, self._reduced.pop(following))
+    def add(self, i: int, total: Tensor) -> Work:
+        """Return the mean of input ``i`` if that is started, which is ``taken`` then, or else ``total``.
 
-    def wait(self, i: int) -> Tensor | None:
-        """Once: the mean of input ``i`` if that was started, which is ``taken`` then, or else what was added."""
-        if i not in self._started and i not in self._means:
-            return self._reduced.pop(i, None)
-        self._wait_until(0)
-        self.taken.add(i)
-        return self._means.pop(i)
+        ``total`` is the sum over the ranks that share the input; it is overwritten.
+        """
+        with self._lock:
+            self._reduced[i] = total
+            while self._to_start and self._to_start[0] in self._reduced:
+                self._wait_until(UNDER_WAY - 1)
+                following = self._to_start.pop(0)
+                self._started[following] = self._start(following, self._reduced.pop(following))
+        return Work(lambda: self._result(i))
+
+    def _start(self, i: int, total: Tensor) -> Work:
+        place = self._places[i]
+        assert place is not None, i
+        key, layout = place
+        schedule = layout.schedules[key, None]
+        ops = (Cast(schedule.dtypes.carried), *schedule.across, Cast(schedule.dtypes.returned))
+        return start_ops(up_to_communication(ops), total, key, layout.mesh)
+
+    def _result(self, i: int) -> Tensor:
+        with self._lock:
+            if i in self._reduced:
+                return self._reduced.pop(i)
+            self._wait_until(0)
+            self._taken.add(i)
+            return self._means.pop(i)
 
     def _wait_until(self, left: int) -> None:
         """Wait for the first ones, until so many are under way."""
@@ -76,62 +85,10 @@ class Means:
             self._means[i] = self._started.pop(i).wait()
 
 
-@dataclass(frozen=True, eq=False)
-class OverlappedReductions:
-    """The ``reductions`` of one gather, and the ``means`` of those that are all of the gradient of an input.
-
-    Args:
-        inputs: of each buffer of such an input the input's position.
-    """
-
-    reductions: Reductions
-    means: Means
-    inputs: Mapping[str, int]
-
-    def start(self, grads: Any, buffers: Any, layout: Layout, backward_pass: int, averages: bool) -> None:
-        with self.means.lock:
-            self._add(backward_pass)
-            self.reductions.start(grads, buffers, layout, backward_pass, averages)
-
-    def wait(self, key: str, backward_pass: int) -> Tensor | None:
-        if key not in self.inputs:
-            return self.reductions.wait(key, backward_pass)
-        with self.means.lock:
-            self._add(backward_pass)
-            return self.means.wait(self.inputs[key])
-
-    def _add(self, backward_pass: int) -> None:
-        for key, i in self.inputs.items():
-            if (total := self.reductions.wait(key, backward_pass)) is not None:
-                self.means.add(i, total)
-
-
 def order_of_means(places: Sequence[Place | None]) -> list[int]:
     """The inputs that are shards, by position, in the order to take their means in: those that may overlap first."""
     shards = [i for i, place in reversed([*enumerate(places)]) if place is not None]
     return sorted(shards, key=lambda i: not _has_replicas(places[i]))
-
-
-def start_mean(places: Sequence[Place | None], i: int, total: Tensor) -> Work:
-    """The mean over all ranks of ``total``, the sum over those that share input ``i``; it is overwritten."""
-    place = places[i]
-    assert place is not None, i
-    key, layout = place
-    schedule = layout.schedules[key, None]
-    ops = (Cast(schedule.dtypes.carried), *schedule.across, Cast(schedule.dtypes.returned))
-    return start_all_reduces(ops, total, key, layout.mesh)
-
-
-def start_all_reduces(ops: Ops, x: Tensor, key: str, mesh: Mesh) -> Work:
-    """What ``ops`` make of ``x``, which is overwritten: the first all-reduce now, what comes after it on wait."""
-
-    def start(op: AllReduce, x: Tensor) -> Work:
-        return mesh[op.axis].issue("psum", x, key=key)
-
-    front, op, behind = up_to_communication(ops)
-    assert isinstance(op, AllReduce), op
-    work = start(op, run(front, x, no_communication, Tensor.div_))
-    return work.then(lambda total: run(behind, total, lambda op, x: start(op, x).wait(), Tensor.div_))
 
 
 def overlap_means(
@@ -147,8 +104,7 @@ def overlap_means(
         value: what is differentiated.
         anchors: those of the boundary; their nodes know the gathers.
         inputs: what it is differentiated with respect to.
-        places: of each input that is a shard its buffer's key and its layout.
-        taken: the positions of inputs whose means were taken are added to it.
+        places, taken: those of :class:`Means`.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
     averaged = {id(x): i for i, (x, place) in enumerate(zip(inputs, places, strict=True)) if _is_averaged(x, place)}
@@ -159,14 +115,18 @@ def overlap_means(
     alone = {leaf: i for leaf, i in averaged.items() if uses[leaf] == 1}
     if not alone or _communicates_over_replicas(graph, places):
         return
-    means = Means([i for i in order_of_means(places) if _has_replicas(places[i])], partial(start_mean, places), taken)
+    means = Means(places, taken)
     for node in gathers:
         session = node.session
         found = {key: alone.get(_leaf(behind)) for key, behind in zip(node.keys, nodes_behind(node), strict=True)}
         own = {key: i for key, i in found.items() if i is not None and places[i] == (key, session.layout)}
         device = session.layout.mesh.device
         resident = {key: i for key, i in own.items() if session.memory_kinds[key] == MemoryKind(device)}
-        session.reductions = OverlappedReductions(session.reductions, means, resident)
+        session.reductions.put = partial(_put, means, resident, session.reductions.put)
+
+
+def _put(means: Means, inputs: Mapping[str, int], put: Callable[[str, Tensor], Work], key: str, total: Tensor) -> Work:
+    return means.add(inputs[key], total) if key in inputs else put(key, total)
 
 
 def _communicates_over_replicas(graph: Sequence[Any], places: Sequence[Place | None]) -> bool:
@@ -180,7 +140,7 @@ def _has_replicas(place: Place | None) -> bool:
     if place is None:
         return False
     buffer, layout = place[1].buffers[place[0]], place[1]
-    return buffer.num_shards > 1 and any(isinstance(op, AllReduce) for op in layout.schedules[buffer.key, None].across)
+    return buffer.num_shards > 1 and layout.schedules[buffer.key, None].has_copies
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:

@@ -1,143 +1,246 @@
-"""Full gradients to reduced shards by differentiable collectives, and the mean at the boundary of ``fs.grad``.
+"""Reductions of full gradients while backward goes on, by the schedule of each buffer.
 
-The lazy gather reduces by ``asynchronous`` instead. Both follow the schedule of the buffer, Note [Schedule], so their
-results are equal bitwise.
+Note [Unused units]: backward starts the reduction of a unit when it reaches the unit's node. On a rank whose loss does
+not depend on the unit it never does, while the other ranks wait for its addend. So inside of ``fs.grad`` every rank
+makes one reduction for each part that it gathered, used or not; what was gathered is the same on all ranks, or the
+gathers would have been refused (Note [Envelopes]). The order is the same too, the last gathered first, as in backward:
+before the reduction of a part, those before it whose nodes this pass does not reach are made with zeros, and at the end
+the rest. That end is the backward of a node in front of all shards. The pass always reaches it, because ``fs.grad``
+differentiates its *anchor*, an output without a use, along with the loss.
+
+What no rank used is refused, by all ranks or by none. A rank whose loss uses no part adds -0.0, the identity of
+addition (0.0 is not: -0.0 + 0.0 = 0.0), so a sum is -0.0 where no rank had anything to add.
+
+Elsewhere (``backward()``, a reentrant checkpoint) it is not known which pass is the last one, and nothing is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, takewhile
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from ..collectives.sinks import sink_here
-from ..layout.buffers import Buffer, batch_of, pack
-from ..layout.layout import Layout
-from ..layout.schedule import AllReduce, Divide, Schedule
-from ..storage.memory_kind import to_memory_kind_of, to_working_device
-from ..torch_internals.autograd import Function, has_tangents, in_transform
-from .data_parallel import across, within
+from ..collectives.sinks import Sink
+from ..communication.axis import Axis
+from ..communication.backend import Finished, Work
+from ..layout.buffers import Buffer, pack
+from ..layout.layout import Layout, shard_axis
+from ..layout.schedule import Cast, Communication, Divide, Encoding, Ops, ReduceScatter, Schedule, up_to_communication
+from ..mesh.mesh import Mesh
+from ..torch_internals.autograd import backward_comes_to
 
 
-def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """The shard of the mean (or the sum) over ranks of the gradients of ``buffer``; ``None`` counts as zeros.
+class Place(NamedTuple):
+    """A view of a parameter in a whole buffer of its part, as numbers that Python has."""
 
-    Not yet cast to the dtype that it is stored or returned in.
+    buffer: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    offset: int
+    dtype: torch.dtype
+    start: int  # the offset of the parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Buffers of one unit that are gathered, differentiated and reduced together, and how they are gathered."""
+
+    unit: int
+    buffers: tuple[Buffer, ...]
+    layout: Layout
+    dtype: torch.dtype | None = None
+    codec: Encoding | None = None
+    tangent_of: Part | None = None
+
+    @cached_property
+    def axis(self) -> Axis:
+        """The ranks that the buffers are sharded over."""
+        return shard_axis(self.layout)
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        return all(buffer.num_shards > 1 for buffer in self.buffers)
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(buffer.key for buffer in self.buffers)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The parameters."""
+        return tuple(slot.name for buffer in self.buffers for slot in buffer.slots)
+
+    @cached_property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """How each buffer is gathered and its gradient reduced."""
+        return tuple(self.layout.schedules[buffer.key, self.dtype] for buffer in self.buffers)
+
+    @cached_property
+    def mean(self) -> tuple[bool, bool]:
+        """Whether backward has a mean to take, and whether taking it is the transpose of the gather."""
+        return any(s.has_mean for s in self.schedules), all(s.mean_is_transpose for s in self.schedules)
+
+    @cached_property
+    def reductions(self) -> tuple[Mapping[bool, tuple[Ops, Communication | None, Ops]], ...]:
+        """What is done with each gradient, around its first communication; with the mean over ranks or without."""
+        with_mean = [(*s.within, *s.across, Cast(s.dtypes.stored)) for s in self.schedules]
+        return tuple(
+            {True: up_to_communication(ops), False: up_to_communication(s.within)}
+            for ops, s in zip(with_mean, self.schedules, strict=True)
+        )
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where each parameter is in its whole buffer."""
+        return self.places_of([()] * len(self.buffers))
+
+    def places_of(self, batches: Sequence[Sequence[int]]) -> list[Place]:
+        """The same where there is a whole buffer for each of a batch."""
+        groups = enumerate(zip(self.buffers, batches, self.schedules, strict=True))
+        return [
+            Place(i, (*batch, *slot.shape), strides, slot.offset, schedule.dtypes.gathered, slot.offset)
+            for i, (buffer, batch, schedule) in groups
+            for slot in buffer.slots
+            for strides in [(*_strides(batch, buffer.numel), *_strides(slot.shape))]
+        ]
+
+
+def _strides(sizes: Sequence[int], inner: int = 1) -> tuple[int, ...]:
+    """Those of contiguous rows of ``inner`` elements."""
+    behind = accumulate(reversed(sizes), lambda product, size: product * max(size, 1), initial=max(inner, 1))
+    return tuple(reversed([*behind][:-1]))
+
+
+def run(
+    ops: Ops,
+    x: Tensor,
+    communicate: Callable[[Any, Tensor], Tensor],
+    divide: Callable[[Tensor, float], Tensor] = torch.div,
+) -> Tensor:
+    """``x`` after ``ops``; every interpreter is this fold with its own way to ``communicate``."""
+    for op in ops:
+        if isinstance(op, Cast):
+            x = x.to(op.dtype)
+        elif isinstance(op, Divide):
+            x = divide(x, op.by)
+        else:
+            x = communicate(op, x)
+    return x
+
+
+def no_communication(op: Communication, x: Tensor) -> Tensor:
+    raise AssertionError(op)
+
+
+def start_ops(ops: tuple[Ops, Communication | None, Ops], x: Tensor, key: str, mesh: Mesh) -> Work:
+    """Follow ``ops`` up to their first communication now, and behind it on wait; ``x``, of ``key``, is overwritten."""
+
+    def issue(op: Communication, x: Tensor) -> Work:
+        kind = "psum_scatter" if isinstance(op, ReduceScatter) else "psum"
+        return mesh[op.axis].issue(kind, x, key=key)
+
+    front, op, behind = ops
+    x = run(front, x, no_communication, Tensor.div_)
+    if op is None:
+        return Finished(x)
+    return issue(op, x).then(lambda total: run(behind, total, lambda op, x: issue(op, x).wait(), Tensor.div_))
+
+
+class Reductions:
+    """The reductions of the backward passes over one ``gather``, started as gradients come.
+
+    One part is reduced at a time: the next waits for it, and so one full gradient is freed before another is packed,
+    in the same memory. A pass that runs inside another (a hook, a reentrant checkpoint) has its own results.
+    Autograd may call from several threads: a call that comes while another one waits for a message waits for it too.
+
+    Args:
+        put: takes what a reduction made, by the key of its buffer, as soon as it is complete.
     """
-    packed, schedule = _packed(grads, buffer, layout)
-    return across(within(packed, schedule, layout.mesh), schedule, layout.mesh)
 
+    def __init__(self, put: Callable[[str, Tensor], Work] = lambda key, total: Finished(total)) -> None:
+        self.put = put
+        self._one_at_a_time = RLock()
+        self._started: list[tuple[int, str, Work]] = []
+        self._results: dict[tuple[int, str], Work] = {}
+        self._scratch: dict[int, Tensor] = {}
+        self.nodes: dict[Part, ref[Any]] = {}  # whose backward reduces parts, if all ranks gather them
+        self.gathered: dict[Part, None] = {}  # by all ranks, in this order
+        self._left: dict[int, dict[Part, None]] = {}  # what a backward pass did not reduce yet, the last gathered first
 
-def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """:func:`reduced` in the dtype to return: the stored one, or with ``keep_low_precision_grads`` the reduction's."""
-    return _returned(reduced(grads, buffer, layout), buffer, layout)
+    def start(
+        self, part: Part, grads: Iterable[Tensor], wanted: Iterable[int], backward_pass: int, sink: Sink, mean: bool
+    ) -> None:
+        """Start to reduce the gradients of the ``wanted`` buffers of ``part``, and before it those that are owed.
 
+        With ``mean`` to the mean over ranks, or else to the sum over those that share a buffer.
+        """
+        with self._one_at_a_time:
+            left = self._parts_left(backward_pass)
+            if part in left:
+                earlier = [*takewhile(lambda other: other is not part, left)]
+                self._start_zeros([other for other in earlier if not self._is_to_come(other)], backward_pass, sink)
+                del left[part]
+            self._start(part, grads, wanted, backward_pass, mean)
 
-def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather."""
-    packed, schedule = _packed(grads, buffer, layout)
-    return within(packed, schedule, layout.mesh)
+    def finish(self, keys: Sequence[str], backward_pass: int, sink: Sink) -> list[Tensor | None]:
+        """Reduce what ``backward_pass`` did not reach, and return what it made for the buffers ``keys``, once."""
+        with self._one_at_a_time:
+            self._start_zeros([*self._parts_left(backward_pass)], backward_pass, sink)
+            del self._left[backward_pass]
+            self._wait()
+            works = [self._results.pop((backward_pass, key), None) for key in keys]
+            return [None if work is None else work.wait() for work in works]
 
+    def _parts_left(self, backward_pass: int) -> dict[Part, None]:
+        if backward_pass not in self._left:
+            self._left[backward_pass] = {part: None for part in reversed(self.gathered) if part in self.nodes}
+        return self._left[backward_pass]
 
-def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:
-    """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary]."""
-    return {key: None if x is None else mean_of_shard(x, layout.buffers[key], layout) for key, x in grads.items()}
+    def _is_to_come(self, part: Part) -> bool:
+        node = self.nodes[part]()
+        return node is not None and backward_comes_to(node)
 
+    def _start_zeros(self, parts: Sequence[Part], backward_pass: int, sink: Sink) -> None:
+        """Reduce what this rank has to add to the gradients of parts that its loss does not depend on."""
+        for part in parts:
+            del self._left[backward_pass][part]
+            zeros = [
+                torch.full(slot.shape, sink.nothing, dtype=schedule.dtypes.gathered, device=part.layout.mesh.device)
+                for buffer, schedule in zip(part.buffers, part.schedules, strict=True)
+                for slot in buffer.slots
+            ]
+            self._start(part, zeros, range(len(part.buffers)), backward_pass, sink.averages)
 
-def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:
-    """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
+    def _start(
+        self, part: Part, grads: Iterable[Tensor], wanted: Iterable[int], backward_pass: int, mean: bool
+    ) -> None:
+        self._wait()
+        by_name = dict(zip(part.names, grads, strict=True))
+        for i in wanted:
+            buffer, like = part.buffers[i], by_name[part.buffers[i].slots[0].name]
+            # where there is nothing to add up now, what is packed may be the result, and is in new memory
+            sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others
+            scratch = self._scratch_for(i, buffer, like, part.schedules[i].dtypes.reduced) if sharded else None
+            packed = pack(by_name, buffer, out=scratch)
+            work = start_ops(part.reductions[i][mean], packed, buffer.key, part.layout.mesh)
+            self._started.append((backward_pass, buffer.key, work))
 
-    Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: ``x`` may be overwritten, as
-    fresh memory costs as much as the division.
-    """
-    if not layout.mesh.in_spmd:
-        return _sum_of_stack(x, buffer, layout)
-    schedule = _schedule_of_shard(x, buffer, layout)
-    has_copies = any(isinstance(op, AllReduce) for op in schedule.across)
-    if in_place and not has_copies and x.dtype == schedule.dtypes.returned:
-        return x.div_(prod(op.by for op in schedule.across if isinstance(op, Divide))) if schedule.has_mean else x
-    there = to_working_device(x, layout.mesh.device) if has_copies else x
-    average = _returned(across(there, schedule, layout.mesh), buffer, layout)
-    return x.copy_(average) if in_place and x.dtype == average.dtype else to_memory_kind_of(average, x)
+    def _scratch_for(self, place: int, buffer: Buffer, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory that is written again and again: fresh pages cost as much as what is written to them."""
+        scratch = self._scratch.get(place)
+        if scratch is None or scratch.dtype != dtype or scratch.numel() < buffer.numel:
+            scratch = self._scratch[place] = like.new_empty(buffer.numel, dtype=dtype)
+        return scratch[: buffer.numel]
 
-
-def _sum_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    for dim in copy_dims(buffer, layout):
-        x = x.sum(dim, keepdim=True).expand_as(x)
-    return _returned(x, buffer, layout)
-
-
-def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:
-    """One full gradient, and how it is reduced in the dtype that it comes in."""
-    packed = pack(complete(grads, buffer, layout), buffer)
-    return packed, layout.schedules[buffer.key, packed.dtype]
-
-
-def _schedule_of_shard(x: Tensor, buffer: Buffer, layout: Layout) -> Schedule:
-    """By the unit's policy: ``x`` has the dtype that it is carried or returned in, and not that it was computed in."""
-    return layout.schedules[buffer.key, x.dtype if x.is_complex() else None]
-
-
-def _returned(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    return x.to(layout.schedules[buffer.key, None].dtypes.returned)
-
-
-def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
-    """The rank dims of a stacked tree along which there are copies of a shard of ``buffer``."""
-    names = enumerate(layout.mesh.axes)
-    return [i for i, name in names if buffer.num_shards == 1 or name not in layout.shard_axes]
-
-
-def reduced_together(flats: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Whole buffers behind one node: backward reduces all of them or none, those that were not used as zeros.
-
-    Inside of an outermost ``fs.grad``, on real ranks (Note [Unused units] in unused.py); elsewhere ``flats``.
-    """
-    anchors = sink_here().anchors
-    keys = [key for key, x in flats.items() if x.requires_grad]
-    if anchors is None or not keys or in_transform() or layout.mesh.size == 1:
-        return flats
-    if has_tangents([*flats.values()]):
-        return flats
-    anchor, *joined = _Together.apply(*(flats[key] for key in keys))
-    anchors.append(anchor)
-    return flats | dict(zip(keys, joined, strict=True))
-
-
-class _Together(Function):
-    """An anchor, and the operands themselves, which have no tangents."""
-
-    @staticmethod
-    def forward(*flats: Tensor) -> tuple[Tensor, ...]:
-        return flats[0].new_empty(0), *(x.view_as(x) for x in flats)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.like, ctx.sink = [(x.shape, x.dtype, x.device) for x in inputs], sink_here()
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> Any:
-        pairs = zip(grads, ctx.like, strict=True)
-        return tuple(_constant(ctx.sink.nothing, *like) if grad is None else grad for grad, like in pairs)
-
-
-def _constant(value: float, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A constant that takes no memory."""
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
-
-
-def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
-    """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
-    own = {slot.name: grads[slot.name] for slot in buffer.slots}
-    if all(x is not None for x in own.values()):
-        return own
-    given = [(grad, batch_of(grad, slot)) for slot in buffer.slots if (grad := grads[slot.name]) is not None]
-    like, batch = given[0] if given else (torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device), ())
-    every = {slot.name: (slot, grads[slot.name]) for slot in buffer.slots}
-    return {
-        name: like.new_zeros((*batch, *slot.shape)) if grad is None else grad for name, (slot, grad) in every.items()
-    }
+    def _wait(self) -> None:
+        """Wait for what was started, and put it where it belongs."""
+        while self._started:
+            backward_pass, key, work = self._started.pop(0)
+            self._results[backward_pass, key] = self.put(key, work.wait())

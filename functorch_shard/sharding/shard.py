@@ -1,21 +1,28 @@
-"""``shard``: this rank's part of whole parameters."""
+"""``shard``: this rank's part of whole parameters; ``partition`` and ``merge``: trainable and frozen parts of a tree.
+
+Whole buffers become shards here: each rank cuts its own, or one rank sends everybody theirs. Outside ``spmd`` the
+shards of all simulated ranks are stacked, and become whole buffers again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..collectives.sinks import without_derivative
-from ..layout.layout import Layout
+from ..collectives.primitives import all_gather
+from ..collectives.sinks import prepare, without_derivative
+from ..layout.buffers import Buffer, Slot, fill_shard, of_rank, pack
+from ..layout.layout import Layout, merged, select_buffers, shard_at, shard_axis, shard_index
 from ..layout.planning import named_tensors
-from ..layout.trees import Sharded, check_layout
+from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
+from ..mesh.axes import coordinate_of
 from ..mesh.fingerprints import value_lines
-from ..torch_internals.autograd import is_functorch_wrapped_tensor
-from .slicing import cut_buffer, receive_buffer
+from ..storage.memory_kind import to_working_device
+from ..torch_internals.autograd import Function, eager, is_functorch_wrapped_tensor
 
 
 def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, from_rank: int | None = None) -> Sharded:
@@ -77,6 +84,79 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
     return Sharded(shards, layout)
 
 
+@eager
+def partition(params: Sharded) -> tuple[Sharded, Sharded]:
+    """``(trainable, frozen)``: two trees that :func:`merge` makes one again.
+
+    Differentiate by the first alone: no gradient, optimizer memory or traffic is spent on the second.
+    ``gather(trainable, frozen)`` gathers both.
+
+    Args:
+        params: any ``Sharded`` with one leaf per buffer of its layout.
+
+    Returns:
+        Two ``Sharded`` that share the leaves of ``params``, each with the layout of its own buffers.
+
+    Raises:
+        TypeError: ``params`` is not a ``Sharded``.
+
+    Cost:
+        Nothing is copied or communicated.
+
+    Example:
+        >>> values = {"fc.w": torch.zeros(3), "fc.steps": torch.tensor(7)}
+        >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
+        >>> trainable, frozen = partition(params)
+        >>> list(trainable), list(frozen)
+        (['fc/float32'], ['fc/int64/frozen'])
+    """
+    check_sharded("partition", params)
+    layout = params.layout
+    trainable = {key: buffer.trainable for key, buffer in layout.buffers.items()}
+    halves = [
+        select_buffers(layout, {key: flag == wanted for key, flag in trainable.items()}) for wanted in (True, False)
+    ]
+    mine, others = (Sharded({key: params[key] for key in half.buffers}, half) for half in halves)
+    return mine, others
+
+
+@eager
+def merge(tree: Sharded, *more: Sharded) -> Sharded:
+    """One tree of the buffers of several: the inverse of :func:`partition`.
+
+    ``merge(*partition(params))`` has the leaves and the layout of ``params``.
+
+    Args:
+        tree, more: parts of one model, as :func:`partition` returns them, or those of several models planned on one
+        mesh.
+
+    Returns:
+        A ``Sharded`` that shares the leaves of the parts, in the order of the whole layout.
+
+    Raises:
+        TypeError: a part is not a ``Sharded``.
+        ValueError: two parts have a buffer in common, or were planned for other ranks or with other options.
+
+    Cost:
+        Nothing is copied or communicated.
+
+    Example:
+        >>> values = {"fc.w": torch.zeros(3), "fc.steps": torch.tensor(7)}
+        >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
+        >>> trainable, frozen = partition(params)
+        >>> merge(trainable, frozen).layout == params.layout
+        True
+    """
+    trees = (tree, *more)
+    if others := [type(part).__name__ for part in trees if not isinstance(part, Sharded)]:
+        raise TypeError(f"merge: got {', '.join(others)}, expected a Sharded for each part.")
+    if not more:
+        return tree
+    layout = merged(tree.layout, [part.layout for part in more])
+    leaves = {key: part[key] for part in trees for key in part}
+    return Sharded({key: leaves[key] for key in layout.buffers}, layout)
+
+
 _NO_DERIVATIVE = (
     "shard: new shards have no derivative by the tensors that they were cut from. Compute with the shards, by "
     "tree_map, or with gathered parameters; gradients become shards by scatter_grads, which has derivatives. Or detach "
@@ -113,3 +193,141 @@ def _of_source(source: Any, layout: Layout, from_rank: int) -> dict[str, Tensor]
     if not 0 <= from_rank < mesh.size:
         raise ValueError(f"shard: from_rank: got {from_rank}, expected 0 <= from_rank < {mesh.size}, a rank of {mesh}")
     return _checked(source, layout) if mesh.is_simulated or mesh.rank == from_rank else {}
+
+
+def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) -> Tensor:
+    """This rank's shard of ``tensors``; outside ``spmd``, of all simulated ranks, stacked."""
+    mesh = layout.mesh
+    transformed = any(is_functorch_wrapped_tensor(tensors[slot.name]) for slot in buffer.slots)
+    if mesh.in_spmd and (mesh.is_simulated or transformed):  # not written into plain tensors
+        return _own_row(to_working_device(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
+    rows = blank_rows(buffer, layout)
+    for row, number in zip(rows, _numbers(buffer, layout), strict=True):
+        fill_shard(row, tensors, buffer, number)
+    return shard_of_rows(rows, buffer, layout)
+
+
+def blank_rows(buffer: Buffer, layout: Layout) -> Tensor:
+    """Zeros for :func:`fill_rows`: a row for each shard that is made here."""
+    numbers = _numbers(buffer, layout)
+    return torch.zeros(len(numbers), buffer.shard_numel, dtype=buffer.dtype, device=layout.mesh.device)
+
+
+def fill_rows(rows: Tensor, slot: Slot, value: Tensor, buffer: Buffer, layout: Layout) -> None:
+    """Write the parts of one parameter into the rows of :func:`blank_rows`."""
+    flat = value.detach().reshape(-1)
+    for row, number in zip(rows, _numbers(buffer, layout), strict=True):
+        _, offset, numel, start = buffer.part(slot, number)
+        row[offset : offset + numel] = flat[start : start + numel]
+
+
+def shard_of_rows(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """What :func:`cut_buffer` returns, from rows that were filled parameter by parameter."""
+    mesh = layout.mesh
+    if mesh.in_spmd:
+        return _own_row(rows.flatten(), buffer, layout) if mesh.is_simulated else rows[0]
+    return stacked(rows, layout)
+
+
+def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
+    """The shards that are made here; simulated ranks choose theirs among all of them."""
+    own = layout.mesh.in_spmd and not layout.mesh.is_simulated
+    return [int(shard_index(buffer, layout))] if own else range(buffer.num_shards)
+
+
+def stacked(rows: Tensor, layout: Layout) -> Tensor:
+    """The shards of all simulated ranks, from a row for each shard; the one row of what is whole is everybody's."""
+    rows = rows.expand(layout.num_shards, -1)
+    names = [name for name in layout.shard_axes if name in layout.mesh.axes]
+    rows = rows.unflatten(0, [layout.axis_size(name) for name in names] or [1])  # in the order of the shard axes
+    order = [names.index(name) for name, _ in layout.axes if name in names]
+    rows = rows.permute(*order, -1) if names else rows
+    ones = [size if name in names else 1 for name, size in layout.axes]
+    return rows.reshape(*ones, -1).expand(*layout.mesh.axes.values(), -1).contiguous()
+
+
+def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
+    """This rank's shard of the ``tensors`` of rank ``source``; other real ranks need to have none."""
+    mesh = layout.mesh
+    if not mesh.in_spmd or mesh.size == 1:
+        return cut_buffer(tensors, buffer, layout)  # one process has the values of all
+    at = dict(zip(mesh.axes, coordinate_of(source, tuple(mesh.axes.values())), strict=True))
+    if mesh.is_simulated:  # the values of all ranks are in memory
+        flat = to_working_device(pack(tensors, buffer).detach(), mesh.device)
+        for axis in mesh:
+            flat = all_gather(flat[None], axis)[at[axis.name]]
+        return _own_row(flat, buffer, layout)
+    return _send(tensors, buffer, layout, source, {**at, layout.shard_axis: shard_at(at, layout)})
+
+
+def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int, at: Mapping[str, int]) -> Tensor:
+    """From the source to the other shards, and from each to its copies: no rank receives more than it keeps."""
+    mesh = layout.mesh
+    shards = [shard_axis(layout)] if layout.num_shards > 1 else []
+    axes = [*shards, *(axis for axis in mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
+    here = buffer.num_shards if mesh.rank == source else 0
+    x = torch.zeros(here, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)  # rows of what this rank has
+    for number in range(here):
+        fill_shard(x[number], tensors, buffer, number)
+    for i, axis in enumerate(axes):
+        if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
+            continue  # these ranks get theirs from the next axis
+        kind = "scatter" if axis in shards and buffer.num_shards > 1 else "broadcast"
+        if kind == "broadcast":
+            x = x[0] if len(x) else x.new_empty(buffer.shard_numel)
+        x = axis.issue(kind, x, key=buffer.key, source=at[axis.name]).wait()[None]
+    return x[0]
+
+
+def _own_row(flat: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    if buffer.num_shards == 1:
+        return flat
+    index, rows = shard_index(buffer, layout), flat.view(buffer.num_shards, -1)
+    return of_rank(rows, index) if isinstance(index, Tensor) else rows[index].clone()  # without the memory of others
+
+
+def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
+    """The rank dims of a stacked tree along which there are copies of a shard of ``buffer``."""
+    names = enumerate(layout.mesh.axes)
+    return [i for i, name in names if buffer.num_shards == 1 or name not in layout.shard_axes]
+
+
+def whole_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+    """The whole buffer from the shards of all ranks; of copies, the first."""
+    for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
+        x = _FirstCopy.apply(x, dim, i == 0)
+    if buffer.num_shards > 1:  # one dim for each shard axis, in the mesh's order
+        inside = [name for name in layout.mesh.axes if name in layout.shard_axes]
+        x = x.permute(*(inside.index(name) for name in layout.shard_axes if name in inside), -1)
+    return x.flatten().clone()
+
+
+class _FirstCopy(Function):
+    """One of equal copies. Every copy gets the whole gradient, as if each rank had returned the same value.
+
+    Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, averages: bool) -> Tensor:
+        return x.select(dim, 0).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.dim, averages = inputs
+        ctx.size = x.shape[ctx.dim]
+        prepare(ctx, averages, mean_is_transpose=ctx.size == 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        averages, (grad,) = ctx.sink.start(ctx, [grad])
+        first = grad.unsqueeze(ctx.dim)
+        if averages:
+            return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
+        return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
+        return _FirstCopy.apply(tangent, ctx.dim, ctx.averages)

@@ -51,6 +51,9 @@ frame_compiler: Callable[[], Any] = eval_frame.get_eval_frame_callback
 # Builtins too: the active transforms of torch.func, outermost first, None outside of all; and whether torch profiles.
 in_transform: Callable[[], Any] = get_interpreter_stack
 profiler_enabled: Callable[[], bool] = _profiler_enabled
+# The id of the backward pass that runs in this thread, or NO_PASS outside of one; no public function tells.
+backward_pass: Callable[[], int] = _current_graph_task_id
+NO_PASS = -1
 
 
 def eager(fn: Fn, *, recursive: bool = True) -> Fn:
@@ -129,12 +132,6 @@ def outside_inference_mode() -> Iterator[None]:
     in_threads = _is_multithreading_enabled()
     with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(in_threads):
         yield
-
-
-def backward_pass() -> int | None:
-    """The id of the backward pass that runs in this thread, or ``None`` outside of one; no public function tells."""
-    task = _current_graph_task_id()
-    return None if task == -1 else task
 
 
 def backward_comes_to(node: Any) -> bool:

@@ -28,6 +28,7 @@ from torch.random import fork_rng
 from torch.utils._python_dispatch import _pop_mode, _push_mode  # without entering a mode again: see inherited
 
 from .autograd import (
+    NO_PASS,
     Recorder,
     TorchDispatchMode,
     TransformType,
@@ -92,7 +93,7 @@ _ASSIGNED = (
 
 def refuse_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """Raise for an operator that draws random numbers which a graph could not draw."""
-    if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() is not None:
+    if torch.Tag.nondeterministic_seeded in func.tags and backward_pass() != NO_PASS:
         raise RefusedError(_IN_BACKWARD)
     if any(isinstance(x, torch.Generator) for x in (*args, *(kwargs or {}).values())):
         raise RefusedError(_GENERATOR)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -36,9 +37,12 @@ refuse_memory = _set_throw_on_mutable_data_ptr
 HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default
 
 
+write_count: Callable[[Tensor], int] = attrgetter("_version")  # of a tensor that is not an inference tensor
+
+
 def version_of(x: Tensor) -> int:
     """The version counter of ``x``, by which autograd detects writes; -1 for inference tensors, which have none."""
-    return -1 if x.is_inference() else x._version
+    return -1 if x.is_inference() else write_count(x)
 
 
 def identity_of_storage(x: Tensor) -> int:

@@ -20,7 +20,7 @@ from ..errors import axes_text, table
 from ..layout.layout import Layout, rank_dims
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
-from ..sharding.prefetch_policy import small_units
+from ..sharding.session import small_units
 from .optimizer import Optimizer
 
 

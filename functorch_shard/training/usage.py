@@ -35,7 +35,7 @@ def refuse_unused(fn: Callable[..., Any], kinds: Mapping[int, str]) -> None:
 
 
 def is_unused(tree: Any, reduced: bool) -> bool:
-    """Whether all gradients in ``tree`` are zero; if they were ``reduced``, -0.0: Note [Unused units] in unused.py."""
+    """Whether all gradients in ``tree`` are zero; if they were ``reduced``, -0.0: Note [Unused units]."""
     leaves = [x for x in optree.tree_leaves(tree) if isinstance(x, Tensor)]
     parts = [torch.view_as_real(x) if x.is_complex() else x for x in leaves]
     return not any(bool((x.ne(0) | ~x.signbit()).any() if reduced else x.any()) for x in parts)

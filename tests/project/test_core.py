@@ -35,7 +35,6 @@ FEATURES = {
     "mesh.joint",
     "mesh.launching",
     "sharding.overlapped_means",
-    "sharding.gather_on_rank",
     "sharding.iter_parameters",
     "sharding.reshard",
     "storage.offloading",

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.sharding import gathered_units as prefetch
-from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
-from functorch_shard.sharding.prefetch_policy import expected_order, small_units
+from functorch_shard.sharding import session
+from functorch_shard.sharding.reduction import Part
+from functorch_shard.sharding.session import NO_PASS, Session, UnitBuffers, expected_order, small_units
 
 some_laws = settings(max_examples=100, deadline=None)
 
@@ -32,8 +32,8 @@ class Units:
 
     def __init__(self, *sizes: int, layout: fs.Layout | None = None, **options: Any) -> None:
         layout = layout or layout_of(sizes, **options)
-        self.session = Session(layout)
-        parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
+        self.session = Session(layout, {})
+        parts = [Part(i, unit.buffers, layout) for i, unit in enumerate(layout.units)]
         self.buffers = [self.session.add(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
 
     def whole(self) -> list[int]:
@@ -41,7 +41,7 @@ class Units:
         return [i for i, one in enumerate(self.buffers) if one.flats is not None or one._works is not None]
 
     def leave(self, unit: int) -> None:
-        self.session.leave(self.buffers[unit].part)
+        self.session.leave(self.buffers[unit].part, 7)
 
     def use(self, *order: int) -> list[list[int]]:
         """What is whole after each use."""
@@ -55,7 +55,7 @@ class Units:
 
 @contextmanager
 def backward(number: int = 1) -> Iterator[None]:
-    with mock.patch.object(prefetch, "backward_pass", return_value=number):
+    with mock.patch.object(session, "backward_pass", return_value=number):
         yield
 
 
@@ -165,16 +165,16 @@ def test_small_units_are_an_eighth_of_the_largest_together(sizes: list[int], sma
 
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 3, 64, 60]), min_size=1, max_size=6),
-    uses=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, None, 1, 2]), st.booleans()), max_size=30),
+    uses=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([NO_PASS, NO_PASS, 1, 2]), st.booleans()), max_size=30),
 )
 @some_laws
 def test_no_order_of_use_makes_more_than_two_large_units_whole(
-    sizes: list[int], uses: list[tuple[int, int | None, bool]]
+    sizes: list[int], uses: list[tuple[int, int, bool]]
 ) -> None:
     units = Units(*sizes)
     large = {i for i in range(len(sizes)) if i not in small_units(layout_of(sizes))}
     for unit, number, left in uses:
-        with mock.patch.object(prefetch, "backward_pass", return_value=number):
+        with mock.patch.object(session, "backward_pass", return_value=number):
             (whole,) = units.use(unit % len(sizes))
         assert unit % len(sizes) in whole
         assert len(large.intersection(whole)) <= 2

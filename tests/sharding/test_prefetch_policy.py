@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from functorch_shard.sharding.prefetch_policy import Decision, UseOrder
+from functorch_shard.sharding.session import NO_PASS, Decision, UseOrder
 
 some_laws = settings(max_examples=200, deadline=None)
 NUM_UNITS = 6
-Use = tuple[int, int | None]  # a unit, and the backward pass that it is used in
+Use = tuple[int, int]  # a unit, and the backward pass that it is used in
 
 units = st.integers(0, NUM_UNITS - 1)
-uses = st.lists(st.tuples(units, st.sampled_from([None, None, 1, 2])), max_size=40)
+uses = st.lists(st.tuples(units, st.sampled_from([NO_PASS, NO_PASS, 1, 2])), max_size=40)
 smalls = st.frozensets(units, max_size=NUM_UNITS)
 orders = st.permutations(range(NUM_UNITS))
 
@@ -28,7 +28,7 @@ class Driven:
     resident: list[int] = field(default_factory=list)
     gathered: list[int] = field(default_factory=list)
 
-    def use(self, unit: int, backward_pass: int | None = None) -> Decision:
+    def use(self, unit: int, backward_pass: int = NO_PASS) -> Decision:
         if unit != self.policy.current and unit in self.resident:
             self.resident.append(self.resident.pop(self.resident.index(unit)))
         decision = self.policy.arrive(unit, backward_pass, self.resident)
@@ -118,7 +118,7 @@ def test_backward_does_not_go_ahead_into_frozen_units_in_front(order: list[int],
 
 
 def test_a_forward_that_comes_back_to_a_unit_after_a_backward_never_expects_it_to_follow_itself() -> None:
-    uses: list[Use] = [(0, 1), (1, None), (0, None), (1, 1), (0, None), (1, None), (0, None)]
+    uses: list[Use] = [(0, 1), (1, NO_PASS), (0, NO_PASS), (1, 1), (0, NO_PASS), (1, NO_PASS), (0, NO_PASS)]
     assert all(
         unit not in decision.fetch for (unit, _), decision in zip(uses, followed(UseOrder(range(2)), uses), strict=True)
     )

@@ -7,19 +7,19 @@ from dataclasses import replace
 from functools import cache
 from threading import Event
 from time import sleep
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.collectives.sinks import Sink
 from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.gloo.guard import SMALL_MESSAGE
 from functorch_shard.layout.buffers import pack
-from functorch_shard.sharding.asynchronous import Reductions
-from functorch_shard.sharding.reduction import reduced_and_cast
-from functorch_shard.storage.memory_kind import MemoryKind
+from functorch_shard.sharding.data_parallel import reduced_and_cast
+from functorch_shard.sharding.reduction import Part, Reductions
 from functorch_shard.testing import assert_trees_close
 from tests.support.ranks import Ranks, gloo
 
@@ -59,8 +59,22 @@ def planned(kind: str, mesh: fs.Mesh, reduction: Any = "mean") -> fs.Layout:
     )
 
 
-def waited(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor:
-    total = reductions.wait(key, backward_pass)
+def started(
+    reductions: Reductions, grads: dict[str, Tensor], layout: fs.Layout, key: str = "", number: int = 1
+) -> None:
+    """Start to reduce the gradients of these buffers, or of all."""
+    buffers = tuple(layout.buffers[each] for each in ([key] if key else layout.buffers))
+    part = Part(0, buffers, layout)
+    reductions.start(part, [grads[name] for name in part.names], range(len(buffers)), number, Sink(), True)
+
+
+def result(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor | None:
+    (total,) = reductions.finish([key], backward_pass, Sink())
+    return total
+
+
+def waited(reductions: Reductions, key: str) -> Tensor:
+    total = result(reductions, key)
     assert total is not None
     return total
 
@@ -68,7 +82,7 @@ def waited(reductions: Reductions, key: str, backward_pass: int = 1) -> Tensor:
 def both_ways(grads: Any, layout: fs.Layout) -> tuple[Tensor, Tensor]:
     (buffer,) = layout.buffers.values()
     reductions = Reductions()
-    reductions.start(grads, [buffer], layout, 1)
+    started(reductions, grads, layout)
     return reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)
 
 
@@ -129,12 +143,12 @@ def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
             assert not gap.view(torch.uint8).any()  # not even a negative zero
 
 
-def missing(mesh: fs.Mesh) -> list[tuple[Tensor, Tensor]]:
-    given = {"large": grads_of("large", mesh.rank), "small": grads_of("small", mesh.rank)}
-    none = {"p0": None, "p9": None, "p1": None}
-    return [
-        both_ways({**grads, **{n: None for n in none if n in grads}}, planned(k, mesh)) for k, grads in given.items()
-    ]
+def missing(mesh: fs.Mesh) -> list[Tensor]:
+    none, results = {"p0": None, "p9": None, "p1": None}, []
+    for kind in ("large", "small"):
+        (buffer,), layout = planned(kind, mesh).buffers.values(), planned(kind, mesh)
+        results.append(reduced_and_cast({**grads_of(kind, mesh.rank), **none}, buffer, layout))
+    return results
 
 
 @pytest.mark.parametrize("ranks", gloo(2), ids=str)
@@ -146,8 +160,7 @@ def test_a_gradient_that_is_none_counts_as_zeros(ranks: Ranks) -> None:
         rows = [grads_of(kind, rank) for rank in range(2)]
         zeroed = [{n: x * (n not in ("p0", "p9", "p1")) for n, x in row.items()} for row in rows]
         expected = (pack(zeroed[0], buffer) + pack(zeroed[1], buffer)) / 2
-        for way in range(2):
-            assert torch.equal(torch.cat([told[rank][i][way] for rank in range(2)]), expected)
+        assert torch.equal(torch.cat([told[rank][i] for rank in range(2)]), expected)
 
 
 def alone(**options: Any) -> tuple[fs.Layout, dict[str, Tensor]]:
@@ -157,22 +170,20 @@ def alone(**options: Any) -> tuple[fs.Layout, dict[str, Tensor]]:
 
 def test_a_result_belongs_to_its_backward_pass_and_is_given_once() -> None:
     layout, grads = alone()
-    a, b = layout.buffers.values()
     reductions = Reductions()
-    reductions.start(grads, [a], layout, 1)
-    reductions.start(grads, [b], layout, 1)
-    assert reductions.wait("a", 2) is None
-    assert_trees_close({key: reductions.wait(key, 1) for key in "ab"}, {"a": grads["a.w"], "b": grads["b.w"]})
-    assert reductions.wait("a", 1) is None
+    started(reductions, grads, layout, "a")
+    started(reductions, grads, layout, "b")
+    assert result(reductions, "a", 2) is None
+    assert_trees_close({key: result(reductions, key) for key in "ab"}, {"a": grads["a.w"], "b": grads["b.w"]})
+    assert result(reductions, "a") is None
 
 
 def test_a_pass_that_was_stopped_leaves_nothing_to_the_next() -> None:
     layout, grads = alone()
-    a, b = layout.buffers.values()
     reductions = Reductions()
-    reductions.start({"a.w": grads["a.w"] * 100, "b.w": grads["b.w"]}, [a, b], layout, 1)
-    reductions.start(grads, [b], layout, 2)
-    assert_trees_close({"b": reductions.wait("b", 2)}, {"b": grads["b.w"]})
+    started(reductions, {"a.w": grads["a.w"] * 100, "b.w": grads["b.w"]}, layout)
+    started(reductions, grads, layout, "b", 2)
+    assert_trees_close({"b": result(reductions, "b", 2)}, {"b": grads["b.w"]})
 
 
 def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
@@ -182,9 +193,9 @@ def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
         policy = fs.MixedPrecision(reduce_dtype=dtype)
         mixed = replace(layout, units=tuple(replace(unit, precision=policy) for unit in layout.units))
         reductions = Reductions()
-        reductions.start(grads, list(mixed.buffers.values()), mixed, 1)
+        started(reductions, grads, mixed)
         assert_trees_close(
-            {key: reductions.wait(key, 1) for key in mixed.buffers},
+            {key: result(reductions, key) for key in mixed.buffers},
             {b.key: reduced_and_cast(grads, b, mixed) for b in mixed.buffers.values()},
             rtol=0,
             atol=0,
@@ -196,9 +207,9 @@ def test_reducing_never_writes_to_the_gradients() -> None:
     before = {name: x.clone() for name, x in grads.items()}
     for buffer in layout.buffers.values():
         reductions = Reductions()
-        reductions.start(grads, [buffer], layout, 1)
-        for result in (reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)):
-            result.zero_()
+        started(reductions, grads, layout, buffer.key)
+        for total in (reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)):
+            total.zero_()
     assert_trees_close(grads, before, rtol=0, atol=0)
 
 
@@ -217,17 +228,6 @@ class SlowBackend(Backend):
         return Finished(torch.cat([x, x], op.dim) if op.kind == "exchange" else 2 * x)
 
 
-class SlowHome(MemoryKind):
-    """A blocking copy, which lets other threads run."""
-
-    putting: ClassVar[Event] = Event()
-
-    def put(self, x: Tensor) -> Tensor:
-        self.putting.set()
-        sleep(0.2)
-        return x.clone()
-
-
 def slow_layout(started: Event, seconds: float) -> fs.Layout:
     mesh = fs.simulated_mesh(2).with_backend(lambda axis: SlowBackend(started, seconds))
     return fs.plan({"a.w": torch.zeros(8), "b.w": torch.zeros(8)}, mesh)
@@ -238,27 +238,30 @@ ONES, HUNDREDS = {"a.w": torch.ones(8)}, {"b.w": torch.full((8,), 100.0)}
 
 def test_a_result_is_there_for_any_thread_while_another_one_copies_it_to_its_memory_kind() -> None:
     layout = slow_layout(Event(), 0.0)
-    a, b = layout.buffers.values()
-    reductions = Reductions({"a": SlowHome(torch.device("cpu"))})
-    SlowHome.putting.clear()
-    reductions.start(ONES, [a], layout, 1)
+    putting = Event()
+
+    def put_slowly(key: str, total: Tensor) -> Work:
+        putting.set()
+        sleep(0.2)
+        return Finished(total.clone())
+
+    reductions = Reductions(put_slowly)
+    started(reductions, ONES, layout, "a")
     with ThreadPoolExecutor(1) as other:
-        under_way = other.submit(reductions.start, HUNDREDS, [b], layout, 1)
-        assert SlowHome.putting.wait(60)
-        assert_trees_close(reductions.wait("a", 1), torch.ones(4))
+        under_way = other.submit(started, reductions, HUNDREDS, layout, "b")
+        assert putting.wait(60)
+        assert_trees_close(result(reductions, "a"), torch.ones(4))
         under_way.result()
-    assert_trees_close(reductions.wait("b", 1), torch.full((4,), 100.0))
+    assert_trees_close(result(reductions, "b"), torch.full((4,), 100.0))
 
 
 def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread() -> None:
-    started = Event()
-    layout = slow_layout(started, 0.2)
-    a, b = layout.buffers.values()
-    reductions = Reductions()
-    reductions.start(ONES, [a], layout, 1)
+    sending = Event()
+    layout, reductions = slow_layout(sending, 0.2), Reductions()
+    started(reductions, ONES, layout, "a")
     with ThreadPoolExecutor(1) as other:
-        waiting = other.submit(reductions.wait, "a", 1)
-        assert started.wait(60)
-        reductions.start(HUNDREDS, [b], layout, 1)
+        waiting = other.submit(result, reductions, "a")
+        assert sending.wait(60)
+        started(reductions, HUNDREDS, layout, "b")
         assert_trees_close(waiting.result(), torch.ones(4))
-    assert_trees_close(reductions.wait("b", 1), torch.full((4,), 100.0))
+    assert_trees_close(result(reductions, "b"), torch.full((4,), 100.0))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Work
-from functorch_shard.sharding import gathered_units as prefetch
-from functorch_shard.sharding.gathered_units import Part, Session, UnitBuffers
-from functorch_shard.sharding.streams import RecordedEvent, Streams
+from functorch_shard.sharding import session
+from functorch_shard.sharding.reduction import Part
+from functorch_shard.sharding.session import NO_PASS, RecordedEvent, Session, Streams, UnitBuffers
 
 some_laws = settings(max_examples=100, deadline=None)
 
@@ -83,8 +83,8 @@ class Units:
     def __init__(self, device: Device, streams: Streams, number: int, **options: Any) -> None:
         tensors = {f"u{i}.w": torch.zeros(7) for i in range(number)}
         layout = fs.plan(tensors, fs.init_mesh(), **options)
-        self.device, self.session = device, Session(layout, streams=streams)
-        parts = [Part(i, unit.buffers, layout, None) for i, unit in enumerate(layout.units)]
+        self.device, self.session = device, Session(layout, {}, streams)
+        parts = [Part(i, unit.buffers, layout) for i, unit in enumerate(layout.units)]
         self.buffers = [self.session.add(part, [torch.zeros(7)]) for part in parts]
         self.complete: dict[UnitBuffers, Any] = {}
         self.memory_of: dict[UnitBuffers, Stream] = {}  # whose memory it is
@@ -115,17 +115,17 @@ class Units:
 
 
 @given(
-    uses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from([None, 1, 2])), max_size=30),
+    uses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from([NO_PASS, 1, 2])), max_size=30),
     reshard=st.booleans(),
 )
 @some_laws
 def test_no_stream_uses_a_unit_before_it_is_there_or_after_its_memory_is_given_away(
-    uses: list[tuple[int, int, int | None]], reshard: bool
+    uses: list[tuple[int, int, int]], reshard: bool
 ) -> None:
     device = Device(3)
     with device.at_work() as streams:
         units = Units(device, streams, 4, reshard_after_forward=reshard)
         with units.watched():
             for unit, stream, number in uses:
-                with mock.patch.object(prefetch, "backward_pass", return_value=number):
+                with mock.patch.object(session, "backward_pass", return_value=number):
                     units.use(unit, stream)

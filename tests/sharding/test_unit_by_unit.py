@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 import functorch_shard as fs
 from functorch_shard.layout.layout import as_stored
-from functorch_shard.sharding.gather_on_rank import gather_on_rank
+from functorch_shard.sharding import gather
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, two_layers
 from tests.support.ranks import HYBRID, Ranks, gloo
@@ -69,14 +70,16 @@ def alive_before_each_gather(mesh: fs.Mesh) -> list[list[str]]:
     made: dict[str, weakref.ref[Any]] = {}
     alive: list[list[str]] = []
 
-    def watched(unit: fs.Sharded) -> fs.Full:
+    def watched(*args: Any) -> fs.Full:
         alive.append([name for name, x in made.items() if x() is not None])
-        part = fs.gather(unit, lazy=False)
+        part = gather_at_once(*args)
         made.update({name: weakref.ref(x) for name, x in part.items()})
         return part
 
+    gather_at_once = gather._gather
     gc.disable()  # what goes, goes by itself
-    gather_on_rank(watched, 1, params)
+    with patch.object(gather, "_gather", watched):
+        fs.gather(params, rank=1)
     gc.enable()
     return alive
 

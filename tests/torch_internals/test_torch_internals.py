@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from functorch_shard.collectives.sinks import current_level
 from functorch_shard.torch_internals.autograd import (
+    NO_PASS,
     backward_comes_to,
     backward_pass,
     differentiate_at_once,
@@ -27,7 +28,7 @@ from functorch_shard.torch_internals.autograd import (
 )
 from functorch_shard.torch_internals.tensors import hooks_of, torch_node
 
-Seen = list[tuple["int | None", bool]]
+Seen = list[tuple[int, bool]]
 
 
 def look(seen: Seen) -> None:
@@ -121,10 +122,10 @@ def test_nodes_that_a_backward_runs_are_distinguished_from_those_after_its_end()
 
 
 def test_outside_there_is_neither_a_backward_pass_nor_a_transform() -> None:
-    assert backward_pass() is None
+    assert backward_pass() == NO_PASS
     assert not in_transform()
     with torch.no_grad(), torch.inference_mode():
-        assert (backward_pass(), in_transform()) == (None, None)
+        assert (backward_pass(), in_transform()) == (NO_PASS, None)
 
 
 def test_a_backward_pass_has_one_number_and_the_next_one_another() -> None:
@@ -133,12 +134,12 @@ def test_a_backward_pass_has_one_number_and_the_next_one_another() -> None:
         x = torch.ones(2).requires_grad_()
         Look.apply(Look.apply(x, seen), seen).sum().backward()
     passes = [number for number, _ in seen]
-    assert passes[0:2] == passes[4:6] == passes[8:10] == [None, None]  # the two forwards
+    assert passes[0:2] == passes[4:6] == passes[8:10] == [NO_PASS, NO_PASS]  # the two forwards
     first, second, third = passes[2:4], passes[6:8], passes[10:12]
     assert all(isinstance(number, int) and pair[0] == pair[1] for pair in (first, second, third) for number in pair)
     assert len({*first, *second, *third}) == 3
     assert not any(transformed for _, transformed in seen)
-    assert backward_pass() is None
+    assert backward_pass() == NO_PASS
 
 
 def test_a_backward_inside_a_backward_has_its_own_number_and_then_the_outer_one_is_back() -> None:
@@ -153,7 +154,7 @@ def test_a_backward_inside_a_backward_has_its_own_number_and_then_the_outer_one_
     leaf_with(hook).backward()
     before, inner, after = [number for number, _ in seen]
     assert before == after
-    assert None not in (before, inner)
+    assert NO_PASS not in (before, inner)
     assert inner != before
 
 
@@ -164,7 +165,7 @@ def test_a_pass_that_was_stopped_by_an_exception_is_over() -> None:
     try:
         leaf_with(hook).backward()
     except KeyError:
-        assert backward_pass() is None
+        assert backward_pass() == NO_PASS
         return
     raise AssertionError("the hook was not called")
 
@@ -173,12 +174,12 @@ def test_another_thread_is_in_no_backward_pass() -> None:
     seen: Seen = []
     with ThreadPoolExecutor(1) as threads:
         leaf_with(lambda _: threads.submit(look, seen).result()).backward()
-    assert seen == [(None, False)]
+    assert seen == [(NO_PASS, False)]
 
 
 def test_every_transform_is_one() -> None:
     def fn(x: Tensor) -> Tensor:
-        assert backward_pass() is None
+        assert backward_pass() == NO_PASS
         assert in_transform()
         return x.sin().sum()
 
@@ -199,7 +200,7 @@ def test_the_backward_of_a_transform_is_a_pass_and_in_the_transform() -> None:
 
         transform(fn)(torch.ones(2, 3))
         (outside, there), (number, in_backward) = seen
-        assert (outside, there) == (None, True)
+        assert (outside, there) == (NO_PASS, True)
         assert isinstance(number, int)
         assert in_backward is True
 
