@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -32,13 +31,9 @@ def tied() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "one element": lambda: Bag((1,)),
     "fewer elements than ranks": lambda: Bag((1,), (1,)),
-    "prime": lambda: Bag((7,), (31,), (101,)),
-    "even": lambda: Bag((12,), (4, 3), (24,)),
     "rows cut in two": lambda: Bag((17, 257), (3, 3), (1,), (5, 1, 7)),
     "a parameter over all ranks": lambda: Bag((3,), (1000,), (2,)),
-    "many small": lambda: Bag(*[(n,) for n in range(1, 14)]),
     "ends at a boundary": lambda: Bag((8,), (8,), (8,)),
     "nested": lambda: nn.Sequential(nn.Linear(7, 15), nn.Sequential(nn.LayerNorm(15), nn.Linear(15, 3, bias=False))),
     "tied": tied,
@@ -81,10 +76,8 @@ def both_intervals() -> list[tuple[Intervals, Intervals]]:
     ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_rank_holds_the_intervals_of_flat_param_handle(num_ranks: int) -> None:
-    results = fs.testing.run_ranks(both_intervals, num_ranks)
-    assert len(results) == num_ranks
+def test_every_rank_holds_the_intervals_of_flat_param_handle() -> None:
+    results = fs.testing.run_ranks(both_intervals, 3)
     for rank, answers in enumerate(results):
         for case, (mine, theirs) in zip(CASES, answers, strict=True):
             assert mine == theirs, f"rank {rank}, {case}"

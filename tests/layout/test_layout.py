@@ -93,21 +93,6 @@ def test_slices_are_those_of_brute_force(layout: Layout) -> None:
 
 @given(planned())
 @some_laws
-def test_the_shards_tile_every_parameter_once_and_in_order(layout: Layout) -> None:
-    reached = dict.fromkeys(layout.slots, 0)
-    for rank in range(layout.num_shards):
-        for name, offset, numel, start in layout.slices(rank):
-            buffer = layout.buffers[layout.key_of[name]]
-            reached[name] = 0 if buffer.num_shards == 1 else reached[name]  # whole on every rank
-            assert start == reached[name]
-            assert numel > 0
-            assert offset + numel <= buffer.shard_numel
-            reached[name] += numel
-    assert reached == {name: prod(slot.shape) for name, slot in layout.slots.items()}
-
-
-@given(planned())
-@some_laws
 def test_every_parameter_starts_at_a_multiple_of_align_bytes(layout: Layout) -> None:
     for slot in layout.slots.values():
         assert (slot.offset * slot.dtype.itemsize) % (layout.align_bytes or 1) == 0
@@ -142,13 +127,6 @@ def test_an_empty_parameter_is_in_no_shard() -> None:
     assert list(layout.slots) == ["m.a", "m.b", "m.c"]
 
 
-def test_slices_refuses_a_rank_that_is_not_there() -> None:
-    layout = fs.plan({"p": torch.zeros(3)}, fs.simulated_mesh(2))
-    for rank in (-1, 2):
-        with pytest.raises(ValueError, match=rf"slices: got rank {rank}, expected 0 <= rank < 2 \('shard'\)"):
-            layout.slices(rank)
-
-
 @given(planned())
 @some_laws
 def test_a_pickle_gives_an_equal_layout_with_an_equal_hash(layout: Layout) -> None:
@@ -180,11 +158,11 @@ def example(ranks: int = 2, **options: Any) -> Layout:
 
 def test_a_layout_fits_only_a_mesh_of_its_sizes() -> None:
     layout = example(2)
+    with pytest.raises(ValueError, match=r"slices: got rank 2, expected 0 <= rank < 2 \('shard'\)"):
+        layout.slices(2)
     message = r"Layout.on: the layout is for shard=2, the mesh has shard=3. A layout is for fixed sizes: plan a new"
     with pytest.raises(ValueError, match=message):
         layout.on(fs.simulated_mesh(3))
-    with pytest.raises(ValueError, match="the mesh has replicate=1 x shard=2"):
-        layout.on(fs.simulated_mesh({"replicate": 1, "shard": 2}))
     mesh = fs.simulated_mesh(2)
     assert layout.on(mesh) == layout
     assert layout.on(mesh).mesh is mesh

@@ -73,14 +73,6 @@ def test_scalars_empties_and_transposes_are_row_major_like_any_other() -> None:
     assert layout == fs.plan({name: x.contiguous() for name, x in tensors.items()}, MESH)
 
 
-def test_a_model_without_parameters_has_an_empty_layout() -> None:
-    for source in (nn.ReLU(), {}):
-        layout = fs.plan(source, MESH)
-        assert layout.buffers == {}
-        assert layout.slices(0) == []
-        assert str(layout).endswith("slots aligned to 16 bytes")
-
-
 def test_the_meta_device_plans_as_the_real_one() -> None:
     real = Awkward()
     with torch.device("meta"):

@@ -40,17 +40,6 @@ def full() -> fs.Full:
     return fs.Full({name: x.detach() for name, x in model().named_parameters()}, layout)
 
 
-def test_a_parameter_is_not_a_key_of_shards_and_the_error_says_how_to_get_it() -> None:
-    tree = sharded()
-    name = next(name for name in tree.layout.slots if name not in tree)
-    with pytest.raises(KeyError, match=r"the keys of a Sharded are buffers, .*; the whole parameter: fs.gather"):
-        tree[name]
-    with pytest.raises(KeyError, match="'no such': the keys of a Sharded are buffers, ") as error:
-        tree["no such"]
-    assert "whole parameter" not in str(error.value)
-    assert tree.get("no such") is None
-
-
 TREES: dict[str, Callable[[], Any]] = {"Sharded": sharded, "Full": full}
 both = pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 
@@ -67,6 +56,8 @@ def assert_same(actual: Any, expected: Any) -> None:
 def test_flatten_and_unflatten_keep_type_order_leaves_and_layout(make: Callable[[], Any]) -> None:
     tree = make()
     for pytree in (optree, torch_pytree, cxx_pytree):
+        tripled = pytree.tree_map(lambda a, b: a + 2 * b, tree, copy.deepcopy(tree))
+        assert_same(tripled, map_items(lambda key, x: 3 * x, tree))
         leaves, treedef = pytree.tree_flatten(tree)
         assert all(leaf is tree[key] for leaf, key in zip(leaves, tree, strict=True))
         back = pytree.tree_unflatten(treedef, leaves) if pytree is optree else pytree.tree_unflatten(leaves, treedef)
@@ -88,14 +79,6 @@ def test_key_paths_are_the_keys_in_both_registries(make: Callable[[], Any]) -> N
 
 
 @both
-def test_tree_map_combines_two_trees_of_one_layout(make: Callable[[], Any]) -> None:
-    tree = make()
-    for tree_map in (optree.tree_map, torch_pytree.tree_map, cxx_pytree.tree_map):
-        total = tree_map(lambda a, b: a + 2 * b, tree, copy.deepcopy(tree))
-        assert_same(total, map_items(lambda key, x: 3 * x, tree))
-
-
-@both
 def test_copies_and_pickles_keep_every_field(make: Callable[[], Any]) -> None:
     tree = make()
     for back in (copy.deepcopy(tree), pickle.loads(pickle.dumps(tree))):
@@ -105,7 +88,6 @@ def test_copies_and_pickles_keep_every_field(make: Callable[[], Any]) -> None:
     assert_same(shallow, tree)
     assert all(shallow[key] is leaf for key, leaf in tree.items())
     assert copy.deepcopy(tree).layout is tree.layout
-    assert pickle.loads(pickle.dumps(tree)).layout == tree.layout
 
 
 def test_a_full_that_torch_saved_is_a_state_dict_for_everybody() -> None:
@@ -156,5 +138,7 @@ def test_sharded_is_a_mapping_that_cannot_be_assigned_to() -> None:
     assert tree["z/no_decay"].tolist() == [1, 2]
     with pytest.raises(TypeError, match="does not support item assignment"):
         tree["z"] = torch.zeros(1)  # pyright: ignore[reportIndexIssue]
-    with pytest.raises(KeyError, match="'y'"):
+    with pytest.raises(KeyError, match=r"'y': the keys of a Sharded are buffers, [^;]*$"):
         tree["y"]
+    with pytest.raises(KeyError, match=r"the keys of a Sharded are buffers, .*; the whole parameter: fs.gather"):
+        tree["z.weight"]

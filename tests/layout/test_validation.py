@@ -8,17 +8,9 @@ import pytest
 import torch
 
 import functorch_shard as fs
-from functorch_shard.errors import name_problems, reject, table
+from functorch_shard.errors import name_problems
 
 MESH = fs.simulated_mesh(2)
-
-
-def test_one_error_lists_every_problem_and_then_the_advice() -> None:
-    reject("verb", [], "Do better.")
-    with pytest.raises(ValueError, match=r"^verb: 1 problem\n  it is late\nDo better\.$"):
-        reject("verb", ["it is late"], "Do better.")
-    with pytest.raises(TypeError, match=r"^verb: 2 problems\n  late\n  dark\nDo better\.$"):
-        reject("verb", ["late", "dark"], "Do better.", TypeError)
 
 
 def test_a_wrong_name_is_answered_with_the_nearest_right_one() -> None:
@@ -29,17 +21,6 @@ def test_a_wrong_name_is_answered_with_the_nearest_right_one() -> None:
         "'blocks.0.wieght': not in the layout (did you mean 'blocks.0.weight'?)",
         "'xyz': not in the layout",
     ]
-
-
-def test_a_table_aligns_text_left_and_numbers_right() -> None:
-    text = table([("a", "x", 1), ("bcd", "", 12345)], ("name", "note", "size"), left=2)
-    assert text.splitlines() == [
-        "name  note    size",
-        "------------------",
-        "a     x          1",
-        "bcd         12,345",
-    ]
-    assert table([], ("name", "size")) == "name  size\n----------"
 
 
 TIED: dict[str, tuple[Any, str]] = {

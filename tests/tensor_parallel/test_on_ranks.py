@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -17,14 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.sharding.lazy_tensor import Lazy
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
-from tests.support.live_bytes import LiveBytes, settle
 from tests.support.refusals import refused
 from tests.support.tensor_parallel import Transformer, next_words, parallelize, sentences, tie, transformer
 
@@ -122,46 +119,6 @@ def test_gradients_are_those_of_fully_shard_on_the_same_parallelized_model() -> 
     assert run_ranks(fsdp2_on_this_rank, RANKS) == [3 * 16 + 5 - 1] * RANKS
 
 
-UNITS, LARGE, SAMPLES = 6, 256, 4
-UNIT = 4 * (2 * LARGE * LARGE // 2 + LARGE // 2 + LARGE)  # bytes of the local parts of a pair of layers in float32
-
-
-def step_in_memory_on_this_rank() -> LiveBytes:
-    gc.disable()
-    axes = device_mesh()
-    mesh = fs.Mesh.from_device_mesh(axes["shard"])
-    styles: dict[str, Any] = {"*.0": ColwiseParallel(), "*.2": RowwiseParallel()}
-    pairs = [nn.Sequential(nn.Linear(LARGE, LARGE), nn.Tanh(), nn.Linear(LARGE, LARGE)) for _ in range(UNITS)]
-    model = parallelize_module(nn.Sequential(*pairs), axes["tensor"], styles)
-    ways = {"warm up": True, "lazy": True, "kept": False}
-    layouts = {way: fs.plan(model, mesh, reshard_after_forward=reshard) for way, reshard in ways.items()}
-    assert [unit.buffers[0].nbytes for unit in layouts["lazy"].units] == [UNIT] * UNITS
-    x = torch.randn(SAMPLES, LARGE)
-    settle()
-    with LiveBytes() as live:
-        for way, layout in layouts.items():
-            params = fs.shard(dict(model.named_parameters()), layout)
-            live.mark(f"forward {way}")
-            fs.grad(lambda p, way=way: marked(functional_call(model, fs.gather(p), (x,)), live, way))(params)
-            live.mark(f"end {way}")
-    return live
-
-
-def marked(out: Tensor, live: LiveBytes, way: str) -> Tensor:
-    live.mark(f"backward {way}")
-    return out.square().mean()
-
-
-def test_of_lazy_parts_two_units_are_whole_and_one_gradient() -> None:
-    activations = UNITS * 4 * SAMPLES * LARGE * 8  # generously: four of eight sizes of a pair, each twice
-    assert activations < UNIT
-    received, results = UNIT // 2, UNITS * UNIT // 2
-    for live in run_ranks(step_in_memory_on_this_rank, RANKS):
-        assert live.growth("forward lazy", "backward lazy") <= 2 * UNIT + activations
-        assert live.growth("forward lazy", "end lazy") <= 2 * UNIT + UNIT + received + results + activations
-        assert live.growth("forward kept", "backward kept") >= UNITS * UNIT
-
-
 Check = Callable[[DeviceMesh, fs.Mesh], None]
 CHECKS: dict[str, Check] = {}
 
@@ -215,7 +172,6 @@ def gather_gives_back_what_was_sharded_and_where_it_was(axes: DeviceMesh, mesh: 
     params = fs.shard(values, fs.plan(values, mesh))
     for gather in (fs.gather, at_once):
         assert_all_same(gather(params), values)
-    exactly(dict(fs.shard(fs.gather(params), params.layout)), dict(params))
     edited = fs.shard(fs.gather(params) | {"a.even": values["a.even"] + 1}, params.layout)
     assert_same(fs.gather(edited)["a.even"], values["a.even"] + 1)
     model = distributed(axes)
@@ -230,13 +186,6 @@ def what_is_laid_out_are_local_parts(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     assert {name: slot.shape for name, slot in layout.slots.items()} == expected
     assert expected["a.uneven"] == ((3, 3), (3, 2))[place]
     assert [buffer.parameter_numel for buffer in layout.buffers.values()] == [[28, 8], [25, 6]][place]
-    assert (
-        list(fs.plan(values, mesh, units=8 * 13).buffers)
-        == [  # bytes of local parts
-            ["a.even", "a.uneven", "a.copied", "b.plain"],
-            ["a.even", "a.uneven", "b.scalar"],
-        ][place]
-    )
 
 
 @check
@@ -291,20 +240,16 @@ def adamw_on_shards_of_parts_steps_as_on_whole_parameters(axes: DeviceMesh, mesh
     values = tensors(axes)
     params = fs.shard(values, fs.plan(values, mesh))
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1)
-    state, average = opt.init(params), params
+    state = opt.init(params)
     alone = {name: whole(x).clone().requires_grad_() for name, x in values.items()}
     reference = torch.optim.AdamW(alone.values(), lr=0.1)
-    mean = {name: x.detach().clone() for name, x in alone.items()}
     for i in range(3):
         grads = fs.shard({name: (x + i).sin() for name, x in values.items()}, params.layout)
         params, state = opt.step(params, grads=grads, state=state)
-        average = tree_map(lambda a, p: 0.9 * a + 0.1 * p, average, params)
         for name, x in alone.items():
             x.grad = (whole(values[name]) + i).sin()
         reference.step()
-        mean = {name: 0.9 * a + 0.1 * alone[name].detach() for name, a in mean.items()}
     closely(whole_values(params), {name: x.detach() for name, x in alone.items()})
-    closely(whole_values(average), mean)
     closely(whole_values(state["exp_avg"])["a.even"], reference.state[alone["a.even"]]["exp_avg"])
 
 
@@ -317,19 +262,6 @@ def tied_and_frozen_parameters_stay_that(axes: DeviceMesh, mesh: fs.Mesh) -> Non
     assert [slot.name for slot in frozen.layout.slots.values()] == ["blocks.2.mlp.down.bias"]
     assert_all_same(fs.gather(trainable, frozen), dict(model.named_parameters()))
     assert fs.plan({**model.state_dict(), "scale": model.scale}, mesh).aliases == layout.aliases  # plain, in one memory
-    untied = parallelize(transformer(), axes["tensor"])
-    both = {**dict(model.named_parameters()), "blocks.1.attention.q.weight": untied.head.weight[:8]}
-    assert "'blocks.1.attention.q.weight'" in refused(fs.shard, both, layout)
-
-
-@check
-def a_model_on_the_meta_device_plans_the_same(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    with torch.device("meta"):
-        meta = tie(parallelize(Transformer().double(), axes["tensor"]))
-    assert fs.plan(meta, mesh) == fs.plan(distributed(axes), mesh)
-    text = refused(fs.shard, meta, fs.plan(meta, mesh))
-    assert f"{len(list(meta.named_parameters(remove_duplicate=False)))} problems" in text
-    assert "'blocks.0.norm1.weight': on the meta device, without values" in text
 
 
 @check
@@ -373,22 +305,15 @@ def gradients_are_differentiable_where_they_were_partial_too(axes: DeviceMesh, m
 @check
 def norms_and_clipping_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     values = {name: x for name, x in tensors(axes).items() if whole(x).is_floating_point()}
-    for ignored in ((), list(values)[:2]):
-        params = fs.shard(values, fs.plan(values, mesh, ignored=ignored))
-        wholes = {name: whole(x).detach() for name, x in values.items()}
-        for p in (1.0, 2.0, 2.5, torch.inf):
-            norm = torch.nn.utils.get_total_norm([x for x in wholes.values() if x.numel()], p)
-            each = {
-                n: torch.linalg.vector_norm(x, p) if x.numel() else torch.zeros_like(norm) for n, x in wholes.items()
-            }
-            closely(fs.global_norm(params, p), norm)
-            closely(fs.debug.param_norms(params, p), each)
-            clipped, _ = fs.clip_by_global_norm(params, 0.5 * norm.item(), p)
-            factor = 0.5 * norm / (norm + 1e-6)
-            closely(
-                {n: whole(x) for n, x in fs.gather(clipped, lazy=False).items()},
-                {n: x * factor for n, x in wholes.items()},
-            )
+    params = fs.shard(values, fs.plan(values, mesh, ignored=list(values)[:2]))
+    wholes = {name: whole(x).detach() for name, x in values.items()}
+    for p in (2.5, torch.inf):
+        norm = torch.nn.utils.get_total_norm([x for x in wholes.values() if x.numel()], p)
+        each = {n: torch.linalg.vector_norm(x, p) if x.numel() else torch.zeros_like(norm) for n, x in wholes.items()}
+        closely(fs.debug.param_norms(params, p), each)
+        clipped, total = fs.clip_by_global_norm(params, 0.5 * norm.item(), p)
+        closely(total, norm)
+        closely(whole_values(clipped), {n: 0.5 * x * norm / (norm + 1e-6) for n, x in wholes.items()})
 
 
 def of_the_tree(p: Any, norm: Callable[..., Tensor], dot: Callable[[Any, Any], Tensor]) -> Tensor:
@@ -411,33 +336,22 @@ def derivatives_of_norms_and_products_are_those_of_the_whole_parameters(axes: De
     alone = torch.func.grad(partial(of_the_tree, norm=norm_of_all, dot=dot_of_all))
     gradient = fs.grad(partial(of_the_tree, norm=fs.global_norm, dot=fs.curvature.vdot))
     closely(whole_values(gradient(params)), alone(wholes))
-    products = (
-        torch.func.jvp(gradient, (params,), (params,))[1],
-        fs.grad(lambda p: fs.curvature.vdot(gradient(p), params))(params),
-    )
-    for product in products:
-        closely(whole_values(product), torch.func.jvp(alone, (wholes,), (wholes,))[1])
+    product = fs.grad(lambda p: fs.curvature.vdot(gradient(p), params))(params)
+    closely(whole_values(product), torch.func.jvp(alone, (wholes,), (wholes,))[1])
 
 
 @check
 def one_rank_of_the_data_axis_has_the_parts_of_all(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     model = distributed(axes)
     layout = fs.plan(model, mesh)
-    expected = fs.shard(model, layout)
+    expected, full = fs.shard(model, layout), fs.gather(fs.shard(model, layout), rank=1)
+    assert (full is None) == (mesh.rank != 1)
+    if full is not None:
+        exactly(tree_map(lambda x: whole(x).detach(), dict(full)), tree_map(Tensor.detach, tied_values()))
     with torch.no_grad():  # what other ranks have counts nothing
         for parameter in model.parameters():
             parameter.mul_(1.0 if mesh.rank == 1 else float("nan"))
     exactly(dict(fs.shard(model if mesh.rank == 1 else None, layout, from_rank=1)), dict(expected))
-
-
-@check
-def whole_parameters_on_one_rank_of_the_data_axis_are_dtensors(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    model = distributed(axes)
-    params = fs.shard(model, fs.plan(model, mesh))
-    full = fs.gather(params, rank=1)
-    assert (full is None) == (mesh.rank != 1)
-    if full is not None:
-        exactly({k: whole(x).detach() for k, x in full.items()}, {k: p.detach() for k, p in tied_values().items()})
 
 
 @check
@@ -448,7 +362,6 @@ def another_layout_of_the_same_parts_has_their_values(axes: DeviceMesh, mesh: fs
     there = fs.reshard(params, other)
     assert there.layout == other != params.layout
     exactly(dict(there), dict(fs.shard(model, other)))
-    exactly(dict(fs.reshard(there, params.layout)), dict(params))
 
 
 @check
@@ -480,17 +393,14 @@ def an_overflow_in_one_part_is_one_on_every_rank(axes: DeviceMesh, mesh: fs.Mesh
 
     layout = fs.plan(source([0.0] * 4), mesh)
     scale = fs.LossScale.dynamic(8.0)
-    for overflow in range(4):
-        grads = fs.shard(source([torch.inf if i == overflow else 1.0 for i in range(4)]), layout)
-        _, finite = scale.unscale(grads, scale.init(grads))
-        assert not finite
-        text = refused(fs.debug.assert_finite, grads)
-        assert "values are not finite, the first is inf at [" in text
-        said = [None] * RANKS
-        dist.all_gather_object(said, text)
-        assert len(set(said)) == 1
     grads = fs.shard(source([1.0] * 4), layout)
     assert scale.unscale(grads, scale.init(grads))[1]
+    grads = fs.shard(source([1.0, 1.0, torch.inf, 1.0]), layout)
+    assert not scale.unscale(grads, scale.init(grads))[1]
+    said = [None] * RANKS
+    dist.all_gather_object(said, refused(fs.debug.assert_finite, grads))
+    assert len(set(said)) == 1
+    assert "values are not finite, the first is inf at [" in str(said[0])
 
 
 class Resettable(Transformer):
@@ -502,15 +412,11 @@ class Resettable(Transformer):
 
 @check
 def init_fills_a_parallel_model_as_the_same_one_alone(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    for device in ("meta", "cpu"):
-        with torch.device(device):
-            alone, parallel = tie(Resettable()), tie(parallelize(Resettable(), axes["tensor"]))
-        one = fs.simulated_mesh(1)
-        expected = fs.gather(fs.init(alone, fs.plan(alone, one), seed=3)[0], lazy=False)
-        params, _ = fs.init(parallel, fs.plan(parallel, mesh), seed=3)
-        got = fs.gather(params, lazy=False)
-        assert any(is_dtensor(x) for x in got.values())
-        exactly({name: whole(x) for name, x in got.items()}, dict(expected))
+    with torch.device("meta"):
+        alone, parallel = tie(Resettable()), tie(parallelize(Resettable(), axes["tensor"]))
+    expected = fs.gather(fs.init(alone, fs.plan(alone, fs.simulated_mesh(1)), seed=3)[0], lazy=False)
+    params, _ = fs.init(parallel, fs.plan(parallel, mesh), seed=3)
+    exactly({name: whole(x) for name, x in fs.gather(params, lazy=False).items()}, dict(expected))
 
 
 def tied_values() -> dict[str, Tensor]:
@@ -550,12 +456,8 @@ def transforms_of_torch_func_are_refused_and_not_wrong(axes: DeviceMesh, mesh: f
     def loss(p: fs.Sharded) -> Tensor:
         return whole(fs.gather(p)["a.even"].sum())
 
-    for transform in (torch.func.grad(loss), fs.grad(fs.grad(lambda p: loss(p))), torch.func.jacrev(loss)):
-        text = ""
-        try:
-            transform(params)
-        except (NotImplementedError, TypeError) as error:
-            text = str(error)
+    for transform in (torch.func.grad(loss), torch.func.jacrev(loss)):
+        text = refused(transform, params)
         assert "which torch.func transforms do not support. Differentiate with fs.grad" in text
 
 
