@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from functorch_shard.checkpoint.format import Region, regions
-from tests.support.refusals import refused
 
 SMALL_SHAPES = [shape for dims in range(4) for shape in product((0, 1, 2, 3), repeat=dims)] + [
     (2, 1, 3, 2),
     (2, 2, 2, 2),
 ]
-SHAPES = st.lists(st.integers(1, 7), max_size=5).map(tuple)
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:
@@ -39,21 +37,6 @@ def test_the_regions_of_every_range_are_the_range_in_order(shape: tuple[int, ...
             assert elements(found, shape) == list(range(start, end))
             assert len(found) <= max(2 * len(shape) - 1, 1)
             assert all(region.numel == prod(region.sizes) > 0 for region in found)
-
-
-@given(SHAPES, st.data())
-def test_the_regions_of_random_ranges_are_the_range_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, prod(shape)))
-    numel = data.draw(st.integers(0, prod(shape) - start))
-    found = regions(shape, start, numel)
-    assert elements(found, shape) == list(range(start, start + numel))
-    assert len(found) <= max(2 * len(shape) - 1, 1)
-
-
-def test_the_bound_is_reached() -> None:
-    for dims in range(1, 6):
-        shape = (3,) * dims
-        assert max(len(regions(shape, 1, n)) for n in range(prod(shape))) == 2 * dims - 1
 
 
 def test_a_scalar_is_one_region_and_what_is_empty_none() -> None:
@@ -91,13 +74,3 @@ def test_an_overlap_is_found_inside_of_both(case: tuple[tuple[int, ...], list[Re
         for region in (a, b):
             assert torch.equal(whole[region.index][overlap.inside(region).index], whole[overlap.index])
             assert overlap.inside(region).shifted(region.offsets) == overlap
-
-
-def test_scalars_overlap_and_empty_regions_do_not() -> None:
-    assert Region((), ()).overlap(Region((), ())) == Region((), ())
-    assert Region((0,), (0,)).overlap(Region((0,), (3,))) is None
-    assert Region((0, 0), (2, 2)).overlap(Region((2, 0), (2, 2))) is None
-
-
-def test_regions_of_other_tensors_do_not_compare() -> None:
-    assert refused(Region((0,), (1,)).overlap, Region((0, 0), (1, 1))).startswith("ValueError")
