@@ -110,7 +110,7 @@ def outcome(referee: Referee, ranks: Ranks, program: Callable[[Any], dict[str, A
     """What the program gives on ``ranks``: the largest difference of any rank."""
     whole = unsharded(referee.program, ranks.size)
     if referee.launcher and ranks.real:
-        results = import_module("tests.referees.launching").results(referee.launcher)
+        results = import_module("tests.referees.programs.launchers").results(referee.launcher)
     else:
         results = _results(ranks, program or referee.program)
     if error := next((result for result in results if "error" in result), None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
@@ -104,35 +104,16 @@ def trains_alike(stage: int, micro: int = 1) -> None:
             same(ours["parameters"][name], whole, 1e-5)
 
 
-def fields() -> set[str]:
-    """Of the configuration of ZeRO, by the names that users write."""
+def has_fields(*names: str) -> None:
+    """The configuration of ZeRO has them."""
     found = import_module("deepspeed.runtime.zero.config").DeepSpeedZeroConfig.model_fields
-    return {field.alias or name for name, field in found.items()}
+    assert {*names} <= {field.alias or name for name, field in found.items()}
 
 
-@row("`deepspeed.initialize(model=..., config=...)`")
-def _() -> None:
-    trains_alike(0)
-
-
-@row("`engine.backward(loss)`, `engine.step()`")
-def _() -> None:
-    trains_alike(3)
-
-
-@row("ZeRO-3")
-def _() -> None:
-    trains_alike(3)
-
-
-@row("ZeRO-2")
-def _() -> None:
-    trains_alike(2)
-
-
-@row("ZeRO-1")
-def _() -> None:
-    trains_alike(1)
+row("`deepspeed.initialize(model=..., config=...)`")(partial(trains_alike, 0))
+row("`engine.backward(loss)`, `engine.step()`")(partial(trains_alike, 3))
+for zero in (3, 2, 1):
+    row(f"ZeRO-{zero}")(partial(trains_alike, zero))
 
 
 def made_in_parts() -> list[int]:
@@ -184,9 +165,7 @@ def _() -> None:
     assert sorted(b.num_shards for b in layout.buffers.values()) == [1, 1, 2, 2]
 
 
-@row("`gradient_accumulation_steps`")
-def _() -> None:
-    trains_alike(3, micro=2)
+row("`gradient_accumulation_steps`")(partial(trains_alike, 3, 2))
 
 
 @row("`gradient_clipping`")
@@ -219,14 +198,10 @@ def _() -> None:
     assert run_ranks(scales, 1, 2) == [[1024, 2048]]
 
 
-@row("`offload_optimizer`, `offload_param`")
-def _() -> None:
-    assert {"offload_optimizer", "offload_param"} <= fields()
-
-
-@row("`zero_quantized_weights`, `zero_quantized_gradients`")
-def _() -> None:
-    assert {"zero_quantized_weights", "zero_quantized_gradients"} <= fields()
+row("`offload_optimizer`, `offload_param`")(partial(has_fields, "offload_optimizer", "offload_param"))
+row("`zero_quantized_weights`, `zero_quantized_gradients`")(
+    partial(has_fields, "zero_quantized_weights", "zero_quantized_gradients")
+)
 
 
 @row("`deepspeed.checkpointing.checkpoint`")

@@ -9,9 +9,7 @@ import pytest
 
 import functorch_shard as fs
 from functorch_shard.curvature import to_vector
-from functorch_shard.testing import assert_trees_close
 from tests.curvature.tasks import operator
-from tests.laws import convention
 from tests.support.pages import run
 from tests.support.ranks import HYBRID, Ranks, gloo
 from tests.training.test_local_reductions import gradient
@@ -37,24 +35,6 @@ def test_clipping_of_torchopt_clips_by_the_norm_of_each_rank(ranks: Ranks) -> No
     for by_torchopt, by_this in ranks.run(clipped):
         assert by_torchopt > 1.1 * by_this
         assert by_this == pytest.approx(0.01, rel=1e-4)
-
-
-def adamw_of_torchopt(mesh: fs.Mesh) -> fs.Full:
-    torchopt, (grads, (params, _)) = import_module("torchopt"), gradient(mesh)
-    adamw = torchopt.adamw(lr=1e-2, weight_decay=0.1)
-    updates, _ = adamw.update(grads, adamw.init(params), params=params, inplace=False)
-    return fs.gather(torchopt.apply_updates(params, updates, inplace=False), lazy=False)
-
-
-@every_kind
-def test_adamw_of_torchopt_is_that_of_whole_parameters(ranks: Ranks) -> None:
-    torchopt = import_module("torchopt")
-    grads, _ = gradient(fs.simulated_mesh(ranks.size))
-    whole, adamw = convention.whole_parameters(), torchopt.adamw(lr=1e-2, weight_decay=0.1)
-    updates, _ = adamw.update(dict(fs.gather(grads)), adamw.init(whole), params=whole, inplace=False)
-    expected = torchopt.apply_updates(whole, updates, inplace=False)
-    for result in ranks.run(adamw_of_torchopt):
-        assert_trees_close(dict(result), expected, rtol=1e-7, atol=1e-9)
 
 
 def solved(mesh: fs.Mesh) -> list[Any]:

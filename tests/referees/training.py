@@ -1,4 +1,4 @@
-"""Train any model: by torch alone, and the same steps on ranks."""
+"""A program by its parts, a model, a batch and a loss: run by torch alone, on ranks, and under FSDP2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call, jvp
 
 import functorch_shard as fs
@@ -30,23 +32,27 @@ class Task:
     loss: Callable[[Any], Tensor]
     checkpointing: str = ""  # the model's method that turns it on
     dtype: torch.dtype = torch.float64
+    dropout: bool = False
+    bound: bool = False  # by fs.bind, and not called by functional_call
+    lazy: bool | None = None
     randomness: str = "different"  # of batched ranks, which draw from one generator
 
     def made(self) -> nn.Module:
         torch.manual_seed(0)
         model = self.model().to(self.dtype).train()
         for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0  # ranks draw other numbers than one process does
+            for name in () if self.dropout else ("p", "drop_prob", "dropout"):
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, 0.0)  # ranks draw other numbers than one process does
         if self.checkpointing:
             getattr(model, self.checkpointing)()
         return model
 
     def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
         """The loss of one rank."""
-        if self.checkpointing:
+        if self.checkpointing or self.bound:
             return self.loss(fs.bind(model, params)(**batch))
-        return self.loss(functional_call(model, fs.gather(params), (), dict(batch)))
+        return self.loss(functional_call(model, fs.gather(params, lazy=self.lazy), (), dict(batch)))
 
 
 def parts(batch: Batch, num_ranks: int) -> list[Batch]:
@@ -99,25 +105,72 @@ def _on_ranks(task: Task, mesh: fs.Mesh) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "parameters": fs.gather(trainable, frozen, lazy=False)}
 
 
+def rows_of(where: Where, model: nn.Module, batch: Batch, of_rank: Callable[..., Any]) -> Any:
+    """What each rank returns of whole parameters and its part of a batch."""
+    if isinstance(where, int):
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        rows = [of_rank(own, **part) for part in parts(batch, where)]
+        return optree.tree_map(lambda *xs: torch.stack(xs), *rows)
+    params = fs.shard(model, fs.plan(model, where))
+    return where.spmd(lambda p, batch: of_rank(fs.gather(p), **batch))(params, where.split(dict(batch)))
+
+
+def whole_of(
+    where: Where, model: nn.Module, batch: Batch, loss: Callable[..., Tensor], program: Callable[..., Any] | None = None
+) -> Any:
+    """A tree like the parameters: what a program makes of them, a loss, and a ``grad``; the gradient without one.
+
+    The loss is of whole parameters and a part of the batch; unsharded it is the mean over the parts of the ranks.
+    """
+    program = program or (lambda params, loss, grad: grad(loss)(params))
+    if isinstance(where, int):
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        batches = parts(batch, where)
+        return program(own, lambda p: torch.stack([loss(p, **part) for part in batches]).mean(), torch.func.grad)
+    params = fs.shard(model, fs.plan(model, where))
+    run = where.spmd(lambda p, batch: program(p, lambda p: loss(fs.gather(p), **batch), fs.grad))
+    return fs.gather(run(params, where.split(dict(batch))), lazy=False)
+
+
 def hessian_product(task: Task, where: Where) -> dict[str, Any]:
     """The product of the loss's Hessian with the parameters, forward over reverse."""
     model = task.made()
-    if isinstance(where, int):
-        batches, own = parts(task.batch(), where), {name: p.detach() for name, p in model.named_parameters()}
-
-        def loss(p: Any) -> Tensor:
-            return torch.stack([task.loss(functional_call(model, p, (), dict(part))) for part in batches]).mean()
-
-        return {"product": jvp(torch.func.grad(loss), (own,), (own,))[1]}
-    params = fs.shard(model, fs.plan(model, where))
-
-    @where.spmd
-    def product(params: fs.Sharded, batch: Batch) -> Any:
-        return jvp(fs.grad(lambda p: task.on_ranks(model, p, batch)), (params,), (params,))[1]
-
-    return {"product": fs.gather(product(params, where.split(dict(task.batch()))), lazy=False)}
+    loss = lambda p, **part: task.loss(functional_call(model, p, (), part))  # noqa: E731
+    product = lambda p, loss, grad: jvp(grad(loss), (p,), (p,))[1]  # noqa: E731
+    return {"product": whole_of(where, model, task.batch(), loss, product)}
 
 
 def tree_step(params: Any, grads: Any, rate: float = RATE) -> Any:
     """One step of gradient descent on any tree."""
     return optree.tree_map(lambda p, g: p - rate * g, params, grads)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A parameter of FSDP2 on every rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    """The model with one unit for each layer that has parameters, and one around them."""
+    for module in model.modules():
+        if module is not model and any(True for _ in module.parameters(recurse=False)):
+            fully_shard(module)
+    fully_shard(model)
+    return model
+
+
+def trained_by_fsdp2(task: Task, mesh: fs.Mesh) -> dict[str, Any]:
+    """What :func:`trained` returns."""
+    model, losses, gradients = fully_sharded(task.made()), [], {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    batch = mesh.split(dict(task.batch()))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = task.loss(model(**batch))
+        loss.backward()
+        named = model.named_parameters()
+        gradients = gradients or {name: torch.zeros(()) if p.grad is None else whole(p.grad) for name, p in named}
+        optimizer.step()
+        losses.append(fs.collectives.pmean(loss.detach(), mesh))
+    parameters = {name: whole(p).detach() for name, p in model.named_parameters()}
+    return {"losses": losses, "gradients": gradients, "parameters": parameters}

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jvp
 
-import functorch_shard as fs
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, Task, trained
+from tests.referees.training import Batch, Task, rows_of, trained
 
 KINDS = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
 PLAIN = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, "add_attention": False}
@@ -42,22 +41,12 @@ def velocity(where: Where) -> dict[str, Any]:
         at = lambda x, t: functional_call(model, full, (x, t)).sample  # noqa: E731
         return jvp(at, (sample, timestep), (torch.ones_like(sample), torch.ones_like(timestep)))[1]
 
-    if isinstance(where, int):
-        own = {name: p.detach() for name, p in model.named_parameters()}
-        return {"each tangent": tangent(own, **noisy()).unflatten(0, (where, -1))}
-    params = fs.shard(model, fs.plan(model, where))
-    run = where.spmd(lambda p, batch: tangent(fs.gather(p), **batch))
-    return {"each tangent": run(params, where.split(dict(noisy())))}
+    return {"each tangent": rows_of(where, model, noisy(), tangent)}
 
 
-CHECKPOINTED = "saved tensor hooks"
+CHECKPOINTING = Task(unet, noisy, of_output, "enable_gradient_checkpointing")
 REFEREES = [
     Referee("diffusers", "UNet2D", partial(trained, Task(unet, noisy, of_output))),
-    Referee(
-        "diffusers",
-        "UNet2D, checkpointing",
-        partial(trained, Task(unet, noisy, of_output, "enable_gradient_checkpointing")),
-        batched=CHECKPOINTED,
-    ),
+    Referee("diffusers", "UNet2D, checkpointing", partial(trained, CHECKPOINTING), batched="saved tensor hooks"),
     Referee("diffusers", "UNet2D, jvp by sample and time", velocity),
 ]

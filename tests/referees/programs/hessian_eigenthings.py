@@ -14,9 +14,9 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.curvature import from_vector
-from tests.referees.fsdp2 import fully_sharded
 from tests.referees.programs.curvature import data, direction, made, operator, to_each
 from tests.referees.referee import Referee, Where
+from tests.referees.training import fully_sharded
 
 STEPS = 39  # one for each parameter but a few: the ends of the spectrum have converged
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
+from tests.referees.training import whole_of
 
 ATOMS = 4
 
@@ -74,13 +75,9 @@ def gradients(where: Where) -> dict[str, Any]:
     if isinstance(where, int):
         torch.stack([loss(net, *molecule) for molecule in zip(*molecules(where), strict=True)]).mean().backward()
         return {"gradients": {name: p.grad for name, p in net.named_parameters()}}
-    params = fs.shard(net, fs.plan(net, where))
-
-    def of_rank(params: fs.Sharded, *molecule: Tensor) -> Tensor:
-        return loss(fs.bind(net, params), *(x[0] for x in molecule))
-
-    grads = where.spmd(fs.grad(of_rank))(params, *where.split(molecules(where.size)))
-    return {"gradients": fs.gather(grads, lazy=False)}
+    batch = dict(zip("xef", molecules(where.size), strict=True))
+    of_rank = lambda full, **molecule: loss(fs.bind(net, full), *(x[0] for x in molecule.values()))  # noqa: E731
+    return {"gradients": whole_of(where, net, batch, of_rank)}
 
 
 REFEREES = [Referee("mace", "energies and forces", gradients, batched="scatter_add_")]

@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
+from tests.referees.training import rows_of
 
 RATE, CLIP, NOISE, SAMPLES = 0.1, 0.05, 0.7, 8
 
@@ -53,8 +54,8 @@ def norms(where: Where) -> dict[str, Any]:
     if isinstance(where, int):
         samples = {name: p.grad_sample for name, p in by_opacus(model).named_parameters()}
         return {"each norms": norms_of(samples).view(where, -1)}
-    run = where.spmd(lambda params, x, y: norms_of(per_sample_gradients(model, fs.gather(params), x, y)))
-    return {"each norms": run(fs.shard(model, fs.plan(model, where)), *where.split(data()))}
+    batch = dict(zip("xy", data(), strict=True))
+    return {"each norms": rows_of(where, model, batch, lambda p, x, y: norms_of(per_sample_gradients(model, p, x, y)))}
 
 
 def private_step(where: Where) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import functorch_shard as fs
 from tests.referees.programs.transformers import SINGLE, loss_of, text, tokens
 from tests.referees.programs.transformers import made as base
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, Task, trained
+from tests.referees.training import Batch, Task, rows_of, trained
 
 
 def adapted(**options: Any) -> Any:
@@ -44,11 +44,7 @@ class Disabled(nn.Module):
 
 def without_adapters(where: Where) -> dict[str, Any]:
     model = Disabled(adapted())
-    if isinstance(where, int):
-        return {"each logits": torch.stack([model(x) for x in tokens().chunk(where)])}
-    params = fs.shard(model, fs.plan(model, where))
-    run = where.spmd(lambda params, x: functional_call(model, fs.gather(params), (x,)))
-    return {"each logits": run(params, where.split(tokens()))}
+    return {"each logits": rows_of(where, model, {"x": tokens()}, lambda p, x: functional_call(model, p, (x,)))}
 
 
 class AgainstTheBase(nn.Module):
@@ -94,7 +90,7 @@ def referee(name: str, program: Any, **options: Any) -> Referee:
     return Referee("peft", name, program, tolerance=SINGLE, **options)
 
 
-WRITES = "requires_grad_() was called"
+WRITES = "Tensor.requires_grad_()"
 REFEREES = [
     referee("LoRA", partial(trained, Task(adapted, text, loss_of))),
     referee("DoRA", partial(trained, Task(partial(adapted, use_dora=True), text, loss_of))),

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, Task, parts, trained, tree_step
+from tests.referees.training import Batch, Task, parts, rows_of, trained, tree_step
 
 VIT: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2}
 CONVNEXT: dict[str, Any] = {"depths": (1, 1, 1, 1), "dims": (4, 8, 8, 16)}
@@ -78,18 +78,14 @@ def _plain_step(network: nn.Module, params: Any, buffers: Any, batches: Any) -> 
 
 def per_sample(where: Where) -> dict[str, Any]:
     """Norms of the gradients of single images."""
-    network, batch = task("vit_tiny_patch16_224", 16, **VIT).made(), images(16)["x"]
+    network = task("vit_tiny_patch16_224", 16, **VIT).made()
 
     def norms(full: Any, x: Tensor) -> Tensor:
         one = lambda p, x: F.cross_entropy(functional_call(network, p, (x[None],)), torch.tensor([1]))  # noqa: E731
         grads = vmap(grad(one), (None, 0))(full, x)
         return torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
 
-    if isinstance(where, int):
-        own = {name: p.detach() for name, p in network.named_parameters()}
-        return {"each norm": norms(own, batch).view(where, -1)}
-    params = fs.shard(network, fs.plan(network, where))
-    return {"each norm": where.spmd(lambda p, x: norms(fs.gather(p), x))(params, where.split(batch))}
+    return {"each norm": rows_of(where, network, images(16), norms)}
 
 
 def of(name: str, program: Any, **options: Any) -> Referee:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-import functorch_shard as fs
 from tests.referees.referee import Referee
 from tests.referees.training import Batch, Task, trained
 
@@ -54,27 +51,12 @@ def squares(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-@dataclass(frozen=True)
-class Gathered(Task):
-    """A task that gathers all parameters before the model runs."""
-
-    def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
-        return self.loss(functional_call(model, fs.gather(params, lazy=False), (), dict(batch)))
+def of(name: str, solver: str, method: str, task: Any = None, **options: Any) -> Referee:
+    made = Task(partial(flow, solver, method), points, squares, **(task or {}))
+    return Referee("torchdiffeq", name, partial(trained, made), **options)
 
 
-@dataclass(frozen=True)
-class Bound(Task):
-    """A task that uses ``fs.bind``."""
-
-    def on_ranks(self, model: nn.Module, params: fs.Sharded, batch: Batch) -> Tensor:
-        return self.loss(fs.bind(model, params)(**batch))
-
-
-def of(name: str, solver: str, method: str, kind: Any = Task, **options: Any) -> Referee:
-    task = kind(partial(flow, solver, method), points, squares)
-    return Referee("torchdiffeq", name, partial(trained, task), **options)
-
-
+WHOLE, BOUND = {"lazy": False}, {"bound": True}
 UNITS = "All ranks must use the same units in the same order"
 WRITTEN = {"batched": "exists a Tensor"}
 OWN = {
@@ -84,8 +66,8 @@ OWN = {
 REFEREES = [
     of("rk4", "odeint", "rk4", **WRITTEN),
     of("dopri5, other numbers of steps on each rank", "odeint", "dopri5", **WRITTEN, gloo=UNITS),
-    of("dopri5, gather(lazy=False)", "odeint", "dopri5", Gathered, **WRITTEN),
+    of("dopri5, gather(lazy=False)", "odeint", "dopri5", WHOLE, **WRITTEN),
     of("odeint_adjoint by functional_call", "odeint_adjoint", "rk4", **OWN),
-    of("odeint_adjoint by functional_call, lazy=False", "odeint_adjoint", "rk4", Gathered, **OWN),
-    of("odeint_adjoint by fs.bind", "odeint_adjoint", "rk4", Bound, batched=OWN["batched"]),
+    of("odeint_adjoint by functional_call, lazy=False", "odeint_adjoint", "rk4", WHOLE, **OWN),
+    of("odeint_adjoint by fs.bind", "odeint_adjoint", "rk4", BOUND, batched=OWN["batched"]),
 ]

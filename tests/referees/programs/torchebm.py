@@ -10,9 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from tests.referees.fsdp2 import trained_by_fsdp2
 from tests.referees.referee import Referee
-from tests.referees.training import Batch, Task, trained
+from tests.referees.training import Batch, Task, trained, trained_by_fsdp2
 
 
 def network(outputs: int) -> Any:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.referees.programs.curvature import MODEL, data, made, to_each
 from tests.referees.referee import Referee, Where
-from tests.referees.training import parts, tree_step
+from tests.referees.training import parts, tree_step, whole_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -40,18 +40,14 @@ def optimized(where: Where, kind: str) -> dict[str, Any]:
     library = import_module("torchopt")
     optimizer = getattr(library, kind)(**OPTIMIZERS[kind])
 
-    def trained(params: Any, grad: Any) -> Any:
+    def trained(params: Any, loss: Any, grad: Any) -> Any:
         state = optimizer.init(params)
         for _ in range(3):
-            updates, state = optimizer.update(grad(params), state, params=params, inplace=False)
+            updates, state = optimizer.update(grad(loss)(params), state, params=params, inplace=False)
             params = library.apply_updates(params, updates, inplace=False)
         return params
 
-    if isinstance(where, int):
-        return {"parameters": trained(own(), torch.func.grad(lambda p: loss_of(p, *data())))}
-    params = fs.shard(made(), fs.plan(made(), where))
-    run = where.spmd(lambda p, x, y: trained(p, fs.grad(lambda p: loss_of(fs.gather(p), x, y))))
-    return {"parameters": fs.gather(run(params, *where.split(data())), lazy=False)}
+    return {"parameters": whole_of(where, made(), batch(), loss_of, trained)}
 
 
 def own() -> dict[str, Tensor]:
@@ -75,15 +71,8 @@ class Adapted(nn.Module):
 def meta(where: Where) -> dict[str, Any]:
     """The gradient by the parameters before inner steps of each rank on its own."""
     model = Adapted()
-    if isinstance(where, int):
-        params = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-        # a copy: functional_call puts the parameters that the module has in the end into the dict
-        losses = [functional_call(model, dict(params), (), dict(part)) for part in parts(batch(), where)]
-        grads = torch.autograd.grad(torch.stack(losses).mean(), [*params.values()])
-        return {"gradients": dict(zip(params, grads, strict=True))}
-    params = fs.shard(model, fs.plan(model, where))
-    run = where.spmd(fs.grad(lambda p, part: functional_call(model, fs.gather(p), (), part)))
-    return {"gradients": fs.gather(run(params, where.split(batch())), lazy=False)}
+    # a copy: functional_call puts the parameters that the module has in the end into the dict
+    return {"gradients": whole_of(where, model, batch(), lambda p, x, y: functional_call(model, dict(p), (x, y)))}
 
 
 def maml(where: Where) -> dict[str, Any]:
@@ -98,16 +87,8 @@ def maml(where: Where) -> dict[str, Any]:
             params = library.apply_updates(params, updates, inplace=False)
         return loss(params)
 
-    if isinstance(where, int):
-        loss = lambda p: loss_of(p, *data())  # noqa: E731
-        return {"gradients": torch.func.grad(lambda p: after_steps(p, loss, torch.func.grad))(own())}
-    params = fs.shard(made(), fs.plan(made(), where))
-
-    @where.spmd
-    def run(params: fs.Sharded, x: Tensor, y: Tensor) -> Any:
-        return fs.grad(lambda p: after_steps(p, lambda p: loss_of(fs.gather(p), x, y), fs.grad))(params)
-
-    return {"gradients": fs.gather(run(params, *where.split(data())), lazy=False)}
+    gradient = lambda p, loss, grad: grad(lambda p: after_steps(p, loss, grad))(p)  # noqa: E731
+    return {"gradients": whole_of(where, made(), batch(), loss_of, gradient)}
 
 
 def implicit(where: Where) -> dict[str, Any]:

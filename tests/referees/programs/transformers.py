@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, Task, hessian_product, trained
+from tests.referees.training import Batch, Task, hessian_product, rows_of, trained
 
 VOCABULARY, ROWS, LENGTH = 60, 4, 8
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -135,12 +135,8 @@ class Generating(nn.Module):
 def generated(where: Where) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Generating(made("Llama", use_cache=True, pad_token_id=0, eos_token_id=None, initializer_range=1.0).double())
-    prompts = tokens()[:, :3]
-    if isinstance(where, int):
-        return {"each text": torch.stack([model(part) for part in prompts.chunk(where)])}
-    params = fs.shard(model, fs.plan(model, where))
-    run = where.spmd(lambda params, x: functional_call(model, fs.gather(params), (x,)))
-    return {"each text": run(params, where.split(prompts))}
+    prompts = {"x": tokens()[:, :3]}
+    return {"each text": rows_of(where, model, prompts, lambda p, x: functional_call(model, p, (x,)))}
 
 
 def exported(where: Where) -> dict[str, Any]:
@@ -165,18 +161,19 @@ def _read(model: Any, folder: str, rows: int) -> Any:
     return tree_map(lambda x: x.expand(rows, *x.shape), tree) if rows else tree
 
 
-def from_meta(where: Where) -> dict[str, Any]:
-    """Parameters that the model's own initialization gives, from a model without values."""
+def from_meta(where: Where, name: str) -> dict[str, Any]:
+    """Parameters and buffers that the model's own initialization gives, from a model without values."""
     if isinstance(where, int):
-        model = made("Llama, tied")
+        model = made(name)
         torch.manual_seed(3)
         with torch.no_grad():
             model.apply(model._init_weights)
-        return {"parameters": dict(model.named_parameters())}
+        buffers = {name: x.expand(where, *x.shape) for name, x in model.named_buffers()}
+        return {"parameters": dict(model.named_parameters()), **({"each buffer": buffers} if buffers else {})}
     with torch.device("meta"):
-        model = made("Llama, tied")
-    params, _ = fs.init(model, fs.plan(model, where), seed=3, init=model._init_weights)
-    return {"parameters": fs.gather(params, lazy=False)}
+        model = made(name)
+    params, buffers = fs.init(model, fs.plan(model, where), seed=3, init=model._init_weights)
+    return {"parameters": fs.gather(params, lazy=False), **({"each buffer": buffers} if buffers else {})}
 
 
 MASKED = "data-dependent control flow"
@@ -216,7 +213,12 @@ REFEREES = [
         partial(hessian_product, task("Llama", attn_implementation="eager")),
         tolerance=SINGLE,
     ),
-    Referee("transformers", "Llama, tied, from the meta device by its own initialization", from_meta, tolerance=0.0),
+    *(
+        Referee(
+            "transformers", f"{name}, from the meta device by its own initialization", partial(from_meta, name=name)
+        )
+        for name in ("Llama, tied", "GPT-2", "Mixtral", "BERT", "ViT", "T5")
+    ),
     Referee("transformers", "Llama, generate", generated, batched=MASKED, tolerance=0.0),
     Referee("transformers", "Llama, tied, exported, from_pretrained", exported, tolerance=0.0),
 ]
