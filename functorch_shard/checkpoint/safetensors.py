@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ def export_safetensors(
         NotImplementedError: the layout has DTensors.
 
     Cost:
-        One all-gather per sharded buffer, in the stored dtype, and four of 32 bytes per axis. Memory on every rank: one
+        One all-gather per sharded buffer, in the stored dtype, and two of 32 bytes per axis. Memory on every rank: one
         unit; on rank 0 also one file.
 
     Example:
@@ -125,72 +124,59 @@ def export_safetensors(
         raise RuntimeError(f"{_EXPORT}: inside a transform or spmd, where a tree is one rank's. Call it outside.")
     dtensors = [f"{name!r}: a {slot.dtensor}" for name, slot in layout.slots.items() if slot.dtensor]
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
-    renamed = mesh.agree(_EXPORT, lambda: _renamed(_EXPORT, names, layout), lambda found: [str(found)])
-    slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
-    others = {name: [*dict.fromkeys(each.values())] for name, each in renamed.items()}
-    sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in others[slot.name]}
-    new = mesh.agree(_EXPORT, lambda: NewFiles.begin(_EXPORT, path, sizes, max_shard_size, mesh.rank), lambda _: [])
-    failure: list[Exception] = []
+    staging = list[StagingDirectory]()  # of rank 0
 
-    def publish() -> None:
-        for error in failure:
-            raise error
-        new.publish()
+    def begin() -> dict[str, list[str]]:
+        found = _renamed(_EXPORT, names, layout)
+        target = local_path(f"{_EXPORT}: path", path)
+        if mesh.rank == 0:
+            staging.append(opened := StagingDirectory(target))
+            opened.open()
+        return {name: [*dict.fromkeys(each.values())] for name, each in found.items()}
+
+    def write() -> None:
+        tensors = ((other, x) for name, x in iter_parameters(params) for other in renamed[name])
+        slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
+        sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in renamed[slot.name]}
+        try:
+            for opened in staging:
+                write_files(opened, sizes, max_shard_size, tensors)
+        finally:
+            for _ in tensors:  # all ranks gather to the end, and then raise
+                pass
 
     try:
-        for name, x in iter_parameters(params):
-            try:
-                for other in () if mesh.rank or failure else others[name]:
-                    new.add(other, x)
-            except Exception as error:  # the other ranks gather on; all raise at the end
-                failure.append(error)
-        mesh.agree(_EXPORT, publish, lambda _: [])
-    except BaseException:
-        new.staging.abandon()
-        raise
+        renamed = mesh.agree(_EXPORT, begin, lambda found: [str(found)])
+        mesh.agree(_EXPORT, write, lambda _: [])
+    finally:
+        for opened in staging:
+            opened.abandon()
 
 
-@dataclass
-class NewFiles:
-    """Files in a staging directory of rank 0, each written when its last tensor is there."""
+def write_files(
+    staging: StagingDirectory, sizes: Mapping[str, int], max_shard_size: int, tensors: Iterator[tuple[str, Tensor]]
+) -> None:
+    """Write tensors in the order of their ``sizes`` in bytes, file by file, and publish them."""
+    from safetensors.torch import save_file
 
-    staging: StagingDirectory
-    files: Mapping[str, str]  # by tensor
-    left: Counter[str]  # number of tensors by file
-    pending: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by file
-
-    @staticmethod
-    def begin(verb: str, path: StrPath, nbytes: Mapping[str, int], max_shard_size: int, rank: int = 0) -> NewFiles:
-        """Assign the tensors, of these sizes, to files, in order; and make the directory."""
-        number, free, numbers = 1, max_shard_size, dict[str, int]()
-        for name, size in nbytes.items():
-            if size > free < max_shard_size:
-                number, free = number + 1, max_shard_size
-            numbers[name], free = number, free - size
-        last = f"of-{number:05}.safetensors"
-        files = {name: SINGLE if number == 1 else f"model-{i:05}-{last}" for name, i in numbers.items()}
-        new = NewFiles(StagingDirectory(local_path(f"{verb}: path", path)), files, Counter(files.values()))
-        if rank == 0:
-            new.staging.open()
-        return new
-
-    def add(self, name: str, x: Tensor) -> None:
-        from safetensors.torch import save_file
-
-        file = self.files[name]
-        tensors = self.pending.setdefault(file, {})
-        tensors[name] = x.detach().to("cpu", copy=True).contiguous()
-        if len(tensors) == self.left[file]:
-            save_file(self.pending.pop(file), self.staging.folder / file, {"format": "pt"})
-            sync(self.staging.folder / file)
-
-    def publish(self) -> None:
-        if self.staging.handle is None:  # a rank that does not write
-            return
-        if set(self.files.values()) != {SINGLE}:
-            index = {"metadata": {}, "weight_map": dict(sorted(self.files.items()))}
-            (self.staging.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        self.staging.publish()
+    groups, free = [list[str]()], max_shard_size
+    for name, size in sizes.items():
+        if groups[-1] and size > free:
+            groups, free = [*groups, []], max_shard_size
+        groups[-1].append(name)
+        free -= size
+    count, index = len(groups), dict[str, str]()
+    for i, group in enumerate(groups, 1):
+        file = SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
+        of_file = islice(tensors, len(group))
+        whole = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in of_file}
+        save_file(whole, staging.folder / file, {"format": "pt"})
+        sync(staging.folder / file)
+        index.update(dict.fromkeys(group, file))
+    if count > 1:
+        text = json.dumps({"metadata": {}, "weight_map": dict(sorted(index.items()))}, indent=2)
+        (staging.folder / INDEX).write_text(f"{text}\n", encoding="utf-8")
+    staging.publish()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from reprlib import Repr
 
 from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
-from ..checkpoint.safetensors import MAX_SHARD_SIZE, NewFiles
-from ..errors import reject, shown, size_text, table
+from ..checkpoint.safetensors import MAX_SHARD_SIZE, write_files
+from ..checkpoint.staging import StagingDirectory
+from ..errors import local_path, reject, shown, size_text, table
 
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
@@ -50,13 +51,12 @@ def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int | N
     beginnings = sorted({name.split(".")[0] for name in reader.entries})
     nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
     reject("consolidate", [] if sizes else nothing, "Pass --prefix, for example --prefix ema. for averages.")
-    limit = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
-    new = NewFiles.begin("consolidate", path, {name[len(prefix) :]: nbytes for name, nbytes in sizes.items()}, limit)
+    staging = StagingDirectory(local_path("consolidate: path", path))
+    staging.open()
     try:
-        for name in sizes:
-            new.add(name[len(prefix) :], reader.whole(name))
-        new.publish()
-    except BaseException:
-        new.staging.abandon()
-        raise
+        tensors = ((name[len(prefix) :], reader.whole(name)) for name in sizes)
+        shorter = {name[len(prefix) :]: nbytes for name, nbytes in sizes.items()}
+        write_files(staging, shorter, max_shard_size or MAX_SHARD_SIZE, tensors)
+    finally:
+        staging.abandon()
     return f"{path}: {len(sizes)} tensors"
