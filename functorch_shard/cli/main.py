@@ -10,18 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong option in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,9 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> Parser:
+def parser() -> argparse.ArgumentParser:
     """The commands and their options."""
-    made = Parser(prog="python -m functorch_shard", description="Plan a model; see, check and convert checkpoints.")
+    made = argparse.ArgumentParser(
+        prog="python -m functorch_shard", description="Plan a model; see, check and convert checkpoints."
+    )
     commands = made.add_subparsers(required=True)
     _add_plan(commands.add_parser("plan", help="memory and traffic of a rank, for any numbers of ranks"))
     look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
@@ -47,7 +43,7 @@ def parser() -> Parser:
     make = commands.add_parser("consolidate", help="the model as safetensors files")
     for name, command in {"inspect": look, "verify": check, "consolidate": make}.items():
         command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
-        command.set_defaults(run=_of_checkpoint(name))
+        command.set_defaults(run=partial(_of_checkpoint, name))
     make.add_argument("path", metavar="out", type=Path, help="a new directory")
     make.add_argument("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
     make.add_argument("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")
@@ -87,13 +83,10 @@ def _plan(**options: Any) -> str:
     return report(**options)
 
 
-def _of_checkpoint(command: str) -> Callable[..., str]:
-    def run(checkpoint: Path, **options: Any) -> str:
-        from . import checkpoints
+def _of_checkpoint(command: str, checkpoint: Path, **options: Any) -> str:
+    from . import checkpoints
 
-        return getattr(checkpoints, command)(checkpoints.Reader.open(checkpoint.absolute()), **options)
-
-    return run
+    return getattr(checkpoints, command)(checkpoints.Reader.open(checkpoint.absolute()), **options)
 
 
 def run() -> None:

@@ -53,26 +53,20 @@ def sized(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
     return made
 
 
-def sent(expected: Estimate) -> dict[str, int]:
-    """Bytes that a rank sends in a step, by axis."""
-    return {
-        name: sum(one.sent for (axis, _), one in expected.traffic.items() if axis == name) for name, _ in expected.axes
-    }
-
-
 def formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimate]) -> str:
     """The model in a line, and the table."""
     first = layouts[0]
     numel = sum(slot.numel for slot in first.slots.values())
     title = f"{model}: {len(first.slots)} parameters, {numel:,} elements, {len(first.units)} units"
-    header = ["mesh", "ranks", *_MEMORY, *(f"sent, {name}" for name, _ in first.axes)]
-    rows = [[axes_text(x.mesh.axes), x.mesh.size, *_row(one)] for x, one in zip(layouts, expected, strict=True)]
+    axes = [name for name, _ in first.axes]
+    rows = []
+    for layout, one in zip(layouts, expected, strict=True):
+        sent = [sum(x.sent for (axis, _), x in one.traffic.items() if axis == name) for name in axes]
+        sizes = [*(getattr(one, name) for name in _MEMORY), *sent]
+        rows.append([axes_text(layout.mesh.axes), layout.mesh.size, *map(size_text, sizes)])
+    header = ["mesh", "ranks", *_MEMORY, *(f"sent, {name}" for name in axes)]
     note = "Bytes of one rank in one step, without activations and without messages of a backend."
     return "\n".join([title, "", table(rows, header), note])
-
-
-def _row(one: Estimate) -> list[str]:
-    return [*(size_text(getattr(one, name)) for name in _MEMORY), *map(size_text, sent(one).values())]
 
 
 def _named(option: str, module: Any, name: str) -> Any:
@@ -98,32 +92,16 @@ def _units(source: Source, text: str) -> Any:
 def built(text: str) -> Source:
     """The model that ``package.module:name`` makes on the meta device, or is."""
     origin, _, name = text.partition(":")
-    if not origin or not name:
-        raise ValueError(f"plan: MODEL: got {text!r}, expected package.module:name of a function that makes the model")
-    made = _found(origin, name)
-    if not isinstance(made, nn.Module) and callable(made):
-        made = _called(text, made)
+    sys.path[:0] = [] if "" in sys.path else [""]  # as python -m does: modules of the working directory
+    try:
+        made = getattr(import_module(origin), name)
+        if not isinstance(made, nn.Module) and callable(made):
+            with torch.device("meta"):
+                made = made()
+    except Exception as error:  # of a user's module and function: any
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        expected = "package.module:name of a function that makes the model on the meta device"
+        raise ValueError(f"plan: MODEL: got {text!r}, expected {expected}: {reason}") from error
     if not isinstance(made, (nn.Module, Mapping)):
         raise ValueError(f"plan: MODEL: {text} gives a {type(made).__name__}, expected an nn.Module or name -> tensor")
     return made
-
-
-def _found(origin: str, name: str) -> Any:
-    sys.path[:0] = [] if "" in sys.path else [""]  # as python -m does: modules of the working directory
-    try:
-        module = import_module(origin)
-    except ImportError as error:
-        raise ValueError(f"plan: MODEL: {origin} cannot be imported: {error}") from error
-    if not hasattr(module, name):
-        guess = hint(name, [*vars(module)])
-        raise ValueError(f"plan: MODEL: {origin} does not have a {name!r}{guess}")
-    return getattr(module, name)
-
-
-def _called(text: str, build: Any) -> Any:
-    try:
-        with torch.device("meta"):
-            return build()
-    except Exception as error:  # of a user's function: any
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"plan: MODEL: {text}(), on the meta device: {reason}") from error
