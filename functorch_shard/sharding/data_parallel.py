@@ -181,24 +181,21 @@ class _Rows:
         return sum_in_rank_order(x.unbind(0)).expand_as(x)
 
 
-def reduced(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """The shard of the mean (or the sum) over ranks of the gradients of ``buffer``; ``None`` counts as zeros.
+def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, mean: bool = False) -> Tensor:
+    """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather.
 
-    Not yet cast to the dtype that it is stored or returned in.
+    With ``mean`` of the mean (or the sum) over all ranks, not yet in the dtype that it is stored or returned in.
+    ``None`` counts as zeros.
     """
-    packed, schedule = _packed(grads, buffer, layout)
-    return across(within(packed, schedule, layout.mesh), schedule, layout.mesh)
+    packed = pack(complete(grads, buffer, layout), buffer)
+    schedule = layout.schedules[buffer.key, packed.dtype]
+    total = within(packed, schedule, layout.mesh)
+    return across(total, schedule, layout.mesh) if mean else total
 
 
 def reduced_and_cast(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """:func:`reduced` in the dtype to return: the stored one, or with ``keep_low_precision_grads`` the reduction's."""
-    return reduced(grads, buffer, layout).to(layout.schedules[buffer.key, None].dtypes.returned)
-
-
-def scattered(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> Tensor:
-    """The shard of the sum over the ranks that share ``buffer``: the exact transpose of an all-gather."""
-    packed, schedule = _packed(grads, buffer, layout)
-    return within(packed, schedule, layout.mesh)
+    """The mean in the dtype to return: the stored one, or with ``keep_low_precision_grads`` the reduction's."""
+    return scattered(grads, buffer, layout, mean=True).to(layout.schedules[buffer.key, None].dtypes.returned)
 
 
 def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:
@@ -226,22 +223,13 @@ def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = Fa
     return x.copy_(average) if in_place and x.dtype == returned else to_memory_kind_of(average, x)
 
 
-def _packed(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> tuple[Tensor, Schedule]:
-    """One full gradient, and how it is reduced in the dtype that it comes in."""
-    packed = pack(complete(grads, buffer, layout), buffer)
-    return packed, layout.schedules[buffer.key, packed.dtype]
-
-
-def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Any]:
+def complete(grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout) -> dict[str, Tensor]:
     """The gradients of ``buffer`` alone, with zeros for what is ``None``."""
-    own = {slot.name: grads[slot.name] for slot in buffer.slots}
-    if all(x is not None for x in own.values()):
-        return own
     given = [(grad, batch_of(grad, slot)) for slot in buffer.slots if (grad := grads[slot.name]) is not None]
     like, batch = given[0] if given else (torch.zeros((), dtype=buffer.dtype, device=layout.mesh.device), ())
-    every = {slot.name: (slot, grads[slot.name]) for slot in buffer.slots}
     return {
-        name: like.new_zeros((*batch, *slot.shape)) if grad is None else grad for name, (slot, grad) in every.items()
+        slot.name: like.new_zeros((*batch, *slot.shape)) if (grad := grads[slot.name]) is None else grad
+        for slot in buffer.slots
     }
 
 

@@ -32,7 +32,7 @@ from ..torch_internals.autograd import (
     in_transform,
 )
 from ..torch_internals.tensors import without_torch_function
-from .data_parallel import averaged, gathered, reduced, scattered
+from .data_parallel import averaged, gathered, scattered
 from .lazy_tensor import Lazy
 from .reduction import Part
 from .session import Session
@@ -333,9 +333,10 @@ class _Gather(Function):
                     blank = torch.zeros((), dtype=part.buffers[i].dtype, device=kinds[part.keys[i]].device)
                     shards[i] = blank.expand(part.buffers[i].shard_numel)
             else:
-                by_name, total = dict(zip(part.names, handed, strict=True)), reduced if averages else scattered
+                by_name = dict(zip(part.names, handed, strict=True))
                 for i in wanted:
-                    shards[i] = total(by_name, part.buffers[i], part.layout).to(kinds[part.keys[i]].device)
+                    total = scattered(by_name, part.buffers[i], part.layout, averages)
+                    shards[i] = total.to(kinds[part.keys[i]].device)
         return None, None, None, *shards
 
     @staticmethod

@@ -57,7 +57,8 @@ def iter_parameters(params: Sharded, *, dtype: torch.dtype | None = None) -> Ite
 
 def _iterate(params: Sharded, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for unit in by_unit(params):
-        whole: Mapping[str, Tensor] = _whole(unit, dtype)
+        with torch.no_grad():
+            whole: Mapping[str, Tensor] = gather(map_items(lambda _, x: x.detach(), unit), lazy=False, dtype=dtype)
         if in_transform() or (inside() and torch.is_grad_enabled()):
             whole = without_derivative(_NO_DERIVATIVE, whole, unit.values())
         yield from whole.items()
@@ -66,8 +67,3 @@ def _iterate(params: Sharded, dtype: torch.dtype | None) -> Iterator[tuple[str, 
 _NO_DERIVATIVE = (
     "iter_parameters: its tensors have no derivative by the parameters. Use gather, or pass detached shards."
 )
-
-
-def _whole(unit: Sharded, dtype: torch.dtype | None) -> Full:
-    with torch.no_grad():
-        return gather(map_items(lambda _, x: x.detach(), unit), lazy=False, dtype=dtype)

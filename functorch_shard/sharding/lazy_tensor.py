@@ -6,7 +6,7 @@ Nothing wraps the model; the order of use drives everything. Views stay lazy, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -84,6 +84,10 @@ class Lazy(Tensor):
         return flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        # Reshape, contiguous and to are a view or a copy, which their decomposition decides. Autograd decomposes them;
+        # below it (in inference mode, inside of a DTensor) they arrive whole.
+        if (from_parts := func.decompose(self, *args, **kwargs)) is not NotImplemented:
+            return from_parts
         place = self._place
         like = torch.empty_strided(place.shape, place.strides, dtype=place.dtype, device="meta")
         views = func(like, *args, **kwargs)
@@ -172,7 +176,7 @@ def _rule(func: Any) -> Callable[[Any, Any, Any], Any]:
     if func is aten.t.default:  # every linear layer, twice
         return _transposed
     if func.is_view:
-        return _of_first(lambda x, args, kwargs: _viewed(func, x, args, kwargs))
+        return _of_first(lambda x, args, kwargs: x._view(func, args, kwargs))
     return _of_data if writes_nothing(func) else _of_data_unless_written
 
 
@@ -191,13 +195,6 @@ def _transposed(func: Any, args: Sequence[Lazy], kwargs: Any) -> Lazy:
     return x._at(x._place.shape[::-1], x._place.strides[::-1], x._place.offset)
 
 
-def _viewed(func: Any, x: Lazy, args: Any, kwargs: Any) -> Any:
-    """Reshape, contiguous and to are a view or a copy, which their decomposition decides. Autograd decomposes them;
-    below it (in inference mode, inside of a DTensor) they arrive whole."""
-    from_parts = func.decompose(x, *args, **kwargs)
-    return x._view(func, args, kwargs) if from_parts is NotImplemented else from_parts
-
-
 def _of_data(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [x._data() if isinstance(x, Lazy) else _inside(x) if isinstance(x, (list, tuple)) else x for x in args]
     return func(*plain, **(torch_pytree.tree_map_only(Lazy, Lazy._data, kwargs) if kwargs else kwargs))
@@ -208,11 +205,6 @@ def _inside(xs: Sequence[Any]) -> list[Any]:
 
 
 def _of_data_unless_written(func: Any, args: Any, kwargs: Any) -> Any:
-    _refuse_writes(func, args, kwargs)
-    return _of_data(func, args, kwargs)
-
-
-def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for i, arg in [(i, arg) for i, arg in enumerate(arguments_of(func)) if is_written(arg)]:
         x = args[i] if i < len(args) else kwargs.get(arg.name)
         if any(isinstance(y, Lazy) for y in (x if isinstance(x, (list, tuple)) else [x])):
@@ -220,6 +212,7 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 f"{func}: a gathered parameter is a value, and this would write into it. Write to a copy of it, from "
                 "functorch_shard.materialize, and bring that back with shard()."
             )
+    return _of_data(func, args, kwargs)
 
 
 def materialize(tree: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
-from tests.support.models import awkward, equal_units, loss_of
+from tests.support.models import awkward, loss_of
 from tests.support.ranks import Ranks, gloo, on_each, simulated
 
 # kind, axis, bytes of the operand of one rank
@@ -136,37 +136,6 @@ def test_hybrid_shard_reduces_inside_and_all_reduces_the_shard_across(strategy: 
 
 def first(seen: CollectiveCounter, kind: str, numel: int) -> int:
     return [(one.kind, one.numel) for one in seen.issued].index((kind, numel))
-
-
-KINDS = {"shard": ("all_gather", "psum_scatter"), "replicate": ("psum",)}
-
-
-def units_in_order(mesh: fs.Mesh, reshard: bool) -> list[tuple[str, str, int]]:
-    """Kind, axis and unit of every collective of one step on real ranks."""
-    model = equal_units()
-    layout = fs.plan(model, mesh, reshard_after_forward=reshard)
-    params, x = fs.shard(model, layout), torch.randn(3, 5, dtype=torch.float64)
-    with count_collectives() as seen:
-        fs.grad(lambda p: torch.func.functional_call(model, fs.gather(p), (x,)).square().sum())(params)
-    units = {n * 8: int(b.key) for b in layout.buffers.values() for n in (b.numel, b.shard_numel)}
-    assert len(units) == len(model) * (2 if layout.num_shards > 1 else 1)
-    return [(one.kind, one.axis, units[one.nbytes]) for one in seen.issued]
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("ranks", gloo(4, {"replicate": 4}, *SQUARES), ids=str)
-def test_units_are_gathered_again_in_backward_only_by_those_that_reshard(ranks: Ranks, reshard: bool) -> None:
-    forward = list(range(len(equal_units())))
-    for issued in ranks.run(units_in_order, reshard):
-        units: dict[tuple[str, str], list[int]] = {}
-        for kind, axis, unit in issued:
-            units.setdefault((kind, axis), []).append(unit)
-        assert set(units) == {(kind, axis) for axis in ranks.axes for kind in KINDS[axis]}
-        if "shard" in ranks.axes:
-            assert units["all_gather", "shard"] == forward + [2, 1, 0] * reshard
-            assert units["psum_scatter", "shard"] == forward[::-1]
-        if "replicate" in ranks.axes:
-            assert sorted(units["psum", "replicate"]) == forward
 
 
 @pytest.mark.parametrize("ranks", [one for one in GRIDS if not one.real], ids=str)

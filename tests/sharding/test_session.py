@@ -1,0 +1,377 @@
+"""What is whole at a moment and what is fetched ahead: two large units, in the order of use, on any stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.communication import Work
+from functorch_shard.sharding import session
+from functorch_shard.sharding.reduction import Part
+from functorch_shard.sharding.session import (
+    NO_PASS,
+    Decision,
+    RecordedEvent,
+    Session,
+    Streams,
+    UnitBuffers,
+    UseOrder,
+    expected_order,
+    small_units,
+)
+
+some_laws = settings(max_examples=100, deadline=None)
+passes = st.sampled_from([NO_PASS, NO_PASS, 1, 2])
+
+
+def layout_of(sizes: Iterable[int], **options: Any) -> fs.Layout:
+    """A unit of each size, in elements."""
+    tensors = {f"u{i}.w": torch.zeros(size) for i, size in enumerate(sizes)}
+    return fs.plan(tensors, fs.init_mesh(), units=[[name] for name in tensors], align_bytes=0, **options)
+
+
+class Units:
+    """A session with one ``UnitBuffers`` a unit, and what it gathered so far."""
+
+    def __init__(self, layout: fs.Layout, streams: Streams | None = None) -> None:
+        self.session = Session(layout, {}, streams)
+        parts = [Part(i, unit.buffers, layout) for i, unit in enumerate(layout.units)]
+        self.buffers = [self.session.add(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
+
+    def whole(self) -> list[int]:
+        """Those that are whole or being gathered."""
+        return [i for i, one in enumerate(self.buffers) if one.flats is not None or one._works is not None]
+
+    def leave(self, unit: int) -> None:
+        self.session.leave(self.buffers[unit].part, 7)
+
+    def use(self, *order: int) -> list[list[int]]:
+        """What is whole after each use."""
+        return [self._use(unit) for unit in order]
+
+    def _use(self, unit: int) -> list[int]:
+        assert self.session.data(self.buffers[unit], 0).numel() == self.buffers[unit].part.buffers[0].numel
+        assert self.buffers[unit].flats is not None
+        return self.whole()
+
+
+def equal_units(number: int) -> Units:
+    return Units(layout_of([7] * number))
+
+
+def in_pass(number: int) -> Any:
+    """A context in which backward pass ``number`` runs."""
+    return mock.patch.object(session, "backward_pass", return_value=number)
+
+
+@contextmanager
+def fetches() -> Iterator[list[int]]:
+    """The units whose gathers are started, in order."""
+    seen: list[int] = []
+    gather = UnitBuffers._gather
+    with mock.patch.object(UnitBuffers, "_gather", lambda unit, i: (seen.append(unit.part.unit), gather(unit, i))[1]):
+        yield seen
+
+
+def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:
+    assert equal_units(4).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
+
+
+def test_a_second_forward_fetches_what_followed_the_last_time() -> None:
+    units = equal_units(4)
+    assert units.use(0, 2, 1, 3) == [[0, 1], [1, 2], [1, 2], [1, 3]]  # only the first guess, which is wrong
+    assert units.use(0, 2, 1, 3) == [[0, 3], [1, 2], [1, 3], [0, 3]]
+    assert units.use(0, 2, 1, 3) == [[0, 2], [1, 2], [1, 3], [0, 3]]  # the first follows the last
+
+
+BLOCKS = ("b0.w", "b1.w", "b2.w")
+
+
+@pytest.mark.parametrize(
+    ("names", "ahead"),
+    [(("root.embed", *BLOCKS, "root.head"), [0, 3]), (("root.embed", "root.head", *BLOCKS), [2, 3])],
+    ids=["around", "before"],
+)
+def test_a_root_that_is_used_first_and_last_is_gathered_twice_and_nothing_for_nothing(
+    names: tuple[str, ...], ahead: list[int]
+) -> None:
+    root = [name for name in names if name.startswith("root")]
+    each = [root, *([f"b{i}"] for i in range(3))]
+    units = Units(fs.plan({name: torch.zeros(7) for name in names}, fs.init_mesh(), units=each, align_bytes=0))
+    with fetches() as seen:
+        assert units.use(0, 1, 2, 3, 0) == [[0, 1], [1, 2], [2, 3], ahead, [0, 3]]
+        assert seen == [0, 1, 2, 3, 0]
+        with in_pass(1):
+            assert units.use(0, 3, 2, 1) == [[0, 3], [2, 3], [1, 2], [1, 2]]
+            units.leave(3)
+    assert seen == [0, 1, 2, 3, 0, 2, 1]
+
+
+def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() -> None:
+    layers = [nn.Linear(7, 7) for _ in range(4)]
+    model = nn.Sequential(*layers)
+    layers[3].weight = layers[0].weight
+    assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3, 0]
+    layers[2].weight = layers[1].weight
+    assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3]
+
+
+def test_backward_goes_on_in_the_direction_of_travel_and_turns() -> None:
+    units = equal_units(5)
+    units.use(0, 1, 2, 3, 4)
+    with in_pass(1):
+        assert units.use(4, 3, 2, 1, 2, 3) == [[3, 4], [2, 3], [1, 2], [1, 2], [2, 3], [3, 4]]
+        assert units.use(2, 1) == [[1, 2], [1, 2]]
+
+
+def test_backward_follows_the_order_of_use_and_not_of_the_layout() -> None:
+    units = equal_units(4)
+    units.use(3, 1, 0, 2)
+    with in_pass(1):
+        assert units.use(2, 0, 1, 3) == [[0, 2], [0, 1], [0, 1], [1, 3]]
+
+
+def test_a_unit_whose_gradients_are_complete_goes_at_once() -> None:
+    units = equal_units(3)
+    units.use(0, 1, 2)
+    for _ in range(2):
+        units.leave(2)
+        assert units.whole() == [1]
+    assert units.use(2) == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "small"),
+    [
+        ([7, 7, 7], set()),
+        ([64, 8, 64], {1}),
+        ([64, 9, 64], set()),
+        ([64, 4, 4, 1], {1, 3}),  # 1 + 4 <= 64 / 8 < 1 + 4 + 4
+        ([0, 64, 0], {0, 2}),
+        ([0], {0}),
+        ([], set()),
+    ],
+    ids=str,
+)
+def test_small_units_are_an_eighth_of_the_largest_together(sizes: list[int], small: set[int]) -> None:
+    assert small_units(layout_of(sizes)) == small
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 3, 64, 60]), min_size=1, max_size=6),
+    uses=st.lists(st.tuples(st.integers(0, 5), passes, st.booleans()), max_size=30),
+)
+@some_laws
+def test_no_order_of_use_makes_more_than_two_large_units_whole(
+    sizes: list[int], uses: list[tuple[int, int, bool]]
+) -> None:
+    units = Units(layout_of(sizes))
+    large = {i for i in range(len(sizes)) if i not in small_units(layout_of(sizes))}
+    for unit, number, left in uses:
+        with in_pass(number):
+            (whole,) = units.use(unit % len(sizes))
+        assert unit % len(sizes) in whole
+        assert len(large.intersection(whole)) <= 2
+        if left:
+            units.leave(unit % len(sizes))
+            assert unit % len(sizes) not in units.whole()
+
+
+def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
+    params = fs.shard({f"u{i}.w": torch.ones(7) for i in range(4)}, layout_of([7] * 4))
+    before_use: list[list[int]] = []
+
+    def total(params: fs.Sharded) -> Tensor:
+        full = fs.gather(params, lazy=True)
+        before_use.append(list(seen))
+        return torch.stack([x.sum() for x in full.values()]).sum()
+
+    with fetches() as seen:
+        result: Any = torch.func.jvp(total, (params,), (params,))
+    assert result == (28, 28)
+    assert before_use == [[]]
+    assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+# The policy alone: orders of use in, units to gather and to free out.
+
+NUM_UNITS = 6
+Uses = Sequence[tuple[int, int]]  # each a unit, and the backward pass that it is used in
+numbers = st.integers(0, NUM_UNITS - 1)
+orders_of_use = st.lists(st.tuples(numbers, passes), max_size=40)
+smalls = st.frozensets(numbers, max_size=NUM_UNITS)
+
+
+@dataclass
+class Driven:
+    """A policy, and what is resident when its decisions are followed."""
+
+    policy: UseOrder
+    resident: list[int] = field(default_factory=list)
+    gathered: list[int] = field(default_factory=list)
+
+    def use(self, unit: int, backward_pass: int = NO_PASS) -> Decision:
+        if unit != self.policy.current and unit in self.resident:
+            self.resident.append(self.resident.pop(self.resident.index(unit)))
+        decision = self.policy.arrive(unit, backward_pass, self.resident)
+        self.resident = [other for other in self.resident if other not in decision.evict]
+        for other in (unit, *decision.fetch):
+            if other not in self.resident:
+                self.resident.append(other)
+                self.gathered.append(other)
+        return decision
+
+
+def followed(policy: UseOrder, uses: Uses) -> list[Decision]:
+    driven = Driven(policy)
+    return [driven.use(*use) for use in uses]
+
+
+@given(orders_of_use, smalls)
+@some_laws
+def test_a_small_unit_decides_nothing_and_the_unit_in_use_is_neither_evicted_nor_gathered_ahead(
+    uses: Uses, small: frozenset[int]
+) -> None:
+    for (unit, _), decision in zip(uses, followed(UseOrder(range(NUM_UNITS), small), uses), strict=True):
+        assert unit not in (*decision.evict, *decision.fetch)
+        assert len(set(decision.fetch) - small) <= 1
+        assert not small.intersection(decision.evict)
+        assert unit not in small or decision == Decision()
+
+
+@given(orders_of_use)
+@some_laws
+def test_nothing_is_evicted_where_units_stay_and_the_guesses_are_the_same(uses: Uses) -> None:
+    stay = followed(UseOrder(range(NUM_UNITS), keeps=True), uses)
+    assert all(decision.evict == () for decision in stay)
+    assert [decision.fetch for decision in stay] == [d.fetch for d in followed(UseOrder(range(NUM_UNITS)), uses)]
+
+
+@given(orders_of_use, smalls, st.lists(numbers, max_size=4, unique=True))
+@some_laws
+def test_what_is_gathered_next_depends_on_the_order_of_use_and_not_on_what_is_resident(
+    uses: Uses, small: frozenset[int], resident: list[int]
+) -> None:
+    usual, other = followed(UseOrder(range(NUM_UNITS), small), uses), UseOrder(range(NUM_UNITS), small)
+    assert [decision.fetch for decision in usual] == [other.arrive(*use, resident).fetch for use in uses]
+
+
+@given(st.permutations(range(NUM_UNITS)))
+@some_laws
+def test_a_step_gathers_each_unit_once_forward_and_all_but_the_last_two_and_the_first_in_backward(
+    order: list[int],
+) -> None:
+    driven = Driven(UseOrder(order))
+    for use in (*((unit, NO_PASS) for unit in order), *((unit, 1) for unit in reversed(order[1:]))):
+        driven.use(*use)
+    assert driven.gathered == [*order, *reversed(order[1:-2])]
+
+
+@given(st.integers(1, NUM_UNITS - 1))
+@some_laws
+def test_backward_does_not_go_ahead_into_frozen_units_in_front(frozen: int) -> None:
+    driven = Driven(UseOrder(range(NUM_UNITS), frozen_in_front=frozen))
+    for unit in range(NUM_UNITS):
+        driven.use(unit)
+    for unit in reversed(range(frozen, NUM_UNITS)):
+        assert min(driven.use(unit, 1).fetch, default=frozen) >= frozen
+
+
+def test_a_forward_that_comes_back_to_a_unit_after_a_backward_never_expects_it_to_follow_itself() -> None:
+    uses = [(0, 1), (1, NO_PASS), (0, NO_PASS), (1, 1), (0, NO_PASS), (1, NO_PASS), (0, NO_PASS)]
+    decisions = zip(uses, followed(UseOrder(range(2)), uses), strict=True)
+    assert all(unit not in decision.fetch for (unit, _), decision in decisions)
+
+
+class Stream:
+    """A stream that knows all work that is done before what is put on it next."""
+
+    def __init__(self) -> None:
+        self.behind: set[Any] = set()
+        self.waits = 0
+
+    def record_event(self) -> frozenset[Any]:
+        return frozenset(self.behind)
+
+    def wait_event(self, event: frozenset[Any]) -> None:
+        self.behind |= event
+        self.waits += 1
+
+
+class Device:
+    """Three streams, one of which is current, and those that were reported to the allocator, by memory."""
+
+    def __init__(self) -> None:
+        self.streams = [Stream() for _ in range(3)]
+        self.now = self.streams[0]
+        self.recorded: dict[int, set[Stream]] = {}
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextmanager
+    def at_work(self) -> Iterator[Streams]:
+        def record(x: Tensor, stream: Any) -> Any:
+            return self.recorded.setdefault(x.data_ptr(), set()).add(stream)
+
+        with mock.patch.object(Tensor, "record_stream", record):
+            yield Streams(lambda: self.now, self.on)
+
+
+def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
+    device, x = Device(), torch.ones(1)
+    first, second, third = device.streams
+    with device.at_work() as streams:
+        first.behind.add("made")
+        made = RecordedEvent(streams)
+        first.behind.add("later")
+        for stream in (second, second, third, first):
+            with device.on(stream):
+                made.take([x])
+    assert [stream.waits for stream in device.streams] == [0, 1, 1]
+    assert (second.behind, third.behind) == ({"made"}, {"made"})
+    assert device.recorded == {x.data_ptr(): {second, third}}
+
+
+@given(uses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), passes), max_size=30), reshard=st.booleans())
+@some_laws
+def test_no_stream_uses_a_unit_before_it_is_there_or_after_its_memory_is_given_away(
+    uses: list[tuple[int, int, int]], reshard: bool
+) -> None:
+    device, gather = Device(), UnitBuffers._gather
+    complete: dict[UnitBuffers, Any] = {}
+    memory_of: dict[UnitBuffers, Stream] = {}  # whose memory it is
+
+    def watched(unit: UnitBuffers, i: int) -> Work:
+        def arrived() -> Tensor:
+            assert device.now is memory_of[unit]  # memory that is freed meanwhile is of that stream too
+            complete[unit] = object()
+            device.now.behind.add(complete[unit])
+            return work.wait()
+
+        work, memory_of[unit] = gather(unit, i), device.now
+        return Work(arrived)
+
+    with device.at_work() as streams, mock.patch.object(UnitBuffers, "_gather", watched):
+        units = Units(layout_of([7] * 4, reshard_after_forward=reshard), streams)
+        for unit, stream, number in uses:
+            buffers, now = units.buffers[unit], device.streams[stream]
+            with in_pass(number), device.on(now):
+                memory = units.session.data(buffers, 0).data_ptr()
+            assert complete[buffers] in now.behind
+            assert now is memory_of[buffers] or now in device.recorded[memory]
