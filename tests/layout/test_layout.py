@@ -18,7 +18,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.layout.buffers import Slice
-from functorch_shard.layout.layout import Layout, lines_of, merged, select_buffers
+from functorch_shard.layout.layout import Layout, merged, select_buffers
 
 RANKS = (1, 2, 3, 5, 8)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
@@ -127,25 +127,14 @@ def test_an_empty_parameter_is_in_no_shard() -> None:
     assert list(layout.slots) == ["m.a", "m.b", "m.c"]
 
 
-@given(planned())
-@some_laws
-def test_a_pickle_gives_an_equal_layout_with_an_equal_hash(layout: Layout) -> None:
-    back = pickle.loads(pickle.dumps(layout))
-    assert back == layout
-    assert hash(back) == hash(layout)
-    assert list(lines_of(back)) == list(lines_of(layout))
-    assert str(back) == str(layout)
-    assert back.units == layout.units
-    assert back.reshard_after_forward is layout.reshard_after_forward
-
-
 def test_the_hash_of_a_pickled_layout_is_right_in_another_process() -> None:
-    layout = fs.plan({"p": torch.zeros(3)}, fs.simulated_mesh(2))
+    layout = fs.plan({"p": torch.zeros(3)}, fs.simulated_mesh(2), reshard_after_forward=False)
     hash(layout)  # cached properties must not be pickled: strings hash differently in another process
     code = (
         "import pickle, sys, torch, functorch_shard as fs\n"
         "layout = pickle.load(sys.stdin.buffer)\n"
-        "assert layout in {fs.plan({'p': torch.zeros(3)}, fs.simulated_mesh(2))}"
+        "assert not layout.reshard_after_forward\n"
+        "assert layout in {fs.plan({'p': torch.zeros(3)}, fs.simulated_mesh(2), reshard_after_forward=False)}"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(layout), env=environment, check=True)

@@ -91,20 +91,3 @@ def test_nan_in_padding_does_not_reach_any_value_and_its_gradient_is_zero(tensor
     energy(unpack(leaf, buffer)).backward()
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, gradient)
-
-
-def test_both_directions_pass_gradcheck_of_first_and_second_order(tensors: dict[str, Tensor]) -> None:
-    buffer = buffer_of(tensors)
-    names = list(tensors)
-    leaves = [x.requires_grad_() for x in tensors.values()]
-
-    def packed(*xs: Tensor) -> Tensor:
-        return pack(dict(zip(names, xs, strict=True)), buffer) ** 2
-
-    def unpacked(flat: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x**2 for x in unpack(flat, buffer).values() if x.numel())
-
-    flat = pack(tensors, buffer).detach().requires_grad_()
-    assert torch.autograd.gradcheck(packed, leaves, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradcheck(unpacked, flat, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(unpacked, flat)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.layout.layout import Layout
-from tests.support.models import Awkward
 
 MESH = fs.simulated_mesh(3)
 
@@ -71,14 +70,6 @@ def test_scalars_empties_and_transposes_are_row_major_like_any_other() -> None:
     ]
     assert layout.buffers["m"].numel == 21
     assert layout == fs.plan({name: x.contiguous() for name, x in tensors.items()}, MESH)
-
-
-def test_the_meta_device_plans_as_the_real_one() -> None:
-    real = Awkward()
-    with torch.device("meta"):
-        meta: nn.Module = Awkward()
-    assert fs.plan(meta, MESH) == fs.plan(real, MESH)
-    assert fs.plan(meta, MESH).aliases == (("blocks.1.fc.weight", "blocks.0.fc.weight"),)
 
 
 def test_a_tied_weight_is_stored_once_under_its_first_name() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -124,27 +123,18 @@ def test_a_mean_of_bfloat16_is_rounded_once(axes: dict[str, int]) -> None:
 COMPLEX = {"z": torch.tensor([1 / 3 + 2j, 3 - 1j / 3, 1j], dtype=torch.complex64)}
 
 
-def of_complex(mesh: fs.Mesh) -> list[Any]:
-    """Whatever reals are gathered and summed in: gradients lazily, at once and by hand."""
-    results = []
-    by_hand = rows_of(mesh, {"z": torch.stack([2 * COMPLEX["z"]] * mesh.size)})
-    for precision in map(fs.MixedPrecision, (BF16, BF16, None, None), (None, F32, BF16, F16)):
+def test_complex_parameters_and_gradients_are_never_cast() -> None:
+    """Whatever reals are gathered and summed in: gradients of both transforms and by hand."""
+    mesh = fs.simulated_mesh(2)
+    by_hand, expected = torch.stack([2 * COMPLEX["z"]] * 2), fs.shard({"z": 4 * COMPLEX["z"]}, fs.plan(COMPLEX, mesh))
+    for precision in map(fs.MixedPrecision, (BF16, BF16, None), (None, F32, F16)):
         layout = fs.plan(COMPLEX, mesh, precision=precision, reduction="sum")
         params = fs.shard(COMPLEX, layout)
         assert_trees_close(dict(fs.gather(params)), COMPLEX, rtol=0, atol=0)
-        for lazy in (None, False):
-            of = partial(fs.gather, lazy=lazy)
-            results.append(mesh.spmd(fs.grad(lambda p, of=of: of(p)["z"].abs().square().sum()))(params))
-        results.append(mesh.spmd(lambda g, layout=layout: fs.scatter_grads(g, layout))(by_hand))
-    return [dict(grads) for grads in results]
-
-
-@pytest.mark.parametrize("ranks", KINDS, ids=str)
-def test_complex_parameters_and_gradients_are_never_cast(ranks: Ranks) -> None:
-    expected = fs.shard({"z": 4 * COMPLEX["z"]}, fs.plan(COMPLEX, fs.simulated_mesh(2)))
-    for rank, results in enumerate(ranks.run(of_complex)):
-        for result in results:
-            assert_trees_close(result, {key: rows[rank] for key, rows in expected.items()})
+        for gradient in (fs.grad, grad):
+            grads = mesh.spmd(gradient(lambda p: fs.gather(p)["z"].abs().square().sum()))(params)
+            assert_trees_close(dict(grads), dict(expected))
+        assert_trees_close(dict(fs.scatter_grads({"z": by_hand}, layout)), dict(expected))
 
 
 def test_float16_sums_are_divided_before_and_after_as_fully_shard_does_it() -> None:
@@ -195,3 +185,60 @@ def test_inputs_outputs_and_buffers_are_cast_where_a_policy_says_so() -> None:
     for name, wrong in {"param_dtype": "bfloat16", "reduce_dtype": torch.int8, "buffer_dtype": torch.complex64}.items():
         text = refused(fs.MixedPrecision, **{name: wrong})
         assert text == f"TypeError: MixedPrecision: {name}: got {wrong!r}, expected a floating-point dtype or None"
+
+
+def low(mesh: fs.Mesh, keep: bool) -> fs.Sharded:
+    policies = {"a": fs.MixedPrecision(BF16, keep_low_precision_grads=keep), "b": fs.MixedPrecision(None, F64)}
+    values = {"a.w": THIRDS, "a.n": torch.tensor([3, 5]), "b.w": THIRDS.clone()}
+    return fs.shard(values, fs.plan(values, mesh, precision=policies.get, reduction="sum"))
+
+
+def test_gradients_stay_in_low_precision_if_a_policy_keeps_them() -> None:
+    mesh = fs.simulated_mesh(2)
+    rows = torch.tensor([256.0, 1.0])
+
+    def loss_of(full: fs.Full, x: Tensor) -> Tensor:
+        return (full["a.w"] * x.to(BF16)).sum().float() + (full["b.w"] * x).sum()
+
+    def loss(p: fs.Sharded, x: Tensor) -> Tensor:
+        return loss_of(fs.gather(p), x)
+
+    def by_hand(p: fs.Sharded, x: Tensor) -> fs.Sharded:
+        return fs.scatter_grads(fs.grad(loss_of)(fs.gather(p), x))
+
+    for keep, dtype in ((False, F32), (True, BF16)):
+        params = low(mesh, keep)
+        for differentiate in (fs.grad(loss), by_hand, lambda p, x: fs.grad_and_value(loss)(p, x)[0]):
+            grads = mesh.spmd(differentiate)(params, rows)
+            assert (grads["a/float32"].dtype, grads["b"].dtype, grads["a/int64/frozen"]) == (dtype, F32, None)
+            assert torch.equal(grads["a/float32"].float().flatten()[:7], torch.full((7,), 256.0))  # summed in bfloat16
+            assert torch.equal(grads["b"].flatten()[:7], torch.full((7,), 257.0))
+
+
+def test_microbatches_are_added_up_in_the_dtype_they_are_reduced_in() -> None:
+    mesh = fs.simulated_mesh(2)
+    values = {
+        "a.w": THIRDS,
+        "b.w": THIRDS.clone(),
+        "b.n": torch.tensor(3),
+        "c.z": torch.zeros(2, dtype=torch.complex64),
+    }
+    policies = {"a": fs.MixedPrecision(BF16, F32), "b": fs.MixedPrecision(BF16), "c": fs.MixedPrecision(BF16, F32)}
+    layout = fs.plan(values, mesh, precision=policies.get, reduction="sum")
+
+    def microbatch(x: float) -> fs.Full:
+        return fs.Full({"a.w": torch.full((7,), x, dtype=BF16), "b.w": torch.full((7,), x, dtype=BF16), "b.n": None,
+                        "c.z": torch.full((2,), x * 1j)}, layout)  # fmt: skip
+
+    first = microbatch(256.0)
+    total = fs.accumulate(fs.accumulate(None, first), microbatch(1.0))
+    assert_trees_close(first, microbatch(256.0), rtol=0, atol=0)
+    assert fs.accumulate(None, first)["b.w"] is not first["b.w"]
+    assert_trees_close(total, {"a.w": torch.full((7,), 257.0), "b.w": torch.full((7,), 256.0, dtype=BF16),
+                               "b.n": None, "c.z": torch.full((2,), 257j)}, rtol=0, atol=0)  # fmt: skip
+    assert total.layout is layout
+    nothing = fs.Full(dict.fromkeys(values), layout)
+    some = fs.accumulate(fs.accumulate(None, nothing), first)
+    assert_trees_close(fs.accumulate(some, nothing), fs.accumulate(None, first), rtol=0, atol=0)
+    for wrong in ((None, dict(first)), (dict(first), first), (fs.shard(values, layout), first)):
+        assert refused(fs.accumulate, *wrong).startswith("TypeError: accumulate: ")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +12,7 @@ from functorch_shard.layout.schedule import (
     AllGather,
     AllReduce,
     Cast,
-    Communication,
     Divide,
-    Op,
     ReduceScatter,
     Schedule,
 )
@@ -28,7 +24,6 @@ maybe = st.sampled_from([None, *FLOATS])
 policies = st.builds(fs.MixedPrecision, param_dtype=maybe, reduce_dtype=maybe, keep_low_precision_grads=st.booleans())
 axes = st.fixed_dictionaries({"replicate": st.integers(1, 3), "shard": st.integers(1, 4)})
 reductions = st.sampled_from(["mean", "sum"])
-dtypes = st.sampled_from([*FLOATS, torch.complex64, torch.int64])
 
 
 def planned(
@@ -37,7 +32,6 @@ def planned(
     axes: dict[str, int],
     reduction: str,
     numel: int = 3,
-    ignored: bool = False,
 ) -> tuple[fs.Layout, Buffer, Schedule]:
     layout = fs.plan(
         {"u.w": torch.zeros(numel, dtype=dtype)},
@@ -45,17 +39,9 @@ def planned(
         precision=policy,
         reduction=reduction,  # pyright: ignore[reportArgumentType]
         align_bytes=0,
-        ignored=["u.w"] if ignored else (),
     )
     (buffer,) = layout.buffers.values()
     return layout, buffer, layout.schedules[buffer.key, None]
-
-
-schedules = st.builds(planned, dtypes, policies, axes, reductions, ignored=st.booleans())
-
-
-def divided_by(ops: tuple[Op, ...]) -> float:
-    return prod(op.by for op in ops if isinstance(op, Divide))
 
 
 @given(
@@ -78,30 +64,6 @@ def test_within_is_the_transpose_of_gather_exactly_on_integers(
     whole = mesh.spmd(lambda x: gathered(x, schedule, mesh))(shards)
     sums = mesh.spmd(lambda g: within(g, schedule, mesh))(grads)
     assert (whole.double() * grads.double()).sum() == (shards.double() * sums.double()).sum()
-
-
-@given(schedules)
-@some_laws
-def test_within_is_a_sum_and_across_divides_by_the_number_of_ranks(planned: tuple[fs.Layout, Buffer, Schedule]) -> None:
-    layout, _, schedule = planned
-    assert divided_by(schedule.within) == 1
-    assert divided_by(schedule.across) == (layout.num_ranks if layout.reduction == "mean" else 1)
-
-
-@given(schedules)
-@some_laws
-def test_sums_are_made_in_the_dtype_to_reduce_in_and_divided_in_one_that_loses_nothing(
-    planned: tuple[fs.Layout, Buffer, Schedule],
-) -> None:
-    _, _, schedule = planned
-    dtype = schedule.dtypes.gathered
-    for op in schedule.reduce:
-        if isinstance(op, Cast):
-            dtype = op.dtype
-        elif isinstance(op, Communication):
-            assert dtype == schedule.dtypes.reduced
-    assert dtype == schedule.dtypes.returned
-    assert torch.promote_types(schedule.dtypes.carried, schedule.dtypes.reduced) == schedule.dtypes.carried
 
 
 def test_a_schedule_reads_as_the_note_says() -> None:

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as torch_pytree
 
 import functorch_shard as fs
+from functorch_shard.errors import name_problems
 from tests.support.models import two_layers
 from tests.support.refusals import refused
 
@@ -134,3 +135,30 @@ def test_a_sparse_gradient_of_a_gathered_parameter_is_an_error(mesh: fs.Mesh, la
     grads = {"rows": torch.eye(9, 3).to_sparse(), "scale": torch.ones(3)}
     layout = fs.plan(values, fs.init_mesh())
     assert "'rows': got layout torch.sparse_coo, expected a dense" in refused(fs.scatter_grads, grads, layout)
+
+
+def test_a_wrong_name_is_answered_with_the_nearest_right_one() -> None:
+    problems = name_problems(["blocks.0.wieght", "xyz", "tied"], ["blocks.0.weight", "bias"], allowed=["tied"])
+    assert problems == [
+        "'blocks.0.weight': missing",
+        "'bias': missing",
+        "'blocks.0.wieght': not in the layout (did you mean 'blocks.0.weight'?)",
+        "'xyz': not in the layout",
+    ]
+
+
+TIED: dict[str, tuple[Any, str]] = {
+    "values": (torch.ones(3), "'b': tied to 'a' in the layout, but the values differ"),
+    "dtype": (torch.zeros(3).double(), "'b': got shape (3,), torch.float64, expected (3,), torch.float32"),
+    "meta": (torch.zeros(3, device="meta"), "'b': on the meta device, without values"),
+}
+
+
+@pytest.mark.parametrize("what", TIED)
+def test_a_tied_name_is_checked_like_any_other(what: str) -> None:
+    x = torch.zeros(3)
+    layout = fs.plan({"a": x, "b": x}, fs.simulated_mesh(2))
+    wrong, problem = TIED[what]
+    with pytest.raises(ValueError, match="shard: 1 problem") as error:
+        fs.shard({"a": x, "b": wrong}, layout)
+    assert str(error.value).splitlines()[1] == f"  {problem}"

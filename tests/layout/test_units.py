@@ -96,19 +96,10 @@ AUTO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         lambda: nn.Sequential(nn.Sequential(*linears(2)), nn.Linear(2, 2)),
         {"0": 4, "1": 2},
     ),
-    "stack in a submodule": (
-        lambda: nn.ModuleDict({"encoder": inside("layers", nn.ModuleList(linears(2))), "head": nn.Linear(2, 2)}),
-        {"encoder.layers.0": 2, "encoder.layers.1": 2, "head": 2},
-    ),
     "next to a stack in a submodule": (
         lambda: nn.ModuleDict({"body": nn.ModuleDict({"stack": nn.ModuleList(linears(1)), "norm": nn.LayerNorm(3)})}),
         {"body.stack.0": 2, "body.norm": 2},
     ),
-    "two stacks": (
-        lambda: nn.ModuleDict({"down": nn.ModuleList(linears(2)), "up": nn.ModuleList(linears(1))}),
-        {"down.0": 2, "down.1": 2, "up.0": 2},
-    ),
-    "no stack": (lambda: nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 2)}), {"a": 2, "b": 2}),
     "a dict is no stack": (lambda: inside("towers", nn.ModuleDict({"a": nn.Linear(2, 3)})), {"towers": 2}),
     "a stack with a parameter": (lambda: inside("stack", Scaled()), {"stack": 1, "stack.0": 2, "stack.1": 2}),
     "a dict of one class": (
@@ -131,9 +122,6 @@ AUTO: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(3, 3)),
         {"0.0": 6, "0.1": 6, "1": 2},
     ),
-    "one module": (lambda: nn.Linear(2, 3), {"(root)": 2}),
-    "an empty stack": (lambda: nn.ModuleDict({"a": nn.ModuleList(), "b": nn.Linear(2, 3)}), {"b": 2}),
-    "names like numbers": (lambda: nn.Sequential(*linears(11)), {str(i): 2 for i in range(11)}),
 }
 
 

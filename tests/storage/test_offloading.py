@@ -113,39 +113,6 @@ def test_inside_a_transform_it_is_refused(tmp_path: Path) -> None:
 # training
 
 
-def training(mesh: fs.Mesh, place: Callable[[str, Any], Any], *, inside: bool, donate: bool) -> tuple[Any, ...]:
-    """Losses, parameters and state after four steps, the step taken inside ``spmd`` or outside."""
-    model = model_of()
-    layout = fs.plan(model, mesh)
-    params = place("params", fs.shard(model, layout))
-    state = place("state", ADAMW.init(params))
-
-    def loss_fn(params: fs.Sharded, x: Tensor) -> Tensor:
-        return (functional_call(model, fs.gather(params), (x,)) - x).square().mean()
-
-    def step(params: fs.Sharded, grads: fs.Sharded, state: Any) -> Any:
-        return ADAMW.step(params, grads=grads, state=state, donate=donate)
-
-    gradient = mesh.spmd(fs.grad_and_value(loss_fn))
-    losses = []
-    for x in SAMPLES:
-        grads, loss = gradient(params, mesh.split(x))
-        params, state = (mesh.spmd(step) if inside else step)(params, grads, state)
-        losses.append(loss)
-    return losses, params, state
-
-
-@pytest.mark.parametrize(("axes", "inside"), [(None, True), ({"replicate": 3, "shard": 2}, False)])
-def test_training_in_place_in_files_is_bitwise_that_in_memory(axes: Any, inside: bool, tmp_path: Path) -> None:
-    mesh = fs.simulated_mesh(axes) if axes else fs.init_mesh()
-    in_memory = training(mesh, lambda _, tree: tree, inside=inside, donate=True)
-    in_files = training(mesh, lambda name, tree: fs.offload(tree, tmp_path / name), inside=inside, donate=True)
-    assert same_bits(in_files, in_memory)
-    losses, params, state = in_files
-    assert len({float(loss.sum()) for loss in losses}) == 4
-    assert all(map(is_mapped, leaves_of(params, state)))
-
-
 def test_tensors_made_from_a_mapped_shard_are_in_files_of_the_same_directory(tmp_path: Path) -> None:
     plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
     params = fs.offload(plain, tmp_path)
