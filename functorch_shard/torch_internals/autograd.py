@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch._C import (
     _current_graph_task_id,  # see backward_pass
-    _DisableFuncTorch,  # see outside_transforms
+    _DisableFuncTorch,
     _get_dispatch_mode,  # see being_traced
     _is_multithreading_enabled,  # its setter is public
     _TorchDispatchModeKey,
-    _will_engine_execute_node,  # see backward_comes_to
+    _will_engine_execute_node,
 )
 from torch._C._autograd import _profiler_enabled
 from torch._C._dynamo import eval_frame
@@ -54,6 +54,14 @@ profiler_enabled: Callable[[], bool] = _profiler_enabled
 # The id of the backward pass that runs in this thread, or NO_PASS outside of one; no public function tells.
 backward_pass: Callable[[], int] = _current_graph_task_id
 NO_PASS = -1
+# Whether the backward pass that runs in this thread runs a node.
+backward_comes_to: Callable[[Any], bool] = _will_engine_execute_node
+# A context that disables torch.func for computations with plain tensors: a vmap refuses in-place random operations on
+# tensors that its function creates. And one for arithmetic with real numbers, which is not part of what is traced.
+outside_transforms: Callable[[], AbstractContextManager[None]] = _DisableFuncTorch
+untraced: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+# Has what is traced raise when it runs and the condition is false; torch._check would read it at once.
+assert_when_run: Callable[[Tensor, str], None] = torch._assert_async
 
 
 def eager(fn: Fn, *, recursive: bool = True) -> Fn:
@@ -132,11 +140,6 @@ def outside_inference_mode() -> Iterator[None]:
     in_threads = _is_multithreading_enabled()
     with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(in_threads):
         yield
-
-
-def backward_comes_to(node: Any) -> bool:
-    """Whether the backward pass that runs in this thread runs ``node``."""
-    return _will_engine_execute_node(node)
 
 
 def gradients_or_none(
@@ -251,14 +254,6 @@ def requires_grad_anywhere(x: Tensor) -> bool:
     return is_functorch_wrapped_tensor(x) and requires_grad_anywhere(get_unwrapped(x))
 
 
-def outside_transforms() -> AbstractContextManager[None]:
-    """A context that disables ``torch.func`` transforms for computations with plain tensors.
-
-    A vmap refuses in-place random operations on tensors that its function creates.
-    """
-    return _DisableFuncTorch()
-
-
 def marks_every_batch(device: torch.device) -> Tensor | None:
     """A scalar ``False`` that is batched at every active level of vmap; ``None`` if there is none.
 
@@ -305,16 +300,6 @@ def traced_as_it_runs() -> bool:
 def traced_for_compiler() -> bool:
     """Whether ``make_fx`` records what is computed here, for something else than to run it as it is."""
     return _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None and not traced_as_it_runs()
-
-
-def untraced() -> AbstractContextManager[Any]:
-    """A context for arithmetic with real numbers, which is not part of what is traced."""
-    return _disable_current_modes()
-
-
-def assert_when_run(condition: Tensor, message: str) -> None:
-    """Have what is traced raise when it runs and ``condition`` is false; ``torch._check`` would read it at once."""
-    torch._assert_async(condition, message)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor as FakeTensor,  # DTensors infer shapes with them, and traces have them
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store  # see job_store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as torch_pytree  # the registry that torch.func uses, with no public form
 
@@ -33,6 +33,10 @@ without_torch_function = DisableTorchFunction
 # that asks for its memory raise, and not read from address 0.
 without_memory: Callable[..., Any] = Tensor._make_wrapper_subclass
 refuse_memory = _set_throw_on_mutable_data_ptr
+# The store that the job's process group was made with: a new one would need an address that all ranks know.
+job_store: Callable[[], Any] = _get_default_store
+# The mesh that a device mesh is a slice of.
+whole_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 # Forward mode calls it with a tangent. If it calls another one, a lazy tensor refuses that.
 HAS_SAME_STORAGE_NUMEL: Any = torch.ops.aten._has_same_storage_numel.default
 
@@ -52,11 +56,7 @@ def identity_of_storage(x: Tensor) -> int:
 
 def arguments_of(operator: Any) -> Sequence[Any]:
     """The declared arguments of a torch operator: ``torch.library`` takes schemas as text, and returns none."""
-    return _schema(operator).arguments
-
-
-def _schema(operator: Any) -> Any:
-    return operator._schema
+    return operator._schema.arguments
 
 
 def is_written(argument: Any) -> bool:
@@ -71,7 +71,7 @@ def writes_nothing(target: Any) -> bool:
 
 def returns_anything(operator: Any) -> bool:
     """Whether the operator declares a result."""
-    return bool(_schema(operator).returns)
+    return bool(operator._schema.returns)
 
 
 def hooks_of(tensor: Tensor) -> list[str]:
@@ -194,16 +194,6 @@ def _backends(group: Any) -> list[Any]:
     """The backend of each device: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it in one without options."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [getattr(backend, "wrapped_pg", backend) for backend in backends]
-
-
-def job_store() -> Any:
-    """The store that the job's process group was made with: a new store would need an address that all ranks know."""
-    return _get_default_store()
-
-
-def whole_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``device_mesh`` is a slice of."""
-    return device_mesh._get_root_mesh()
 
 
 def storage_info() -> type:

@@ -11,12 +11,9 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
-from functorch_shard.torch_internals.autograd import leaves_behind
 from functorch_shard.torch_internals.satellites import (
     active_transforms,
-    batched,
     constants,
-    in_common,
     is_differentiated,
     run_in,
     tangents_of,
@@ -84,12 +81,6 @@ def names_now() -> list[tuple[str, int]]:
     return [*active_transforms()]
 
 
-def test_transforms_in_common_end_where_they_differ() -> None:
-    one, other = (("Grad", -1), ("Vmap", 2), ("Jvp", -1)), (("Grad", -1), ("Vmap", 3))
-    assert in_common(one, other) == in_common(other, one) == one[:1]
-    assert in_common(one, one[:2]) == one[:2]
-
-
 def test_a_new_vmap_is_done_inside_and_shares_random_numbers() -> None:
     draw: Any = lambda tensors: [tensors[0] + torch.rand(3), None]  # noqa: E731
     rows: Any = vmap(lambda x: run_in((), draw, [x])[0], randomness="error")(X.expand(2, 3))
@@ -97,13 +88,6 @@ def test_a_new_vmap_is_done_inside_and_shares_random_numbers() -> None:
     known = (("Vmap", 2),)
     rows = vmap(lambda x: run_in(known, draw, [x])[0], randomness="different")(X.expand(2, 3))
     assert not torch.equal(rows[0], rows[1])
-
-
-def test_a_batch_may_stay_out_of_results_that_have_none() -> None:
-    run = batched(lambda tensors: [tensors[0] * 2, tensors[1] * 3], [1, None], [0, None], 3, "error")
-    doubled, tripled = run([X.expand(2, 3), X])
-    assert torch.equal(doubled if doubled is not None else X, 2 * X.expand(2, 3).T)
-    assert torch.equal(tripled if tripled is not None else X, 3 * X)
 
 
 def test_tangents_are_those_of_jvp_inside_of_forward_ad_too() -> None:
@@ -115,10 +99,3 @@ def test_tangents_are_those_of_jvp_inside_of_forward_ad_too() -> None:
         for doubled, zero in tangents:
             assert torch.equal(doubled.reshape(3), 2 * X * X)
             assert not zero.any()
-
-
-def test_leaves_behind_a_value_are_found_by_identity() -> None:
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    assert leaves_behind([x * 2, x.sum()]) == {id(x): x}
-    assert leaves_behind([x, (y * 3).exp()]).keys() == {id(x), id(y)}
-    assert leaves_behind([x.detach()]) == {}
