@@ -120,14 +120,6 @@ def test_every_batch_has_the_same_values_and_random_numbers(task: str, randomnes
     assert torch.equal(state, state_after)
 
 
-def test_a_jacobian_has_the_random_numbers_of_forward_in_every_row() -> None:
-    """The vmap over its rows begins after forward, and allows no random numbers."""
-    torch.manual_seed(1)
-    expected = jacrev(lambda w: part(w, X))(W)
-    torch.manual_seed(1)
-    assert torch.equal(jacrev(lambda w: fs.remat(part)(w, X))(W), expected)
-
-
 def wave(w: Tensor) -> Tensor:
     return (X @ w).sin().square().sum()
 
@@ -411,22 +403,6 @@ def test_an_input_that_is_written_to_before_backward_is_refused() -> None:
     value = fs.remat(lambda x, scale: x * scale)(x, scale).sum()
     scale.add_(1)
     assert "modified by an inplace operation" in refused(value.backward)
-
-
-def test_new_buffers_of_apply_are_results_that_parts_pass_on() -> None:
-    norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    params = {name: p.detach() for name, p in norm.named_parameters()}
-    buffers = {name: b.clone() for name, b in norm.named_buffers()}
-
-    def twice_normed(wrap: Any, params: Any, buffers: Any) -> Any:
-        part = wrap(lambda p, b, x: fs.apply(norm, p, b, x))
-        x, buffers = part(params, buffers, X)
-        x, buffers = part(params, buffers, x)
-        return x.square().sum() + buffers["1.running_mean"].sum(), buffers
-
-    run = [fs.grad(partial(twice_normed, wrap), has_aux=True)(params, buffers) for wrap in (plainly, fs.remat)]
-    assert_trees_close(run[1], run[0], rtol=0, atol=0)
-    assert run[1][1]["1.num_batches_tracked"] == 2
 
 
 def test_what_does_not_return_the_same_twice_is_refused() -> None:

@@ -33,12 +33,8 @@ def derived(mesh: fs.Mesh, way: str, wrap: str, inner: str, tasks: tuple[str, ..
     return convention.on_mesh(mesh, side, [*tasks])
 
 
-CASES = [("gathered in each", "fs.grad", simulated(3)[0]), ("gathered in each", "fs.grad", gloo(2)[0])]
+CASES = [("gathered in each", "fs.grad", simulated(3)[0]), ("gathered in each", "fs.grad", gloo(HYBRID)[0])]
 CASES += [("gathered outside", "torch.func.grad", gloo(2)[0]), ("called", "torch.func.grad", simulated(3)[0])]
-CASES += [("gathered at once inside", "fs.grad", gloo(2)[0])]
-CASES += [
-    pytest.param("gathered inside", "fs.grad", r, marks=pytest.mark.slow) for r in (*simulated(HYBRID), *gloo(HYBRID))
-]
 
 
 @pytest.mark.parametrize(("way", "inner", "ranks"), CASES, ids=str)

@@ -10,9 +10,9 @@ import pytest
 import functorch_shard as fs
 from functorch_shard.curvature import to_vector
 from tests.curvature.tasks import operator
+from tests.laws import convention
 from tests.support.pages import run
 from tests.support.ranks import HYBRID, Ranks, gloo
-from tests.training.test_local_reductions import gradient
 
 pytest.importorskip("torchopt")
 every_kind = pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
@@ -20,6 +20,12 @@ every_kind = pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
 
 def test_the_python_of_the_page_runs_with_their_programs(capsys: pytest.CaptureFixture[str]) -> None:
     run("docs/pytree_libraries.md", capsys)
+
+
+def gradient(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
+    params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
+    rows = mesh.split(tuple(x.flatten(0, 1) for x in convention.Samples.of(mesh.size).tensors()[:2]))
+    return mesh.spmd(fs.grad(lambda p, x, y: convention.plain_loss(fs.gather(p), x, y)))(params, *rows), (params, rows)
 
 
 def clipped(mesh: fs.Mesh) -> list[float]:

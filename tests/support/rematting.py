@@ -44,10 +44,6 @@ def gathered_in_each(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
     return ((x - y) ** 2).mean()
 
 
-def gathered_at_once_inside(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
-    return wrap(partial(sharded_loss, lazy=False))(p, x, y)
-
-
 def gathered_outside(wrap: Wrap, p: Tree, x: Tensor, y: Tensor) -> Tensor:
     """Two parts with whole parameters, lazy ones on real ranks, as arguments."""
     full = fs.gather(p)
@@ -74,7 +70,6 @@ class Wrapped(torch.nn.Module):
 WAYS: dict[str, Callable[[Wrap, Tree, Tensor, Tensor], Tensor]] = {
     "gathered inside": gathered_inside,
     "gathered in each": gathered_in_each,
-    "gathered at once inside": gathered_at_once_inside,
     "gathered outside": gathered_outside,
     "called": called,
 }

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.live_bytes import LiveBytes
 from tests.support.models import awkward, loss_of
 
 Transform = Callable[..., Any]
@@ -156,27 +155,6 @@ def test_an_argument_that_requires_grad_keeps_the_result_differentiable(has_aux:
     assert torch.equal(torch.autograd.grad(passed.sum(), y)[0], 2 * x.detach())
 
 
-class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive at one time, of those made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        call: Any = (args, kwargs)
-        given = {x.untyped_storage()._cdata for x in optree.tree_leaves(call) if isinstance(x, Tensor)}
-        for x in optree.tree_leaves(result):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
-                storage = x.untyped_storage()
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return result
-
-
 def test_activations_are_freed_as_backward_goes() -> None:
     x, layers = torch.rand(1000), 20
 
@@ -187,9 +165,11 @@ def test_activations_are_freed_as_backward_goes() -> None:
 
     peaks = []
     for module in (fs, torch.func):
-        with PeakBytes() as watch:
+        with LiveBytes() as live:
+            live.mark("start")
             module.grad(deep)(x)
-        peaks.append(watch.peak / x.nbytes)
+            live.mark("end")
+        peaks.append(live.growth("start", "end") / x.nbytes)
     assert layers <= peaks[0] <= layers + 3
     assert peaks[1] >= 2 * layers
 
