@@ -88,11 +88,6 @@ class Layout(Static):
         return tuple(self.shard_axis.split(","))
 
     @cached_property
-    def replicate_axes(self) -> tuple[str, ...]:
-        """The axes of the mesh that shards are replicated over."""
-        return tuple(self.replicate_axis.split(","))
-
-    @cached_property
     def num_shards(self) -> int:
         return self.axis_size(self.shard_axis)
 
@@ -201,7 +196,7 @@ class _Schedules(dict[tuple[str, "torch.dtype | None"], Schedule]):
         dtypes = buffer_dtypes(buffer.dtype, self._unit_of[key].precision, dtype)
         divisors = divide_factors(layout.num_ranks, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
         sharded = buffer.num_shards > 1
-        others = [*layout.replicate_axes, *([] if sharded else layout.shard_axes)]
+        others = [layout.replicate_axis, *([] if sharded else layout.shard_axes)]
         copies = {axis: size for axis in others if (size := layout.axis_size(axis)) > 1}
         self[which] = made = make_schedule(key, dtypes, layout.shard_axis if sharded else None, copies, divisors)
         return made

@@ -108,11 +108,6 @@ def is_node(x: Any) -> bool:
     return isinstance(x, (Sharded, Full))
 
 
-def path_text(path: Sequence[Any]) -> str:
-    """The path of a leaf in errors, for example ``['optim'][0]``."""
-    return "".join(f"[{entry!r}]" for entry in path) or "the tree"
-
-
 def by_unit(tree: Sharded) -> Iterator[Sharded]:
     """The tree of each unit alone, in order."""
     for layout in layouts_of_units(tree.layout):

@@ -130,7 +130,7 @@ def _put(means: Means, inputs: Mapping[str, int], put: Callable[[str, Tensor], W
 
 
 def _communicates_over_replicas(graph: Sequence[Any], places: Sequence[Place | None]) -> bool:
-    replicas = {name for place in places if place for name in place[1].replicate_axes}
+    replicas = {place[1].replicate_axis for place in places if place}
     axes = {axis.name for node in graph if (axis := axis_of(node))}
     return any(replicas & set(name.split(",")) for name in axes)
 

@@ -14,10 +14,11 @@ from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
 from ..communication.lost_ranks import run_on_job
 from ..communication.process_group import connect, exchange
 from ..communication.simulated import rank_of_thread
+from ..containers import place
 from ..errors import first_difference, name_problems, reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, lines_of, ranks_by_shard
-from ..layout.trees import Sharded, is_node, is_number, path_text, rows_here, take_tensors
+from ..layout.trees import Sharded, is_node, is_number, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
 
@@ -280,7 +281,7 @@ def _moves(tree: Any, layout: Layout, fresh: Any) -> list[_Move]:
 def _nodes(what: str, tree: Any) -> dict[str, Sharded]:
     """The ``Sharded`` nodes of ``tree`` by path, with leaves that fit them."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree, is_leaf=is_node)
-    nodes = {path_text(path): x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Sharded)}
+    nodes = {place(path) or "the tree": x for path, x in zip(paths, leaves, strict=True) if isinstance(x, Sharded)}
     if any(is_node(x) and not isinstance(x, Sharded) for x in leaves) or (leaves and not nodes):
         got = "a Full" if any(map(is_node, leaves)) else "no Sharded"
         expected = "expected a pytree with Sharded nodes; shard(full, layout) slices whole parameters."

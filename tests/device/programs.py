@@ -184,7 +184,7 @@ PROGRAMS: dict[str, Program] = {
     "train without resharding": partial(train, reshard_after_forward=False),
     "train a recorded step": partial(train, backend="replay"),
     "train a recorded step in place": partial(train, backend="replay", donate=True),
-    "train with offload": partial(train, offload="cpu"),
+    "train with offload": partial(train, offload="cpu", scaling=fs.LossScale.dynamic(initial=64.0)),
     "train in place with offload": partial(train, offload="cpu", donate=True),
     "accumulated": accumulated,
     "per sample": per_sample,
