@@ -29,12 +29,12 @@ from ..communication.writes import Gathered
 from ..torch_internals.autograd import (
     Function,
     backward_comes_to,
+    hooks_of,
     in_transform,
     is_functorch_wrapped_tensor,
     nodes,
     nodes_behind,
 )
-from ..torch_internals.tensors import hooks_of
 
 
 class Sink:
@@ -118,7 +118,7 @@ class Boundary(Sink):
         self.is_open = True
         self.totals: dict[int, Tensor] = {}  # terms of gradients of inputs by position, in memory that is this one's
         self.averaged: set[int] = set()  # inputs by position whose gradients are means already: Note [Overlapped means]
-        self.gathered = Gathered("grad")
+        self.gathered: Gathered | None = None  # whole buffers outside of spmd, not to be written to
         self._positions = {id(x): i for i, x in enumerate(inputs)}
 
     def finish(self, node: Any, totals: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -146,6 +146,7 @@ class Boundary(Sink):
 
     def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
         """Have writes into a whole buffer refused at the end of the function."""
+        self.gathered = self.gathered or Gathered("grad")
         self.gathered.add(key, whole, names)
 
     def take_anchors(self) -> list[Tensor]:
@@ -168,7 +169,8 @@ def new_boundary(inputs: Sequence[Tensor] = ()) -> Iterator[Boundary]:
     try:
         with gradients_to(boundary):
             yield boundary
-        boundary.gathered.check()
+        if boundary.gathered:
+            boundary.gathered.check()
     except BaseException:
         boundary.take_anchors()
         raise

@@ -21,8 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 from ..communication.collective import RECORD, START, Collective, is_watched, started_by
 from ..communication.collective import record as mark
 from ..containers import opened, refuse_opaque
+from ..torch_internals.autograd import as_number
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, reads_values, trace
-from ..torch_internals.tensors import as_number, identity_of_storage, version_of, writes_nothing
+from ..torch_internals.tensors import identity_of_storage, version_of, writes_nothing
 from .reached import memory_outside
 from .signature import Call, is_traced
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..errors import name_problems, reject
-from ..torch_internals.tensors import hooks_of
+from ..torch_internals.autograd import hooks_of
 from .buffers import DTensorForm, Slot
 from .layout import Layout, rank_dims
 from .trees import grad_dtype, misfit

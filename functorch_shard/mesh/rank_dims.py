@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..containers import KNOWN, opaque_problem, opened, place
 from ..errors import reject
-from ..torch_internals.tensors import is_number
+from ..torch_internals.autograd import is_number
 
 Dim = Any  # an int, or None
 LIST = "list"  # in place of out_dims: a list with the result of each rank

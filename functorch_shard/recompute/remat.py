@@ -19,9 +19,9 @@ from ..communication.simulated import Index, as_ranks, running_ranks
 from ..containers import filled_variables, opened, place, refuse_opaque
 from ..errors import reject
 from ..layout.trees import take_tensors
-from ..torch_internals.autograd import eager, without_batches
+from ..torch_internals.autograd import eager, own_parametrizations, without_batches
 from ..torch_internals.satellites import is_differentiated
-from ..torch_internals.tensors import own_parametrizations, version_of
+from ..torch_internals.tensors import version_of
 from ..training.bind import bind
 from .program import Program, first_run
 

@@ -27,8 +27,7 @@ from ..communication.backend import Work
 from ..layout.layout import Layout
 from ..layout.schedule import Cast, up_to_communication
 from ..storage.memory_kind import MemoryKind
-from ..torch_internals.autograd import nodes, nodes_behind
-from ..torch_internals.tensors import hooks_of
+from ..torch_internals.autograd import hooks_of, nodes, nodes_behind
 from .reduction import start_ops
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout

@@ -38,6 +38,7 @@ from torch._functorch.pyfunctorch import coerce_cinterpreter  # the level of a t
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import _engine_run_backward  # see gradients_or_none
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as active_modes
 
@@ -204,6 +205,15 @@ def needs_no_graph(node: Any) -> bool:
     return own or hasattr(node, "variable") or node.name() in _NEED_NO_GRAPH
 
 
+def hooks_of(tensor: Tensor) -> list[str]:
+    """The methods by which the hooks of ``tensor`` were registered; there is no public getter.
+
+    If torch renames an attribute, hooks that will not run are not refused; a test that registers some fails.
+    """
+    hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
+    return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]
+
+
 def strided_read(node: Any) -> tuple[tuple[int, ...], int, int, int] | None:
     """Return what ``as_strided`` read in place of a part of a split: sizes, part, first and last element.
 
@@ -313,12 +323,31 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+def as_number(x: Tensor) -> Tensor:
+    """Mark ``x``, without dims, as a number of the caller's program: the same for all ranks."""
+    x.is_number = True  # pyright: ignore[reportAttributeAccessIssue]
+    return x
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a tensor that :func:`as_number` marked."""
+    return isinstance(x, Tensor) and getattr(x, "is_number", False)
+
+
 def as_under_compiler() -> AbstractContextManager[None]:
     """Have ``torch.optim`` take the arithmetic that it shows to compilers, which reads no tensor on the host.
 
     If torch reads another flag, a recorded step reads a value, and is refused.
     """
     return replaced(torch.compiler, "_is_compiling_flag", True)
+
+
+def own_parametrizations() -> AbstractContextManager[None]:
+    """A context in which ``parametrize.cached`` keeps what is computed inside alone, and not what was before.
+
+    It knows tensors by their module. Inside, the module has other parameters, or their derivative is another one.
+    """
+    return replaced(parametrize, "_cache", {})
 
 
 def in_forward_mode() -> bool:

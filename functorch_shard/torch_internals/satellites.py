@@ -41,12 +41,13 @@ from .autograd import (
     has_tangents,
     in_forward_mode,
     in_transform,
+    is_number,
     levels,
     untraced,
     unwrap_if_dead,
     with_outer_tangents,
 )
-from .tensors import FakeTensor, arguments_of, identity_of_storage, is_number, is_written
+from .tensors import FakeTensor, arguments_of, identity_of_storage, is_written
 
 aten = torch.ops.aten
 Transforms = tuple[tuple[str, int], ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
@@ -19,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as torch_pytree  # the registry that torch.func uses, with no public form
-
-from .autograd import replaced
 
 _OpOverload = type(torch.ops.aten.add.Tensor)
 
@@ -72,26 +69,6 @@ def writes_nothing(target: Any) -> bool:
 def returns_anything(operator: Any) -> bool:
     """Whether the operator declares a result."""
     return bool(operator._schema.returns)
-
-
-def hooks_of(tensor: Tensor) -> list[str]:
-    """The methods by which the hooks of ``tensor`` were registered; there is no public getter.
-
-    If torch renames an attribute, hooks that will not run are not refused; a test that registers some fails.
-    """
-    hooks = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
-    return [name for name, attribute in hooks.items() if getattr(tensor, attribute, None)]
-
-
-def as_number(x: Tensor) -> Tensor:
-    """Mark ``x``, without dims, as a number of the caller's program: the same for all ranks."""
-    x.is_number = True  # pyright: ignore[reportAttributeAccessIssue]
-    return x
-
-
-def is_number(x: Any) -> bool:
-    """Whether ``x`` is a tensor that :func:`as_number` marked."""
-    return isinstance(x, Tensor) and getattr(x, "is_number", False)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -159,14 +136,6 @@ def detach_copy(copy: nn.Module, module: nn.Module) -> None:
 
 def _computed(name: str, cached: property) -> property:
     return property(lambda self: self.parametrizations[name](), cached.fset)
-
-
-def own_parametrizations() -> AbstractContextManager[None]:
-    """A context in which ``parametrize.cached`` keeps what is computed inside alone, and not what was before.
-
-    It knows tensors by their module. Inside, the module has other parameters, or their derivative is another one.
-    """
-    return replaced(parametrize, "_cache", {})
 
 
 def parametrizations_are_cached() -> bool:

@@ -28,10 +28,10 @@ from ..torch_internals.autograd import (
     nodes,
     only_in_jvp,
     outside_inference_mode,
+    own_parametrizations,
     requires_grad_anywhere,
     without_batches,
 )
-from ..torch_internals.tensors import own_parametrizations
 from .usage import (
     Leaves,
     is_unused,
@@ -166,8 +166,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         _average_each(grads, inputs, boundary)
         rest = iter(grads)
         trees = [argument.filled(rest, keep_others=False) for argument in arguments]
-        pairs = [(argument.position, tree) for argument, tree in zip(arguments, trees, strict=True)]
-        refuse_unused(fn, {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)})
+        if unused:
+            pairs = [(argument.position, tree) for argument, tree in zip(arguments, trees, strict=True)]
+            refuse_unused(fn, {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)})
         if hidden and not inside():
             refuse_hidden(hidden, grads, [x.place for x in inputs])
         return trees[0] if isinstance(argnums, int) else tuple(trees), (value, aux) if has_aux else value

@@ -16,8 +16,8 @@ from ..layout.buffers import Buffer
 from ..layout.layout import rank_dims
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.autograd import Function, assert_when_run, being_traced, in_transform
-from ..torch_internals.tensors import as_number, identity_of_storage, is_number
+from ..torch_internals.autograd import Function, as_number, assert_when_run, being_traced, in_transform, is_number
+from ..torch_internals.tensors import identity_of_storage
 from .torch_optim import Class, Group, Options, Traits, initial_state, may_write_gradient, update
 
 PARAM, GRAD, OPTIONS = "(param)", "(grad)", "(options)"

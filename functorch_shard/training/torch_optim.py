@@ -16,12 +16,13 @@ from ..torch_internals.autograd import (
     TorchDispatchMode,
     as_under_compiler,
     being_traced,
+    is_number,
     outside_transforms,
     traced_as_it_runs,
     untraced,
     without_compiling,
 )
-from ..torch_internals.tensors import arguments_of, identity_of_storage, is_number, is_written, returns_anything
+from ..torch_internals.tensors import arguments_of, identity_of_storage, is_written, returns_anything
 
 Class = type[torch.optim.Optimizer]
 Options = Mapping[str, Any]

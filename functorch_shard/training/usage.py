@@ -15,8 +15,7 @@ from ..errors import reject
 from ..layout.layout import Layout, select_buffers
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import nodes, nodes_behind, strided_read, was_compiled, without_batches
-from ..torch_internals.tensors import hooks_of
+from ..torch_internals.autograd import hooks_of, nodes, nodes_behind, strided_read, was_compiled, without_batches
 
 Leaves = dict[int, Tensor]  # of the graph of a value, by id
 
@@ -49,7 +48,9 @@ def refuse_strided(graph: Iterable[Any], places: Iterable[tuple[str, Layout]]) -
         places: those of the differentiated shards.
     """
     reads = [read for node in graph if node.name() == "AsStridedBackward0" and (read := strided_read(node))]
-    buffers = [layout.buffers[key] for key, layout in places if reads]
+    if not reads:
+        return
+    buffers = [layout.buffers[key] for key, layout in places]
     slots = {tuple(buffer.split_sizes): buffer.slots for buffer in buffers}
     problems = [
         f"{slots[sizes][part // 2].name!r}: as_strided reads elements {first} to {last} of a buffer"
