@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import isclose, prod
 from typing import Any, Protocol
 
@@ -113,6 +114,14 @@ class Schedule:
         return any(isinstance(op, AllReduce) for op in self.across)
 
     @cached_property
+    def pieces(self) -> tuple[tuple[Ops, Communication | None], ...]:
+        """``across`` in pieces with one communication each, and that one; none if there is no mean to take."""
+        ends = [i + 1 for i, op in enumerate(self.across) if not isinstance(op, Local)]
+        cuts = [0, *ends[:-1], len(self.across)] if self.has_mean else []
+        pieces = [self.across[start:end] for start, end in pairwise(cuts)]
+        return tuple((ops, up_to_communication(ops)[1]) for ops in pieces)
+
+    @cached_property
     def divisor(self) -> float:
         """What the sum over all ranks is divided by."""
         return prod(op.by for op in self.across if isinstance(op, Divide))
@@ -150,12 +159,3 @@ def up_to_communication(ops: Ops) -> tuple[Ops, Communication | None, Ops]:
         if not isinstance(op, Local):
             return ops[:i], op, ops[i + 1 :]
     return ops, None, ()
-
-
-def one_communication_each(ops: Ops) -> list[Ops]:
-    """``ops`` in pieces with one communication each, everything in front of the first and behind the last included."""
-    before, op, after = up_to_communication(ops)
-    if op is None:
-        return [ops]
-    rest, more, _ = up_to_communication(after)
-    return [(*before, op, *rest)] if more is None else [(*before, op), *one_communication_each(after)]

@@ -230,33 +230,29 @@ def grad_dtype(grad: Any, stored: torch.dtype) -> torch.dtype:
     return stored
 
 
-def _flatten(tree: Sharded | Full) -> tuple[list[Any], tuple[Layout, tuple[str, ...]]]:
-    return list(tree.values()), (tree.layout, tuple(tree.keys()))
-
-
 def _register(cls: type[Sharded] | type[Full]) -> None:
-    def unflatten(leaves: Iterable[Any], context: Any) -> Sharded | Full:
+    def flatten(tree: Any) -> tuple[list[Any], tuple[Layout, tuple[str, ...]], tuple[str, ...]]:
+        held = tree._shards if cls is Sharded else tree
+        keys = tuple(held)
+        return list(held.values()), (tree.layout, keys), keys
+
+    def unflatten(context: Any, leaves: Iterable[Any]) -> Sharded | Full:
         layout, keys = context
         return cls(zip(keys, leaves, strict=True), layout)
 
     def flatten_with_keys(tree: Any) -> tuple[list[Any], Any]:
-        leaves, context = _flatten(tree)
-        return [(torch_pytree.MappingKey(key), leaf) for key, leaf in zip(context[1], leaves, strict=True)], context
+        leaves, context, keys = flatten(tree)
+        return [(torch_pytree.MappingKey(key), leaf) for key, leaf in zip(keys, leaves, strict=True)], context
 
-    def flatten_with_entries(tree: Any) -> tuple[list[Any], Any, Any]:
-        leaves, context = _flatten(tree)
-        return leaves, context, context[1]
-
-    name = f"functorch_shard.{cls.__name__}"
     torch_pytree.register_pytree_node(
-        cls, _flatten, unflatten, flatten_with_keys_fn=flatten_with_keys, serialized_type_name=name
+        cls,
+        lambda tree: flatten(tree)[:2],
+        lambda leaves, context: unflatten(context, leaves),
+        flatten_with_keys_fn=flatten_with_keys,
+        serialized_type_name=f"functorch_shard.{cls.__name__}",
     )
     optree.register_pytree_node(
-        cls,
-        flatten_with_entries,
-        lambda context, leaves: unflatten(leaves, context),
-        path_entry_type=optree.MappingEntry,
-        namespace=GLOBAL_NAMESPACE,
+        cls, flatten, unflatten, path_entry_type=optree.MappingEntry, namespace=GLOBAL_NAMESPACE
     )
 
 

@@ -27,12 +27,11 @@ from ..layout.schedule import (
     AllGather,
     Communication,
     Encoding,
+    Local,
     Ops,
     ReduceScatter,
     Schedule,
     gathered_encoded,
-    one_communication_each,
-    up_to_communication,
 )
 from ..layout.trees import Full, Sharded, check_layout, map_items
 from ..layout.validation import check_grads
@@ -62,7 +61,7 @@ def across(x: Tensor, schedule: Schedule, mesh: Mesh) -> Tensor:
 
 
 def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], schedule: Schedule, mesh: Mesh) -> Tensor:
-    _, op, _ = up_to_communication(ops)
+    op = next((op for op in ops if not isinstance(op, Local)), None)
     if op is None:
         return run(ops, x, no_communication)
     axis = mesh[op.axis].of(schedule.key)
@@ -110,11 +109,10 @@ def averaged(x: Tensor, schedule: Schedule, mesh: Mesh) -> Tensor:
     Unless ``fs.grad`` takes the mean: Note [Boundary]. The gradient comes in the dtype that sums are carried in, if
     ``x`` can have one of that dtype. Forward mode passes the tangent through, as the copies' tangents are equal.
     """
-    pieces: list[Ops] = one_communication_each(schedule.across) if schedule.has_mean else []
+    pieces = schedule.pieces
     if not pieces and x.dtype != schedule.dtypes.carried:
-        pieces = [()]
-    for i, ops in reversed([*enumerate(pieces)]):  # backward goes from the first to the last
-        _, op, _ = up_to_communication(ops)
+        pieces = (((), None),)
+    for i, (ops, op) in reversed([*enumerate(pieces)]):  # backward goes from the first to the last
         axis = None if op is None else mesh[op.axis].of(schedule.key)
         place = (None, None) if axis is None else place_of(axis)
         takes = i == 0 and schedule.has_mean
