@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -51,28 +51,26 @@ class Reader:
             raise FileNotFoundError(f"{folder}: not a checkpoint: {_contents(folder)}")
         lengths = _lengths(folder)
         manifest = _manifest(folder, lengths)
-        raw = _read_plain(folder, METADATA, lengths)
+        raw = _read_file(folder, METADATA, lengths)
         digest = hashlib.sha256(raw).hexdigest()
         if manifest:
             damaged = [f"{METADATA}: its checksum differs"] if digest != manifest["metadata"] else []
+            expected = {name: nbytes for name, nbytes in manifest["files"].items() if lengths.get(name) != nbytes}
             damaged += [
-                f"{name}: {_length_text(lengths.get(name))}, expected {nbytes:,} bytes"
-                for name, nbytes in manifest["files"].items()
-                if lengths.get(name) != nbytes
+                f"{name}: {_found(name, lengths)}, expected {nbytes} bytes" for name, nbytes in expected.items()
             ]
             reject(f"{folder}: damaged", damaged, _ALTERED, RuntimeError)
         try:
             entries = entries_of(raw)
         except RuntimeError as error:
             raise RuntimeError(f"{folder / METADATA}: {error}") from error
-        problems = [
-            f"{name!r}: {text}"
+        problems = {
+            f"{name!r}: {problem}"
             for name, entry in entries.items()
             for value in entry.values
-            for text in _problems(value, entry, lengths)
-        ]
-        advice = _ALTERED if manifest else _UNKNOWN
-        reject(f"{folder}: damaged", sorted({*problems}), advice, RuntimeError)
+            if (problem := _problem(entry, value, lengths))
+        }
+        reject(f"{folder}: damaged", sorted(problems), _ALTERED if manifest else _UNKNOWN, RuntimeError)
         return Reader(folder, entries, manifest.get("checks", {}), f"{folder} {manifest.get('digest', digest)}")
 
     def tensor(self, name: str, value: Value) -> Tensor:
@@ -147,7 +145,7 @@ class Reader:
 
     def _bytes(self, name: str, value: Value) -> bytes:
         """Read the bytes of a value, and compare their checksum, if there is one."""
-        with _open_regular(self.folder / value.file) as file:
+        with (self.folder / value.file).open("rb") as file:
             file.seek(value.start)
             raw = file.read(value.nbytes)
         expected = self.checks.get((value.file, value.start))
@@ -179,60 +177,51 @@ def _contents(folder: Path) -> str:
 
 
 def _lengths(folder: Path) -> dict[str, int]:
-    """The length of each regular file; -1 for anything else, for example a symbolic link."""
+    """The length of each regular file; a link is none."""
     found = {entry.name: entry.stat(follow_symlinks=False) for entry in os.scandir(folder)}
-    return {name: stat.st_size if S_ISREG(stat.st_mode) else -1 for name, stat in found.items()}
+    return {name: stat.st_size for name, stat in found.items() if S_ISREG(stat.st_mode)}
 
 
-def _length_text(length: int | None) -> str:
-    return "missing" if length is None else "not a regular file" if length < 0 else f"{length:,} bytes"
+def _found(name: str, lengths: Mapping[str, int]) -> str:
+    return f"{lengths[name]:,} bytes" if name in lengths else "missing, or not a regular file in this folder"
 
 
-def _open_regular(path: Path) -> Any:
-    return open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb")
-
-
-def _read_plain(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
-    length = lengths.get(name)
-    if length is None or length < 0:
-        reject(f"{folder}: damaged", [f"{name}: {_length_text(length)}"], _ALTERED, RuntimeError)
-    with _open_regular(folder / name) as file:
-        return file.read()
+def _read_file(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
+    reject(f"{folder}: damaged", [f"{name}: {_found(name, lengths)}"] * (name not in lengths), _ALTERED, RuntimeError)
+    return (folder / name).read_bytes()
 
 
 def _manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
-    """Read the manifest and verify its form; empty for a checkpoint of another program."""
-    if MANIFEST not in lengths:
+    """Read the manifest; empty for a checkpoint of another program."""
+    if not os.path.lexists(folder / MANIFEST):
         return {}
-    digest, _, body = _read_plain(folder, MANIFEST, lengths).partition(b"\n")
+    digest, _, body = _read_file(folder, MANIFEST, lengths).partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
         raise RuntimeError(f"{folder}: {MANIFEST} is damaged: its digest differs. {_ALTERED}")
     try:
         manifest = json.loads(body)
-        if type(version := manifest["format"]) is int and version != FORMAT:
-            raise RuntimeError(f"{folder}: {MANIFEST}: format {version}, this version reads format {FORMAT}")
-        counts = [version, manifest["order"], *manifest["files"].values()]
         checks = {(file, start): crc for file, rows in manifest["checks"].items() for start, _, crc in rows}
-        counts += [number for (_, start), crc in checks.items() for number in (start, crc)]
-        if not all(type(x) is int and 0 <= x < 2**63 for x in counts) or type(manifest["metadata"]) is not str:
-            raise TypeError
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        text = f"{folder}: {MANIFEST} is not a valid manifest, although its digest matches. {_ALTERED}"
-        raise RuntimeError(text) from error
+        expected = {"format": int, "order": int, "metadata": str, "files": dict}
+        known = manifest["format"] == FORMAT and all(type(manifest[key]) is cls for key, cls in expected.items())
+    except Exception as error:  # an arbitrary text raises arbitrary errors
+        raise RuntimeError(
+            f"{folder}: {MANIFEST} is not a manifest, although its digest matches. {_ALTERED}"
+        ) from error
+    if not known:
+        raise RuntimeError(f"{folder}: {MANIFEST} is not of format {FORMAT}, which this version reads.")
     return {**manifest, "checks": checks, "digest": digest.decode()}  # covers all values, by their checksums
 
 
-def _problems(value: Value, entry: Entry, lengths: Mapping[str, int]) -> Iterator[str]:
-    """Whether a value is outside of its file, or its region outside of its tensor."""
-    region, shape, file, length = value.region, entry.shape, shown(value.file), lengths.get(value.file, -1)
+def _problem(entry: Entry, value: Value, lengths: Mapping[str, int]) -> str:
+    """Why a value is not in its file, or its region not in its tensor; empty if they are."""
+    region, shape, file = value.region, entry.shape, shown(value.file)
     needed = region.numel * entry.dtype.itemsize if entry.dtype else 0
-    if length < 0:
-        yield f"{file}: missing, or not in this folder" if value.file not in lengths else f"{file}: not a regular file"
-    elif value.start + value.nbytes > length:
-        yield f"{file}: {length:,} bytes, expected {value.nbytes:,} at {value.start:,}"
+    if value.start + value.nbytes > lengths.get(value.file, -1):
+        return f"{file}: {_found(value.file, lengths)}, expected {value.nbytes:,} at {value.start:,}"
     if not len(region.offsets) == len(region.sizes) == len(shape):
-        yield f"{region} is not a region of shape {shape}"
-    elif any(at + size > end for at, size, end in zip(region.offsets, region.sizes, shape, strict=True)):
-        yield f"{region} is outside of shape {shape}"
-    elif needed > value.nbytes:  # allocate no more than the file contains
-        yield f"{region} takes {needed:,} bytes, and its value has {value.nbytes:,}"
+        return f"{region} is not a region of shape {shape}"
+    if any(at + size > end for at, size, end in zip(region.offsets, region.sizes, shape, strict=True)):
+        return f"{region} is outside of shape {shape}"
+    if needed > value.nbytes:  # allocate no more than the file contains
+        return f"{region} takes {needed:,} bytes, and its value has {value.nbytes:,}"
+    return ""

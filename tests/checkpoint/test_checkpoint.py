@@ -430,7 +430,7 @@ def test_metadata_that_points_out_of_the_directory_is_refused(pair: Path) -> Non
     assert b"\x8c\x0c__0_0.distcp" in raw  # with its length
     (folder / ".metadata").write_bytes(pickle.dumps(stored_metadata(raw, "__0_0.distcp", "../stolen.distcp")))
     text = refused(load, folder, {"step": 0})
-    assert "../stolen.distcp: missing, or not in this folder" in text
+    assert "../stolen.distcp: missing, or not a regular file in this folder" in text
 
 
 def stored_metadata(raw: bytes, old: str, new: str) -> Any:

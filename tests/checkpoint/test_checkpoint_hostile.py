@@ -245,7 +245,6 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no keys": lambda x: {"format": 1},
     "a later version": lambda x: {"format": 2},
     "order is infinite": lambda x: {**x, "order": float("inf")},
-    "files are texts": lambda x: {**x, "files": {FILE: "a"}},
     "checks are short": lambda x: {**x, "checks": {FILE: [[1]]}},
 }
 
