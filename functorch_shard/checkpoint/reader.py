@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
@@ -92,18 +92,16 @@ class Reader:
         """
         copies: dict[tuple[str, Value], list[tuple[Tensor, tuple[slice, ...]]]] = {}
         for name, region, target in wanted:
-            absent = torch.ones(region.sizes, dtype=torch.bool, device="cpu")  # values may overlap
-            for value in self.entries[name].values:
-                if both := region.overlap(value.region):
-                    inside, source = both.inside(region).index, both.inside(value.region).index
-                    copies.setdefault((name, value), []).append((target[inside], source))
-                    absent[inside] = False
-            if missing := int(absent.sum()):
+            parts = {value: both for value in self.entries[name].values if (both := region.overlap(value.region))}
+            for value, both in parts.items():
+                part = target[both.inside(region).index], both.inside(value.region).index
+                copies.setdefault((name, value), []).append(part)
+            if missing := _missing(region, [*parts.values()]):
                 text = f"{self.folder}: {name!r}: {missing} elements of {region} are in no file. "
                 raise RuntimeError(text + (_ALTERED if self.checks else _UNKNOWN))
-        for (name, value), parts in sorted(copies.items(), key=lambda x: (x[0][1].file, x[0][1].start)):
+        for (name, value), pairs in sorted(copies.items(), key=lambda x: (x[0][1].file, x[0][1].start)):
             x = self.tensor(name, value)
-            for target, source in parts:
+            for target, source in pairs:
                 target.copy_(x[source])
 
     def whole(self, name: str) -> Tensor:
@@ -157,6 +155,16 @@ class Reader:
         where = f"{value.nbytes:,} bytes at {value.start:,}"
         advice = _ALTERED if self.checks else unproven
         return RuntimeError(f"{self.folder / value.file}: {name!r}: {where}: {what}. {advice}")
+
+
+def _missing(region: Region, parts: Sequence[Region]) -> int:
+    """How many elements of a region are in none of its parts, which may overlap."""
+    if region in parts:
+        return 0
+    absent = torch.ones(region.sizes, dtype=torch.bool, device="cpu")
+    for part in parts:
+        absent[part.inside(region).index] = False
+    return int(absent.sum())
 
 
 def order_of(folder: Path) -> int | None:
