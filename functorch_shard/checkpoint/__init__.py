@@ -20,7 +20,7 @@ from ..errors import local_path
 from .loading import load_into
 from .reader import Reader
 from .safetensors import export_safetensors, import_safetensors
-from .saving import Saving
+from .saving import save_tree
 from .staging import ordered
 
 __all__ = ["verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
@@ -80,12 +80,7 @@ def save(
                 [2.],
                 [3.]]))
     """
-    saving = Saving.begin(path, tree, keep, async_save)
-    if async_save:
-        return saving.start()
-    done: Future[Path] = Future()
-    done.set_result(saving.finish())
-    return done
+    return save_tree(path, tree, keep, async_save)
 
 
 def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> Any:

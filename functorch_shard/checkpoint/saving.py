@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,90 +31,108 @@ SAME = "Every rank must pass the same path, options and tree. A path that contai
 _POLL = 0.05  # seconds between looks at the files of other ranks
 
 
-@dataclass(frozen=True)
-class Saving:
+def save_tree(path: str | os.PathLike[str], tree: Any, keep: int | None, async_save: bool) -> Future[Path]:
+    """Validate everything on every rank, then write and publish, each when the step before succeeded on every rank."""
+    saving, done = _Saving(leaves_of(tree), participants_of(tree), keep), Future[Path]()
+    agree, options = saving.participants.agree, f"keep={keep}, async_save={async_save}"
+    try:
+        agree("save", lambda: saving.begin(path), lambda target: [target, options, *_lines(saving.leaves)], SAME)
+        wait = saving.copy_to_host() if async_save else None
+        agree("save", saving.open, lambda _: [])
+        if wait:
+            executor = ThreadPoolExecutor(1, f"save {saving.staging.target.name}")
+            done = executor.submit(saving.go_on, wait)
+            executor.shutdown(wait=False)
+            return done
+        for step in (saving.write, saving.publish):
+            agree("save", step, lambda _: [])
+    except BaseException:
+        saving.abandon()
+        raise
+    done.set_result(saving.staging.target)
+    return done
+
+
+@dataclass
+class _Saving:
     """A checkpoint that this rank is saving; ``participants`` are the ranks that do."""
 
     leaves: Sequence[Leaf]
     participants: Mesh
     keep: int | None
-    staging: StagingDirectory
+    staging: StagingDirectory = field(default_factory=lambda: StagingDirectory(Path()))
     writers: dict[int, Writer] = field(default_factory=dict)
 
-    @staticmethod
-    def begin(path: str | os.PathLike[str], tree: Any, keep: int | None, async_save: bool) -> Saving:
-        """Validate everything on every rank before writing."""
-        leaves, participants, begun = leaves_of(tree), participants_of(tree), list[StagingDirectory]()
+    def begin(self, path: str | os.PathLike[str]) -> str:
+        """Validate the arguments, and make the directory; its path."""
+        if in_transform():
+            raise RuntimeError("save: inside a transform or spmd, where a tree is one rank's. Call it outside.")
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise ValueError(f"save: keep: got {self.keep!r}, expected an int, 1 or more")
+        self.staging.target = target = local_path("save: path", path)
+        if target.name.startswith("."):
+            raise ValueError(f"save: path: got {target}: names that begin with a dot are hidden from latest()")
+        self.leaves = _writable(self.leaves, self.participants)
+        refuse_existing(target)
+        if self.participants.rank == 0:
+            self.staging.open()
+        return str(target)
 
-        def prepare() -> Saving:
-            if in_transform():
-                raise RuntimeError("save: inside a transform or spmd, where a tree is one rank's. Call it outside.")
-            if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-                raise ValueError(f"save: keep: got {keep!r}, expected an int, 1 or more")
-            target = local_path("save: path", path)
-            if target.name.startswith("."):
-                raise ValueError(f"save: path: got {target}: names that begin with a dot are hidden from latest()")
-            writable = _writable(leaves, participants)
-            refuse_existing(target)
-            begun.append(staging := StagingDirectory(target))
-            if participants.rank == 0:
-                staging.open()
-            return Saving(writable, participants, keep, staging)
+    def copy_to_host(self) -> Callable[[], None]:
+        """Copy all tensors to the host, those of an accelerator on a side stream; the result waits for the copies.
 
-        def lines(saving: Saving) -> list[str]:
-            return [str(saving.staging.target), f"keep={keep}, async_save={async_save}", *_lines(leaves)]
+        What the current stream does from now on comes after them: a donated step may write to what is copied.
+        """
+        pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
 
-        try:
-            return participants.agree("save", prepare, lines, SAME)
-        except BaseException:
-            for staging in begun:
-                staging.abandon()
-            raise
+        def copied(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            if x.device.type == "cpu" or isinstance(x, Lazy):  # a lazy tensor is gathered
+                return x.detach().clone().cpu()
+            copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
+            pairs.setdefault(x.device, []).append((copy, x.detach()))
+            return copy
 
-    def finish(self) -> Path:
-        """Write and publish, each when the step before succeeded on every rank."""
-        try:
-            for step in (self._open, self._write, self._publish):
-                self.participants.agree("save", step, lambda _: [])
-        except BaseException:
-            self._abandon()
-            raise
-        return self.staging.target
+        self.leaves, events = [leaf._replace(value=copied(leaf.value)) for leaf in self.leaves], []
+        for device, copies in pairs.items():
+            current, side = torch.accelerator.current_stream(device), torch.Stream(device)
+            side.wait_event(current.record_event())
+            with side:
+                for copy, x in copies:
+                    copy.copy_(x, non_blocking=True)
+                    x.record_stream(side)
+            events.append(side.record_event())
+            current.wait_event(events[-1])
 
-    def start(self) -> Future[Path]:
-        """Copy the values to the host, and go on in a thread, which other ranks' threads see by files only."""
-        try:
-            leaves, wait = _copied_to_host(self.leaves)
-            self.participants.agree("save", self._open, lambda _: [])
-        except BaseException:
-            self._abandon()
-            raise
-        executor = ThreadPoolExecutor(1, f"save {self.staging.target.name}")
-        future = executor.submit(replace(self, leaves=leaves)._in_background, wait)
-        executor.shutdown(wait=False)
-        return future
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
 
-    def _in_background(self, wait: Callable[[], None]) -> Path:
+        return wait
+
+    def go_on(self, wait: Callable[[], None]) -> Path:
+        """Write and publish in a thread, which the threads of other ranks see by files only."""
         rank, target = self.participants.rank, self.staging.target
         try:
             wait()
-            self._write()
+            self.write()
             self._wait_for_others()
-            self._publish()
+            self.publish()
         except BaseException as error:
             self.staging.note_failure(f"rank {rank}: {type(error).__name__}: {error}")
             logging.getLogger("functorch_shard").error("save: %s: %r", target, error)  # result() may not be called
             if not rank and len(self.writers) < self.participants.size:
                 time.sleep(20 * _POLL)  # until the others have read the reason
-            self._abandon()
+            self.abandon()
             raise
         return target
 
-    def _open(self) -> None:
+    def open(self) -> None:
         for rank in ranks_here(self.participants):
             self.writers[rank] = Writer(self.staging.folder, rank)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         for leaf in self.leaves:
             for chunk in chunks_of(leaf, self.participants):
                 if chunk.writes:
@@ -143,7 +161,7 @@ class Saving:
     def _index(self, rank: int) -> Path:
         return _index_file(self.staging.folder, _file_name(rank))
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         if self.participants.rank:
             return
         order = self.staging.order
@@ -153,7 +171,7 @@ class Saving:
             if other < order:  # one that was begun later stays
                 remove(folder)
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Close what is open; rank 0 removes the files."""
         for writer in self.writers.values():
             writer.file.close()
@@ -284,38 +302,3 @@ def _whole_shapes(layout: Layout) -> Iterator[str]:
     """What ranks have in common where their local tensors of DTensors differ in size, and so all offsets do."""
     for slot in layout.slots.values():
         yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
-
-
-def _copied_to_host(leaves: Sequence[Leaf]) -> tuple[list[Leaf], Callable[[], None]]:
-    """Copy all tensors to the host, those of an accelerator on a side stream; the function waits until they are there.
-
-    What the current stream does from now on comes after the copies: a donated step may write to what is copied.
-    """
-    pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-    events = []
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if x.device.type == "cpu" or isinstance(x, Lazy):  # a lazy tensor is gathered
-            return x.detach().clone().cpu()
-        copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-        pairs.setdefault(x.device, []).append((copy, x.detach()))
-        return copy
-
-    result = [leaf._replace(value=copied(leaf.value)) for leaf in leaves]
-    for device, copies in pairs.items():
-        current, side = torch.accelerator.current_stream(device), torch.Stream(device)
-        side.wait_event(current.record_event())
-        with side:
-            for copy, x in copies:
-                copy.copy_(x, non_blocking=True)
-                x.record_stream(side)
-        events.append(side.record_event())
-        current.wait_event(events[-1])
-
-    def wait() -> None:
-        for event in events:
-            event.synchronize()
-
-    return result, wait
