@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import optree
@@ -16,9 +17,8 @@ from ..communication.process_group import connect, exchange
 from ..communication.simulated import rank_of_thread
 from ..containers import place
 from ..errors import first_difference, name_problems, reject
-from ..layout.buffers import Buffer
 from ..layout.layout import Layout, lines_of, ranks_by_shard
-from ..layout.trees import Sharded, is_node, is_number, rows_here, take_tensors
+from ..layout.trees import Sharded, check_layout, is_node, is_number, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
 
@@ -138,6 +138,23 @@ class _Move:
     fresh: Sharded | None
     old_ranks: Sequence[int]  # the old rank of each new rank; empty where this process has all old ranks
 
+    @cached_property
+    def origins(self) -> dict[str, dict[str, list[str]]]:
+        """The parameters of each new buffer by the old buffer they come from; ``""`` for those that start fresh."""
+        origins: dict[str, dict[str, list[str]]] = {}
+        for key, buffer in self.layout.buffers.items():
+            for slot in [slot for slot in buffer.slots if slot.numel] or buffer.slots:  # an empty one has no history
+                origin = self.old.layout.key_of.get(slot.name, "")
+                origin = origin if self.fresh is None or origin in self.old else ""
+                if self.fresh is None or key in self.fresh:
+                    origins.setdefault(key, {}).setdefault(origin, []).append(slot.name)
+        return origins
+
+    def _kinds(self, key: str) -> dict[str, list[str]]:
+        """The kinds of the leaves that a new buffer comes from."""
+        fresh = [] if self.fresh is None else _kinds(self.fresh, key)
+        return {origin: _kinds(self.old, origin) if origin else fresh for origin in self.origins[key]}
+
     def lines(self) -> Iterator[str]:
         """Lines that have to be equal on all ranks."""
         for node in filter(None, (self.old, self.fresh)):
@@ -148,44 +165,26 @@ class _Move:
 
     def problems(self) -> Iterator[str]:
         """New buffers whose parameters come from leaves that differ in kind."""
-        for key, buffer in self.layout.buffers.items():
-            sources = self._sources(buffer)
-            if self._is_kept(key) and len({kind for origin in sources for kind in self._kinds(origin, key)}) > 1:
+        for key, origins in self.origins.items():
+            kinds = self._kinds(key)
+            if len({kind for each in kinds.values() for kind in each}) > 1:
                 yield f"{self.path}: {key!r}: " + "; ".join(
-                    f"{' or '.join(self._kinds(origin, key))} for {', '.join(map(repr, names[:3]))}"
+                    f"{' or '.join(kinds[origin])} for {', '.join(map(repr, names[:3]))}"
                     f"{', ...' * (len(names) > 3)} ({f'from {origin!r}' if origin else 'fresh'})"
-                    for origin, names in sources.items()
+                    for origin, names in origins.items()
                 )
 
     def made(self) -> Sharded:
-        copies: dict[str, list[Copy]] = {}
+        copies: dict[str, list[Copy]] = {key: [] for key in self.origins}
         for copy in copy_plan(self.old.layout, self.layout, self.old_ranks):
-            copies.setdefault(copy.key, []).append(copy)
-        keys = [
-            key
-            for key, buffer in self.layout.buffers.items()
-            if self._is_kept(key) and any(self._kinds(origin, key) != ["nothing"] for origin in self._sources(buffer))
-        ]
-        return Sharded({key: self._leaf(key, copies.get(key, [])) for key in keys}, self.layout)
-
-    def _is_kept(self, key: str) -> bool:
-        return self.fresh is None or key in self.fresh
-
-    def _sources(self, buffer: Buffer) -> dict[str, list[str]]:
-        """The parameters of a new buffer by the old buffer they come from; ``""`` for those that start fresh."""
-        names: dict[str, list[str]] = {}
-        for slot in [slot for slot in buffer.slots if slot.numel] or buffer.slots:  # an empty one has no history
-            key = self.old.layout.key_of.get(slot.name, "")
-            names.setdefault("" if self.fresh is not None and key not in self.old else key, []).append(slot.name)
-        return names
-
-    def _kinds(self, origin: str, key: str) -> list[str]:
-        return _kinds(self.old, origin) if origin or self.fresh is None else _kinds(self.fresh, key)
+            if copy.source_key in self.origins.get(copy.key, ()):
+                copies[copy.key].append(copy)
+        keys = [key for key in copies if any(kinds != ["nothing"] for kinds in self._kinds(key).values())]
+        return Sharded({key: self._leaf(key, copies[key]) for key in keys}, self.layout)
 
     def _leaf(self, key: str, copies: Sequence[Copy]) -> Any:
-        origins, mesh = self._sources(self.layout.buffers[key]), self.layout.mesh
-        start = self.fresh[key] if self.fresh is not None else None
-        first = next(iter(origins))
+        mesh, start = self.layout.mesh, None if self.fresh is None else self.fresh[key]
+        first = next(iter(self.origins[key]))
         x, layout = (self.old[first], self.old.layout) if first else (start, self.layout)
         dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
         if not isinstance(x, Tensor):
@@ -195,35 +194,36 @@ class _Move:
         made = torch.zeros(*dims, self.layout.buffers[key].shard_numel, dtype=x.dtype, device=mesh.device)
         if start is not None:
             made.copy_(start)  # for its padding
-        self._fill(rows_here(made, mesh), [copy for copy in copies if copy.source_key in origins])
+        self._fill(rows_here(made, mesh), copies)
         return made
 
     def _fill(self, made: Mapping[int, Tensor], copies: Sequence[Copy]) -> None:
+        """Copy what is here; send one message to each rank that takes something, receive one from each that gives.
+
+        ``copies`` are those of all ranks: all of them enter the exchange, or none.
+        """
         held = {key: rows_here(self.old[key], self.old.layout.mesh) for key in {copy.source_key for copy in copies}}
         away = [copy for copy in copies if self.old_ranks and self.old_ranks[copy.rank] != copy.source_rank]
         for copy in copies:
             if copy.rank in made and (not self.old_ranks or self.old_ranks[copy.rank] == copy.source_rank):
                 _target(copy, made).copy_(_source(copy, held))
-        if away:  # the same on every rank, so all of them enter the exchange
-            self._exchange(made, held, away)
-
-    def _exchange(self, made: Mapping[int, Tensor], held: Mapping[str, Any], copies: Sequence[Copy]) -> None:
-        """Send one message to each rank that takes something of this buffer; receive one from each that gives."""
+        if not away:
+            return
         ((mine, row),) = made.items()
         new, old = self.layout.mesh.processes, self.old.layout.mesh.processes
         outgoing: dict[int, list[Tensor]] = {}
-        incoming: dict[int, list[Copy]] = {}
-        for copy in copies:
+        incoming: dict[int, list[Tensor]] = {}
+        for copy in away:
             if copy.source_rank == self.old_ranks[mine]:
                 outgoing.setdefault(new[copy.rank], []).append(_source(copy, held))
             if copy.rank == mine:
-                incoming.setdefault(old[copy.source_rank], []).append(copy)
+                incoming.setdefault(old[copy.source_rank], []).append(_target(copy, made))
         sends = {process: torch.cat(parts).to(row.device) for process, parts in outgoing.items()}
-        receives = {process: row.new_empty(sum(c.numel for c in parts)) for process, parts in incoming.items()}
+        receives = {process: row.new_empty(sum(map(len, parts))) for process, parts in incoming.items()}
         run_on_job("reshard", lambda: exchange(sends, receives, row.dtype))
         for process, parts in incoming.items():
-            for copy, part in zip(parts, receives[process].split([c.numel for c in parts]), strict=True):
-                _target(copy, made).copy_(part)
+            for part, received in zip(parts, receives[process].split([*map(len, parts)]), strict=True):
+                part.copy_(received)
 
 
 def _source(copy: Copy, held: Mapping[str, Mapping[int, Tensor]]) -> Tensor:
@@ -255,13 +255,12 @@ def _mesh_to_agree_on(tree: Any, layout: Layout) -> Mesh | None:
 
 
 def _moves(tree: Any, layout: Layout, fresh: Any) -> list[_Move]:
-    if not isinstance(layout, Layout):
-        raise TypeError(f"reshard: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    check_layout("reshard", layout)
     olds, news = _nodes("tree", tree), {} if fresh is None else _nodes("fresh", fresh)
     if fresh is None and any(old.layout.has_owners for old in olds.values()):
         raise ValueError(f"reshard: fresh: the tree has state of whole parameters, with their owners. {_FRESH}")
     problems = [] if fresh is None else name_problems(news, olds)
-    problems += [text for path, x in news.items() if path in olds for text in _fresh_problems(path, x, layout)]
+    problems += [text for path, x in news.items() if path in olds for text in _fresh_problem(path, x.layout, layout)]
     reject("reshard: fresh", problems, _FRESH)
     moves = []
     for path, old in olds.items():
@@ -286,28 +285,26 @@ def _nodes(what: str, tree: Any) -> dict[str, Sharded]:
         got = "a Full" if any(map(is_node, leaves)) else "no Sharded"
         expected = "expected a pytree with Sharded nodes; shard(full, layout) slices whole parameters."
         raise TypeError(f"reshard: {what}: got {got}, {expected}")
-    problems = [problem for path, node in nodes.items() for problem in _leaf_problems(path, node)]
+    problems = []
+    for path, node in nodes.items():
+        mesh, buffers = node.layout.mesh, node.layout.buffers
+        dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
+        problems += [f"{path}: {key!r}: the layout has no such buffer" for key in node if key not in buffers]
+        for key, x in node.items():
+            shape = (*dims, buffers[key].shard_numel) if key in buffers else dims
+            if key in buffers and isinstance(x, Tensor) and tuple(x.shape) not in (shape, dims):
+                problems += [f"{path}: {key!r}: got shape {tuple(x.shape)}, expected {shape}, or {dims} for a number"]
     reject(f"reshard: {what}", problems, "A leaf is a shard, a number for its whole buffer, or None.")
     return nodes
 
 
-def _leaf_problems(path: str, node: Sharded) -> Iterator[str]:
-    layout = node.layout
-    dims = tuple(layout.mesh.axes.values()) if layout.mesh.is_simulated else ()
-    for key, x in node.items():
-        shape = (*dims, layout.buffers[key].shard_numel) if key in layout.buffers else None
-        if shape is None:
-            yield f"{path}: {key!r}: the layout has no such buffer"
-        elif isinstance(x, Tensor) and tuple(x.shape) not in (shape, dims):
-            yield f"{path}: {key!r}: got shape {tuple(x.shape)}, expected {shape}, or {dims} for a number"
-
-
-def _fresh_problems(path: str, new: Sharded, layout: Layout) -> Iterator[str]:
-    if new.layout.axes != layout.axes or new.layout.mesh.is_simulated != layout.mesh.is_simulated:
-        yield f"{path}: on {new.layout.mesh}, expected {layout.mesh}"
-    elif not new.layout.has_owners and new.layout != layout:
-        got, expected = first_difference(lines_of(new.layout), lines_of(layout)) or (new.layout, layout)
-        yield f"{path}: of another layout: {got}; expected {expected}"
+def _fresh_problem(path: str, fresh: Layout, layout: Layout) -> list[str]:
+    if fresh.axes != layout.axes or fresh.mesh.is_simulated != layout.mesh.is_simulated:
+        return [f"{path}: on {fresh.mesh}, expected {layout.mesh}"]
+    if fresh.has_owners or fresh == layout:
+        return []
+    got, expected = first_difference(lines_of(fresh), lines_of(layout)) or (fresh, layout)
+    return [f"{path}: of another layout: {got}; expected {expected}"]
 
 
 def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
@@ -330,18 +327,16 @@ def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
 
 def _check_layouts(old: Layout, new: Layout, halves: bool) -> None:
     """Raise unless both have the same parameters; of halves, those that are in both."""
-    forms = [_forms(layout) for layout in (old, new)]
-    problems = [] if halves else name_problems(forms[0], forms[1])
-    for name, was in forms[0].items():
-        now = forms[1].get(name, was)
-        problems += [f"{name!r}: {was} in the tree; {now} in the layout"] if was != now else []
+    was, now = (
+        {name: f"{slot.dtensor or slot.shape}, {slot.dtype}" for name, slot in layout.slots.items()}
+        | {alias: f"tied to {name!r}" for alias, name in layout.aliases}
+        for layout in (old, new)
+    )
+    problems = [] if halves else name_problems(was, now)
+    differ = [name for name in was if now.get(name, was[name]) != was[name]]
+    problems += [f"{name!r}: {was[name]} in the tree; {now[name]} in the layout" for name in differ]
     advice = (
         "Plan the new layout from the same model. A change of values is shard(full, layout); DTensors get other "
         "placements by checkpoint.save and load."
     )
     reject("reshard", problems, advice)
-
-
-def _forms(layout: Layout) -> dict[str, str]:
-    forms = {name: f"{slot.dtensor or slot.shape}, {slot.dtype}" for name, slot in layout.slots.items()}
-    return forms | {alias: f"tied to {name!r}" for alias, name in layout.aliases}

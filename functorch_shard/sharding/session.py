@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -40,13 +39,12 @@ from .reduction import Part, Reductions
 SMALL_PART = 1 / 8
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(NamedTuple):
     """The streams of a device: which is current, how to make one so for a while, and the one for copies."""
 
     current: Callable[[], Any]
     on: Callable[[Any], AbstractContextManager[Any]]
-    copies: Callable[[], Any] = lambda: None
+    copies: Callable[[], Any]
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -195,12 +193,11 @@ class Session:
 
     Args:
         memory_kinds: where each buffer's shard is stored, and where its gradient is put.
-        streams: those of the device, unless given.
     """
 
-    def __init__(self, layout: Layout, memory_kinds: Mapping[str, MemoryKind], streams: Streams | None = None) -> None:
+    def __init__(self, layout: Layout, memory_kinds: Mapping[str, MemoryKind]) -> None:
         self.layout, self.memory_kinds = layout, memory_kinds
-        self._streams = streams or streams_of(layout.mesh.device)
+        self._streams = streams_of(layout.mesh.device)
         self.rank: object = None  # of ranks that are threads, the one that gathered
         self.reductions = Reductions(partial(_put, memory_kinds, self._streams))
         self._order = use_order(layout)

@@ -1,4 +1,4 @@
-"""What is whole at a moment and what is fetched ahead: two large units, in the order of use, on any stream."""
+"""What is whole at a moment and what is fetched ahead: two large units, in the order of use."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.communication import Work
 from functorch_shard.sharding import session
 from functorch_shard.sharding.reduction import Part
 from functorch_shard.sharding.session import (
     NO_PASS,
     Decision,
-    RecordedEvent,
     Session,
-    Streams,
     UnitBuffers,
     UseOrder,
     expected_order,
@@ -43,8 +40,8 @@ def layout_of(sizes: Iterable[int], **options: Any) -> fs.Layout:
 class Units:
     """A session with one ``UnitBuffers`` a unit, and what it gathered so far."""
 
-    def __init__(self, layout: fs.Layout, streams: Streams | None = None) -> None:
-        self.session = Session(layout, {}, streams)
+    def __init__(self, layout: fs.Layout) -> None:
+        self.session = Session(layout, {})
         parts = [Part(i, unit.buffers, layout) for i, unit in enumerate(layout.units)]
         self.buffers = [self.session.add(part, [torch.zeros(part.buffers[0].numel)]) for part in parts]
 
@@ -291,87 +288,3 @@ def test_a_forward_that_comes_back_to_a_unit_after_a_backward_never_expects_it_t
     uses = [(0, 1), (1, NO_PASS), (0, NO_PASS), (1, 1), (0, NO_PASS), (1, NO_PASS), (0, NO_PASS)]
     decisions = zip(uses, followed(UseOrder(range(2)), uses), strict=True)
     assert all(unit not in decision.fetch for (unit, _), decision in decisions)
-
-
-class Stream:
-    """A stream that knows all work that is done before what is put on it next."""
-
-    def __init__(self) -> None:
-        self.behind: set[Any] = set()
-        self.waits = 0
-
-    def record_event(self) -> frozenset[Any]:
-        return frozenset(self.behind)
-
-    def wait_event(self, event: frozenset[Any]) -> None:
-        self.behind |= event
-        self.waits += 1
-
-
-class Device:
-    """Three streams, one of which is current, and those that were reported to the allocator, by memory."""
-
-    def __init__(self) -> None:
-        self.streams = [Stream() for _ in range(3)]
-        self.now = self.streams[0]
-        self.recorded: dict[int, set[Stream]] = {}
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.now = self.now, stream
-        try:
-            yield
-        finally:
-            self.now = before
-
-    @contextmanager
-    def at_work(self) -> Iterator[Streams]:
-        def record(x: Tensor, stream: Any) -> Any:
-            return self.recorded.setdefault(x.data_ptr(), set()).add(stream)
-
-        with mock.patch.object(Tensor, "record_stream", record):
-            yield Streams(lambda: self.now, self.on)
-
-
-def test_another_stream_waits_once_and_the_allocator_knows_it() -> None:
-    device, x = Device(), torch.ones(1)
-    first, second, third = device.streams
-    with device.at_work() as streams:
-        first.behind.add("made")
-        made = RecordedEvent(streams)
-        first.behind.add("later")
-        for stream in (second, second, third, first):
-            with device.on(stream):
-                made.take([x])
-    assert [stream.waits for stream in device.streams] == [0, 1, 1]
-    assert (second.behind, third.behind) == ({"made"}, {"made"})
-    assert device.recorded == {x.data_ptr(): {second, third}}
-
-
-@given(uses=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), passes), max_size=30), reshard=st.booleans())
-@some_laws
-def test_no_stream_uses_a_unit_before_it_is_there_or_after_its_memory_is_given_away(
-    uses: list[tuple[int, int, int]], reshard: bool
-) -> None:
-    device, gather = Device(), UnitBuffers._gather
-    complete: dict[UnitBuffers, Any] = {}
-    memory_of: dict[UnitBuffers, Stream] = {}  # whose memory it is
-
-    def watched(unit: UnitBuffers, i: int) -> Work:
-        def arrived() -> Tensor:
-            assert device.now is memory_of[unit]  # memory that is freed meanwhile is of that stream too
-            complete[unit] = object()
-            device.now.behind.add(complete[unit])
-            return work.wait()
-
-        work, memory_of[unit] = gather(unit, i), device.now
-        return Work(arrived)
-
-    with device.at_work() as streams, mock.patch.object(UnitBuffers, "_gather", watched):
-        units = Units(layout_of([7] * 4, reshard_after_forward=reshard), streams)
-        for unit, stream, number in uses:
-            buffers, now = units.buffers[unit], device.streams[stream]
-            with in_pass(number), device.on(now):
-                memory = units.session.data(buffers, 0).data_ptr()
-            assert complete[buffers] in now.behind
-            assert now is memory_of[buffers] or now in device.recorded[memory]
