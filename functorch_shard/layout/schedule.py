@@ -109,6 +109,11 @@ class Schedule:
         return any(not isinstance(op, Cast) for op in self.across)
 
     @cached_property
+    def shard_axis(self) -> str | None:
+        """The axis that the buffer is gathered over."""
+        return next((op.axis for op in self.gather if isinstance(op, AllGather)), None)
+
+    @cached_property
     def has_copies(self) -> bool:
         """Whether the mean over all ranks is a sum over copies of the shard."""
         return any(isinstance(op, AllReduce) for op in self.across)

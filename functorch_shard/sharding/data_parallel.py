@@ -8,7 +8,7 @@ results are equal bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,11 +25,11 @@ from ..layout.buffers import Buffer, batch_of, pack
 from ..layout.layout import Layout, lines_of
 from ..layout.schedule import (
     AllGather,
+    Cast,
     Communication,
+    Divide,
     Encoding,
-    Local,
     Ops,
-    ReduceScatter,
     Schedule,
     gathered_encoded,
 )
@@ -38,10 +38,30 @@ from ..layout.validation import check_grads
 from ..mesh.mesh import Mesh
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import Function, eager
-from .reduction import no_communication, run
 from .shard import copy_dims
 
 Tree = TypeVar("Tree", Full, Sharded)
+
+
+def run(
+    ops: Ops,
+    x: Tensor,
+    communicate: Callable[[Any, Tensor], Tensor],
+    divide: Callable[[Tensor, float], Tensor] = torch.div,
+) -> Tensor:
+    """``x`` after ``ops``; every interpreter is this fold with its own way to ``communicate``."""
+    for op in ops:
+        if isinstance(op, Cast):
+            x = x.to(op.dtype)
+        elif isinstance(op, Divide):
+            x = divide(x, op.by)
+        else:
+            x = communicate(op, x)
+    return x
+
+
+def no_communication(op: Communication, x: Tensor) -> Tensor:
+    raise AssertionError(op)
 
 
 def gathered(x: Tensor, schedule: Schedule, mesh: Mesh, codec: Encoding | None = None) -> Tensor:
@@ -61,11 +81,10 @@ def across(x: Tensor, schedule: Schedule, mesh: Mesh) -> Tensor:
 
 
 def _linear(x: Tensor, ops: Ops, derivative: tuple[Ops, Ops], schedule: Schedule, mesh: Mesh) -> Tensor:
-    op = next((op for op in ops if not isinstance(op, Local)), None)
-    if op is None:
+    if schedule.shard_axis is None:
         return run(ops, x, no_communication)
-    axis = mesh[op.axis].of(schedule.key)
-    return Linear.apply(x, *place_of(axis), _Map(axis, ops, *derivative, isinstance(op, ReduceScatter)))
+    axis = mesh[schedule.shard_axis].of(schedule.key)
+    return Linear.apply(x, *place_of(axis), _Map(axis, ops, *derivative, is_scattered=ops is schedule.within))
 
 
 @dataclass(frozen=True, eq=False)

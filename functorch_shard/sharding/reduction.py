@@ -32,9 +32,10 @@ from ..communication.axis import Axis
 from ..communication.backend import Finished, Work
 from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout, shard_axis
-from ..layout.schedule import Cast, Communication, Divide, Encoding, Ops, ReduceScatter, Schedule, up_to_communication
+from ..layout.schedule import Cast, Communication, Encoding, Ops, ReduceScatter, Schedule, up_to_communication
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import backward_comes_to
+from .data_parallel import no_communication, run
 
 
 class Place(NamedTuple):
@@ -116,27 +117,6 @@ def _strides(sizes: Sequence[int], inner: int = 1) -> tuple[int, ...]:
     """Those of contiguous rows of ``inner`` elements."""
     behind = accumulate(reversed(sizes), lambda product, size: product * max(size, 1), initial=max(inner, 1))
     return tuple(reversed([*behind][:-1]))
-
-
-def run(
-    ops: Ops,
-    x: Tensor,
-    communicate: Callable[[Any, Tensor], Tensor],
-    divide: Callable[[Tensor, float], Tensor] = torch.div,
-) -> Tensor:
-    """``x`` after ``ops``; every interpreter is this fold with its own way to ``communicate``."""
-    for op in ops:
-        if isinstance(op, Cast):
-            x = x.to(op.dtype)
-        elif isinstance(op, Divide):
-            x = divide(x, op.by)
-        else:
-            x = communicate(op, x)
-    return x
-
-
-def no_communication(op: Communication, x: Tensor) -> Tensor:
-    raise AssertionError(op)
 
 
 def start_ops(ops: tuple[Ops, Communication | None, Ops], x: Tensor, key: str, mesh: Mesh) -> Work:
