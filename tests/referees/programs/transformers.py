@@ -214,9 +214,7 @@ REFEREES = [
         tolerance=SINGLE,
     ),
     *(
-        Referee(
-            "transformers", f"{name}, from the meta device by its own initialization", partial(from_meta, name=name)
-        )
+        Referee("transformers", f"{name}, from the meta device", partial(from_meta, name=name), tolerance=0.0)
         for name in ("Llama, tied", "GPT-2", "Mixtral", "BERT", "ViT", "T5")
     ),
     Referee("transformers", "Llama, generate", generated, batched=MASKED, tolerance=0.0),
