@@ -222,7 +222,7 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
             if kind == "pmax":
                 x = Maximum.apply(x, *place_of(one), LinearMap(one))
             else:
-                from_last = -1 if dim is None else dim % x.ndim - x.ndim
+                from_last = 0 if dim is None else dim % x.ndim - x.ndim
                 x = Linear.apply(x, *place_of(one), LinearMap(one, kind, transposed, from_last))
         return x
 

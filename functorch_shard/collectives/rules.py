@@ -23,13 +23,13 @@ class LinearMap:
     """A collective of ``kind`` over ``axis``, whose transpose is of the kind ``transposed``.
 
     Args:
-        dim: the dimension along which it gathers or scatters, from the last: batch dims are in front.
+        dim: along which it gathers or scatters, from the last, as batch dims are in front; 0 if it does neither.
     """
 
     axis: Axis
     kind: str = "psum"
     transposed: str = "psum"
-    dim: int = -1
+    dim: int = 0
 
     @property
     def derivative(self) -> LinearMap:

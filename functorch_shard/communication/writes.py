@@ -6,7 +6,9 @@ and a write, through ``.data`` or without grad, acts until the end of the functi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -50,6 +52,27 @@ class Gathered:
                 if wrong
             ]
             reject(self._verb, problems, _ADVICE, RuntimeError)
+
+
+_GATHERED: ContextVar[Gathered | None] = ContextVar("what this run of spmd gathered", default=None)
+
+
+@contextmanager
+def writes_refused() -> Iterator[None]:
+    """A run of ``spmd`` on simulated ranks: raise at its end if something that it gathered was written to."""
+    gathered = Gathered()
+    token = _GATHERED.set(gathered)
+    try:
+        yield
+    finally:
+        _GATHERED.reset(token)
+    gathered.check()
+
+
+def watch(key: str, whole: Tensor, names: Sequence[str]) -> None:
+    """Have writes into a whole buffer refused at the end of ``spmd``; real ranks refuse them at once."""
+    if gathered := _GATHERED.get():
+        gathered.add(key, whole, names)
 
 
 def content_of(x: Tensor) -> int:

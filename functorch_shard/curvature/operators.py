@@ -22,7 +22,7 @@ from ..errors import reject
 from ..layout.buffers import dtype_name
 from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
 from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
-from ..mesh.fingerprints import value_lines
+from ..mesh.agreement import value_lines
 from ..sharding.gather import gather
 from ..sharding.shard import merge, partition, shard
 from ..training.grad import grad

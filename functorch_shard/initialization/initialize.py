@@ -10,7 +10,7 @@ from ..layout.layout import Layout
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
 from ..layout.validation import check_model
-from ..mesh.fingerprints import value_lines
+from ..mesh.agreement import value_lines
 from ..sharding.shard import blank_rows, fill_rows, shard_of_rows
 from ..torch_internals.autograd import outside_transforms
 from .filling import ByFunction, ByResets, Init

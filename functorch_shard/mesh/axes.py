@@ -1,41 +1,44 @@
-"""The axes of a mesh: their sizes, checked, and what a kind of simulated ranks has to do."""
+"""The axes of a mesh: sizes and devices, checked, and their ranks as process groups, also of several axes as one."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..communication.axis import Axis
-from ..communication.backend import Backend
+from ..communication.backend import Backend, DetachedBackend, transport
 from ..communication.process_group import GroupBackend
 from ..errors import axes_text
+from ..torch_internals.tensors import timeout_of
 
 
-class Simulated(ABC):
-    """Ranks inside this process: their axes, and how a function runs as each of them."""
+def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
+    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()):
+        raise ValueError(
+            f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
+        )
 
-    kind: str
-    axes: tuple[Axis, ...]
 
-    @abstractmethod
-    def spmd(
-        self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
-    ) -> Callable[..., Any]:
-        """Return what runs ``fn`` as every rank; arguments and results have rank dims."""
+def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return where ``rank`` is on axes of these sizes, in row-major order."""
+    return tuple(rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
 
-    @abstractmethod
-    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
-        """Have writes into a whole buffer refused when ``spmd`` ends."""
 
-    @abstractmethod
-    def joint(self, names: Sequence[str]) -> Backend:
-        """Return the backend of several axes as one, whose ranks count in row-major order of ``names``."""
+def with_index(device: torch.device) -> torch.device:
+    """Return ``device`` with its number, as tensors have it: an accelerator without one is the current device."""
+    numbered = device.index is not None or not is_accelerator(device)
+    return device if numbered else torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether ``device`` is of the kind of accelerator that this build of torch has."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
 
 
 def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device) -> Axis:
@@ -48,25 +51,34 @@ def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device
     return Axis(name, size, GlooBackend(group, rank, size))
 
 
-def coordinate_of(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where ``rank`` is on axes of these sizes, in row-major order."""
-    return tuple(rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes))
+def joint_backend(
+    axes: Sequence[Axis], names: Sequence[str], processes: Sequence[int], device: torch.device
+) -> Backend:
+    """Return what moves bytes between real ranks of the axes ``names``, which count in row-major order.
 
-
-def with_index(device: torch.device) -> torch.device:
-    """Return ``device`` with its number, as tensors have it: an accelerator without one is the current device."""
-    numbered = device.index is not None or not is_accelerator(device)
-    return device if numbered else torch.device(device.type, torch.accelerator.current_device_index())
-
-
-def is_accelerator(device: torch.device) -> bool:
-    """Whether ``device`` is of the kind of accelerator that this build of torch has."""
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and accelerator.type == device.type
-
-
-def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
-    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes.values()):
-        raise ValueError(
-            f"{verb}: expected at least one axis, each of size 1 or more, got {axes_text(sizes) or 'none'}"
+    Args:
+        axes: all of the mesh.
+        names: two or more of them, in the order of the mesh.
+        processes: of the mesh's ranks, in row-major order of ``axes``; they make a process group of theirs.
+        device: that of the mesh.
+    """
+    backends = {axis.name: transport(axis.backend) for axis in axes}
+    several = [axis.name for axis in axes if axis.name in names and axis.size > 1]
+    if len(several) == 1:
+        return backends[several[0]]
+    here = [int(backend.index()) for backend in backends.values()]
+    rows = [range(axis.size) if axis.name in names else [at] for axis, at in zip(axes, here, strict=True)]
+    places = [*product(*rows)]  # of the ranks of the joint axis, in its order
+    index = places.index(tuple(here))
+    if not processes or not several:
+        return DetachedBackend(index)
+    ranks = dict(zip(product(*(range(axis.size) for axis in axes)), processes, strict=True))
+    found = [ranks[place] for place in places]
+    if found != sorted(found):  # a process group counts in the order of its processes
+        raise NotImplementedError(
+            f"mesh[{', '.join(map(repr, names))}]: ranks of processes {found}, expected ascending"
         )
+    one = backends[several[0]]
+    timeout = timeout_of(one.group) if isinstance(one, GroupBackend) else None
+    group: Any = dist.new_group(found, timeout=timeout, use_local_synchronization=True)
+    return group_axis("", group, index, len(found), device).backend

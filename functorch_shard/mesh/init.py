@@ -60,7 +60,7 @@ def init_mesh(
     where = choose_device(device, dist.get_backend_config() if exists else None, torch.cuda.is_available())
     patience = _patience(timeout, exists, launched)
     if not exists and not launched:
-        if not _asks_for_one(axes):
+        if axes != 1 and not (isinstance(axes, Mapping) and set(axes.values()) == {1}):  # it may be one of several
             check_alone()
         sizes = _fill(axes, 1)
         return Mesh(tuple(Axis(name, size, DetachedBackend()) for name, size in sizes.items()), with_index(where))
@@ -75,15 +75,12 @@ def init_mesh(
 
 
 def choose_device(given: torch.device | str | None, backends: str | None, has_cuda: bool) -> torch.device:
-    """Where the ranks of a job work: CUDA where there is one, unless the process group does not speak for it.
+    """Return the device of this rank: CUDA if available, unless the process group has no CUDA backend but gloo.
 
     Args:
-        given: what the user asked for.
+        given: what the user asked for, which ``backends`` has to serve.
         backends: of a process group that exists, as ``torch.distributed.get_backend_config()`` gives them.
         has_cuda: whether this machine has CUDA.
-
-    Raises:
-        ValueError: ``given`` is a device for which the process group has no backend.
     """
     served = None if backends is None else dict(pair.split(":") for pair in backends.split(","))
     if given is None:  # gloo knows CUDA tensors too, but who asked for gloo asked for the CPU
@@ -98,15 +95,6 @@ def choose_device(given: torch.device | str | None, backends: str | None, has_cu
     return device
 
 
-def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _asks_for_one(axes: int | Mapping[str, int] | None) -> bool:
-    """Whether the sizes say that there is one rank, and leave nothing open."""
-    return axes == 1 or (isinstance(axes, Mapping) and set(axes.values()) == {1})
-
-
 def select_device(device: torch.device, local_rank: str | None) -> None:
     """Make the accelerator that was asked for, or that of ``LOCAL_RANK``, the current one."""
     if not is_accelerator(device):
@@ -118,13 +106,17 @@ def select_device(device: torch.device, local_rank: str | None) -> None:
 
 
 def job_mesh() -> Mesh:
-    """All ranks of the process group as one axis, in the group that is there; one rank where there is none."""
+    """Return all ranks of the process group as one axis, in the group that is there; one rank where there is none."""
     if not _has_group():
         return Mesh((Axis("job", 1, DetachedBackend()),), torch.device("cpu"))
     served = dist.get_backend_config()
     device = with_index(torch.device("cpu" if "cpu:" in served else served.partition(":")[0]))
     axis = group_axis("job", dist.group.WORLD, dist.get_rank(), dist.get_world_size(), device)
     return Mesh((axis,), device)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _patience(timeout: timedelta | float | None, exists: bool, launched: bool) -> timedelta | None:
@@ -140,16 +132,16 @@ def _patience(timeout: timedelta | float | None, exists: bool, launched: bool) -
 
 
 def _fill(given: int | Mapping[str, int] | None, num_ranks: int) -> dict[str, int]:
-    """The sizes with ``-1`` replaced, checked to multiply to ``num_ranks``."""
+    """Return the sizes with ``-1`` replaced, checked to multiply to ``num_ranks``."""
     axes = {"shard": given} if isinstance(given, int) else given or {"shard": -1}
     rest = [name for name, size in axes.items() if size == -1]
     known = prod(size for size in axes.values() if size != -1)
     sizes = {name: num_ranks // known if [name] == rest and known > 0 else size for name, size in axes.items()}
     check_axes("init_mesh", sizes)
     if prod(sizes.values()) != num_ranks:
-        made = f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}"
         inherited = (
             " (WORLD_SIZE, which a process that a rank starts inherits: env -u RANK -u WORLD_SIZE starts it alone)"
         )
+        made = f"init_mesh: {axes_text(axes)} makes {prod(sizes.values())} ranks, but there are {num_ranks}"
         raise ValueError(made + inherited * (num_ranks > 1 and not _has_group()))
     return sizes

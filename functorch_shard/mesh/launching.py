@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import reject
-
 # Where launchers say which of how many processes this is.
-_NUMBERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
-_NUMBERS += (("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-_NUMBERS += (("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),)
-POLL = 0.01  # seconds between two looks of rank 0
-DEFAULT = timedelta(minutes=30)  # torch's, for a store
+_NUMBERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
 
 
 def is_launched() -> bool:
@@ -36,16 +36,15 @@ def is_launched() -> bool:
 
 def check_alone() -> None:
     """Raise if a launcher started several processes and did not say so to torch: each would train alone."""
-    values = [
-        (name, os.environ.get(name, ""), least) for pair in _NUMBERS for name, least in zip(pair, (1, 2), strict=True)
-    ]
-    said = [f"{name}={value}" for name, value, least in values if value.isdecimal() and int(value) >= least]
-    advice = (
-        "Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of "
-        "the launcher: docs/start/real_ranks.md has them for SLURM and MPI. For one rank, ask for it: init_mesh(1)."
-    )
-    what = "this process is one of several, and RANK and WORLD_SIZE are not both set"
-    reject("init_mesh: the environment", [f"{', '.join(said)}: {what}"] if said else [], advice)
+    least = {name: number for pair in _NUMBERS for name, number in zip(pair, (1, 2), strict=True)}
+    values = {name: os.environ.get(name, "") for name in least}
+    said = [f"{name}={x}" for name, x in values.items() if x.isdecimal() and int(x) >= least[name]]
+    if said:
+        raise ValueError(
+            f"init_mesh: {', '.join(said)}: this process is one of several, and RANK and WORLD_SIZE are not both set. "
+            "Start with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables "
+            "of the launcher: docs/start/real_ranks.md has them for SLURM and MPI. For one rank: init_mesh(1)."
+        )
 
 
 def make_group(device: torch.device, timeout: timedelta | None) -> None:
@@ -58,7 +57,11 @@ def make_group(device: torch.device, timeout: timedelta | None) -> None:
     if size == 1:  # needs no port, which a process that this one started may have taken
         options = {"store": dist.HashStore(), "rank": rank, "world_size": size}
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        host, port, patience = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout or DEFAULT
+        host, port, patience = (
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            timeout or timedelta(minutes=30),
+        )
         store = dist.TCPStore(host, port, None, False, timeout=patience)
         fresh = dist.PrefixStore(fresh_prefix(store, rank, size, patience), store)
         options = {"store": fresh, "rank": rank, "world_size": size}
@@ -91,7 +94,7 @@ def fresh_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str:
         for other in {*newest.values()} - answered:
             store.set(f"answer/{other}", name)
             answered.add(other)
-        time.sleep(POLL)
+        time.sleep(0.01)
         waiting = [other for other in newest if not newest[other] or _read(store, f"{name}/{other}") != newest[other]]
     return name
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -24,9 +24,9 @@ from ..containers import Static
 from ..errors import axes_text
 from ..torch_internals.autograd import eager
 from ..torch_internals.tensors import whole_mesh
-from .axes import Simulated, check_axes, group_axis, with_index
-from .consensus import agree, gather_texts
-from .spmd import BatchedRanks, split_tensor
+from .agreement import agree, gather_texts
+from .axes import check_axes, group_axis, joint_backend, with_index
+from .spmd import BatchedRanks, Simulated, split_tensor
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Mesh(Static):
     processes: tuple[int, ...] = ()  # numbers in the default group, in rank order; none: simulated or unpickled
     device_mesh: DeviceMesh | None = None  # what it was made from
     _wraps: tuple[Callable[[Axis], Backend], ...] = ()  # of with_backend, for axes that are joined later
-    _groups: dict[str, Backend] = field(default_factory=dict)  # of axes that were joined, shared with other handles
+    _joint: dict[Any, Axis] = field(default_factory=dict)  # by names and wraps; shared with other handles
     _simulated: Simulated | None = None
 
     @property
@@ -87,21 +87,22 @@ class Mesh(Static):
             if axis.name == name:
                 return axis
         names = name.split(",")
-        if len(names) > 1 and names == [axis for axis in self.axes if axis in names]:
-            from .joint import joint_axis, joint_backend
+        if len(names) < 2 or names != [axis for axis in self.axes if axis in names]:
+            raise KeyError(f"{name!r}: the mesh has the axes {axes_text(self.axes)}")
+        return self._joined(name, names, self._wraps)
 
-            if name not in self._groups:
-                simulated = self._simulated
-                made = simulated.joint(names) if simulated else None
-                self._groups[name] = made or joint_backend(self._axes, names, self.processes, self.device)
-            if name not in self._joint:
-                self._joint[name] = joint_axis(self._axes, names, self._groups[name], self._wraps)
-            return self._joint[name]
-        raise KeyError(f"{name!r}: the mesh has the axes {axes_text(self.axes)}")
-
-    @cached_property
-    def _joint(self) -> dict[str, Axis]:
-        return {}
+    def _joined(self, name: str, names: Sequence[str], wraps: tuple[Callable[[Axis], Backend], ...]) -> Axis:
+        """Return the axes ``names`` as one, behind what each of ``wraps`` puts before its backend."""
+        if (name, wraps) not in self._joint:
+            if wraps:
+                axis = self._joined(name, names, wraps[:-1])
+                made = replace(axis, backend=wraps[-1](axis))
+            else:
+                simulated, size = self._simulated, prod(self.axes[each] for each in names)
+                backend = simulated.joint(names) if simulated else None
+                made = Axis(name, size, backend or joint_backend(self._axes, names, self.processes, self.device))
+            self._joint[name, wraps] = made
+        return self._joint[name, wraps]
 
     def __iter__(self) -> Any:
         return iter(self._axes)
@@ -314,11 +315,6 @@ class Mesh(Static):
                 "that has all axes, for example Mesh.from_device_mesh(device_mesh['shard'])."
             )
         return Mesh.from_device_mesh(whole[names])
-
-    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
-        """Have writes into a whole buffer refused when ``spmd`` ends; real ranks refuse them at once."""
-        if self._simulated is not None:
-            self._simulated.watch(key, whole, names)
 
     def _several(self) -> list[Axis]:
         return [axis for axis in self._axes if axis.size > 1 and not axis.backend.simulated]

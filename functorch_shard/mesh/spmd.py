@@ -1,11 +1,16 @@
-"""One function as every simulated rank: one vmap per axis. See Note [Ranks as a batch axis] in mesh.py."""
+"""A function of one rank, run as every simulated rank: the rank dims of its arguments and results, and one vmap a axis.
+
+See Note [Ranks as a batch axis] in mesh.py.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
 from math import prod
 from typing import Any
@@ -19,12 +24,29 @@ from ..communication.axis import Axis
 from ..communication.backend import Backend
 from ..communication.simulated import StackedBackend, as_ranks
 from ..communication.simulated_group import default_group
-from ..communication.writes import Gathered
-from ..containers import KNOWN, opened, place, refuse_opaque
+from ..communication.writes import writes_refused
+from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject
-from ..torch_internals.autograd import without_batches
-from .axes import Simulated
-from .rank_dims import Dim, broadcast, mapped_call
+from ..torch_internals.autograd import is_number, without_batches
+
+LIST = "list"  # in place of out_dims: a list with the result of each rank
+
+
+class Simulated(ABC):
+    """Ranks inside this process: their axes, and how a function runs as each of them."""
+
+    kind: str
+    axes: tuple[Axis, ...]
+
+    @abstractmethod
+    def spmd(
+        self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
+    ) -> Callable[..., Any]:
+        """Return what runs ``fn`` as every rank; arguments and results have rank dims."""
+
+    @abstractmethod
+    def joint(self, names: Sequence[str]) -> Backend:
+        """Return the backend of several axes as one, whose ranks count in row-major order of ``names``."""
 
 
 class BatchedRanks(Simulated):
@@ -34,16 +56,11 @@ class BatchedRanks(Simulated):
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
-        self._gathered = ContextVar[Gathered | None]("gathered", default=None)
         self._backends = {
             name: StackedBackend(size, ranks[name], tuple(ranks[other] for other in sizes if other != name))
             for name, size in sizes.items()
         }
         self.axes = tuple(Axis(name, backend.size, backend) for name, backend in self._backends.items())
-
-    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
-        if gathered := self._gathered.get():
-            gathered.add(key, whole, names)
 
     def joint(self, names: Sequence[str]) -> Backend:
         from ..communication.joint import JointStackedBackend
@@ -57,67 +74,59 @@ class BatchedRanks(Simulated):
         self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
     ) -> Callable[..., Any]:
         """``fn`` under one vmap per axis, outermost first; only tensors are mapped."""
-        axes = list(self._backends.values())
-        sizes = tuple(axis.size for axis in axes)
+        sizes = tuple(axis.size for axis in self.axes)
 
         @wraps(fn)
         def every_rank(*args: Any, **kwargs: Any) -> Any:
-            _refuse_nesting(axes)
-            call = mapped_call(args, kwargs, in_dims, sizes)
-            leaves, mapped, result = call.leaves, list(call.starts), list[Any]()
+            if any(axis.backend.in_rank for axis in self.axes):
+                raise RuntimeError(NESTED)
+            call, made = mapped_call(args, kwargs, in_dims, sizes), list[Any]()
 
-            def one_rank(*tensors: Tensor) -> tuple[Tensor, ...]:
-                for i, tensor in zip(mapped, tensors, strict=True):
-                    leaves[i] = tensor
-                rank_args, rank_kwargs = optree.tree_unflatten(call.treedef, leaves)
-                result[:] = [opened(fn(*rank_args, **rank_kwargs))]
-                refuse_opaque("spmd", result[0], "the result", matters=_of_one_rank)
-                return tuple([leaf for leaf in optree.tree_leaves(result[0]) if isinstance(leaf, Tensor)])
+            def one_rank(*rows: Tensor) -> tuple[Tensor, ...]:
+                rank_args, rank_kwargs = call.of_rank(rows)
+                result = opened(fn(*rank_args, **rank_kwargs))
+                refuse_opaque("spmd", result, "the result", matters=_is_of_one_rank)
+                made[:] = optree.tree_flatten(result, none_is_leaf=True)
+                return tuple([leaf for leaf in made[0] if isinstance(leaf, Tensor)])
 
-            run = _over_ranks(one_rank, axes, [*call.starts.values()], randomness, device)
-            with self._writes_refused(), _ways_out(), default_group(prod(sizes)):
-                stacked = run(*[leaves[i] for i in mapped])
-            return _rebuild(result[0], stacked, out_dims, len(axes))
+            run: Callable[..., Any] = one_rank
+            for backend in reversed(self._backends.values()):
+                run = _over_axis(run, backend, [*call.starts.values()], randomness, device)
+            with writes_refused(), _ways_out(), default_group(prod(sizes)):
+                stacked = iter(run(*[call.leaves[i] for i in call.starts]))
+            leaves, treedef = made
+            tree = treedef.unflatten([next(stacked) if isinstance(x, Tensor) else x for x in leaves])
+            return placed(tree, out_dims, len(sizes), _returned_once)
 
         return every_rank
 
-    @contextmanager
-    def _writes_refused(self) -> Iterator[None]:
-        gathered = Gathered()
-        token = self._gathered.set(gathered)
-        try:
-            yield
-        finally:
-            self._gathered.reset(token)
-        gathered.check()
+
+def _over_axis(
+    fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
+) -> Callable[..., Any]:
+    def one_rank(index: Tensor, *tensors: Tensor) -> Any:
+        with as_ranks({axis.ranks: index}):
+            return fn(*tensors)
+
+    def all_ranks(*tensors: Tensor) -> Any:
+        where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
+        batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
+        return batched(torch.arange(axis.size, device=where), *tensors)
+
+    return all_ranks
 
 
-def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], Tensor]) -> Any:
-    """``part`` of every tensor that was cut into ``num_ranks`` equal parts of ``dim``, stacked in a new dim 0."""
-    tree = opened(tree)
-    refuse_opaque("split", tree, "the tree")
-    paths, leaves, _ = optree.tree_flatten_with_path(tree)
-    if not any(isinstance(x, Tensor) for x in leaves):
-        raise TypeError(f"split: no tensor in {_short(tree)}, and so nothing is split. {KNOWN}")
-    problems = [
-        f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
-        for path, x in zip(paths, leaves, strict=True)
-        if isinstance(x, Tensor) and (not -x.ndim <= dim < x.ndim or x.shape[dim] % num_ranks)
-    ]
-    reject("split", problems, f"Give every rank the same number of rows: a batch of a multiple of {num_ranks}.")
-    return optree.tree_map(lambda x: part(_cut(x, num_ranks, dim)) if isinstance(x, Tensor) else x, tree)
+def _is_of_one_rank(x: Any) -> bool:
+    """Return whether ``x`` belongs to the ranks, and means nothing outside."""
+    return isinstance(x, Tensor) and without_batches(x) is not x
 
 
-def _short(tree: Any) -> str:
-    text = repr(tree)
-    return f"a {type(tree).__name__}, {text if len(text) < 80 else text[:80] + ' ...'}"
+def _returned_once(x: Tensor, num_axes: int) -> Tensor | None:
+    """Return the value of all ranks: vmap expands one without a batch dim, with stride 0 over the ranks."""
+    return None if any(x.shape[i] > 1 and x.stride(i) for i in range(num_axes)) else x[(0,) * num_axes]
 
 
-def _cut(x: Tensor, num_ranks: int, dim: int) -> Tensor:
-    dim = dim % x.ndim
-    return x.unflatten(dim, (num_ranks, x.shape[dim] // num_ranks)).movedim(dim, 0)  # (.., N * n, ..) -> (N, .., n, ..)
-
-
+NESTED = "spmd: this code already runs as one rank of the same mesh; call the undecorated function."
 _LIMITS = re.compile(r"vmap|functorch|setup_context|saved tensor hooks|SaveInputs|[Bb]atch(ed|ing| norm)|stack expects")
 _WAYS_OUT = (
     "Simulated ranks are one torch.func.vmap, which has no rule for this. simulated_mesh(..., kind='sequential') runs "
@@ -137,63 +146,121 @@ def _ways_out() -> Iterator[None]:
         raise
 
 
-def _over_ranks(
-    fn: Callable[..., Any], axes: Sequence[StackedBackend], starts: list[int], randomness: str, device: torch.device
-) -> Callable[..., Any]:
-    for axis in reversed(axes):
-        fn = _over_axis(fn, axis, starts, randomness, device)
-    return fn
+# Rank dims, of ranks of every kind.
 
 
-def _over_axis(
-    fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
-) -> Callable[..., Any]:
-    def one_rank(index: Tensor, *tensors: Tensor) -> Any:
-        with as_ranks({axis.ranks: index}):
-            return fn(*tensors)
+@dataclass(frozen=True)
+class MappedCall:
+    """The arguments of a call whose tensors have rank dims.
 
-    def all_ranks(*tensors: Tensor) -> Any:
-        where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
-        batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
-        return batched(torch.arange(axis.size, device=where), *tensors)
+    Args:
+        leaves: of the tree of arguments and keyword arguments.
+        treedef: the structure of that tree.
+        starts: by the index of a leaf that has rank dims, the first of them.
+    """
 
-    return all_ranks
+    leaves: list[Any]
+    treedef: Any
+    starts: Mapping[int, int]
 
-
-def _rebuild(result: Any, stacked: Sequence[Tensor], out_dims: Any, num_axes: int) -> Any:
-    """The results of all ranks in the tree that one rank returned, each with its rank dims where ``out_dims`` says."""
-    leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
-    dims = broadcast(out_dims, result, "out_dims")
-    values = iter(stacked)
-    made = [next(values) if isinstance(x, Tensor) else x for x in leaves]
-    moved = [
-        _place(x, dim, num_axes) if dim != 0 and isinstance(x, Tensor) else x for x, dim in zip(made, dims, strict=True)
-    ]
-    return optree.tree_unflatten(treedef, moved)
+    def of_rank(self, rows: Iterable[Tensor]) -> Any:
+        """Return the arguments and keyword arguments of one rank, whose tensors are ``rows``."""
+        leaves = [*self.leaves]
+        for i, row in zip(self.starts, rows, strict=True):
+            leaves[i] = row
+        return self.treedef.unflatten(leaves)
 
 
-def _place(x: Tensor, dim: Dim, num_axes: int) -> Tensor:
-    if dim is None:
-        return _the_same_on_all_ranks(x, num_axes)
-    start = dim if dim >= 0 else x.ndim - num_axes + dim + 1
-    return x.movedim(tuple(range(num_axes)), tuple(range(start, start + num_axes)))
+def mapped_call(args: Any, kwargs: Any, in_dims: Any, sizes: tuple[int, ...]) -> MappedCall:
+    """Take the arguments apart; raise unless all that have rank dims have a dim for each of ``sizes``."""
+    call: Any = opened((args, kwargs))
+    leaves, treedef = optree.tree_flatten(call, none_is_leaf=True)
+    dims = _broadcast(in_dims, call[0], "in_dims")
+    dims += [0] * (len(leaves) - len(dims))  # of keyword arguments
+    starts: dict[int, int] = {}
+    opaque, wrong = dict[int, str](), dict[int, str]()
+    for i, (x, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None or (isinstance(x, Tensor) and x.ndim == 0 and is_number(x)):
+            continue
+        if not isinstance(x, Tensor):
+            if problem := opaque_problem(x):
+                opaque[i] = problem
+            continue
+        starts[i] = dim if dim >= 0 else x.ndim - len(sizes) + dim + 1
+        if tuple(x.shape[starts[i] : starts[i] + len(sizes)]) != sizes:
+            where = f"from dim {starts[i]}" if starts[i] else "as leading dims"
+            wrong[i] = f"shape {tuple(x.shape)}, expected {sizes} {where}, one a rank"
+    if opaque or wrong:
+        paths = treedef.paths()
+        lines = [
+            [("kwargs" if paths[i][0] else "args") + f"{place(paths[i][1:])}: {text}" for i, text in found.items()]
+            for found in (opaque, wrong)
+        ]
+        advice = "What all ranks share, pass by position, with in_dims=None."
+        reject("spmd", lines[0], f"{KNOWN} {advice}", TypeError)
+        reject("spmd", lines[1], f"Split a global batch with mesh.split. {advice}")
+    return MappedCall(leaves, treedef, starts)
 
 
-def _the_same_on_all_ranks(x: Tensor, num_axes: int) -> Tensor:
-    # vmap returns a value without a batch dim as an expanded view: stride 0 over the ranks.
-    if any(x.shape[i] > 1 and x.stride(i) for i in range(num_axes)):
+def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[Tensor, int], Tensor | None]) -> Any:
+    """Return ``tree``, whose tensors have leading rank dims, with those where ``out_dims`` says.
+
+    Args:
+        once: from a tensor to what it is on every rank; ``None`` if ranks differ.
+    """
+    leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
+    made: list[Any] = []
+    for x, dim in zip(leaves, _broadcast(out_dims, tree, "out_dims"), strict=True):
+        value = x
+        if isinstance(x, Tensor) and dim is None:
+            value = once(x, num_axes)
+            if value is None:
+                raise ValueError(
+                    "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return "
+                    f"them; a result of shape {tuple(x.shape[num_axes:])} differs. Combine it with a collective, or "
+                    "use out_dims=0."
+                )
+        elif isinstance(x, Tensor) and dim != 0:
+            start = dim if dim > 0 else x.ndim - num_axes + dim + 1
+            value = x.movedim(tuple(range(num_axes)), tuple(range(start, start + num_axes)))
+        made.append(value)
+    return treedef.unflatten(made)
+
+
+def _broadcast(dims: Any, tree: Any, what: str) -> list[Any]:
+    """Return one dim, or ``None``, per leaf of ``tree``, from a tree that is a prefix of it."""
+    if any(isinstance(dim, str) for dim in optree.tree_leaves(dims)):
         raise ValueError(
-            "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return them; "
-            f"a result of shape {tuple(x.shape[num_axes:])} differs. Combine it with a collective, or use out_dims=0."
+            f"spmd: {what}={dims!r}: expected dims. {LIST!r} is for out_dims of ranks that run one after the other, "
+            "simulated_mesh(..., kind='sequential'); an argument of each rank's own is args[mesh.rank] there."
         )
-    return x[(0,) * num_axes]
+    try:
+        return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
 
 
-def _refuse_nesting(axes: Sequence[StackedBackend]) -> None:
-    if any(axis.ranks.get() is not None for axis in axes):
-        raise RuntimeError("spmd: this code already runs as one rank of the same mesh; call the undecorated function.")
+def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``part`` of every tensor, which was cut into equal parts of ``dim``, stacked in a new dim 0."""
+    tree = opened(tree)
+    refuse_opaque("split", tree, "the tree")
+    paths, leaves, treedef = optree.tree_flatten_with_path(tree)
+    tensors = [(path, x) for path, x in zip(paths, leaves, strict=True) if isinstance(x, Tensor)]
+    if not tensors:
+        text = repr(tree)
+        short = text if len(text) < 80 else text[:80] + " ..."
+        raise TypeError(f"split: no tensor in a {type(tree).__name__}, {short}, and so nothing is split. {KNOWN}")
+    problems = [
+        f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
+        for path, x in tensors
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] % num_ranks
+    ]
+    reject("split", problems, f"Give every rank the same number of rows: a batch of a multiple of {num_ranks}.")
 
+    def cut(x: Tensor) -> Tensor:
+        at = dim % x.ndim
+        return x.unflatten(at, (num_ranks, x.shape[at] // num_ranks)).movedim(
+            at, 0
+        )  # (.., N * n, ..) -> (N, .., n, ..)
 
-def _of_one_rank(x: Any) -> bool:
-    """Whether ``x`` belongs to the ranks, and means nothing outside."""
-    return isinstance(x, Tensor) and without_batches(x) is not x
+    return treedef.unflatten([part(cut(x)) if isinstance(x, Tensor) else x for x in leaves])

@@ -18,14 +18,14 @@ from ..communication.backend import Backend, Finished, Work
 from ..communication.collective import Collective, RecordMode
 from ..communication.simulated import of_all_ranks
 from ..communication.simulated_group import default_group
+from ..communication.writes import writes_refused
 from ..containers import opened, place, refuse_opaque
 from ..errors import reject
-from ..mesh.axes import Simulated, coordinate_of
-from ..mesh.rank_dims import LIST, MappedCall, broadcast, mapped_call
+from ..mesh.axes import coordinate_of
+from ..mesh.spmd import LIST, NESTED, MappedCall, Simulated, mapped_call, placed
 from ..torch_internals.autograd import NO_PASS, backward_pass, being_traced, in_forward_mode, in_transform
 from ..torch_internals.satellites import around_threads, inherited
 from ..torch_internals.tensors import version_of
-from .isolation import RandomNumbers, Settings, SharedModules
 from .turns import Run
 
 _AS_LIST = (
@@ -90,10 +90,6 @@ class SequentialRanks(Simulated):
         self.axes = tuple(Axis(name, size, SequentialBackend(name, size, self)) for name, size in sizes.items())
         self._coordinates = [dict(zip(sizes, each, strict=True)) for each in product(*map(range, self._sizes))]
 
-    def watch(self, key: str, whole: Tensor, names: Sequence[str]) -> None:
-        if self.run:
-            self.run.gathered[self.run.rank].add(key, whole, names)
-
     def joint(self, names: Sequence[str]) -> Backend:
         return SequentialBackend(",".join(names), prod(axis.size for axis in self.axes if axis.name in names), self)
 
@@ -108,45 +104,32 @@ class SequentialRanks(Simulated):
         def every_rank(*args: Any, **kwargs: Any) -> Any:
             self._refuse()
             call = mapped_call(args, kwargs, in_dims, self._sizes)
-            arguments = [_Arguments(call, coordinate_of(r, self._sizes)) for r in range(len(self._coordinates))]
-            numbers, modules = RandomNumbers(randomness, device, len(arguments)), SharedModules(lambda: run.rank)
-            entered, settings, results = inherited(device), Settings(), [None for _ in arguments]
-
-            def begin(rank: int) -> None:
-                numbers.begin(rank)
-                modules.begin(rank)
-
-            def end(rank: int) -> None:
-                settings.check()
-                modules.end(rank)
-                numbers.end(rank)
+            rows = [_Rows(call, coordinate_of(r, self._sizes)) for r in range(len(self._coordinates))]
+            entered, results = inherited(device), [None for _ in rows]
 
             def body(rank: int) -> None:
-                args, kwargs = optree.tree_unflatten(call.treedef, arguments[rank].leaves)
-                with entered(() if rank == 0 else (RecordMode,)):  # collectives of one rank are counted
-                    results[rank] = fn(*args, **kwargs)
-                    run.gathered[rank].check()
-                numbers.end(rank)
+                rank_args, rank_kwargs = call.of_rank(rows[rank].tensors)
+                left_out = () if rank == 0 else (RecordMode,)  # collectives of one rank are counted
+                with entered(left_out), writes_refused():
+                    results[rank] = fn(*rank_args, **rank_kwargs)
 
-            run = self.run = Run(self._coordinates, begin, end)
+            run = self.run = Run(self._coordinates, randomness, device)
             try:
-                with modules.watched(), default_group(len(arguments)):
+                with default_group(len(rows)):
                     around_threads(lambda: run.all_ranks(body))
             finally:
                 self.run = None
-                numbers.restore()
-            numbers.go_on()
-            for each in arguments:
+            for each in rows:
                 each.write_back()
-            return results if out_dims == LIST else _combined(out_dims, [*map(opened, results)], self._sizes)
+            if out_dims == LIST:
+                return results
+            return placed(_stacked([*map(opened, results)], self._sizes), out_dims, len(self._sizes), _of_all)
 
         return every_rank
 
     def _refuse(self) -> None:
         if self.run is not None:
-            raise RuntimeError(
-                "spmd: this code already runs as one rank of the same mesh; call the undecorated function."
-            )
+            raise RuntimeError(NESTED)
         if in_transform() or in_forward_mode() or being_traced() or torch.compiler.is_compiling():
             raise NotImplementedError(
                 "spmd: simulated ranks of kind 'sequential' run in threads of their own, which a transform of "
@@ -155,21 +138,21 @@ class SequentialRanks(Simulated):
             )
 
 
-class _Arguments:
-    """The arguments of one rank. Tensors are at the start of memory of their own, as those of a process."""
+class _Rows:
+    """The tensors of one rank. They are at the start of memory of their own, as those of a process."""
 
     def __init__(self, call: MappedCall, coordinate: tuple[int, ...]) -> None:
-        self.leaves = [*call.leaves]
-        self._rows: list[tuple[Tensor, Tensor, int]] = []  # where a row is from, the row, how often it was written to
+        self.tensors: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor, int]] = []  # where a row is from, the row, how often it was written to
         for i, start in call.starts.items():
             x = call.leaves[i]
             for at in coordinate:
                 x = x.select(start, at)
-            self.leaves[i] = x if x.requires_grad or x.is_inference() else self._own(x)
+            self.tensors.append(x if x.requires_grad or x.is_inference() else self._own(x))
 
     def write_back(self) -> None:
         with torch.no_grad():
-            for there, row, version in self._rows:
+            for there, row, version in self._copies:
                 if version_of(row) != version:
                     there.copy_(row)
 
@@ -177,11 +160,11 @@ class _Arguments:
         is_kept = x.device.type == "cpu" and (x.untyped_storage().filename or x.is_pinned())  # what memory it is counts
         with torch.inference_mode(False):  # an inference tensor would count no writes
             row = x.data if is_kept else x.detach().clone()
-        self._rows.append((x, row, version_of(row)))
+        self._copies.append((x, row, version_of(row)))
         return row
 
 
-def _combined(out_dims: Any, results: Sequence[Any], sizes: tuple[int, ...]) -> Any:
+def _stacked(results: Sequence[Any], sizes: tuple[int, ...]) -> Any:
     """The results of all ranks as one: tensors stacked, everything else the same on all of them."""
     for result in results:
         refuse_opaque("spmd", result, "the result")
@@ -189,19 +172,17 @@ def _combined(out_dims: Any, results: Sequence[Any], sizes: tuple[int, ...]) -> 
     treedef = flat[0][1]
     differs = [f"rank {rank}: {other}, rank 0: {treedef}" for rank, (_, other) in enumerate(flat) if other != treedef]
     reject("spmd: results have different structures", differs, _AS_LIST)
-    dims = broadcast(out_dims, results[0], "out_dims")
-    by_leaf = list(zip(*(leaves for leaves, _ in flat), strict=True))
-    forms = [(place(path), _forms(xs)) for path, xs in zip(treedef.paths(), by_leaf, strict=True)]
+    by_leaf = [*zip(*(leaves for leaves, _ in flat), strict=True)]
     lines = [
-        f"the result{where}: differs between ranks: " + ", ".join(f"rank {r}: {x}" for r, x in enumerate(each[:4]))
-        for where, each in forms
+        f"the result{place(path)}: differs between ranks: "
+        + ", ".join(f"rank {r}: {x}" for r, x in enumerate(each[:4]))
+        for path, each in zip(treedef.paths(), map(_forms, by_leaf), strict=True)
         if len({*each}) > 1
     ]
     reject("spmd", lines, _AS_LIST)
-    made = [
-        _whole(xs, dim, sizes) if isinstance(xs[0], Tensor) else xs[0] for xs, dim in zip(by_leaf, dims, strict=True)
-    ]
-    return optree.tree_unflatten(treedef, made)
+    return treedef.unflatten(
+        [torch.stack(xs).unflatten(0, sizes) if isinstance(xs[0], Tensor) else xs[0] for xs in by_leaf]
+    )
 
 
 def _forms(xs: Sequence[Any]) -> list[Any]:
@@ -211,15 +192,8 @@ def _forms(xs: Sequence[Any]) -> list[Any]:
     return [(tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in xs]
 
 
-def _whole(xs: Sequence[Tensor], dim: int | None, sizes: tuple[int, ...]) -> Tensor:
-    if dim is not None:
-        start = dim if dim >= 0 else xs[0].ndim + dim + 1
-        rows = torch.stack([*xs]).unflatten(0, sizes)
-        return rows.movedim(tuple(range(len(sizes))), tuple(range(start, start + len(sizes))))
-    bits = [x.detach() for x in xs]
-    if not all(bool(((x == bits[0]) | (x != x) & (bits[0] != bits[0])).all()) for x in bits[1:]):
-        raise ValueError(
-            "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return them; "
-            f"a result of shape {tuple(xs[0].shape)} differs. Combine it with a collective, or use out_dims=0."
-        )
-    return xs[0]
+def _of_all(x: Tensor, num_axes: int) -> Tensor | None:
+    """Return the value of all ranks, NaN like NaN."""
+    first, *others = x.flatten(0, num_axes - 1).unbind(0)
+    same = all(bool(((y == first) | (y != y) & (first != first)).all()) for y in others)
+    return first.clone() if same else None

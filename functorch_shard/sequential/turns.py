@@ -1,28 +1,36 @@
 """Threads that take turns: one runs at a time, until it ends or waits for a collective.
 
 Then the first rank that can continue does, so the order of turns depends on the program only. The last rank that comes
-to a collective computes the results of all.
+to a collective computes the results of all. Random numbers are exchanged at turns; whatever else ranks must not share
+is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from threading import Event, Lock, Thread, get_ident
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..communication.backend import Work
 from ..communication.collective import Collective, describe
-from ..communication.process_group import in_memory
+from ..communication.process_group import as_bytes, in_memory
 from ..communication.simulated import RANK_OF_THREAD, of_all_ranks
-from ..communication.writes import Gathered
+from ..torch_internals.tensors import parametrizations_are_cached, version_of
 
 _ADVICE = (
     "All ranks must issue the same collectives in the same order: look for a branch, a loop or an early return that "
     "depends on the rank or its data."
+)
+_BIND = (
+    "Simulated ranks share the model, where each real rank has one. Give each rank its own: inside of the function, "
+    "fs.bind(model, full)(x) in place of functional_call(model, full, (x,))."
 )
 
 
@@ -40,13 +48,6 @@ class _Meeting:
     def is_ready(self) -> bool:
         return len(self.given) == len(self.members)
 
-    def post(self, rank: int, x: Tensor) -> None:
-        self.given[rank] = x
-        if self.is_ready:
-            xs = [self.given[member] for member in self.members]
-            results = _results(self.op, xs, [self.given[member] for member in sorted(self.members)])
-            self.results = dict(zip(self.members, results, strict=True))
-
     def __str__(self) -> str:
         absent = [str(rank) for rank in self.members if rank not in self.given]
         return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} in its {self.name}"
@@ -57,15 +58,13 @@ class Run:
 
     Args:
         coordinates: of each rank, by axis.
-        begin: called when a turn of a rank begins.
-        end: called before a rank waits; may raise instead.
+        randomness, device: of ``spmd``.
     """
 
-    def __init__(
-        self, coordinates: Sequence[Mapping[str, int]], begin: Callable[[int], None], end: Callable[[int], None]
-    ) -> None:
-        self.coordinates, self.rank, self._begin, self._end = coordinates, 0, begin, end
-        self.gathered = [Gathered() for _ in coordinates]
+    def __init__(self, coordinates: Sequence[Mapping[str, int]], randomness: str, device: torch.device) -> None:
+        self.coordinates, self.rank = coordinates, 0
+        self._numbers, self._modules = _RandomNumbers(randomness, device, len(coordinates)), _SharedModules()
+        self._settings = _settings()
         self._locks = [Lock() for _ in coordinates]  # a thread whose turn it is not waits to acquire its lock
         self._threads: dict[int, int] = {}
         self._waiting: dict[int, _Meeting] = {}  # in the order in which they began to
@@ -78,32 +77,33 @@ class Run:
 
     def all_ranks(self, body: Callable[[int], None]) -> None:
         """Run ``body`` as each rank to its end; raise the first error of any."""
-        ranks = range(len(self._locks))
         threads = [
             Thread(target=copy_context().run, args=(self._one, r, body), name=f"simulated rank {r}", daemon=True)
-            for r in ranks
+            for r in range(len(self._locks))
         ]
-        for lock, thread in zip(self._locks, threads, strict=True):
-            lock.acquire()
-            thread.start()
-        self._pass_to(0)
-        try:
-            self._all_ended.wait()
-        except BaseException as error:  # an interrupt; the threads end at their next collective
-            self._failure = self._failure or f"interrupted by {type(error).__name__}"
-            self._all_ended.wait()
-            raise
-        for thread in threads:
-            thread.join()
+        with self._numbers.restored(), self._modules.watched(lambda: self.rank):
+            for lock, thread in zip(self._locks, threads, strict=True):
+                lock.acquire()
+                thread.start()
+            self._pass_to(0)
+            try:
+                self._all_ended.wait()
+            except BaseException as error:  # an interrupt; the threads end at their next collective
+                self._failure = self._failure or f"interrupted by {type(error).__name__}"
+                self._all_ended.wait()
+                raise
+            for thread in threads:
+                thread.join()
         if self._errors:
             rank, error = self._errors[0]
             add_note = getattr(error, "add_note", lambda _: None)  # Python 3.10 has none
-            add_note(f"raised by rank {rank} of {len(ranks)} simulated ones")
+            add_note(f"raised by rank {rank} of {len(threads)} simulated ones")
             try:
                 raise error
             finally:
                 self._errors.clear()
                 del error  # it refers to this frame
+        self._numbers.go_on()
 
     def issue(self, axis: str, op: Collective, x: Tensor) -> Work:
         """Start the next collective of the running rank over an axis: the k-th ones of all ranks are one."""
@@ -121,13 +121,14 @@ class Run:
                 f"  rank {others}: {meeting.name}\n  rank {rank}: {name}\n{_ADVICE}"
             )
             raise RuntimeError(self._failure)
-        meeting.post(rank, in_memory(x, x.dtype) if op.kind != "broadcast" else x)
+        meeting.given[rank] = in_memory(x, x.dtype) if op.kind != "broadcast" else x
         if meeting.is_ready:
             del self._open[axis, members, number]
+            meeting.results = _results(op, {member: meeting.given[member] for member in members})
         return Work(lambda: self._wait(rank, meeting))
 
     def members(self, axis: str) -> Sequence[int]:
-        """The ranks that differ from the running one in their place on the axis only, in the order of those places."""
+        """Return the ranks that differ from the running one in their place on the axis only, in its order."""
         names, here = axis.split(","), self.coordinates[self.rank]
         others = {name: at for name, at in here.items() if name not in names}
         alike = [rank for rank, each in enumerate(self.coordinates) if others.items() <= each.items()]
@@ -139,8 +140,9 @@ class Run:
         RANK_OF_THREAD.set(rank)
         try:
             if not self._failure:
-                self._begin(rank)
+                self._numbers.begin(rank)
                 body(rank)
+                self._numbers.end(rank)
         except BaseException as error:
             self._errors.append((rank, error))
             self._failure = self._failure or f"rank {rank} raised {type(error).__name__}: {error}"
@@ -158,10 +160,13 @@ class Run:
         self._waiting[rank] = meeting
         try:
             if (following := self._next()) != rank:
-                self._end(rank)
+                self._check_settings()
+                self._modules.end(rank)
+                self._numbers.end(rank)
                 self._pass_to(following)
                 self._locks[rank].acquire()
-                self._begin(rank)
+                self._modules.begin(rank)
+                self._numbers.begin(rank)
         finally:
             del self._waiting[rank]
         if self._failure:
@@ -187,21 +192,169 @@ class Run:
             self._failure = "\n".join([title, *lines, _ADVICE])
         return ([*self._waiting] or left)[-1] if left and self._failure else min(able, default=None)
 
+    def _check_settings(self) -> None:
+        changed = [name for name, value in _settings().items() if value != self._settings[name]]
+        if changed:
+            raise RuntimeError(
+                f"spmd: a simulated rank waits for a collective inside of {', '.join(changed)}, which torch keeps for "
+                "the whole process, so the other ranks would be inside of it too. Set it around mesh.spmd; cache "
+                "parametrizations where nothing is communicated."
+            )
 
-def _results(op: Collective, xs: Sequence[Tensor], in_order: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What each rank gets, in new memory; ``op.kind`` is that of Note [Issue].
 
-    ``xs`` are in the order of the axis, ``in_order`` the same in that of the mesh: they differ on a joint axis.
-    """
-    device, size = op.device or xs[0].device, len(xs)
+def _results(op: Collective, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return what each rank gets, in new memory, from the operands in the order of the axis; see Note [Issue]."""
+    xs, size = [*given.values()], len(given)
+    device = op.device or xs[0].device
     if op.kind == "broadcast":
         source = xs[op.source].detach().clone()
-        return [x if place == op.source else x.copy_(source) for place, x in enumerate(xs)]
-    if op.kind == "scatter":
-        return [row.clone() for row in xs[op.source].to(device, op.dtype).unbind(0)]
-    if op.kind == "ragged_all_to_all":
+        made = [x if place == op.source else x.copy_(source) for place, x in enumerate(xs)]
+    elif op.kind == "scatter":
+        made = [row.clone() for row in xs[op.source].to(device, op.dtype).unbind(0)]
+    elif op.kind == "ragged_all_to_all":
         parts = [x.split(sizes, -1) for x, sizes in zip(xs, op.splits, strict=True)]
-        return [torch.cat([part[to] for part in parts], -1).to(device) for to in range(size)]
-    whole = of_all_ranks(op, torch.stack([*(in_order if op.kind.startswith("psum") else xs)]), size)
-    each = whole.unbind(0) if op.kind in ("psum_scatter", "all_to_all") else [whole] * size
-    return [x.to(device, copy=True, memory_format=torch.contiguous_format) for x in each]
+        made = [torch.cat([part[to] for part in parts], -1).to(device) for to in range(size)]
+    else:
+        # sums are in the order of the mesh, which is another one than that of a joint axis
+        in_order = [given[rank] for rank in sorted(given)] if op.kind.startswith("psum") else xs
+        whole = of_all_ranks(op, torch.stack(in_order), size)
+        each = whole.unbind(0) if op.kind in ("psum_scatter", "all_to_all") else [whole] * size
+        made = [x.to(device, copy=True, memory_format=torch.contiguous_format) for x in each]
+    return dict(zip(given, made, strict=True))
+
+
+class _RandomNumbers:
+    """The random numbers of all ranks, and of the process afterwards.
+
+    ``"same"``: every rank starts where the process is, and the process goes on where rank 0 ended. ``"different"``:
+    each starts at a seed that depends on its number and on where the process is, which goes on by one number if any of
+    them drew.
+    """
+
+    def __init__(self, randomness: str, device: torch.device, num_ranks: int) -> None:
+        self._randomness, self._devices = randomness, [torch.device("cpu")]
+        self._module = torch.get_device_module("cpu" if device.type == "meta" else device)
+        if hasattr(self._module, "default_generators"):  # others draw from that of the CPU
+            self._devices.append(device)
+        self._before = self._read()
+        self._first = [self._seeded(r) if randomness == "different" else self._before for r in range(num_ranks)]
+        self._now = [*self._first]
+
+    def begin(self, rank: int) -> None:
+        self._write(self._now[rank])
+
+    def end(self, rank: int) -> None:
+        self._now[rank] = self._read()
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._write(self._before)
+
+    def go_on(self) -> None:
+        pairs = [pair for states in zip(self._first, self._now, strict=True) for pair in zip(*states, strict=True)]
+        if all(torch.equal(before, after) for before, after in pairs):
+            return
+        if self._randomness == "error":
+            raise RuntimeError("spmd: random numbers were drawn, with randomness='error'.")
+        if self._randomness == "same":
+            self._write(self._now[0])
+        else:
+            for device in self._devices:
+                torch.rand((), device=device)
+
+    def _read(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(self._module.get_rng_state(device) for device in self._devices[1:])]
+
+    def _write(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices[1:], states[1:], strict=True):
+            self._module.set_rng_state(state, device)
+
+    def _seeded(self, rank: int) -> list[Tensor]:
+        digest = blake2b(as_bytes(self._before[0]) + rank.to_bytes(8, "big"), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+        return [torch.Generator(device).manual_seed(seed).get_state() for device in self._devices]
+
+
+class _SharedModules:
+    """The modules that each rank is inside of: ``functional_call`` replaces their tensors until it returns.
+
+    Hooks of all modules, which are torch's public way to see calls, name them.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[int, list[tuple[nn.Module, list[int]]]] = {}
+        self._held: dict[int, dict[nn.Module, list[Tensor]]] = {}  # of each rank that waits inside: tensors by module
+        self._modes = WeakKeyDictionary[nn.Module, dict[int, bool]]()  # at the first call of each rank
+        self._writers: dict[int, tuple[int, Tensor]] = {}  # by the id of a buffer
+
+    @contextmanager
+    def watched(self, rank: Callable[[], int]) -> Iterator[None]:
+        """A context in which calls of modules by the running ``rank()`` are seen."""
+        module = nn.modules.module
+        before = module.register_module_forward_pre_hook(lambda m, _: self._enter(rank(), m))
+        after = module.register_module_forward_hook(lambda m, *_: self._leave(rank(), m), always_call=True)
+        try:
+            yield
+        finally:
+            before.remove()
+            after.remove()
+
+    def begin(self, rank: int) -> None:
+        del self._held[rank]
+
+    def end(self, rank: int) -> None:
+        inside = {part for module, _ in self._inside.get(rank, ()) for part in module.modules()}
+        self._held[rank] = {module: _tensors(module) for module in inside}
+
+    def _enter(self, rank: int, module: nn.Module) -> None:
+        versions = [version_of(x) for x in module.buffers(recurse=False)]
+        self._inside.setdefault(rank, []).append((module, versions))
+        for other, held in self._held.items():
+            if any(part in held and _is_replaced(part, held[part]) for part in module.modules()):
+                raise RuntimeError(
+                    f"rank {rank} calls {type(module).__name__} while rank {other} waits for a collective inside of "
+                    f"it, with other tensors in place of its own. {_BIND}"
+                )
+        modes = self._modes.setdefault(module, {})
+        modes.setdefault(rank, module.training)
+        if len({*modes.values()}) > 1:
+            raise RuntimeError(
+                f"ranks call {type(module).__name__} in training and in evaluation mode, because one changed the mode "
+                f"while another waited. {_BIND} It has a mode of its own: fs.bind(model, full).eval()."
+            )
+
+    def _leave(self, rank: int, module: nn.Module) -> None:
+        inside = self._inside[rank]
+        _, before = inside.pop(max(i for i, (other, _) in enumerate(inside) if other is module))
+        # a normalization writes to its statistics without counting
+        always = module.training and getattr(module, "track_running_stats", False)
+        for (name, x), version in zip(module.named_buffers(recurse=False), before, strict=False):
+            written = always or version_of(x) != version
+            if written and self._writers.setdefault(id(x), (rank, x))[0] != rank:
+                raise RuntimeError(f"ranks write to the buffer {name!r} of {type(module).__name__}. {_BIND}")
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _is_replaced(module: nn.Module, before: list[Tensor]) -> bool:
+    now = _tensors(module)
+    changed = len(now) != len(before) or any(x is not y for x, y in zip(now, before, strict=True))
+    return changed or any(not isinstance(p, nn.Parameter) for p in module.parameters(recurse=False))
+
+
+def _settings() -> dict[str, object]:
+    """Return what contexts of torch change for the whole process; all ranks have the same while one waits."""
+    cuda = torch.backends.cuda
+    kernels = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    return {
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "the kernels of torch.nn.attention.sdpa_kernel": (*kernels, cuda.cudnn_sdp_enabled()),
+        "torch.autograd.detect_anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "torch.nn.utils.parametrize.cached": parametrizations_are_cached(),
+    }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import prepare, refuse_derivatives, sink_here
+from ..communication.writes import watch
 from ..layout.buffers import Buffer, unpack
 from ..layout.layout import Layout, merged, shard_axis
 from ..layout.schedule import Encoding
@@ -154,8 +155,8 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     now = {key: buffer for key, buffer in buffers.items() if key not in later}
     for key, x in (_at_once(shards, now, layout, dtype, codec) if now else {}).items():
         if lazy is not False and buffers[key].num_shards > 1:  # others are the shards, which a step may donate
-            watch = mesh.watch if mesh.in_spmd else sink_here().watch
-            watch(key, x, [slot.name for slot in buffers[key].slots])
+            watched = watch if mesh.in_spmd else sink_here().watch
+            watched(key, x, [slot.name for slot in buffers[key].slots])
         whole.update(unpack(x, buffers[key]))
     if layout.tensor_meshes:
         from ..tensor_parallel import with_dtensors

@@ -19,8 +19,8 @@ from ..layout.layout import Layout, merged, select_buffers, shard_at, shard_axis
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
+from ..mesh.agreement import value_lines
 from ..mesh.axes import coordinate_of
-from ..mesh.fingerprints import value_lines
 from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import Function, eager, is_functorch_wrapped_tensor
 

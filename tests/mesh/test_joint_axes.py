@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ FOUR = {"dp": 2, "cp": 2}
 NAMES = ("dp", "cp")
 AXES: list[dict[str, int]] = [
     {"dp": 2, "cp": 3},
-    {"dp": 3, "cp": 1},
     {"replicate": 2, "dp": 2, "cp": 2},
     {"dp": 2, "replicate": 2, "cp": 2},
 ]
@@ -110,7 +108,7 @@ WAYS = ["plain", "whole", "codec", "encoded"]
 @pytest.mark.parametrize("how", WAYS)
 def test_training_over_joint_axes_is_that_over_one(how: str) -> None:
     expected = Ranks({"replicate": 2, "shard": 4}).once(trained, "shard", how)[0]
-    assert_trees_close(Ranks(AXES[2]).once(trained, NAMES, how)[0], expected, rtol=1e-9, atol=1e-9)
+    assert_trees_close(Ranks(AXES[1]).once(trained, NAMES, how)[0], expected, rtol=1e-9, atol=1e-9)
 
 
 def trained_in_every_way(mesh: fs.Mesh) -> dict[str, Any]:
@@ -123,64 +121,42 @@ def test_real_ranks_are_the_simulated_ones() -> None:
         assert_trees_close(got, ranks.simulated.once(trained, NAMES, how)[0], rtol=1e-9, atol=1e-9)
 
 
-def counted(mesh: fs.Mesh, shard_axis: Any) -> Any:
-    counter = fs.communication.Counter()
-    model, mesh = awkward(), mesh.with_backend(counter)
-    layout = fs.plan(model, mesh, shard_axis=shard_axis)
+def counted(mesh: fs.Mesh) -> Any:
+    counter, model = fs.communication.Counter(), awkward()
+    layout = fs.plan(model, mesh.with_backend(counter), shard_axis=NAMES)
     params = fs.shard({name: x.detach() for name, x in model.named_parameters()}, layout)
     counter.clear()
     x = torch.ones(2 * mesh.size, 5, dtype=torch.float64)
-    mesh.spmd(fs.grad(lambda p, x, y: loss_of(model, fs.gather(p), x, y)))(params, *mesh.split((x, x[:, :3])))
-    return {key: (t.number, t.nbytes, t.sent) for key, t in counter.traffic.items()}, fs.estimate(layout).traffic
+    step = fs.grad(lambda p, x, y: loss_of(model, fs.gather(p), x, y))
+    layout.mesh.spmd(step)(params, *mesh.split((x, x[:, :3])))
+    return [t["dp,cp", "psum_scatter"].sent for t in (counter.traffic, fs.estimate(layout).traffic)]
 
 
-@pytest.mark.parametrize(("joint", "flat"), [(*gloo(FOUR), *gloo(4))], ids=str)
-def test_as_much_is_counted_as_over_one_axis_and_as_estimated(joint: Ranks, flat: Ranks) -> None:
-    for some, one in ((joint, flat), (joint.simulated, flat.simulated)):
-        (seen, estimate), (expected, _) = some.run(counted, ("dp", "cp"))[0], one.run(counted, "shard")[0]
-        assert seen == {("dp,cp", kind): counts for (_, kind), counts in expected.items()}
-        scattered = estimate["dp,cp", "psum_scatter"]
-        assert seen["dp,cp", "psum_scatter"] == (scattered.number, scattered.nbytes, scattered.sent)
+@pytest.mark.parametrize("ranks", [*simulated(FOUR), *gloo(FOUR)], ids=str)
+def test_as_much_is_counted_as_estimated(ranks: Ranks) -> None:
+    seen, estimate = ranks.run(counted)[0]
+    assert seen == estimate > 0
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_checkpoints_reshard_and_pickles_keep_values(tmp_path: Path) -> None:
+def test_a_tree_is_resharded_and_pickled() -> None:
     model = awkward()
     joint = fs.plan(model, fs.simulated_mesh({"dp": 2, "replicate": 2, "cp": 3}), shard_axis=NAMES)
-    flat = fs.plan(model, fs.simulated_mesh(5))
-    params = fs.shard(model, joint)
-    assert_trees_close(fs.gather(params), fs.gather(fs.shard(model, flat)), rtol=0, atol=0)
-    fs.checkpoint.save(tmp_path / "one", {"model": params})
-    for layout in (flat, joint):
-        like = {"model": fs.shard({name: torch.zeros_like(x) for name, x in fs.gather(params).items()}, layout)}
-        loaded = fs.checkpoint.load(tmp_path / "one", like)["model"]
-        assert_trees_close(loaded, fs.shard(model, layout), rtol=0, atol=0)
-        assert_trees_close(fs.reshard(loaded, joint), params, rtol=0, atol=0)
+    params, flat = fs.shard(model, joint), fs.plan(model, fs.simulated_mesh(5))
+    assert_trees_close(fs.reshard(fs.reshard(params, flat), joint), params, rtol=0, atol=0)
     again = pickle.loads(pickle.dumps(params))
     assert_trees_close(fs.gather(again), fs.gather(params), rtol=0, atol=0)
 
 
-def test_an_axis_that_the_mesh_lacks_has_size_one() -> None:
-    model = awkward()
-    assert fs.plan(model, fs.simulated_mesh({"dp": 2}), shard_axis=("dp", "cp")).shard_axis == "dp"
-    layout = fs.plan(model, fs.simulated_mesh({"replicate": 2}), shard_axis=("dp", "cp"))
-    assert layout.num_shards == 1
-    assert_trees_close(dict(fs.gather(fs.shard(model, layout))), dict(model.named_parameters()), rtol=0, atol=0)
-
-
 def test_what_is_no_joint_axis_is_refused() -> None:
     mesh, model = fs.simulated_mesh(FOUR), awkward()
-    assert "KeyError" in refused(mesh.__getitem__, ("dp", "tensor"))
-    assert "KeyError" in refused(mesh.__getitem__, ("dp", "dp"))
-    assert "KeyError" in refused(mesh.__getitem__, ("cp", "dp"))
+    for names in (("dp", "tensor"), ("dp", "dp"), ("cp", "dp")):
+        assert "KeyError" in refused(mesh.__getitem__, names)
     assert "got cp, dp, expected the order of the mesh, dp, cp" in refused(
         fs.plan, model, mesh, shard_axis=("cp", "dp")
     )
     assert mesh["dp", "cp"] is mesh["dp", "cp"]
-    assert "got dp, dp, expected the order of the mesh, dp" in refused(fs.plan, model, mesh, shard_axis=("dp", "dp"))
     text = refused(fs.plan, model, mesh, shard_axis=("dp", "cp"), replicate_axis="cp")
     assert "shard_axis and replicate_axis: got 'cp' for both" in text
-    assert "TypeError: plan: shard_axis: got 3" in refused(fs.plan, model, mesh, shard_axis=3)
     turns = fs.simulated_mesh(FOUR, kind="sequential")
     assert "only exist inside mesh.spmd" in refused(collectives.psum, torch.ones(2), turns["dp", "cp"])
     assert "only exist inside mesh.spmd" in refused(collectives.psum, torch.ones(2), mesh["dp", "cp"])

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close
 from tests.support.refusals import refused
 
 MESH, SEQUENTIAL = fs.simulated_mesh(4), fs.simulated_mesh(4, kind="sequential")
@@ -66,34 +63,6 @@ def test_what_a_vmap_refuses_runs_on_ranks_that_run_one_after_the_other(fn: Any)
         torch.testing.assert_close(result, fn(row))
 
 
-class Branching(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.mean() < 9 else x
-
-
-class Weighted(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return WithoutSetup.apply(x, self.weight)
-
-
-@pytest.mark.parametrize("make", [lambda: Branching(6, 6), lambda: Weighted(6, 6, bias=False)])
-def test_a_model_that_a_vmap_refuses_is_differentiated_on_sequential_ranks_and_without_spmd(make: Any) -> None:
-    torch.manual_seed(0)
-    model, x = make(), torch.randn(8, 6)
-
-    def loss(params: fs.Sharded, x: Tensor) -> Tensor:
-        return functional_call(model, fs.gather(params), (x,)).square().mean()
-
-    params, each = fs.shard(model, fs.plan(model, MESH)), fs.shard(model, fs.plan(model, SEQUENTIAL))
-    assert "kind='sequential'" in refused(MESH.spmd(fs.grad(loss)), params, MESH.split(x))
-    for grads in (fs.grad(loss)(params, x), SEQUENTIAL.spmd(fs.grad(loss))(each, SEQUENTIAL.split(x))):
-        model.zero_grad()
-        for rows in x.chunk(4):
-            (model(rows).square().mean() / 4).backward()
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(fs.gather(grads)[name], p.grad)
-
-
 def test_errors_of_the_users_own_pass_unchanged() -> None:
     class OwnError(RuntimeError):
         pass
@@ -107,31 +76,3 @@ def test_errors_of_the_users_own_pass_unchanged() -> None:
             MESH.spmd(fails)(torch.ones(4))
         assert caught.value is error
     assert "mat1 and mat2" in refused(MESH.spmd(lambda x: F.linear(x, torch.ones(5, 5))), torch.ones(4, 3, 6))
-
-
-class Tagger(nn.Module):
-    """Sequences of several lengths, packed: the tensors of each rank have shapes of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        states, _ = self.rnn(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))
-        return self.out(pad_packed_sequence(states, batch_first=True, total_length=x.shape[1])[0])
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_packed_sequences_are_right_on_sequential_ranks_and_refused_by_batched_ones() -> None:
-    torch.manual_seed(0)
-    model, x, lengths = Tagger().double(), torch.randn(4, 5, 3).double(), torch.tensor([5, 2, 3, 1])
-    expected = torch.autograd.grad(model(x, lengths).square().mean(), list(model.parameters()))
-
-    def gradients(mesh: fs.Mesh) -> fs.Full:
-        params = fs.shard(model, fs.plan(model, mesh))
-        loss = fs.grad(lambda p, x, lengths: fs.bind(model, p)(x, lengths).square().mean())
-        return fs.gather(mesh.spmd(loss)(params, *mesh.split((x, lengths))))
-
-    right = [*gradients(fs.simulated_mesh(2, kind="sequential")).values()]
-    assert_trees_close(right, [*expected], rtol=1e-12, atol=1e-12)
-    assert "kind='sequential'" in refused(gradients, fs.simulated_mesh(2))

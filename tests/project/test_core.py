@@ -32,7 +32,6 @@ FEATURES = {
     "communication.lost_ranks",
     "communication.skipping",
     "gloo",
-    "mesh.joint",
     "mesh.launching",
     "sharding.overlapped_means",
     "sharding.iter_parameters",

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..communication.axis import Axis
 from ..communication.process_group import as_bytes
 from ..errors import first_difference
-from ..torch_internals.autograd import outside_transforms
+from ..torch_internals.autograd import outside_transforms, without_batches
 
 T = TypeVar("T")
-_FAILED = bytes(32)
 _ADVICE = "Every rank must plan the same model, from the same code and options."
 
 
@@ -28,7 +28,7 @@ def agree(
     device: torch.device,
     advice: str = _ADVICE,
 ) -> T:
-    """``build()``, when it succeeds on every rank and ``describe`` gives the same lines everywhere.
+    """Return ``build()``, when it succeeds on every rank and ``describe`` gives the same lines everywhere.
 
     Raises:
         Exception: whatever ``build`` raised here.
@@ -43,24 +43,19 @@ def agree(
         lines = list(describe(value))
     except Exception as caught:  # reported to the other ranks before it goes on
         error = caught
-    digest = _FAILED if error else hashlib.sha256("\n".join(lines).encode()).digest()
-    digests = _gather_bytes(digest, axes, device)
-    if len(set(digests)) == 1 and not error:
+    digest = bytes(32) if error else hashlib.sha256("\n".join(lines).encode()).digest()
+    if len(set(_gather_bytes(digest, axes, device))) == 1 and not error:
         return value  # pyright: ignore[reportReturnType]
-    reports = gather_texts(json.dumps([f"{type(error).__name__}: {error}" if error else None, lines]), axes, device)
+    own = json.dumps([f"{type(error).__name__}: {error}" if error else None, lines])
+    reports = [json.loads(report) for report in gather_texts(own, axes, device)]
     if error:
         raise error
-    raise RuntimeError(_first_difference(verb, [json.loads(report) for report in reports], advice))
-
-
-def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]], advice: str) -> str:
-    for rank, (error, _) in enumerate(reports):
-        if error:
-            return f"{verb} failed on rank {rank}, so no rank can go on. There:\n{error}"
-    (_, first), *others = reports
-    for rank, (_, lines) in enumerate(others, 1):
-        if difference := first_difference(first, lines):
-            return (
+    for rank, (failed, _) in enumerate(reports):
+        if failed:
+            raise RuntimeError(f"{verb} failed on rank {rank}, so no rank can go on. There:\n{failed}")
+    for rank, (_, lines) in enumerate(reports):
+        if difference := first_difference(reports[0][1], lines):
+            raise RuntimeError(
                 f"{verb}: the ranks disagree. First difference:\n  rank 0: {difference[0]}\n"
                 f"  rank {rank}: {difference[1]}\n{advice}"
             )
@@ -68,7 +63,7 @@ def _first_difference(verb: str, reports: Sequence[tuple[str | None, list[str]]]
 
 
 def gather_texts(text: str, axes: Sequence[Axis], device: torch.device) -> list[str]:
-    """``text`` of every rank, in rank order: one all-gather of 8 bytes per axis, and one more unless all are empty."""
+    """Return ``text`` of every rank, by rank: an all-gather of 8 bytes per axis, one more unless all are empty."""
     data = text.encode()
     lengths = [int.from_bytes(size, "big") for size in _gather_bytes(len(data).to_bytes(8, "big"), axes, device)]
     if not any(lengths):
@@ -78,9 +73,29 @@ def gather_texts(text: str, axes: Sequence[Axis], device: torch.device) -> list[
 
 
 def _gather_bytes(data: bytes, axes: Sequence[Axis], device: torch.device) -> list[bytes]:
-    """``data`` of every rank, in rank order; equally long everywhere, and not empty."""
+    """Return ``data`` of every rank, in rank order; equally long everywhere, and not empty."""
     with outside_transforms():
         rows: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)[None]
         for axis in reversed(axes):
             rows = axis.issue("exchange", rows).wait()
         return [as_bytes(row) for row in rows.cpu()]
+
+
+def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:
+    """Return a line for each of ``names`` with the sum of the bits of all values, to compare ranks without sending.
+
+    A mistake changes it, be it a seed or a checkpoint; two models made for the purpose may share a sum. Every value is
+    read once: a gigabyte in 0.03 s on one core, which takes 3 s to draw.
+    """
+    with outside_transforms():
+        return [f"{name!r}: values of bit sum {_bit_sum(without_batches(tensors[name])):016x}" for name in names]
+
+
+def _bit_sum(x: Tensor) -> int:
+    """Modulo 2 ** 64, of words of 8 bytes, the last one filled up with zeros; exact, in any dtype."""
+    data = x.detach().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8)  # (bytes,)
+    rest = data.numel() % 8
+    words = data[: data.numel() - rest]
+    words = words if words.storage_offset() % 8 == 0 else words.clone()  # int64 is aligned to 8 bytes
+    last = F.pad(data[data.numel() - rest :], (0, -rest % 8))
+    return sum(int(part.view(torch.int64).sum()) for part in (words, last)) % 2**64

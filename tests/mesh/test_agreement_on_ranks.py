@@ -1,0 +1,120 @@
+"""Ranks that do not plan the same model: an error on every rank that names the first difference, and no hang."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from tests.support.pool import run_ranks
+from tests.support.refusals import text_of
+
+LINEAR, RANKS = nn.Linear(3, 5), 3
+ADVICE = "Every rank must plan the same model, from the same code and options."
+OURS = {"a.w": torch.zeros(3), "b.w": torch.zeros(5)}
+
+
+def refuse(name: str, tensor: Tensor) -> str:
+    raise KeyError  # without a message
+
+
+# What rank 0 plans, what the last rank plans, and the two lines that tell the difference.
+DIFFERENT: dict[str, tuple[Any, Any, str, str]] = {
+    "dtype": (OURS, {**OURS, "b.w": torch.zeros(5).double()}, "'b.w': shape (5,), torch.float32, ", "torch.float64, "),
+    "name": (OURS, {"a.w": OURS["a.w"], "b.u": torch.zeros(5)}, "'b.w': shape (5,)", "'b.u': shape (5,)"),
+    "frozen": (LINEAR, nn.Linear(3, 5).requires_grad_(False), "trainable, at 0 of buffer '(root)'", "frozen, at 0"),
+    "tied": (
+        nn.ModuleDict({"a": LINEAR, "b": LINEAR}),
+        nn.ModuleDict({"a": LINEAR, "c": LINEAR}),
+        "tied: b.bias = a.bias",
+        "tied: c.bias = a.bias",
+    ),
+}
+# What the last rank passes, its own error, and what the others are told of it.
+FAILING: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bad option": ({"align_bytes": -1}, "ValueError: plan: 1 problem\n  align_bytes: got -1", "ValueError: plan: 1"),
+    "user's function": ({"labels": refuse}, "KeyError: ", "KeyError: "),
+}
+
+
+def plan_everything() -> tuple[dict[str, str], dict[str, str]]:
+    """What this rank is told in each case; the last rank is the odd one."""
+    mesh = fs.init_mesh()
+    odd = mesh.rank == mesh.size - 1
+    different = {name: text_of(lambda case=case: fs.plan(case[odd], mesh)) for name, case in DIFFERENT.items()}
+    failing = {
+        name: text_of(lambda case=case: fs.plan(OURS, mesh, **(case[0] if odd else {})))
+        for name, case in FAILING.items()
+    }
+    dist.barrier()  # and afterwards the ranks are still in step
+    return different, failing
+
+
+@cache
+def answers() -> list[Any]:
+    return run_ranks(plan_everything, RANKS, timeout=60)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_every_rank_reports_the_first_difference(case: str) -> None:
+    *_, first, last = DIFFERENT[case]
+    told = [different[case] for different, _ in answers()]
+    assert told == [told[0]] * RANKS
+    title, line, other, advice = told[0].splitlines()
+    assert title == "RuntimeError: plan: the ranks disagree. First difference:"
+    assert line.startswith("  rank 0: ")
+    assert first in line
+    assert other.startswith(f"  rank {RANKS - 1}: ")
+    assert last in other
+    assert advice == ADVICE
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_rank_that_fails_gets_its_own_error_and_the_others_are_told_which(case: str) -> None:
+    _, own, quoted = FAILING[case]
+    *others, last = [failing[case] for _, failing in answers()]
+    assert last.startswith(own)
+    told = f"RuntimeError: plan failed on rank {RANKS - 1}, so no rank can go on. There:\n{quoted}"
+    assert [text.startswith(told) for text in others] == [True] * (RANKS - 1)
+
+
+def count_collectives_of_plan() -> list[tuple[dict[str, int], int]]:
+    counts = []
+    for axes in ({"shard": -1}, {"replicate": 1, "shard": -1}, {"replicate": 2, "shard": 2}):
+        with fs.testing.count_collectives() as seen:
+            fs.plan(LINEAR, fs.init_mesh(axes))
+        counts.append((dict(seen.by_kind), seen.nbytes("exchange")))
+    return counts
+
+
+def test_a_plan_that_all_agree_on_costs_one_all_gather_of_32_bytes_per_axis() -> None:
+    one, two = ({"exchange": 1}, 32), ({"exchange": 2}, 32 + 64)  # the second axis passes on what the first gave
+    assert run_ranks(count_collectives_of_plan, 4) == [[one, one, two]] * 4
+
+
+def in_transforms() -> tuple[Any, str]:
+    """What is planned and compared inside transforms of torch.func, and the error where ranks differ there."""
+    mesh, like = fs.init_mesh(), {"w": torch.tensor([1.0, 2.0, 3.0])}
+    params = fs.shard(like, fs.plan(like, mesh))
+
+    def loss(params: fs.Sharded, scale: Tensor) -> Tensor:
+        weights = fs.curvature.from_vector(scale * torch.ones(3), fs.plan(like, mesh))
+        return fs.curvature.vdot(params, weights)
+
+    grads = fs.gather(torch.func.grad(loss)(params, torch.tensor(2.0)), lazy=False)["w"]
+    rows = torch.vmap(lambda scale: loss(params, scale))(torch.tensor([1.0, 2.0]))
+    with pytest.raises(RuntimeError) as caught:
+        torch.func.grad(lambda x: len(fs.plan({"w": torch.zeros(3 + mesh.rank)}, mesh).slots) * x)(torch.ones(()))
+    return (grads.tolist(), rows.tolist()), str(caught.value)
+
+
+def test_ranks_plan_and_compare_inside_transforms_as_outside() -> None:
+    for values, error in run_ranks(in_transforms, 2):
+        assert values == ([4.0, 4.0, 4.0], [6.0, 12.0])  # by torch.func.grad, of the sum of both ranks' losses
+        assert "shape (3,)" in error
+        assert "shape (4,)" in error
