@@ -115,12 +115,7 @@ def load(path: str | os.PathLike[str], like: Any, *, donate: bool = False) -> An
         {'scale': tensor(2.)}
     """
 
-    def open_files() -> Reader:
-        if path is None:
-            raise FileNotFoundError("load: path: got None, which latest() returns without a checkpoint: start anew.")
-        return Reader.open(local_path("load: path", path))
-
-    return load_into("load", like, open_files, donate)
+    return load_into("load", like, lambda: Reader.open(local_path("load: path", path)), donate)
 
 
 def latest(path: str | os.PathLike[str], *, verify: bool = False) -> Path | None:

@@ -86,11 +86,8 @@ def with_values(tree: Any, values: Iterator[Any]) -> Any:
 
 def tensor_problem(x: Tensor) -> str:
     """Why ``x`` cannot be read back as it is, from a file that one rank writes; empty if it can."""
-    if type(x) not in (Tensor, nn.Parameter, Lazy):
-        return f"got a {type(x).__name__}, expected a plain tensor"
-    if x.is_quantized or x.is_nested or x.layout != torch.strided:
-        kind = "quantized" if x.is_quantized else "nested" if x.is_nested else str(x.layout)
-        return f"got a tensor that is {kind}, expected a plain one"
+    if type(x) not in (Tensor, nn.Parameter, Lazy) or x.is_quantized or x.is_nested or x.layout != torch.strided:
+        return f"got a {type(x).__name__} of {x.dtype}, {x.layout}, expected a plain tensor"
     return "without values, on the meta device" if x.is_meta else ""
 
 

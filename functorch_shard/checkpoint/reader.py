@@ -48,7 +48,8 @@ class Reader:
             RuntimeError: files are missing, damaged or links; all of them at once.
         """
         if not (folder / METADATA).is_file() and not (folder / MANIFEST).is_file():
-            raise FileNotFoundError(f"{folder}: not a checkpoint: {_contents(folder)}")
+            text = f"there is no {METADATA} in it. latest(path) finds the newest checkpoint of a directory."
+            raise FileNotFoundError(f"{folder}: not a checkpoint: {text}")
         lengths = _lengths(folder)
         manifest = _manifest(folder, lengths)
         raw = _read_file(folder, METADATA, lengths)
@@ -173,15 +174,6 @@ def order_of(folder: Path) -> int | None:
         return _manifest(folder, _lengths(folder)).get("order")
     except (OSError, RuntimeError):
         return None
-
-
-def _contents(folder: Path) -> str:
-    """What the directory has instead of a checkpoint."""
-    if not folder.is_dir():
-        return "there is no such directory"
-    inside = sorted(x.name for x in folder.iterdir() if (x / METADATA).is_file() and not x.name.startswith("."))
-    latest = f"pass one of them, for example latest({str(folder)!r})"
-    return f"there is no {METADATA}" + (f"; it contains {', '.join(inside[:5])}: {latest}" if inside else "")
 
 
 def _lengths(folder: Path) -> dict[str, int]:

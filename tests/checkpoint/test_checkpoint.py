@@ -455,13 +455,10 @@ def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) ->
     assert "got a plain value, the checkpoint has shape" in refused(load, path, {"model": {"scale": 1.0}})
 
 
-def test_a_path_without_a_checkpoint_is_an_error_that_says_what_it_contains(tmp_path: Path) -> None:
-    nothing: Any = latest(tmp_path)
-    assert "which latest() returns without a checkpoint" in refused(load, nothing, tiny())
-    assert "not a checkpoint: there is no such directory" in refused(load, tmp_path / "missing", tiny())
-    assert "not a checkpoint: there is no .metadata" in refused(load, tmp_path, tiny())
+def test_a_path_without_a_checkpoint_is_an_error_that_names_latest(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing", tmp_path):
+        assert "not a checkpoint: there is no .metadata in it. latest(path) finds" in refused(load, path, tiny())
     save(tmp_path / "step-7", tiny())
-    assert "it contains step-7: pass one of them" in refused(load, tmp_path, tiny())
     assert "without what is not in the checkpoint" in refused(load, tmp_path / "step-7", {"epoch": 0})
 
 
@@ -490,9 +487,9 @@ def test_tensors_that_are_not_plain_are_refused_with_their_names(tmp_path: Path)
     tree = {"coo": torch.eye(2).to_sparse(), "image": torch.ones(3).as_subclass(type("Image", (Tensor,), {}))}
     two = TwoTensor(torch.ones(2), torch.ones(2))  # as torchao's quantized ones are made
     text = refused(save, tmp_path / "x", {**tree, "two": two})
-    assert text.startswith("TypeError: save: 3 problems\n  coo: got a tensor that is torch.sparse_coo")
+    assert text.startswith("TypeError: save: 3 problems\n  coo: got a Tensor of torch.float32, torch.sparse_coo")
     assert "image: got a Image" in text
-    assert "two: got a TwoTensor, expected a plain tensor" in text
+    assert "two: got a TwoTensor of" in text
     save(tmp_path / "y", {"two": torch.ones(2)})
     assert "two: got a TwoTensor" in refused(load, tmp_path / "y", {"two": two})
 
