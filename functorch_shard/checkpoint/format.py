@@ -103,7 +103,6 @@ class Value(NamedTuple):
 class Entry:
     """All values under one name. A plain value has ``dtype`` None."""
 
-    path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     values: tuple[Value, ...]
@@ -222,10 +221,9 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
     """
     try:
         top = _fields(_Unpickler(io.BytesIO(raw)).load(), dcp.Metadata)
-        paths = top.get("planner_data") or {}
         places = {_key(_fields(index, dcp.MetadataIndex)): info for index, info in top["storage_data"].items()}
         described = top["state_dict_metadata"].items()
-        return {_text(name): _entry(name, _path(paths.get(name, (name,))), x, places) for name, x in described}
+        return {_text(name): _entry(name, x, places) for name, x in described}
     except Exception as error:  # arbitrary bytes raise arbitrary errors
         what = shown(f"{type(error).__name__}: {error}")
         raise RuntimeError(f"not metadata of a checkpoint; nothing in it was executed ({what})") from error
@@ -247,12 +245,6 @@ def _key(fields: Mapping[str, Any]) -> tuple[str, tuple[int, ...] | None]:
     return _text(fields["fqn"]), None if offset is None else _integers(offset)
 
 
-def _path(x: Any) -> Path:
-    if not all(isinstance(part, (str, int)) for part in x):
-        raise TypeError("a path that is not of strings and integers")
-    return tuple(x)
-
-
 def _text(x: Any) -> str:
     if type(x) is not str:
         raise TypeError(f"got a {type(x).__name__}, expected a string")
@@ -265,9 +257,9 @@ def _integers(x: Any) -> tuple[int, ...]:
     return tuple(x)
 
 
-def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:
+def _entry(name: str, described: Any, places: _Places) -> Entry:
     if _is(described, dcp.BytesStorageMetadata):
-        return Entry(path, (), None, (_value(SCALAR, places[name, None]),))
+        return Entry((), None, (_value(SCALAR, places[name, None]),))
     fields = _fields(described, dcp.TensorStorageMetadata)
     dtype = _fields(fields["properties"], dcp.TensorProperties)[0]
     if not isinstance(dtype, torch.dtype):
@@ -275,7 +267,7 @@ def _entry(name: str, path: Path, described: Any, places: _Places) -> Entry:
     chunks = [_fields(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
     found = [Region(_integers(chunk["offsets"]), _integers(chunk["sizes"])) for chunk in chunks]
     values = dict.fromkeys(_value(region, places[name, region.offsets]) for region in found)  # without duplicates
-    return Entry(path, _integers(fields["size"]), dtype, tuple(values))
+    return Entry(_integers(fields["size"]), dtype, tuple(values))
 
 
 def _value(region: Region, info: Any) -> Value:

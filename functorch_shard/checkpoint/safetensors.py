@@ -181,19 +181,19 @@ def write_files(
 
 @dataclass(frozen=True)
 class _Files(Reader):
-    """Open files, of whose tensors slices are read. ``handles``: by name in the layout."""
+    """Open files, of whose tensors slices are read."""
 
-    handles: Mapping[str, Any] = field(default_factory=dict)
+    slices: Mapping[str, Any] = field(default_factory=dict)
 
     def tensor(self, name: str, value: Value) -> Any:
-        return self.handles[name].get_slice(self.entries[name].path[0])
+        return self.slices[name]
 
 
 def _opened(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> Reader:
     from safetensors import safe_open
 
     folder, problems = local_path(f"{_IMPORT}: path", path), list[str]()
-    handles, entries = dict[str, Any](), dict[str, Entry]()
+    slices, entries = dict[str, Any](), dict[str, Entry]()
     for file in _files(folder):
         try:
             if not file.is_file():  # opening a pipe would wait for its writer
@@ -204,25 +204,26 @@ def _opened(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> R
             continue
         for name in handle.keys():  # noqa: SIM118
             problems += [f"{name!r}: in two files, the second is {file}"] if name in entries else []
-            x = handle.get_slice(name)
-            shape = tuple(x.get_shape())
-            dtype = x[tuple(slice(0, 0) for _ in shape)].dtype
-            handles[name], region = handle, Region.whole(shape)
-            entries[name] = Entry((name,), shape, dtype, (Value(region, file.name, 0, region.numel * dtype.itemsize),))
+            x = slices[name] = handle.get_slice(name)
+            region = Region.whole(x.get_shape())
+            dtype = x[tuple(slice(0, 0) for _ in region.sizes)].dtype
+            value = Value(region, file.name, 0, region.numel * dtype.itemsize)
+            entries[name] = Entry(region.sizes, dtype, (value,))
     renamed = {name: other for each in _renamed(_IMPORT, names, layout).values() for name, other in each.items()}
-    found = {name: entries[other] for name, other in renamed.items() if other in entries}
-    for tied in ([name, *further] for name, further in layout.aliases_of.items()):
-        others = [str(found[name].path[0]) for name in tied if name in found]
-        values = [handles[other].get_tensor(other).view(-1).view(torch.uint8) for other in dict.fromkeys(others)]
-        if not all(torch.equal(a, b) for a, b in pairwise(values)):  # NaN is NaN
-            problems.append(f"{tied[0]!r}: tied in the layout, but the values of {others} differ")
+    for name, aliases in layout.aliases_of.items():
+        tied = [*dict.fromkeys(renamed[one] for one in (name, *aliases) if renamed[one] in entries)]
+        values = [slices[one][entries[one].values[0].region.index].contiguous() for one in tied]
+        if not all(
+            torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairwise(values)
+        ):
+            problems.append(f"{name!r}: tied in the layout, but the values of {tied} differ")  # NaN is NaN
     advice = "Nothing was read. Plan a layout in which they are not tied, or map their names to one with names=."
     reject(_IMPORT, problems, advice)
-    entries = {name: entry for name, entry in entries.items() if name not in renamed} | found
+    renamed = {name: name for name in entries if name not in renamed} | renamed
+    entries = {name: entries[other] for name, other in renamed.items() if other in entries}
     lines = [f"{name!r}: {entry} in {entry.values[0].file}" for name, entry in sorted(entries.items())]
     identity = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # directories may differ between ranks
-    by_name = {name: handles[str(entry.path[0])] for name, entry in entries.items()}
-    return _Files(folder, entries, {}, identity, True, by_name)
+    return _Files(folder, entries, {}, identity, True, {name: slices[renamed[name]] for name in entries})
 
 
 def _files(path: Path) -> list[Path]:
