@@ -88,19 +88,6 @@ def test_inputs_and_the_model_are_never_written_to() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_step_gathers_and_scatters_every_buffer_once() -> None:
-    mesh, model = fs.simulated_mesh({"replicate": 2, "shard": 2}), two_layers()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = mesh.split((torch.randn(8, 5), torch.randn(8, 3)))
-    step = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p))
-    with count_collectives() as seen:
-        step(params, x, y)
-    assert seen.by_kind == {"all_gather": 2, "psum_scatter": 2, "psum": 2}
-    shards = sum(buffer.shard_numel for buffer in params.layout.buffers.values()) * 4
-    assert seen.nbytes("all_gather") == seen.nbytes("psum") == shards
-    assert seen.nbytes("psum_scatter") == 2 * shards
-
-
 def test_frozen_and_integer_buffers_are_gathered_but_never_reduced() -> None:
     mesh, model = fs.simulated_mesh(2), awkward()
     params = fs.shard(model, fs.plan(model, mesh))

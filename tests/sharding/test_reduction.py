@@ -214,54 +214,28 @@ def test_reducing_never_writes_to_the_gradients() -> None:
 
 
 class SlowBackend(Backend):
-    """Two ranks with equal values; a reduction reads its operand until it lands, and each step of it can be watched."""
+    """Two ranks with equal values; a reduction reads its operand until it lands, a while after it was waited for."""
 
-    def __init__(self, started: Event, seconds: float = 0.0) -> None:
-        self.started, self.seconds = started, seconds
+    def __init__(self, waited: Event) -> None:
+        self.waited = waited
 
     def index(self) -> int:
         return 0
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         if op.kind == "psum_scatter":
-            return Work(lambda: (self.started.set(), sleep(self.seconds), 2 * x.chunk(2, op.dim)[0])[-1])
+            return Work(lambda: (self.waited.set(), sleep(0.2), 2 * x.chunk(2, op.dim)[0])[-1])
         return Finished(torch.cat([x, x], op.dim) if op.kind == "exchange" else 2 * x)
 
 
-def slow_layout(started: Event, seconds: float) -> fs.Layout:
-    mesh = fs.simulated_mesh(2).with_backend(lambda axis: SlowBackend(started, seconds))
-    return fs.plan({"a.w": torch.zeros(8), "b.w": torch.zeros(8)}, mesh)
-
-
-ONES, HUNDREDS = {"a.w": torch.ones(8)}, {"b.w": torch.full((8,), 100.0)}
-
-
-def test_a_result_is_there_for_any_thread_while_another_one_copies_it_to_its_memory_kind() -> None:
-    layout = slow_layout(Event(), 0.0)
-    putting = Event()
-
-    def put_slowly(key: str, total: Tensor) -> Work:
-        putting.set()
-        sleep(0.2)
-        return Finished(total.clone())
-
-    reductions = Reductions(put_slowly)
-    started(reductions, ONES, layout, "a")
-    with ThreadPoolExecutor(1) as other:
-        under_way = other.submit(started, reductions, HUNDREDS, layout, "b")
-        assert putting.wait(60)
-        assert_trees_close(result(reductions, "a"), torch.ones(4))
-        under_way.result()
-    assert_trees_close(result(reductions, "b"), torch.full((4,), 100.0))
-
-
 def test_memory_that_is_still_sent_from_is_not_laid_out_anew_by_another_thread() -> None:
-    sending = Event()
-    layout, reductions = slow_layout(sending, 0.2), Reductions()
-    started(reductions, ONES, layout, "a")
+    sending, reductions = Event(), Reductions()
+    mesh = fs.simulated_mesh(2).with_backend(lambda axis: SlowBackend(sending))
+    layout = fs.plan({"a.w": torch.zeros(8), "b.w": torch.zeros(8)}, mesh)
+    started(reductions, {"a.w": torch.ones(8)}, layout, "a")
     with ThreadPoolExecutor(1) as other:
         waiting = other.submit(result, reductions, "a")
         assert sending.wait(60)
-        started(reductions, HUNDREDS, layout, "b")
+        started(reductions, {"b.w": torch.full((8,), 100.0)}, layout, "b")
         assert_trees_close(waiting.result(), torch.ones(4))
     assert_trees_close(result(reductions, "b"), torch.full((4,), 100.0))

@@ -9,7 +9,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
@@ -58,13 +57,9 @@ def wrong_trees(mesh: fs.Mesh) -> list[str]:
     model = two_layers()
     params = fs.shard(model, fs.plan(model, mesh, align_bytes=0))
     other = fs.Sharded({key: torch.cat([x, x]) for key, x in params.items()}, params.layout)
-    full = fs.gather(params)
     errors = [
         text_of(fs.gather, other),
-        text_of(fs.gather, full),
-        text_of(fs.scatter_grads, params),
-        text_of(fs.scatter_grads, {"0.weight": full["0.weight"]}, params.layout),
-        text_of(functional_call, model, {"0.weight": full["0.bias"]}, (torch.zeros(5),)),
+        text_of(fs.scatter_grads, {"0.weight": fs.gather(params)["0.weight"]}, params.layout),
     ]
     dist.barrier()  # nobody is left in a collective
     return errors
@@ -77,6 +72,4 @@ def test_bad_input_is_refused_on_every_rank_before_anything_is_sent(ranks: Ranks
     assert all(first)
     assert "'0': got shape (42,), torch.float32, expected (21,), torch.float32 (42 elements / 2 shards)" in first[0]
     assert "Expected the shards of one rank" in first[0]
-    assert "it is whole already" in first[1]
-    assert "these are sharded already" in first[2]
-    assert "'2.bias': missing" in first[3]
+    assert "'2.bias': missing" in first[1]

@@ -54,14 +54,6 @@ def cube(params: fs.Sharded) -> Tensor:
     return fs.gather(params)["w"].pow(3).sum()
 
 
-@on_each([*simulated(2), *gloo(2)])
-def test_backward_by_the_vector_is_refused_too(mesh: fs.Mesh) -> None:
-    vector = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    tree = fs.curvature.from_vector(vector, of(mesh).layout)
-    with pytest.raises(NotImplementedError, match=r"from_vector: .* no derivative by"):
-        (vector.sum() + sum(x.sum() for x in tree.values())).backward()
-
-
 def refused(mesh: fs.Mesh, name: str, loss: Callable[..., Tensor], derivative: Callable[..., Any]) -> None:
     def beside(params: fs.Sharded) -> Tensor:
         return fs.global_norm(params) + loss(params)
