@@ -271,12 +271,12 @@ class Mesh(Static):
         return replace(self, _axes=axes, _wraps=(*self._wraps, wrap), _simulated=simulated)
 
     def agree(self, verb: str, build: Callable[[], T], describe: Callable[[T], Sequence[str]], *advice: str) -> T:
-        """``build()``, made sure to be the same on every rank; see ``consensus.agree``."""
+        """``build()``, made sure to be the same on every rank; see ``agreement.agree``."""
         real = self._several()
         return agree(verb, build, describe, real, self.device, *advice) if real else build()
 
     def gather_texts(self, text: str) -> list[str]:
-        """``text`` of every real rank, in rank order; see ``consensus.gather_texts``. Of simulated ranks, the one."""
+        """``text`` of every real rank, in rank order; see ``agreement.gather_texts``. Of simulated ranks, the one."""
         real = self._several()
         return gather_texts(text, real, self.device) if real else [text]
 
