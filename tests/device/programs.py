@@ -1,4 +1,4 @@
-"""Programs for any device and mesh, of a small GPT; each returns a tree on the CPU to compare."""
+"""Programs for any device and mesh; each returns a tree on the CPU to compare."""
 
 from __future__ import annotations
 
@@ -11,65 +11,48 @@ import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
+from tests.laws.tasks import ON_RANK, Data, on_mesh
+from tests.laws.wrappers import WRAPPERS
 
-WIDTH, DEPTH, BATCH, VOCABULARY, LENGTH = 16, 4, 2, 17, 6
-Program = Callable[[fs.Mesh], Any]
-tree_map: Any = optree.tree_map
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        future = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)
-        return self.proj((q @ k.transpose(-1, -2) / WIDTH**0.5).masked_fill(future, -1e9).softmax(-1) @ v)
+WIDTH, DEPTH, BATCH = 16, 4, 3
+BUFFERS = DEPTH + 2  # of a stack
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.n1, self.n2, self.attn = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Attention()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.n1(x))
-        return x + self.down(F.gelu(self.up(self.n2(x))))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class GPT(nn.Module):
-    def __init__(self, checkpoints: bool) -> None:
+class Stack(nn.Module):
+    def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
-        self.emb, self.pos, self.checkpoints = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH), checkpoints
+        self.inp, self.out, self.checkpoints = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3), checkpoints
         self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.emb(tokens) + self.pos.weight
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
-        return self.head(self.norm(x))
+        return self.out(x)
 
 
-def tokens_of(mesh: fs.Mesh) -> Tensor:
-    tokens = torch.randint(VOCABULARY, (mesh.size * BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
-    return mesh.split(tokens.to(mesh.device))
-
-
-def gpt(mesh: fs.Mesh, checkpoints: bool = False, **options: Any) -> tuple[nn.Module, fs.Sharded]:
+def stack(mesh: fs.Mesh, checkpoints: bool = False, **options: Any) -> tuple[nn.Module, fs.Sharded, Tensor]:
+    """A model, its shards and this rank's samples."""
     torch.manual_seed(0)
-    model = GPT(checkpoints).to(mesh.device)
-    return model, fs.shard(model, fs.plan(model, mesh, **{"units": "blocks", **options}))
+    model = Stack(checkpoints).to(mesh.device)
+    samples = torch.randn(mesh.size * BATCH, 5).to(mesh.device)
+    return model, fs.shard(model, fs.plan(model, mesh, units="blocks", **options)), mesh.split(samples)
 
 
-def loss_of(model: nn.Module, full: Any, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(functional_call(model, full, (tokens,)).flatten(0, 1).float(), tokens.flatten())
+def loss_of(model: nn.Module, params: fs.Sharded, x: Tensor) -> Tensor:
+    return fs.bind(model, params)(x).float().square().mean()
 
 
 def result(tree: Any) -> Any:
@@ -83,22 +66,22 @@ def train(
     dtype: torch.dtype | None = None,
     scaling: fs.LossScale | None = None,
     offload: str | None = None,
-    backend: str | None = None,
+    backend: Any = None,
     remat: bool = False,
-    checkpoints: bool = False,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     **options: Any,
 ) -> Any:
     """Three clipped steps of AdamW: the parameters, and the losses and norms. ``around``: entered for the last two."""
     precision = fs.MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None
-    model, params = gpt(mesh, checkpoints, precision=precision, **options)
+    model, params, x = stack(mesh, precision=precision, **options)
+    x = x if dtype is None else x.to(dtype)
     params = fs.offload(params, offload) if offload else params
     opt, scaling = fs.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-3), scaling or fs.LossScale.none()
-    loss = bound_loss(model) if checkpoints else gathered_loss(model)
+    loss = partial(loss_of, model)
     loss = fs.remat(loss) if remat else loss
 
-    def step(params: fs.Sharded, state: Any, scale: Any, tokens: Tensor) -> Any:
-        grads, value = fs.grad_and_value(lambda p: scaling.scale(loss(p, tokens), scale))(params)
+    def step(params: fs.Sharded, state: Any, scale: Any, x: Tensor) -> Any:
+        grads, value = fs.grad_and_value(lambda p: scaling.scale(loss(p, x), scale))(params)
         grads, finite = scaling.unscale(grads, scale)
         grads, norm = fs.clip_by_global_norm(grads, 0.5)
         new = opt.step(params, grads=grads, state=state, donate=donate)
@@ -107,74 +90,20 @@ def train(
 
     run = mesh.spmd(step)
     run = fs.compile(run, backend=backend) if backend else run
-    state, scale, tokens, losses = opt.init(params), scaling.init(params), tokens_of(mesh), []
+    state, scale, losses = opt.init(params), scaling.init(params), []
     for i in range(3):
         with around() if i else nullcontext():
-            params, state, scale, value, norm = run(params, state, scale, tokens)
+            params, state, scale, value, norm = run(params, state, scale, x)
         losses += [value.clone(), norm]
     return result([dict(params), losses])
 
 
-def gathered_loss(model: nn.Module, lazy: bool | None = None) -> Callable[[fs.Sharded, Tensor], Tensor]:
-    return lambda params, tokens: loss_of(model, fs.gather(params, lazy=lazy), tokens)
+def derivatives(mesh: fs.Mesh, wrapper: str) -> Any:
+    """All that the laws differentiate, derivatives inside of derivatives among it."""
+    return result(on_mesh(mesh, Data(mesh.size), [*ON_RANK], WRAPPERS[wrapper]))
 
 
-def bound_loss(model: nn.Module) -> Callable[[fs.Sharded, Tensor], Tensor]:
-    return lambda params, tokens: F.cross_entropy(fs.bind(model, params)(tokens).flatten(0, 1), tokens.flatten())
-
-
-def accumulated(mesh: fs.Mesh) -> Any:
-    """Full gradients of two halves of a batch, added up and reduced once."""
-    model, params = gpt(mesh)
-
-    def gradients(params: fs.Sharded, tokens: Tensor) -> Any:
-        total: Any = None
-        full = fs.gather(params, lazy=False)
-        for part in tokens.split(1):
-            grads, _ = fs.grad_and_value(lambda full, part=part: loss_of(model, full, part))(full)
-            total = fs.accumulate(total, grads)
-        return fs.scatter_grads(total)
-
-    return result(dict(mesh.spmd(gradients)(params, tokens_of(mesh))))
-
-
-def hessian_product(mesh: fs.Mesh, wrap: Callable[[Any], Any] = lambda f: f) -> Any:
-    model, params = gpt(mesh)
-    loss = wrap(gathered_loss(model))
-    run = mesh.spmd(lambda p, v, tokens: jvp(lambda p: fs.grad(loss)(p, tokens), (p,), (v,))[1])
-    return result(dict(run(params, tree_map(lambda x: x * 0.5, params), tokens_of(mesh))))
-
-
-def penalty(mesh: fs.Mesh, wrap: Callable[[Any], Any] = lambda f: f) -> Any:
-    """The gradient of a loss with the norm of its own gradient: gathers in a derivative inside of a derivative."""
-    model, params = gpt(mesh)
-    loss = wrap(gathered_loss(model))
-    penalised = lambda p, tokens: loss(p, tokens) + fs.global_norm(fs.grad(loss)(p, tokens))  # noqa: E731
-    return result(dict(mesh.spmd(fs.grad(penalised))(params, tokens_of(mesh))))
-
-
-def through_a_step(mesh: fs.Mesh, wrap: Callable[[Any], Any] = lambda f: f) -> Any:
-    """The gradient through a step of SGD, as in MAML."""
-    model, params = gpt(mesh)
-    loss = wrap(gathered_loss(model))
-
-    def after_a_step(p: fs.Sharded, tokens: Tensor) -> Tensor:
-        return loss(tree_map(lambda x, g: x - 0.1 * g, p, fs.grad(loss)(p, tokens)), tokens)
-
-    return result(dict(mesh.spmd(fs.grad(after_a_step))(params, tokens_of(mesh))))
-
-
-def per_sample(mesh: fs.Mesh) -> Any:
-    model, params = gpt(mesh)
-
-    def gradients(params: fs.Sharded, tokens: Tensor) -> Any:
-        one = torch.func.grad(lambda full, row: loss_of(model, full, row[None]))
-        return torch.func.vmap(one, (None, 0))(dict(fs.gather(params, lazy=False)), tokens)
-
-    return result(mesh.spmd(gradients)(params, tokens_of(mesh)))
-
-
-PROGRAMS: dict[str, Program] = {
+PROGRAMS: dict[str, Callable[[fs.Mesh], Any]] = {
     "train": train,
     "train in place": partial(train, donate=True),
     "train in bfloat16": partial(train, dtype=torch.bfloat16),
@@ -186,12 +115,6 @@ PROGRAMS: dict[str, Program] = {
     "train a recorded step in place": partial(train, backend="replay", donate=True),
     "train with offload": partial(train, offload="cpu", scaling=fs.LossScale.dynamic(initial=64.0)),
     "train in place with offload": partial(train, offload="cpu", donate=True),
-    "accumulated": accumulated,
-    "per sample": per_sample,
-    "Hessian product": hessian_product,
-    "Hessian product with remat": partial(hessian_product, wrap=fs.remat),
-    "penalty": penalty,
-    "penalty with remat": partial(penalty, wrap=fs.remat),
-    "through a step": through_a_step,
-    "through a step with remat": partial(through_a_step, wrap=fs.remat),
+    "derivatives": partial(derivatives, wrapper="plain"),
+    "derivatives with remat": partial(derivatives, wrapper="remat"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import optree
@@ -15,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
-from tests.device.ranks import DEVICE, on_device, on_stream, one_rank, reports, streams
+from tests.device.ranks import DEVICE, on_device, one_rank, reports
 
 tree_map: Any = optree.tree_map
 
@@ -76,50 +75,3 @@ def scores(mesh: fs.Mesh) -> None:
 def test_score_matching_through_remat_is_right_on_ranks_of_the_device() -> None:
     for report in reports(scores, axes={"shard": 2}):
         assert not report.findings
-
-
-def penalties(wrapped: bool) -> list[Any]:
-    """fs.grad of the norm of an inner gradient on two simulated ranks, on the CPU and on the device."""
-    torch.manual_seed(0)
-    weights, xs = {"w": torch.randn(3, 3), "v": torch.randn(3)}, torch.randn(2, 4, 3)
-
-    def inner(p: Any, x: Tensor) -> Tensor:
-        full = fs.gather(p)
-        return ((x @ full["w"]).tanh() @ full["v"]).square().mean()
-
-    results = []
-    for device in ("cpu", DEVICE):
-        mesh = fs.simulated_mesh(2, device=device)
-        params = fs.shard(weights, fs.plan(weights, mesh))
-        f = fs.remat(inner) if wrapped and device != "cpu" else inner
-        norm = lambda p, x, f=f: sum(g.square().sum() for g in fs.grad(f)(p, x).values())  # noqa: E731
-        grads: Any = mesh.spmd(fs.grad(norm))(params, xs.to(device))
-        results.append({name: x.cpu() for name, x in fs.gather(grads, lazy=False).items()})
-    return results
-
-
-@pytest.mark.parametrize("wrapped", [True, False], ids=["remat", "plain"])
-def test_a_gradient_penalty_on_simulated_ranks_is_that_of_the_cpu(wrapped: bool) -> None:
-    expected, actual = on_device(penalties, wrapped)
-    fs.testing.assert_trees_close(actual, expected)
-
-
-def saved(asynchronous: bool) -> None:
-    """A checkpoint of parameters that a stream of the user's has computed."""
-    values = {"w": torch.randn(3, 3)}
-    params = fs.shard(values, fs.plan(values, one_rank()))
-    torch.accelerator.synchronize()
-    [stream] = streams(1)
-    with TemporaryDirectory() as directory, on_stream(stream):
-        new = tree_map(lambda x: x * 2, params)
-        result: Any = fs.checkpoint.save(f"{directory}/step-1", {"model": new}, async_save=asynchronous)
-        if asynchronous:
-            result.result()
-        loaded = fs.checkpoint.load(f"{directory}/step-1", {"model": tree_map(torch.zeros_like, params)})["model"]
-        fs.testing.assert_trees_close(dict(loaded), dict(new), rtol=0, atol=0)
-    torch.accelerator.synchronize()
-
-
-@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_a_save_reads_what_the_current_stream_computes(asynchronous: bool) -> None:
-    on_device(saved, asynchronous)
