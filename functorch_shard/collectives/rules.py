@@ -48,7 +48,8 @@ class LinearMap:
         """Apply it to ``x``, which has a dim of ranks in front of ``ndim`` others at the level of simulated ranks."""
         if self.kind == _COPY:
             return x.view_as(x)
-        return self.axis.issue(self.kind, x, dim=self.dim % max(ndim, 1)).wait()
+        dim = 0 if self.kind == "psum" else self.dim % max(ndim, 1)  # a sum has none, and ranks compare it
+        return self.axis.issue(self.kind, x, dim=dim).wait()
 
 
 class Linear(Function):

@@ -12,8 +12,8 @@ does, derivatives are those of the true collectives, whose transposes go through
 
 Here bytes move between the ranks of one axis. ``collective``, ``backend``, ``axis``: the interface; ``simulated``,
 ``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``simulated_group``: what
-``torch.distributed`` is inside of simulated ranks; ``joint``: several axes as one; ``recorded``: what tracers record;
-``counter`` and ``skipping`` stand before a backend; ``lost_ranks`` names ranks that do not respond; ``writes`` finds
+``torch.distributed`` is inside of simulated ranks; ``joint``: several axes as one; ``wrappers`` count and skip;
+``recorded``: what tracers record; ``lost_ranks`` names ranks that do not respond; ``writes`` finds
 writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``eager`` alone;
 imported by ``gloo``, ``mesh`` and above.
 """
@@ -28,8 +28,7 @@ from .backend import Backend, Finished, Work
 from .collective import Collective
 
 if TYPE_CHECKING:
-    from .counter import Counter, Traffic
-    from .skipping import skip
+    from .wrappers import Counter, Traffic, skip
 
 __all__ = [
     "Backend",
@@ -43,9 +42,9 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "Counter": ".counter",
-    "Traffic": ".counter",
-    "skip": ".skipping",
+    "Counter": ".wrappers",
+    "Traffic": ".wrappers",
+    "skip": ".wrappers",
 }
 
 

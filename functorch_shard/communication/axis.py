@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import permutations
+from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ..containers import Static
 from ..torch_internals.autograd import being_traced, eager
 from .backend import Backend, DetachedBackend, Work, Wrap, Wrapped
-from .collective import Splits, collective, is_watched, record
+from .collective import KINDS, Collective, Splits, collective, is_watched, record
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +59,11 @@ class Axis(Static):
                 unless given.
         """
         simulated = self.backend.simulated
-        if splits:
-            numel = self._mean_sent(x, splits)
-        else:
-            numel = self._numel(kind, x, simulated) if simulated or kind == "scatter" else x.numel()
+        numel = x.numel() // max(self.backend.rows(self.size) * self.folded, 1) if simulated else x.numel()
         what = kind, self.name, numel, dtype or x.dtype, key or self.key
         op = collective(*what, dim, device, source, transient, splits)
+        if kind in KINDS and KINDS[kind].shape:
+            op = replace(op, numel=self._mean_sent(op, x))
         if is_watched():
             if being_traced() and not simulated:
                 from .recorded import issue_recorded
@@ -71,16 +72,12 @@ class Axis(Static):
             record(op)
         return self.backend.issue(op, x)
 
-    def _numel(self, kind: str, x: Tensor, stacked: bool) -> int:
-        """Elements of the operand of one rank, or of one row of it."""
-        if kind == "scatter":
-            return x.shape[1:].numel()
-        return x.numel() // max(self.backend.rows(self.size) * self.folded, 1) if stacked else x.numel()
-
-    def _mean_sent(self, x: Tensor, splits: Splits) -> int:
+    def _mean_sent(self, op: Collective, x: Tensor) -> int:
         """What ranks send to others on average, the same number on every rank."""
-        rows = x.shape[int(self.backend.simulated) : -1].numel() // self.folded
-        return -(-rows * sum(sum(row) - row[rank] for rank, row in enumerate(splits)) // self.size)
+        shape, of = x.shape[int(self.backend.simulated) :], op.law.shape
+        assert of
+        pairs = permutations(range(self.size), 2)
+        return -(-sum(prod(of(op, shape, i, j)) for i, j in pairs) // (self.size * self.folded))
 
 
 def wrap(fn: Wrap) -> Callable[[Axis], Backend]:

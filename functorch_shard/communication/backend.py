@@ -99,19 +99,9 @@ class Backend(ABC):
     """The ranks of one axis at work: :meth:`issue` and :meth:`index` are to be written, the others have defaults.
 
     Note [Issue]: ``issue(op, x)`` starts the collective that ``op`` describes and returns a :class:`Work` with its
-    result. Real ranks pass this rank's ``x``. Simulated ranks pass the values of all ranks, stacked in dim 0. What
-    comes back is for
-
-    - ``"all_gather"``, ``"exchange"``: the values of all ranks along ``op.dim``, in ``op.dtype``, whatever the dtype
-      and the device of ``x``; simulated, one value for all ranks
-    - ``"psum_scatter"``: of the sum over ranks, this rank's part of ``op.dim``; simulated, a stack of the parts
-    - ``"psum"``, ``"pmax"``: the sum, or the largest values, over ranks; simulated, one value for all
-    - ``"all_to_all"``: of each rank, row r of ``op.dim`` for rank r; simulated, stacked
-    - ``"ragged_all_to_all"``: ``op.splits[i][j]`` elements of the last dim from rank i to rank j, in the order of j in
-      what i passes and of i in what j gets; simulated, stacked, all rows padded to the longest
-    - ``"scatter"``: row r of the ``x`` of rank ``op.source`` for rank r; other ranks pass no rows, shape ``(0, ..)``;
-      simulated, stacked
-    - ``"broadcast"``: the ``x`` of rank ``op.source``; real ranks write it into ``x``
+    result, which ``op.law`` defines: see :data:`KINDS` in collective.py. Real ranks pass this rank's ``x`` and get this
+    rank's result. Simulated ranks pass the values of all ranks, stacked in dim 0, and get one value for all, or a stack
+    of one for each where the law has ``parts``; rows of different length are padded to the longest.
 
     Results are new memory on ``op.device``. The operand may be written to when the result was waited for. All ranks
     issue the same in the same order. What a tracer records of them: Note [Recorded] in recorded.py.

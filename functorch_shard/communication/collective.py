@@ -31,6 +31,109 @@ WAIT = torch.ops.functorch_shard.wait.default
 
 
 Splits = tuple[tuple[int, ...], ...]
+Rows = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The law of one kind of collective: all that backends, wrappers, tracers and simulated ranks know of it.
+
+    Note [Kinds]: rank i has a part for each rank j, and rank j combines what all ranks have for it. Without ``parts``
+    each has its whole operand for all, and all get one value. From this follow the results of simulated ranks, the
+    messages of gloo ranks, shapes and traffic. A process group sends the parts by ``all_to_all_single``, unless
+    ``GroupBackend`` has a method with a faster collective of torch, ``_psum`` for ``"psum"``.
+
+    Args:
+        combine: ``combine(op, rows, lead)``: the result, in new memory, of what each rank has for this one, in rank
+            order. In front of the dims of one rank's value are ``lead`` more.
+        parts: ``parts(op, x, rank, size, lead)``: what ``rank``, whose operand is ``x``, has for each.
+        shape: ``shape(op, shape, i, j)``: the shape of what rank i has for rank j, from that of any rank's operand.
+            Without it all ranks have operands of one shape, and ``parts`` are rows of one tensor.
+        reduces: whether ``combine`` works element by element.
+        begins: whether only what begins a program issues it, so that it is neither recorded nor skipped.
+    """
+
+    combine: Callable[[Collective, Rows, int], Tensor]
+    parts: Callable[[Collective, Tensor, int, int, int], Any] | None = None
+    shape: Callable[[Collective, torch.Size, int, int], Sequence[int]] | None = None
+    reduces: bool = False
+    begins: bool = False
+
+    def sent(self, nbytes: int, size: int) -> int:
+        """Return the bytes that each of ``size`` ranks has to send at least, for an operand of ``nbytes``."""
+        if self.shape:
+            return nbytes
+        if not self.parts and not self.reduces:
+            return nbytes * (size - 1)
+        return -(-nbytes * (size - 1) * (1 if self.parts else 2) // size)
+
+    def of_all_ranks(self, op: Collective, xs: Tensor | Rows, size: int) -> Any:
+        """Return the results, one for each rank, from the operands of all; without ``parts``, one for all ranks."""
+        if self.parts and self.shape:
+            each = [self.parts(op, x, rank, size, 0) for rank, x in enumerate(xs)]
+            return [self.combine(op, [parts[rank] for parts in each], 0) for rank in range(size)]
+        x = xs if isinstance(xs, Tensor) else torch.stack([*xs])
+        if x.dtype != op.dtype or op.device not in (None, x.device):
+            x = x.to(op.device or x.device, op.dtype)
+        rows = self.parts(op, x, 0, size, 1).unbind(1) if self.parts else x.unbind(0)
+        return self.combine(op, rows, int(self.parts is not None))
+
+
+def sum_in_rank_order(rows: Rows) -> Tensor:
+    """The sum from the first to the last, rounded after each addend."""
+    if len(rows) == 1:
+        return rows[0].clone()
+    total = rows[0] + rows[1]
+    for row in rows[2:]:
+        total = total + row
+    return total
+
+
+def _rows_of_source(op: Collective, x: Tensor, rank: int, size: int, lead: int) -> Rows:
+    return x.unbind(0) if rank == op.source else [x.new_empty(0)] * size
+
+
+KINDS = {
+    # The values of all ranks along op.dim; an exchange is one of what ranks compare about their programs.
+    "all_gather": Kind(gather := lambda op, rows, lead: torch.cat([*rows], op.dim)),
+    "exchange": Kind(gather, begins=True),
+    # The sum, or the largest values, over ranks.
+    "psum": Kind(add := lambda op, rows, lead: sum_in_rank_order(rows), reduces=True),
+    "pmax": Kind(lambda op, rows, lead: torch.stack([*rows]).amax(0), reduces=True),
+    # Of the sum over ranks, this rank's part of op.dim.
+    "psum_scatter": Kind(
+        add,
+        lambda op, x, rank, size, lead: x.unflatten(op.dim + lead, (size, x.shape[op.dim + lead] // size)).movedim(
+            op.dim + lead, 0
+        ),
+        reduces=True,
+    ),
+    # Row r of op.dim of each rank, for rank r.
+    "all_to_all": Kind(
+        lambda op, rows, lead: torch.stack([*rows], op.dim + lead),
+        lambda op, x, rank, size, lead: x.movedim(op.dim + lead, 0),
+    ),
+    # op.splits[i][j] elements of the last dim from rank i to rank j, in the order of j in what i passes.
+    "ragged_all_to_all": Kind(
+        lambda op, rows, lead: torch.cat([*rows], -1),
+        lambda op, x, rank, size, lead: x[..., : sum(op.splits[rank])].split(op.splits[rank], -1),
+        lambda op, shape, i, j: (*shape[:-1], op.splits[i][j]),
+    ),
+    # Row r of the operand of rank op.source, for rank r; other ranks pass no rows, shape (0, ..).
+    "scatter": Kind(
+        one := lambda op, rows, lead: rows[op.source].clone(),
+        _rows_of_source,
+        lambda op, shape, i, j: shape[1:] if i == op.source else (0,),
+        begins=True,
+    ),
+    # The operand of rank op.source; the others pass one of its shape.
+    "broadcast": Kind(
+        one,
+        lambda op, x, rank, size, lead: _rows_of_source(op, x.expand(size, *x.shape), rank, size, lead),
+        lambda op, shape, i, j: shape if i == op.source else (0,),
+        begins=True,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +141,11 @@ class Collective:
     """One collective, as every rank of an axis issues it.
 
     Args:
-        kind: ``"all_gather"``, ``"psum_scatter"``, ``"psum"``, ``"pmax"``, ``"all_to_all"``, ``"ragged_all_to_all"``,
-            ``"scatter"``, ``"broadcast"``; or ``"exchange"``, an all-gather of what ranks compare about their programs.
+        kind: a name of :data:`KINDS`, such as ``"psum"``; or one that only a backend of your own knows.
         axis: the name of the axis.
-        numel: elements of the operand of one rank; of a ``"scatter"``, of what one rank receives; of a
-            ``"ragged_all_to_all"``, the mean over ranks of what each sends to the others.
-        dtype: of what is sent. An ``"all_gather"`` casts its operand to it on the way.
+        numel: elements of the operand of one rank; where operands of ranks have different shapes, the mean over ranks
+            of what each sends to the others.
+        dtype: of what is sent; the operand is cast to it on the way.
         key: the buffer that it is for, such as ``"blocks.0"``, where that is known.
         dim: where ranks are laid side by side, or what is split between them.
         device: where the result is to be; ``None``: where the operand is.
@@ -62,6 +164,13 @@ class Collective:
     source: int = 0
     transient: bool = False
     splits: Splits = ()
+
+    @property
+    def law(self) -> Kind:
+        """What ranks do in it."""
+        if self.kind not in KINDS:
+            raise NotImplementedError(f"there is no collective {self.kind!r}: expected one of {', '.join(KINDS)}")
+        return KINDS[self.kind]
 
     @property
     def nbytes(self) -> int:

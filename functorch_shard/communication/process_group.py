@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from ctypes import string_at
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +18,6 @@ from .collective import Collective, record
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_ALONG_DIM = ("all_gather", "psum_scatter", "all_to_all")
-_KINDS = (*_ALONG_DIM, "psum", "pmax", "ragged_all_to_all", "scatter", "broadcast")
 # What gloo can send; other dtypes (float8, unsigned 16 to 64 bits, complex) are sent as their bytes.
 _SENDABLE = {
     torch.float64,
@@ -47,17 +45,16 @@ class GroupBackend(Backend):
         return self.rank
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        kind = "all_gather" if op.kind == "exchange" else op.kind
-        if kind not in _KINDS:
-            raise NotImplementedError(f"{type(self).__name__} has no collective {kind!r}")
-        move = getattr(self, kind)
-        if op.dim and kind in _ALONG_DIM:
+        move = getattr(self, f"_{op.kind}", None)
+        if move is None:
+            return self._send_parts(op, x.to(op.dtype))
+        if op.dim:
             return move(op, x.movedim(op.dim, 0)).then(lambda result: result.movedim(0, op.dim))
         return move(op, x)
 
-    # What moves bytes, each with its ranks in dim 0.
+    # The collectives of torch, each with its ranks in dim 0.
 
-    def all_gather(self, op: Collective, x: Tensor) -> Work:
+    def _all_gather(self, op: Collective, x: Tensor) -> Work:
         out = torch.empty((self.size, *x.shape), dtype=op.dtype, device=op.device or x.device)
         out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
         if not out.numel():
@@ -66,7 +63,9 @@ class GroupBackend(Backend):
         handle = _gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)
         return _sent(lambda: out.flatten(0, 1), handle, out)
 
-    def psum_scatter(self, op: Collective, x: Tensor) -> Work:
+    _exchange = _all_gather
+
+    def _psum_scatter(self, op: Collective, x: Tensor) -> Work:
         rows = as_real(x.contiguous())
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
         if not out.numel():
@@ -74,56 +73,49 @@ class GroupBackend(Backend):
         handle = _scatter_into(out, rows, group=self.group, async_op=True)
         return _sent(lambda: from_real(out, x.dtype), handle, out)
 
-    def psum(self, op: Collective, x: Tensor) -> Work:
+    def _psum(self, op: Collective, x: Tensor) -> Work:
         return self._all_reduce(as_real(x), dist.ReduceOp.SUM).then(lambda total: from_real(total, x.dtype))
 
-    def pmax(self, op: Collective, x: Tensor) -> Work:
+    def _pmax(self, op: Collective, x: Tensor) -> Work:
         if not x.is_floating_point():
             return self._all_reduce(x, dist.ReduceOp.MAX)
         return self._all_reduce(as_ordered(x), dist.ReduceOp.MAX).then(lambda order: from_ordered(order, x.dtype))
 
-    def all_to_all(self, op: Collective, x: Tensor) -> Work:
-        sent = x.contiguous()
-        received = torch.empty_like(sent)
-        if not sent.numel():
-            return Finished(received)
-        handle = dist.all_to_all_single(as_sendable(received), as_sendable(sent), group=self.group, async_op=True)
-        return _sent(lambda: received, handle, received)
-
-    def ragged_all_to_all(self, op: Collective, x: Tensor) -> Work:
-        parts, shapes = self.parts_of(op, x), self.shapes_of(op, x)
-        sent = torch.cat([part.flatten() for part in parts])
-        sizes, sent_sizes = [shape.numel() for shape in shapes], [part.numel() for part in parts]
-        received = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
-        args = as_sendable(received), as_sendable(sent), sizes, sent_sizes
-        handle = dist.all_to_all_single(*args, group=self.group, async_op=True)
-        return _sent(lambda: _joined(received.split(sizes), shapes), handle, received)
-
-    def scatter(self, op: Collective, x: Tensor) -> Work:
-        out = torch.empty(x.shape[1:], dtype=op.dtype, device=op.device or x.device)
-        rows = list(as_sendable(x).unbind(0)) if self.rank == op.source else []
-        if out.numel():
-            dist.scatter(as_sendable(out), rows, group=self.group, group_src=op.source)
-        return Finished(out)
-
-    def broadcast(self, op: Collective, x: Tensor) -> Work:
-        if x.numel():
-            dist.broadcast(as_sendable(x), group=self.group, group_src=op.source)
-        return Finished(x)
-
-    def parts_of(self, op: Collective, x: Tensor) -> Sequence[Tensor]:
-        """What this rank has for each rank."""
-        return x.split(op.splits[self.rank], -1)
-
-    def shapes_of(self, op: Collective, x: Tensor) -> list[torch.Size]:
-        """The shape of what each rank has for this one."""
-        return [torch.Size((*x.shape[:-1], row[self.rank])) for row in op.splits]
+    def _broadcast(self, op: Collective, x: Tensor) -> Work:
+        out = x.clone(memory_format=torch.contiguous_format)
+        if not out.numel():
+            return Finished(out)
+        handle = dist.broadcast(as_sendable(out), group=self.group, group_src=op.source, async_op=True)
+        return _sent(lambda: out, handle, out)
 
     def _all_reduce(self, x: Tensor, op: Any) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
         if not out.numel():
             return Finished(out)
         return _sent(lambda: out, dist.all_reduce(out, op, group=self.group, async_op=True), out)
+
+    def _send_parts(self, op: Collective, x: Tensor) -> Work:
+        """Any kind that torch has no collective for, by its law."""
+        parts, shapes = self.parts_of(op, x)
+        sent = torch.cat([part.flatten() for part in parts])
+        sizes, sent_sizes = [shape.numel() for shape in shapes], [part.numel() for part in parts]
+        received = sent.new_empty(sum(sizes))
+
+        def finish() -> Tensor:
+            rows = [row.view(shape) for row, shape in zip(received.split(sizes), shapes, strict=True)]
+            return op.law.combine(op, rows, 0)
+
+        args = as_sendable(received), as_sendable(sent), sizes, sent_sizes
+        return _sent(finish, dist.all_to_all_single(*args, group=self.group, async_op=True), received)
+
+    def parts_of(self, op: Collective, x: Tensor) -> tuple[Any, list[torch.Size]]:
+        """What this rank has for each rank, and the shapes of what each has for this one."""
+        law, size = op.law, self.size
+        parts = law.parts(op, x, self.rank, size, 0) if law.parts else x.expand(size, *x.shape)
+        shape = law.shape
+        if shape is None:
+            return parts, [parts[0].shape] * size
+        return parts, [torch.Size(shape(op, x.shape, rank, self.rank)) for rank in range(size)]
 
 
 def _sent(finish: Callable[[], Tensor], handle: Any, out: Tensor) -> Work:
@@ -140,10 +132,6 @@ def _sent(finish: Callable[[], Tensor], handle: Any, out: Tensor) -> Work:
             wait_for_all([handle])
 
     return Work(finish, [handle], abandon)
-
-
-def _joined(parts: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Tensor:
-    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], -1)
 
 
 def exchange(sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], dtype: torch.dtype) -> None:

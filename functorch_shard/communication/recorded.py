@@ -1,7 +1,7 @@
 """Collectives of real ranks as operators that a tracer records: one starts a collective, another waits for it.
 
-Note [Recorded]: while ``make_fx`` or ``torch.compile`` traces a program, :meth:`Axis.issue` calls ``start`` and not the
-backend, and waiting calls ``wait``. When the graph runs, ``start`` is :meth:`Axis.issue` again: wrappers count and
+Note [Recorded]: while ``make_fx`` or ``torch.compile`` traces a program on real ranks, :meth:`Axis.issue` calls
+``start`` and not the backend, and waiting calls ``wait``. When the graph runs, ``start`` issues: wrappers count and
 check each run. Both operators are pure, so a compiler keeps them in the order of their data:
 
     start(x, ranks, ..) -> a tensor without elements, whose attribute ``work`` is the :class:`Work`
@@ -46,11 +46,18 @@ def backend_of(name: str) -> Backend:
 
 def issue_recorded(op: Collective, x: Tensor, size: int, backend: Backend) -> Work:
     """``op`` on ``x`` as operators of a graph; ``size`` is that of the axis."""
-    shape = _shape_of_result(op, x, size)
-    fields = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient)
-    dtype = op.dtype if _casts(op) else x.dtype
-    started = _recorded(START, x, name_of(backend), *fields)
-    return Work(lambda: _recorded(WAIT, started, x, shape, dtype, op.device or x.device))
+    law, shape = op.law, list(x.shape)
+    if law.begins or law.shape:
+        raise NotImplementedError(
+            f"{op}: a compiled function cannot contain it: optimizer(whole=True) is not compiled, and what ranks "
+            "compare or send to each other at the start of a program (plan, shard, load, init) is done before, "
+            "outside of what is compiled."
+        )
+    if bool(law.parts) == law.reduces:  # side by side, or a part
+        shape[op.dim] = shape[op.dim] // size if law.parts else shape[op.dim] * size
+    what = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient)
+    started = _recorded(START, x, name_of(backend), *what)
+    return Work(lambda: _recorded(WAIT, started, x, shape, op.dtype, op.device or x.device))
 
 
 def _recorded(operator: Any, *args: Any) -> Any:
@@ -59,31 +66,6 @@ def _recorded(operator: Any, *args: Any) -> Any:
         return operator(*args)
     finally:
         _RECORDING.reset(token)
-
-
-def _casts(op: Collective) -> bool:
-    return op.kind in ("all_gather", "scatter")
-
-
-def _shape_of_result(op: Collective, x: Tensor, size: int) -> list[int]:
-    shape = list(x.shape)
-    match op.kind:
-        case "all_gather":
-            shape[op.dim] *= size
-        case "psum_scatter":
-            shape[op.dim] //= size
-        case "psum" | "pmax" | "all_to_all":
-            pass
-        case "scatter":
-            shape = shape[1:]
-        case "ragged_all_to_all":
-            raise NotImplementedError(f"{op}: a compiled function cannot contain it, optimizer(whole=True) included.")
-        case _:
-            raise NotImplementedError(
-                f"{op}: a compiled function cannot contain it: what ranks compare or send to each other at the start "
-                "of a program (plan, shard, load, init) is done before, outside of what is compiled."
-            )
-    return shape
 
 
 def _start(x: Tensor, name: str, *fields: Any) -> Tensor:

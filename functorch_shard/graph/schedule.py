@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..communication.collective import START, WAIT, Collective, started_by
-from ..communication.counter import Traffic, bytes_sent
+from ..communication.wrappers import Traffic
 from ..errors import table
 from ..torch_internals.tensors import identity_of_storage, tensors_of
 from .recording import Recording
@@ -66,7 +66,7 @@ class StepSchedule:
         total: dict[tuple[str, str], Traffic] = {}
         for op in self.collectives:
             size = prod(axes[name] for name in op.axis.split(","))
-            one = Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, size))
+            one = Traffic(1, op.nbytes, op.law.sent(op.nbytes, size))
             total[op.axis, op.kind] = total.get((op.axis, op.kind), Traffic()) + one
         return total
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..communication.backend import Work
 from ..communication.collective import Collective, describe
 from ..communication.process_group import as_bytes, in_memory
-from ..communication.simulated import RANK_OF_THREAD, of_all_ranks
+from ..communication.simulated import RANK_OF_THREAD
 from ..torch_internals.tensors import parametrizations_are_cached, version_of
 
 _ADVICE = (
@@ -111,8 +111,7 @@ class Run:
         if self._failure:
             raise RuntimeError(f"{self._failure}\nRank {rank} cannot issue {op} any more.")
         number = self._issued[axis, rank] = self._issued.get((axis, rank), 0) + 1
-        per_rank = op.kind in ("scatter", "broadcast", "ragged_all_to_all")
-        name = describe(op) + ("" if per_rank else f" of shape {tuple(x.shape)}")
+        name = describe(op) + ("" if op.law.shape else f" of shape {tuple(x.shape)}")
         meeting = self._open.setdefault((axis, members, number), _Meeting(members, op, name))
         if name != meeting.name:
             others = ", ".join(map(str, meeting.given))
@@ -121,7 +120,7 @@ class Run:
                 f"  rank {others}: {meeting.name}\n  rank {rank}: {name}\n{_ADVICE}"
             )
             raise RuntimeError(self._failure)
-        meeting.given[rank] = in_memory(x, x.dtype) if op.kind != "broadcast" else x
+        meeting.given[rank] = in_memory(x, x.dtype)
         if meeting.is_ready:
             del self._open[axis, members, number]
             meeting.results = _results(op, {member: meeting.given[member] for member in members})
@@ -203,24 +202,12 @@ class Run:
 
 
 def _results(op: Collective, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Return what each rank gets, in new memory, from the operands in the order of the axis; see Note [Issue]."""
-    xs, size = [*given.values()], len(given)
-    device = op.device or xs[0].device
-    if op.kind == "broadcast":
-        source = xs[op.source].detach().clone()
-        made = [x if place == op.source else x.copy_(source) for place, x in enumerate(xs)]
-    elif op.kind == "scatter":
-        made = [row.clone() for row in xs[op.source].to(device, op.dtype).unbind(0)]
-    elif op.kind == "ragged_all_to_all":
-        parts = [x.split(sizes, -1) for x, sizes in zip(xs, op.splits, strict=True)]
-        made = [torch.cat([part[to] for part in parts], -1).to(device) for to in range(size)]
-    else:
-        # sums are in the order of the mesh, which is another one than that of a joint axis
-        in_order = [given[rank] for rank in sorted(given)] if op.kind.startswith("psum") else xs
-        whole = of_all_ranks(op, torch.stack(in_order), size)
-        each = whole.unbind(0) if op.kind in ("psum_scatter", "all_to_all") else [whole] * size
-        made = [x.to(device, copy=True, memory_format=torch.contiguous_format) for x in each]
-    return dict(zip(given, made, strict=True))
+    """Return what each rank gets, in new memory, from the operands in rank order."""
+    made, size = op.law.of_all_ranks(op, [*given.values()], len(given)), len(given)
+    device = op.device or next(iter(given.values())).device
+    each = made if op.law.parts else [made] * size
+    results = [x.to(device, op.dtype, copy=True, memory_format=torch.contiguous_format) for x in each]
+    return dict(zip(given, results, strict=True))
 
 
 class _RandomNumbers:

@@ -15,7 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..communication.counter import Traffic, bytes_sent
+from ..communication.collective import KINDS
+from ..communication.wrappers import Traffic
 from ..errors import axes_text, table
 from ..layout.layout import Layout, rank_dims
 from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
@@ -119,7 +120,7 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     ]
     traffic: dict[tuple[str, str], Traffic] = {}
     for axis, kind, nbytes in _collectives(layout):
-        one = Traffic(1, nbytes, bytes_sent(kind, nbytes, layout.axis_size(axis)))
+        one = Traffic(1, nbytes, KINDS[kind].sent(nbytes, layout.axis_size(axis)))
         traffic[axis, kind] = traffic.get((axis, kind), Traffic()) + one
     return Estimate(
         axes=layout.axes,

@@ -7,7 +7,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
-from tests.support.live_bytes import LiveBytes, settle_scatters
+from tests.support.live_bytes import LiveBytes
 from tests.support.memory import (
     OPTIMIZERS,
     RANKS,
@@ -77,7 +77,6 @@ def sharded_from_rank_0() -> LiveBytes:
     mesh = fs.init_mesh()
     layout = fs.plan(model_of_equal_units(), mesh)
     model = model_of_equal_units() if mesh.rank == 0 else None
-    settle_scatters()
     with LiveBytes() as live:
         live.mark("start")
         params = fs.shard(model, layout, from_rank=0)

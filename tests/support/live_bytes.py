@@ -21,8 +21,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from functorch_shard.communication import process_group
 from functorch_shard.communication.backend import Work
-from functorch_shard.communication.collective import Collective
-from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.gloo.guard import Call
 from functorch_shard.gloo.shared_memory import Region
 
@@ -140,21 +138,6 @@ def settle() -> None:
 
     Work.wait, Call.wait = wait_settled, wait_of_call_settled
     process_group._gather_into = gather_seen
-
-
-def settle_scatters() -> None:
-    """The same for what this process scatters."""
-    scatter = GlooBackend.scatter
-
-    def scatter_settled(self: GlooBackend, op: Collective, x: Tensor) -> Work:
-        return scatter(self, op, x).then(lambda out: (_wait_for_uses(x), out)[1])
-
-    GlooBackend.scatter = scatter_settled
-
-
-def _wait_for_uses(x: Tensor) -> None:
-    while _uses(x) > 1:
-        pass
 
 
 def _uses(x: Tensor) -> int:

@@ -1,17 +1,20 @@
-"""What is sent, over which axis, and how long the program waits for it: numbers in an object that the user holds."""
+"""Wrappers of a backend: they count collectives, or leave them out."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from threading import Lock
 
+import torch
 from torch import Tensor
 
-from .axis import Axis
+from ..errors import reject
+from .axis import Axis, wrap
 from .backend import Backend, Finished, Issue, Work, Wrapped
-from .collective import Collective
+from .collective import KINDS, Collective
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,9 @@ class Traffic:
     Args:
         number: how many were issued.
         nbytes: bytes of the operands that this rank passed.
-        sent: bytes that each rank has to send for them at least: ``N - 1`` times the operand of an ``all_gather`` or an
-            ``exchange``, that of a ``scatter`` or a ``ragged_all_to_all`` (the mean over ranks),
+        sent: bytes that each rank has to send for them at least: ``N - 1`` times the operand of an ``all_gather``,
             ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a ``psum``'s or
-            ``pmax``'s, rounded up.
+            ``pmax``'s, rounded up. Where ranks send different numbers, their mean.
         seconds: from the start to the end of waiting.
         blocked: of these, the seconds that the program spent in starting and in waiting; in the others it computed.
     """
@@ -70,7 +72,7 @@ class Counter:
         work = send(op, x)  # where it may be refused
         issued = time.perf_counter()
         passed = issued - start
-        self.add(op.axis, op.kind, Traffic(1, op.nbytes, bytes_sent(op.kind, op.nbytes, axis.size), passed, passed))
+        self.add(op.axis, op.kind, Traffic(1, op.nbytes, op.law.sent(op.nbytes, axis.size), passed, passed))
 
         def wait() -> Tensor:
             again = time.perf_counter()
@@ -113,10 +115,56 @@ class Counter:
         return "\n".join(lines)
 
 
-def bytes_sent(kind: str, nbytes: int, size: int) -> int:
-    """What each of ``size`` ranks has to send at least, for an operand of ``nbytes``; see :class:`Traffic`."""
-    if kind in ("all_gather", "exchange"):
-        return nbytes * (size - 1)
-    if kind in ("scatter", "broadcast", "ragged_all_to_all"):
-        return nbytes  # to the other ranks, by one of them
-    return -(-nbytes * (size - 1) * (1 if kind in ("psum_scatter", "all_to_all") else 2) // size)
+def skip(*kinds: str) -> Callable[[Axis], Backend]:
+    """Send no collective of these kinds: results have the right shapes and dtypes, and numbers that mean nothing.
+
+    For :meth:`Mesh.with_backend`. Every rank keeps what it has, as if it were alone: a gather has this rank's own part
+    in the place of each, so arithmetic on it takes as long as ever and indices stay valid. Results take memory as
+    usual. What ``plan`` compares between ranks is still sent.
+
+    Args:
+        kinds: such as ``"all_gather"``. Gradients are reduced by ``"psum_scatter"``, between replicas by ``"psum"``,
+            and encoded ones by ``"all_to_all"``.
+
+    Returns:
+        A function from an axis to its backend, which passes everything else on.
+
+    Raises:
+        ValueError: another kind.
+
+    Cost:
+        No message; one copy of the result.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2).with_backend(fs.communication.skip("psum_scatter", "psum"))
+        >>> rows = torch.tensor([[1, 2], [30, 40]])   # row r = rank r
+        >>> mesh.spmd(lambda x: fs.collectives.psum_scatter(x, mesh))(rows)
+        tensor([[ 1],
+                [40]])
+
+    Stands for ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE``.
+    """
+    known = [kind for kind, law in KINDS.items() if not (law.begins or law.shape)]
+    unknown = [f"{kind!r}: expected one of {', '.join(known)}" for kind in kinds if kind not in known]
+    reject("skip", unknown, "Name kinds of collectives, as skip('all_gather').")
+
+    def skipping(axis: Axis) -> Backend:
+        def issue(op: Collective, x: Tensor, send: Issue) -> Work:
+            return Finished(_own(op, x, axis)) if op.kind in kinds else send(op, x)
+
+        return wrap(issue)(axis)
+
+    return skipping
+
+
+def _own(op: Collective, x: Tensor, axis: Axis) -> Tensor:
+    """What the ranks would get that have this rank's part for each other: of a reduction, that part alone."""
+    law, size, copies = op.law, axis.size, 1 if op.law.reduces else axis.size
+    x = x.to(op.device or x.device, op.dtype)
+    if not axis.backend.simulated:
+        rank = int(axis.backend.index())
+        return law.combine(op, [law.parts(op, x, rank, size, 0)[rank] if law.parts else x] * copies, 0)
+    if not law.parts:
+        return law.combine(op, [x[0]] * copies, 0)
+    parts = law.parts(op, x, 0, size, 1)
+    return law.combine(op, [torch.stack([parts[rank, rank] for rank in range(size)])] * copies, 1)
