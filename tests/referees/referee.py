@@ -69,6 +69,11 @@ class Referee:
         return find_spec(self.package) is not None
 
 
+def of_all(tree: Any) -> Any:
+    """Tensors that every rank has, and plain torch too: as arrays, which are not taken apart for ranks."""
+    return optree.tree_map(lambda x: x.detach().numpy(), tree)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a program gave on one kind of ranks: a difference to the unsharded program, or the text of an error."""
@@ -186,6 +191,8 @@ def _leaves(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def _number(x: Any) -> Tensor:
+    if isinstance(x, float):  # torch's default dtype would round it
+        return torch.tensor(x, dtype=torch.float64)
     return torch.as_tensor(fs.materialize(x) if isinstance(x, Tensor) else x).detach().double()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,9 +51,3 @@ def operator(kind: str, mesh: fs.Mesh, dtype: torch.dtype = torch.float64) -> Op
         "fisher": fisher(lambda p, x, y: F.cross_entropy(predict(p, x), y, reduction="none")),
     }
     return mesh.spmd(kinds[kind])(params, *mesh.split(data(dtype)))
-
-
-def to_each(mesh: fs.Mesh, tree: Any) -> Any:
-    """A value that is the same on every rank, as what each rank returns."""
-    rows = optree.tree_map(lambda x: x.expand(mesh.size, *x.shape), tree)
-    return rows if mesh.is_simulated else tree

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from functorch_shard.curvature import Operator
-from tests.referees.programs.curvature import data, direction, made, operator, to_each
-from tests.referees.referee import Referee, Where
+from tests.referees.programs.curvature import data, direction, made, operator
+from tests.referees.referee import Referee, Where, of_all
 
 THEIRS = {"hessian": "HessianLinearOperator", "gauss_newton": "GGNLinearOperator", "fisher": "EFLinearOperator"}
 
@@ -23,11 +23,8 @@ def theirs(kind: str) -> Any:
 
 
 def product(where: Where, kind: str) -> dict[str, Any]:
-    if isinstance(where, int):
-        made_by = theirs(kind)
-        return {"each product": (made_by @ direction(made_by.shape[0])).detach().expand(where, -1)}
-    made_by = operator(kind, where)
-    return {"each product": to_each(where, made_by @ direction(made_by.shape[0]))}
+    matrix = theirs(kind) if isinstance(where, int) else operator(kind, where)
+    return of_all({"product": matrix @ direction(matrix.shape[0])})
 
 
 def adapter(made: Operator) -> Any:
@@ -58,10 +55,7 @@ def estimates(where: Where) -> dict[str, Any]:
     torch.manual_seed(0)
     values = [library.hutchinson_trace(matrix, 20), library.hutchpp_trace(matrix, 30), library.xtrace(matrix, 20)]
     spectrum = import_module("curvlinops.papyan2020traces.spectrum").fast_lanczos(matrix, 12)
-    tree = {"each trace": torch.stack([x.detach() for x in values]), "each eigenvalue": spectrum[0].detach()}
-    if isinstance(where, int):
-        return {name: x.expand(where, *x.shape) for name, x in tree.items()}
-    return to_each(where, tree)
+    return of_all({"traces": values, "eigenvalues": spectrum[0]})
 
 
 REFEREES = [

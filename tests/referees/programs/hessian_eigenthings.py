@@ -14,8 +14,8 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.curvature import from_vector
-from tests.referees.programs.curvature import data, direction, made, operator, to_each
-from tests.referees.referee import Referee, Where
+from tests.referees.programs.curvature import data, direction, made, operator
+from tests.referees.referee import Referee, Where, of_all
 from tests.referees.training import fully_sharded
 
 STEPS = 39  # one for each parameter but a few: the ends of the spectrum have converged
@@ -69,11 +69,11 @@ def exact() -> Tensor:
 def on_trees(where: Where, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """By their Lanczos; unsharded in float64."""
     if isinstance(where, int):
-        return {"each eigenvalue": exact().expand(where, -1)}
+        return of_all({"eigenvalues": exact()})
     ours = operator("hessian", where, dtype)
     start = from_vector(direction(ours.shape[0]), ours.params.layout)
     matrix = import_module("hessian_eigenthings").LambdaOperator(ours.matvec, ours.shape[0], dtype=dtype)
-    return {"each eigenvalue": to_each(where, lanczos(matrix, start, backend=Trees()))}
+    return of_all({"eigenvalues": lanczos(matrix, start, backend=Trees())})
 
 
 def by_differences(where: Where, dtype: torch.dtype) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def by_differences(where: Where, dtype: torch.dtype) -> dict[str, Any]:
     if isinstance(where, int):
         return on_trees(where)
     matrix = theirs(made(dtype), "finite_difference", dtype)
-    return {"each eigenvalue": to_each(where, lanczos(matrix, direction(matrix.size).to(dtype)))}
+    return of_all({"eigenvalues": lanczos(matrix, direction(matrix.size).to(dtype))})
 
 
 def on_vectors(where: Where) -> dict[str, Any]:
@@ -94,16 +94,13 @@ def on_vectors(where: Where) -> dict[str, Any]:
         matrix = library.LambdaOperator(made_by_ranks.matvec, made_by_ranks.shape[0], dtype=torch.float64)
     values = library.lanczos(matrix, k=2, max_iter=STEPS, which="LA", seed=0).eigenvalues
     trace = torch.tensor(library.hutchinson(matrix, num_samples=10, seed=0).estimate)
-    tree = {"each eigenvalue": values, "each trace": trace}
-    if isinstance(where, int):
-        return {name: x.expand(where, *x.shape) for name, x in tree.items()}
-    return to_each(where, tree)
+    return of_all({"eigenvalues": values, "trace": trace})
 
 
 def by_fsdp2(mesh: fs.Mesh, method: str) -> dict[str, Any]:
     """Their operator on a model of FSDP2."""
     matrix = theirs(fully_sharded(made()), method)
-    return {"each eigenvalue": lanczos(matrix, direction(matrix.size))}
+    return of_all({"eigenvalues": lanczos(matrix, direction(matrix.size))})
 
 
 def referee(name: str, program: Any, tolerance: float = 1e-10, **options: Any) -> Referee:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.referees.programs.transformers import SINGLE, loss_of, text, tokens
 from tests.referees.programs.transformers import made as base
-from tests.referees.referee import Referee, Where
+from tests.referees.referee import Referee, Where, of_all
 from tests.referees.training import Batch, Task, rows_of, trained
 
 
@@ -79,11 +79,7 @@ def read_by_peft(where: Where, merge: bool) -> dict[str, Any]:
             if "lora_" in name:
                 p.zero_()
     library.set_peft_model_state_dict(other, library.get_peft_model_state_dict(model, state_dict=full))
-    logits = (other.merge_and_unload() if merge else other)(tokens()).logits.detach()
-    simulated = not isinstance(where, int) and where.is_simulated
-    rows = where if isinstance(where, int) else where.size
-    one_each = isinstance(where, int) or simulated
-    return {"each logits": logits.expand(rows, *logits.shape) if one_each else logits}
+    return of_all({"logits": (other.merge_and_unload() if merge else other)(tokens()).logits})
 
 
 def referee(name: str, program: Any, **options: Any) -> Referee:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.referees.programs.curvature import MODEL, data, made, to_each
-from tests.referees.referee import Referee, Where
+from tests.referees.programs.curvature import MODEL, data, made
+from tests.referees.referee import Referee, Where, of_all
 from tests.referees.training import parts, tree_step, whole_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def implicit(where: Where) -> dict[str, Any]:
     """The derivative of a solution's loss by the weight of a penalty: by ``custom_root``; on shards by its solver."""
     if isinstance(where, int):
         batches = [(part["x"], part["y"]) for part in parts(batch(), where)]
-        return {"each derivative": _derivative(own(), batches).expand(where)}
+        return of_all({"derivative": _derivative(own(), batches)})
     weight, params = 0.05, fs.shard(made(), fs.plan(made(), where))
 
     def penalized(p: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def implicit(where: Where) -> dict[str, Any]:
     curvature = where.spmd(fs.curvature.hessian(penalized))(params, *data_of_ranks)
     cg = import_module("torchopt").linalg.cg
     solution = cg(curvature.matvec, fs.curvature.to_vector(outer), rtol=1e-10, maxiter=200)
-    return {"each derivative": to_each(where, -2 * fs.curvature.to_vector(params) @ solution)}
+    return of_all({"derivative": -2 * fs.curvature.to_vector(params) @ solution})
 
 
 def _derivative(start: dict[str, Tensor], batches: Any) -> Tensor:

@@ -9,12 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from optree import tree_map
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.referees.referee import Referee, Where
+from tests.referees.referee import Referee, Where, of_all
 from tests.referees.training import Batch, Task, hessian_product, rows_of, trained
 
 VOCABULARY, ROWS, LENGTH = 60, 4, 8
@@ -145,20 +144,18 @@ def exported(where: Where) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         if isinstance(where, int):
             model.save_pretrained(folder)
-            return _read(model, folder, where)
+            return _read(model, folder)
         directory = where.gather_texts(f"{folder}/model")[0]  # of the first rank
         fs.checkpoint.export_safetensors(directory, fs.shard(model, fs.plan(model, where)))
         model.config.save_pretrained(directory)
-        result = _read(model, directory, where.size if where.is_simulated else 0)
+        result = _read(model, directory)
         where.gather_texts("read")  # the directory stays until all have read it
         return result
 
 
-def _read(model: Any, folder: str, rows: int) -> Any:
-    """What each rank reads; rows of them, or the value of this one."""
+def _read(model: Any, folder: str) -> Any:
     again = type(model).from_pretrained(folder, dtype=torch.float64)
-    tree: Any = {"each parameter": dict(again.named_parameters()), "each logits": again(tokens()).logits.detach()}
-    return tree_map(lambda x: x.expand(rows, *x.shape), tree) if rows else tree
+    return of_all({"parameters": dict(again.named_parameters()), "logits": again(tokens()).logits})
 
 
 def from_meta(where: Where, name: str) -> dict[str, Any]:
