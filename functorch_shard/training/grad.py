@@ -320,10 +320,12 @@ def _without_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Deri
             with own_parameters_refused(value, used):
                 grads = gradients_or_none(outputs, seeds, tensors)
         totals = [boundary.total(i, x, grad) for i, (x, grad) in enumerate(zip(tensors, grads, strict=True))]
-    of_aux, put_back = take_tensors(aux)
+    if aux is not None:
+        of_aux, put_back = take_tensors(aux)
+        aux = put_back(x.detach() for x in of_aux)
     own = {id(x) for x in tensors}
     hidden = [x for i, x in used.items() if i not in own]
-    return totals, value.detach(), put_back(x.detach() for x in of_aux), boundary, hidden
+    return totals, value.detach(), aux, boundary, hidden
 
 
 def _allow_wider_gradients(tensors: Sequence[Tensor], inputs: Sequence[Leaf]) -> None:
@@ -338,7 +340,8 @@ def _needs_graph(arguments: Sequence[_Argument], args: Sequence[Any], kwargs: An
     if in_transform():
         return True
     wanted = {argument.position for argument in arguments}
-    others: Any = [_open(x) for i, x in enumerate(args) if i not in wanted], opened(kwargs)
+    rest = [x for i, x in enumerate(args) if i not in wanted]
+    others: Any = [_open(x) for x in (*rest, *kwargs.values())]
     leaves = [leaf.value for argument in arguments for leaf in argument.leaves]
     tensors = [x for x in (*leaves, *optree.tree_leaves(others)) if isinstance(x, Tensor)]
     # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
