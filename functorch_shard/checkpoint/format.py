@@ -126,9 +126,10 @@ class NotPlainError(Exception):
 
 
 def saved(value: Any) -> bytes:
-    """The bytes of a value, as ``torch.save`` writes it."""
+    """The bytes of a value, as ``torch.save`` writes it; raise what :func:`loaded` raises if it reads no value."""
     file = io.BytesIO()
     torch.save(value, file)
+    loaded(file.getvalue())
     return file.getvalue()
 
 

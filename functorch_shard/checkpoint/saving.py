@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ..errors import local_path, reject
-from ..layout.layout import Layout, places_of
+from ..layout.layout import places_of
 from ..layout.trees import participants_of, ranks_here
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
 from ..torch_internals.autograd import in_transform
-from .format import FORMAT, MANIFEST, METADATA, loaded, metadata_of, saved
+from .format import FORMAT, MANIFEST, METADATA, metadata_of, saved
 from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem, twice
 from .staging import StagingDirectory, is_free, lock, ordered, refuse_existing, remove, write_durably
 
@@ -263,7 +263,7 @@ def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
     writable = []
     for leaf in leaves:
         try:
-            writable.append(leaf._replace(value=_bytes(leaf.value)) if leaf.is_plain else leaf)
+            writable.append(leaf._replace(value=saved(leaf.value)) if leaf.is_plain else leaf)
         except Exception as error:  # of any class's __reduce__
             problems.append(f"{leaf}: got a {type(leaf.value).__name__}: {' '.join(str(error).split())[:100]}")
     advice = (
@@ -282,12 +282,6 @@ def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
     return writable
 
 
-def _bytes(value: Any) -> bytes:
-    raw = saved(value)
-    loaded(raw)
-    return raw
-
-
 def _lines(leaves: Sequence[Leaf]) -> Iterator[str]:
     """Lines that have to be equal on all ranks."""
     for leaf in leaves:
@@ -295,10 +289,9 @@ def _lines(leaves: Sequence[Leaf]) -> Iterator[str]:
         form = f" {tuple(x.shape)} {x.dtype}" if x is not None and not leaf.buffer else ""
         yield f"{leaf}: {type(leaf.value).__name__}{form}"
     for layout in dict.fromkeys(leaf.layout for leaf in leaves if leaf.layout):
-        yield from places_of(layout) if not layout.tensor_meshes else _whole_shapes(layout)
-
-
-def _whole_shapes(layout: Layout) -> Iterator[str]:
-    """What ranks have in common where their local tensors of DTensors differ in size, and so all offsets do."""
-    for slot in layout.slots.values():
-        yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
+        if not layout.tensor_meshes:
+            yield from places_of(layout)
+        for slot in (
+            layout.slots.values() if layout.tensor_meshes else ()
+        ):  # sizes of local tensors, and offsets, differ
+            yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
