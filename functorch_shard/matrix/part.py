@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,34 +14,44 @@ from ..errors import reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
 from ..layout.trees import Sharded
-from ..storage.memory_kind import working_device
+from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import being_traced
-from ..training.optimizer_step import (
-    GRAD,
-    PARAM,
-    ByLabel,
-    Leaves,
-    Part,
-    run_below_transforms,
-    tensors_among,
-)
+from ..training.optimizer_step import PARAM, ByLabel, Leaves, run_below_transforms, tensors_among
 from .plan import Plan, make_plan
 from .spec import find_spec
-from .state import PLACE, WholeInit
 from .step import WholeStep
 
 
-class WholePart(Part):
+@dataclass(frozen=True, eq=False)
+class WholePart:
     """The buffers that one optimizer updates as whole parameters, each on the rank that owns it."""
+
+    opt: Any  # an Optimizer, whose module chooses this one
+    buffers: Mapping[str, Buffer]
 
     def init(self, params: Sharded) -> dict[str, Leaves]:
         """The state before the first step, by key of a buffer, then by name."""
-        if not (plan := self._plan(params)).state:
-            return {}
-        like = params[next(iter(self.buffers))]
-        call = WholeInit(self.opt.cls, plan, self.options(), self._device(params))
-        tensors = {PARAM: {PARAM: like}, PLACE: _place(params.layout)}
-        return run_below_transforms(call, tensors, rank_dims(params.layout))
+        found: dict[str, Leaves] = {}
+        for name, buffers in self._plan(params).state.items():
+            for key, buffer in buffers.items():
+                found.setdefault(key, {})[name] = self._begun(name, buffer, params)
+        return found
+
+    def _begun(self, name: str, buffer: Buffer, params: Sharded) -> Tensor:
+        """The entry ``name`` of the parameters that this rank owns."""
+        specs, layout, rows = self._plan(params).specs, params.layout, rank_dims(params.layout)
+        entries = [next(each for each in specs[slot.name].entries if each.name == name) for slot in buffer.slots]
+        how = {"dtype": buffer.dtype, "device": entries[0].device}
+        x = torch.zeros(*rows, buffer.shard_numel, **how)
+        if any(entry.first for entry in entries):
+            whole = torch.zeros(buffer.numel, **how)
+            for slot, entry in zip(buffer.slots, entries, strict=True):
+                whole[slot.offset : slot.end] = entry.first
+            index = _place(layout)["index"] if buffer.num_shards > 1 else torch.zeros(rows, dtype=torch.int64)
+            index = torch.as_tensor(index, device=whole.device)
+            x = whole.view(buffer.num_shards, -1).index_select(0, index.reshape(-1)).view(*index.shape, -1)
+        kind = memory_kind_of(params[next(iter(self.buffers))])
+        return kind.put(x) if any(entry.shape for entry in entries) else x
 
     def step(
         self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
@@ -52,10 +63,10 @@ class WholePart(Part):
         call = WholeStep(
             self.opt.cls, self.opt.known, axis, plan, plan.rounds(active), options, self._device(params), donate
         )
-        tensors = {key: {PARAM: params[key], GRAD: grads[key]} for key in active}
-        leaves = {key: {name: state[name][key] for name in names} for key, names in plan.names.items()}
-        sent = {**tensors, **leaves, PLACE: _place(layout), **tensors_among(options, rows)}
-        return run_below_transforms(call, sent, rows)
+        leaves = {key: {PARAM: params[key]} for key in active}
+        leaves |= {key: {name: state[name][key] for name in names} for key, names in plan.names.items()}
+        gradients = {key: grads[key] for key in active}
+        return run_below_transforms(call, rows, leaves, gradients, _place(layout), tensors_among(options, rows))
 
     def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
         """What is missing in ``state``, or has another owner or another shape."""
@@ -97,7 +108,7 @@ class WholePart(Part):
             advice = "Its ranks have parts of it, and none has it as a whole. Give it a label with another optimizer."
             reject("optimizer: whole=True", [f"{name!r} is a DTensor" for name in parts], advice, TypeError)
             forms = {(b.label, b.dtype, slot.shape) for b in self.buffers.values() for slot in b.slots}
-            options = self.options()
+            options = self.opt.options_of(self.buffers)
             specs = {form: find_spec(self.opt.cls, options[form[0]], form[2], form[1], device) for form in forms}
             self._plans[device] = make_plan(params.layout, self.buffers, specs)
         return self._plans[device]

@@ -2,15 +2,16 @@
 
 Note [State of whole parameters]: what a class keeps for a parameter, nested lists and dicts included, is flattened into
 named entries, ``"exp_avg"`` or ``"GG.0"``: tensors of any shape, and numbers. The entries of a shape are found by two
-steps with numbers of that shape. Where the state that a class begins with does not depend on values, it is known before
-the first step (momentum of zeros). Otherwise a class makes it from its first gradient (SGD's momentum, SOAP's
-eigenvectors): then a further entry, ``"owner.started"``, says whether it has, and until then entries are zeros.
+steps with numbers of that shape. Where a class begins with one number for all elements of an entry, whatever the
+values, state is known before the first step (momentum of zeros). Otherwise the first step makes it (SGD's momentum,
+SOAP's eigenvectors, Shampoo's multiples of the identity): then a further entry, ``"owner.started"``, says whether it
+has, and until then entries are zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -18,21 +19,18 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import outside_transforms
-from ..training.optimizer_step import NUMBER, NUMBER_DTYPES
-from ..training.torch_optim import (
-    ELEMENTWISE,
-    NUMBERS,
-    Class,
-    Group,
-    Options,
+from ..training.optimizer_step import ELEMENTWISE, NUMBER, NUMBER_DTYPES, NUMBERS, Class, Group, Options, update
+from ..training.trials import (
     apart,
     begins_as_known,
     changed_numbers,
-    initial_state,
+    constant,
+    first_values,
+    leaves_of,
     on_host,
     option_names,
     refusal,
-    update,
+    scattered,
 )
 
 STARTED = "owner.started"
@@ -47,6 +45,7 @@ class Entry:
     dtype: torch.dtype
     kind: type
     device: torch.device
+    first: Any = 0  # the value of all elements before the first step
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,31 @@ def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch
     """
     options, known_options = _with_rate(options), option_names(cls)
     with outside_transforms(), torch.inference_mode(False), torch.no_grad():
-        start = _numbers(shape, 0).to(device, dtype)
+        start = scattered(shape, 0).to(device, dtype)
         numbers = _numbers_of(cls, options, start)
 
         def step(param: Tensor, state: dict[str, Any], kept_numbers: dict[str, Any]) -> dict[str, Any]:
-            group = Group(param, _numbers(shape, 3).to(param), state, options, kept_numbers)
+            group = Group(param, scattered(shape, 3).to(param), state, options, kept_numbers)
             update(cls, [group], known_options)
             return kept(group)
 
         param, state, in_group = start.clone(), {}, dict.fromkeys(numbers)
         entries, treedef = _flattened(cls, step(param, state, in_group), device)
-        known = begins_as_known(cls, options, numbers, start, torch.zeros_like(start))
-        known = known and _flattened(cls, begin(cls, options, numbers, start), device) == (entries, treedef)
+        known = begins_as_known(cls, options, numbers, start)
+        begins = entries
+        if known:
+            begun, kept_numbers = first_values(cls, options, numbers, start)
+            first = {**begun, **_prefixed(kept_numbers)}
+            known = _flattened(cls, first, device) == (entries, treedef)
+            values = map(constant, leaves_of(first))
+            begins = [replace(entry, first=x) for entry, x in zip(entries, values, strict=False)]
         later, form = _flattened(cls, step(param.clone(), state, in_group), device)
         if (later, form) != (entries, treedef):
             names = ", ".join(sorted({e.name for e in later} ^ {e.name for e in entries})) or "what it has"
             raise refusal(cls, f"its state changes its shape from step to step ({names})")
-    started = [] if known else [Entry(STARTED, (), torch.bool, bool, device)]
-    return Spec((*entries, *started), treedef, numbers, known)
+    if not known:
+        begins = [*entries, Entry(STARTED, (), torch.bool, bool, device)]
+    return Spec(tuple(begins), treedef, numbers, known)
 
 
 def _with_rate(options: Options) -> Options:
@@ -106,15 +112,9 @@ def _numbers_of(cls: Class, options: Options, start: Tensor) -> tuple[str, ...]:
     optimizer = cls([param], **options)
     before = dict(optimizer.param_groups[0])
     for _ in range(2):
-        param.grad = _numbers(start.shape, 3).to(start)
+        param.grad = scattered(start.shape, 3).to(start)
         optimizer.step()
     return changed_numbers(cls, before, optimizer.param_groups[0])
-
-
-def begin(cls: Class, options: Options, numbers: Sequence[str], param: Tensor) -> dict[str, Any]:
-    """The state of a parameter like ``param`` before the first step, where it is known."""
-    state, in_group = initial_state(cls, torch.zeros_like(param), options, numbers)
-    return {**state, **_prefixed(in_group)}
 
 
 def kept(group: Group) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def check_whole(cls: Class, every: Sequence[Options]) -> None:
 
 
 def _compare(cls: Class, options: Options) -> None:
-    together = [torch.nn.Parameter(_numbers(shape, i)) for i, shape in enumerate(_SHAPES)]
+    together = [torch.nn.Parameter(scattered(shape, i)) for i, shape in enumerate(_SHAPES)]
     optimizer = cls(together, **options)
     after = optimizer.param_groups[0]
     before = {name: x for name, x in after.items() if name != "params"}
@@ -172,7 +172,7 @@ def _compare(cls: Class, options: Options) -> None:
         optimizer.step()
     numbers = changed_numbers(cls, before, after)
     for i, (shape, param) in enumerate(zip(_SHAPES, together, strict=True)):
-        group = Group(_numbers(shape, i), None, {}, options, dict.fromkeys(numbers))
+        group = Group(scattered(shape, i), param, {}, options, dict.fromkeys(numbers))
         for step in range(_NUM_STEPS):
             update(cls, [Group(group.param, _gradient(i, step), group.state, options, group.numbers)], ())
         odd = [n for n in numbers if abs(group.numbers[n] - after[n]) > 1e-9 * abs(after[n])]
@@ -183,12 +183,6 @@ def _compare(cls: Class, options: Options) -> None:
             raise refusal(cls, reason)
 
 
-def _numbers(shape: Sequence[int], seed: int) -> Tensor:
-    """Numbers between -1 and 1 other than 0, without a random generator."""
-    numel = torch.Size(shape).numel()
-    return ((torch.arange(numel, dtype=torch.float64) + 0.37 * (seed + 1)) * 12.9898).sin().reshape(shape)
-
-
 def _gradient(i: int, step: int) -> Tensor:
     """About the same direction in each step, as estimates of a distance need it, of sizes that vary with parameters."""
-    return (_numbers(_SHAPES[i], i + 3) + 0.3 * _numbers(_SHAPES[i], 7 * step + i)) * 10.0 ** (i - 1)
+    return (scattered(_SHAPES[i], i + 3) + 0.3 * scattered(_SHAPES[i], 7 * step + i)) * 10.0 ** (i - 1)

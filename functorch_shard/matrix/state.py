@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
-from ..storage.memory_kind import memory_kind_of
-from ..training.optimizer_step import NUMBER, PARAM, ByLabel, Leaves
-from ..training.torch_optim import Class
-from .exchange import Place, Ranks
+from ..training.optimizer_step import NUMBER
+from .exchange import Place
 from .plan import Plan
-from .spec import STARTED, Entry, begin
-
-PLACE = "(place)"  # the operands that distinguish simulated ranks
+from .spec import STARTED, Entry
 
 
 @dataclass(frozen=True)
@@ -60,39 +55,3 @@ class ParameterStates:
     def _view(self, name: str, entry: str, place: Place) -> Tensor:
         key, offset, numel = self.plan.places[name, entry]
         return self.leaves[key][entry][place][offset : offset + numel]
-
-
-@dataclass(frozen=True)
-class WholeInit:
-    """``init`` on plain tensors: the state before the first step."""
-
-    cls: Class
-    plan: Plan
-    options: ByLabel
-    device: torch.device
-
-    def __call__(self, tensors: Mapping[str, Leaves], rows: tuple[int, ...]) -> dict[str, Leaves]:
-        """``tensors`` has the place, and a parameter whose kind of memory the state has."""
-        plan, kind = self.plan, memory_kind_of(tensors[PARAM][PARAM])
-        leaves = {key: {n: self._zeros(n, key, rows) for n in names} for key, names in plan.names.items()}
-        ranks = Ranks.of(tensors[PLACE], rows, plan.num_ranks)
-        for rank, places in ranks.places.items():
-            for name in plan.owned(rank):
-                self._begin(name, places, ParameterStates(leaves, plan))
-        scalars = {entry.name for spec in plan.specs.values() for entry in spec.entries if not entry.shape}
-        return {key: {n: x if n in scalars else kind.put(x) for n, x in of.items()} for key, of in leaves.items()}
-
-    def _zeros(self, name: str, key: str, rows: tuple[int, ...]) -> Tensor:
-        buffer = self.plan.state[name][key]
-        entries = self.plan.specs[buffer.slots[0].name].entries
-        device = next(entry.device for entry in entries if entry.name == name)
-        return torch.zeros(*rows, buffer.shard_numel, dtype=buffer.dtype, device=device)
-
-    def _begin(self, name: str, places: Sequence[Place], states: ParameterStates) -> None:
-        plan = self.plan
-        spec, slot = plan.specs[name], plan.slots[name]
-        if spec.known and spec.entries:
-            like = torch.zeros((), dtype=slot.dtype, device=self.device).expand(slot.shape)
-            tree = begin(self.cls, self.options[plan.labels[name]], spec.numbers, like)
-            for place in places:
-                states.write(name, place, tree)

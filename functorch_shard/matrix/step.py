@@ -8,29 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
 from ..communication.axis import Axis
 from ..communication.backend import Work
 from ..training.optimizer_step import (
-    GRAD,
-    OPTIONS,
     PARAM,
     ByLabel,
+    Class,
+    Group,
     Leaves,
-    copied,
+    Rows,
     in_memory_of,
-    in_place,
+    owned,
     same_in_rows,
+    update,
     with_values,
 )
-from ..training.torch_optim import Class, Group, update
 from .exchange import Place, Ranks, message, split
 from .plan import Part, Plan, Round
 from .spec import kept
-from .state import PLACE, ParameterStates
+from .state import ParameterStates
 
 Shards = Mapping[str, Tensor]  # by key, with batch dims in front
 Whole = dict[str, Tensor]  # by name, flat, one row for each place of a rank
@@ -49,16 +51,15 @@ class WholeStep:
     device: torch.device
     donate: bool
 
-    def __call__(self, tensors: Mapping[str, Leaves], rows: tuple[int, ...]) -> dict[str, Leaves]:
-        """``tensors`` has the place, parameters with their gradients, and leaves of state."""
-        own, values = in_place if self.donate else copied, tensors.get(OPTIONS, {})
-        if not same_in_rows(values.values(), rows):
+    def __call__(
+        self, given: Mapping[str, Leaves], grads: Shards, place: Leaves, values: Any, rows: Rows
+    ) -> dict[str, Leaves]:
+        """``given`` has parameters and leaves of state, ``place`` what distinguishes simulated ranks."""
+        if not same_in_rows(optree.tree_leaves(values), rows):
             raise ValueError(_OWN_OPTIONS)
-        given = {key: leaves for key, leaves in tensors.items() if key not in (PLACE, OPTIONS)}
-        new = {key: {name: own(x) for name, x in leaves.items() if name != GRAD} for key, leaves in given.items()}
-        params = {key: leaves[PARAM] for key, leaves in new.items() if PARAM in leaves}
-        ranks, grads = Ranks.of(tensors[PLACE], rows, self.plan.num_ranks), {key: given[key][GRAD] for key in params}
-        options = with_values(self.options, values, rows)
+        new = {key: dict(zip(of, owned(of.values(), self.donate), strict=True)) for key, of in given.items()}
+        params = {key: new[key][PARAM] for key in grads}
+        ranks, options = Ranks.of(place, rows, self.plan.num_ranks), with_values(self.options, values, (0,) * len(rows))
         _Run(self, options, ranks, params, grads, ParameterStates(new, self.plan)).all_rounds()
         if not self.donate:
             return new

@@ -10,6 +10,7 @@ are found in the operators: one whose result has fewer elements than the tensor 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import TorchDispatchMode
-from .torch_optim import Class, Group, apart, find_traits, initial_state, on_host, update
+from .optimizer_step import Class, Group, update
+from .trials import apart, find_traits, first_values, on_host, scattered
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _SIZES = [*map(prod, _SHAPES)]
@@ -72,30 +74,25 @@ def _whole(cls: Class, options: dict[str, Any]) -> Tensor:
 def _parts(cls: Class, options: dict[str, Any]) -> Tensor:
     traits = find_traits(cls, options)
     params = [_start()[a:b].clone() for a, b in pairwise(_CUTS)]
-    begun = [initial_state(cls, x, options, traits.numbers) if traits.known else ({}, {}) for x in params]
-    states = [{name: x for name, x in state.items() if x is not None} for state, _ in begun]
-    kept = [{**dict.fromkeys(traits.numbers), **numbers} for _, numbers in begun]
+    groups = []
+    for param in params:
+        begun, numbers = first_values(cls, options, traits.numbers, param) if traits.known else ({}, {})
+        groups.append(Group(param, param, begun, options, {**dict.fromkeys(traits.numbers), **numbers}))
     for step in range(_NUM_STEPS):
-        grads = [_gradient(step)[a:b].clone() for a, b in pairwise(_CUTS)]
-        for param, grad, state, numbers in zip(params, grads, states, kept, strict=True):
-            update(cls, [Group(param, grad, state, options, numbers)], ())
+        for group, (a, b) in zip(groups, pairwise(_CUTS), strict=True):
+            update(cls, [replace(group, grad=_gradient(step)[a:b].clone())], ())
     return torch.cat(params)
 
 
 def _start() -> Tensor:
-    return _scattered(0.0) + 1.5 * _scattered(1.0).sign()
+    x = scattered((sum(_SIZES),), 0)
+    return x + 1.5 * x.roll(1).sign()
 
 
 def _gradient(step: int) -> Tensor:
     """Gradients of a size that varies with step and element, some of them zero."""
-    x = _scattered(2.0).roll(977 * step)
+    x = scattered((sum(_SIZES),), 2).roll(977 * step)
     return (x * torch.linspace(0.5, 2.0, len(x), dtype=x.dtype) * (0.1 + step * 7 % 5)).where(x.abs() > 0.05, 0.0)
-
-
-def _scattered(seed: float) -> Tensor:
-    """Numbers between -1 and 1, without a random generator."""
-    i = torch.arange(sum(_SIZES), dtype=torch.float64)
-    return 2 * ((i * 12.9898 + seed * 78.233).sin() * 43758.5453).frac().abs() - 1
 
 
 class _NoCombinations(TorchDispatchMode):

@@ -8,29 +8,21 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..containers import Static
-from ..errors import first_difference, hint, reject
+from ..errors import hint, reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout, lines_of
+from ..layout.layout import Layout, rank_dims
 from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
-from ..torch_internals.autograd import eager
-from .optimizer_step import NO_OPTIONS, PARAM, ByLabel, Leaves, Part, count_writes
-from .torch_optim import (
-    ELEMENTWISE,
-    Options,
-    Traits,
-    apart,
-    check_interface,
-    find_traits,
-    on_host,
-    option_names,
-    refusal,
-)
+from ..torch_internals.autograd import eager, in_transform
+from .optimizer_step import NUMBER, PARAM, ByLabel, Leaves, Options, StepCall, run_below_transforms, tensors_among
+from .trials import Start, Traits, apart, check_class, find_traits, on_host, option_names
 
 OptState = dict[str, Sharded]
-_WHOLE = "Pass whole=True: then one rank updates each parameter as a whole."
+_NONE: Mapping[str, Any] = {}
 
 
 def optimizer(
@@ -49,11 +41,9 @@ def optimizer(
     ``elementwise=True``, after :func:`fs.testing.check_elementwise` has tested it with your options.
 
     With ``whole=True`` the class gets whole parameters in their shapes: Muon, Shampoo, SOAP, Adafactor, LAMB. Each
-    parameter has one owner among the ranks of the shard axis, chosen so that all have about the same work. The others
-    send it their parts of the parameter and its gradient, it runs the class, and sends back the new parts, which
-    overlaps with the work on other parameters. The state stays with the owner. Results are bitwise those of the class
-    on unsharded parameters and the same gradients. Each parameter is updated by itself: a class that combines several
-    of them (D-Adaptation, Prodigy) is refused. Replicas of shards each do this for themselves.
+    parameter has one owner among the ranks of the shard axis, which gets the parts of the others, runs the class, keeps
+    the state, and sends back the new parts. Results are bitwise those of the class on unsharded parameters and the same
+    gradients. A class that combines several parameters (D-Adaptation, Prodigy) is refused.
 
     Args:
         cls: the class, for example ``torch.optim.AdamW``.
@@ -68,12 +58,10 @@ def optimizer(
         An :class:`Optimizer`: ``.init(params)`` and ``.step(params, grads=grads, state=state)``.
 
     Raises:
-        TypeError: the class is not known to be elementwise, or has no such option; with ``whole=True``: it combines
-            parameters, or keeps something that is neither a tensor nor a number.
+        TypeError: the class has no such option, is not known to be elementwise, or combines parameters.
 
     Cost:
-        A dozen steps on four elements, once for each set of options; with ``whole=True`` of a class from elsewhere on
-        small matrices.
+        With ``whole=True`` of a class from elsewhere, a few steps on small matrices.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -83,17 +71,10 @@ def optimizer(
         >>> params["fc"]
         tensor([[0.5000, 0.5000],
                 [0.5000, 0.0000]])
-        >>> layout = fs.plan({"w": torch.zeros(4, 2), "b": torch.zeros(4)}, fs.simulated_mesh(2), labels={"b": "rest"})
-        >>> muon = optimizer(torch.optim.Muon, whole=True, labels={"rest": optimizer(torch.optim.AdamW)})
-        >>> state = muon.init(fs.shard({"w": torch.ones(4, 2), "b": torch.ones(4)}, layout))
-        >>> state["momentum_buffer"]["(owners)"].shape, list(state["exp_avg"])   # the owner has all 8 elements
-        (torch.Size([2, 8]), ['(root)/rest'])
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise TypeError(f"optimizer: cls: got {cls!r}, expected a class such as torch.optim.AdamW")
-    check_interface(cls)
-    if not whole:
-        _check_elementwise(cls, elementwise)
+    check_class(cls, elementwise, whole)
     given = {label: x if isinstance(x, Optimizer) else dict(x) for label, x in (labels or {}).items()}
     opt = Optimizer(cls, defaults, given, whole)
     every = [defaults, *({**defaults, **x} for x in opt.own.values())]
@@ -102,29 +83,10 @@ def optimizer(
         with apart():
             cls([torch.ones(2, 2)], **on_host(options))  # raises for values that the class does not take
     if whole:
-        _matrix().check_whole(cls, every)
+        from ..matrix import check_whole
+
+        check_whole(cls, every)
     return opt
-
-
-def _matrix() -> Any:
-    """The satellite for whole parameters."""
-    from .. import matrix
-
-    return matrix
-
-
-def _check_elementwise(cls: type[torch.optim.Optimizer], declared: bool) -> None:
-    """Raise unless ``cls`` is known, or declared, to update each element by itself."""
-    reasons = {
-        torch.optim.Adafactor: "its state is of rows and columns, and a shard has parts of them",
-        torch.optim.Muon: "it makes whole matrices orthogonal, and a shard is a part of one",
-    }
-    if cls in reasons:
-        raise refusal(cls, reasons[cls], advice=_WHOLE)
-    if not declared and cls not in ELEMENTWISE:
-        reason = "it is not a class of torch.optim that is known to update each element by itself"
-        check = f"fs.testing.check_elementwise({cls.__name__}, ...)"
-        raise refusal(cls, reason, f"If it does, pass elementwise=True, which {check} tests; else p{_WHOLE[1:]}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -159,31 +121,31 @@ class Optimizer(Static):
             of the parameters' shard (:func:`offload`), or a scalar, for example a step count or a number that the class
             keeps in its parameter groups (``"group.step"``). ``None`` stands for state that the class creates in the
             first step, from the gradient (SGD's momentum) or the learning rate (ASGD, Rprop). State of whole parameters
-            is a ``Sharded`` of another layout, with the state's own shapes and the key ``"(owners)"``: a rank has what
-            belongs to the parameters that it owns, all ranks as much memory as the one that needs most.
-            ``"owner.started"`` is false for a parameter whose class creates its state in the first step and has not
-            done so.
+            has a layout of its own, with the key ``"(owners)"``; in it ``"owner.started"`` is false for a parameter
+            whose class creates its state in the first step.
 
         Raises:
             ValueError: ``params`` do not fit their layout, or no buffer has a label that options are given for.
             TypeError: whole parameters whose state is not of tensors and numbers, or that are DTensors.
 
         Cost:
-            No collectives; memory for the state. For whole parameters the class takes three steps for each of their
-            shapes, once, to see what it keeps.
+            No collectives; memory for the state; once a dozen steps on four elements, or a few for each shape.
         """
-        _check_params("init", params)
+        check_sharded("init: params", params, ", for example from fs.shard")
+        check_shards("init: params", params, params.layout)
         layout, parts = params.layout, self._parts(params.layout)
-        problems = _without_buffers(self.labels, layout)
+        problems, advice = _without_buffers(self.labels, layout)
         for part in {id(x): x for x in self.labels.values() if isinstance(x, Optimizer)}.values():
             others = [label for label in part.labels if self._of(label) is not part._of(label)]
             problems += [f"{label!r} of {part!r}: its buffers are updated by another optimizer" for label in others]
-        reject("init: labels", problems, _advice_on_labels(layout))
+        reject("init: labels", problems, advice)
         leaves = {key: x for part in parts for key, x in part.init(params).items()}
-        owned = [pair for part in parts for pair in part.owned(params).items()]
-        if not owned:
-            return _by_name(leaves, layout, {})
-        return _by_name(leaves, layout, _matrix().layouts_with_owners(layout, leaves, owned))
+        layouts = {name: layout for of_key in leaves.values() for name in of_key}
+        if owned := [pair for part in parts for pair in part.owned(params).items()]:
+            from ..matrix import layouts_with_owners
+
+            layouts |= layouts_with_owners(layout, leaves, owned)
+        return _by_name({}, leaves, layouts)
 
     @eager
     def step(
@@ -221,18 +183,22 @@ class Optimizer(Static):
         Cost:
             No collectives; a copy of parameters and state, or none with ``donate=True``.
         """
-        _check_params("step", params)
+        check_sharded("step: params", params, ", for example from fs.shard")
         layout, labels = params.layout, labels or {}
-        _check_gradients(grads, params)
+        check_shards("step: params", params, layout)
+        check_sharded("step: grads", grads, ", for example from fs.grad or fs.scatter_grads")
+        if grads.layout != layout:
+            text = f"step: grads have a different layout: {grads.layout!r}; that of the parameters: {layout!r}"
+            raise ValueError(f"{text}. Use one layout for both.")
+        check_shards("step: grads", grads, layout, allow_none=True, gradients=True)
+        _check_state(state)
         self.check_options(overrides)
         for label, options in labels.items():
             self._of(label).check_options(options)
-        if labels and (problems := _without_buffers(labels, layout)):  # at every step: large layouts take time
-            reject("step: labels", problems, _advice_on_labels(layout))
-        _check_state(state)
+        if labels:
+            reject("step: labels", *_without_buffers(labels, layout))
         parts = self._parts(layout)
-        problems = [problem for part in parts for problem in part.problems(params, state)]
-        reject("step: state", problems, _START_AGAIN)
+        reject("step: state", [problem for part in parts for problem in part.problems(params, state)], _START_AGAIN)
         donated: list[Any] = []
         if donate:
             donated = [params[key] for part in parts for key in part.buffers]
@@ -240,13 +206,16 @@ class Optimizer(Static):
             wait_for_copies(donated)
         updated: dict[str, Leaves] = {}
         for part in parts:
-            options = part.options(overrides if part.opt is self else NO_OPTIONS, labels)
+            options = part.opt.options_of(part.buffers, overrides if part.opt is self else _NONE, labels)
             updated |= part.step(params, grads, state, options, donate)
-        if donate:
-            count_writes(donated)
-        new = {key: updated[key].pop(PARAM) if key in updated else leaf for key, leaf in params.items()}
-        others = {name: tree.layout for name, tree in state.items() if tree.layout.has_owners}
-        return Sharded(new, layout), _by_name(updated, layout, others)
+        if donated and not in_transform():  # autograd, or a lazy gather, may have saved them
+            increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
+        trees = {name: dict(tree.items()) for name, tree in {PARAM: params, **state}.items()}
+        layouts = {name: layout for of_key in updated.values() for name in of_key}
+        new = _by_name(
+            trees, updated, {**layouts, **{name: tree.layout for name, tree in state.items()}, PARAM: layout}
+        )
+        return new.pop(PARAM), new
 
     def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
         """Return the state and its options in the format of torch's ``get_optimizer_state_dict``, for a checkpoint.
@@ -258,8 +227,7 @@ class Optimizer(Static):
 
         Returns:
             ``{"state": state, "param_groups": [{"params": names, "lr": ..., ...}]}``, one group for each label. The
-            groups are for other programs: here options come from the optimizer and the step, so load into
-            ``{"state": state}``, whatever the labels.
+            groups are for other programs: here options come from the optimizer and the step; load ``{"state": state}``.
 
         Raises:
             TypeError: an option that the class does not have.
@@ -277,7 +245,8 @@ class Optimizer(Static):
         self.check_options(overrides)
         groups = []
         for part in self._parts(params.layout):
-            for label, options in part.options(overrides if part.opt is self else NO_OPTIONS).items():
+            own = part.opt.options_of(part.buffers, overrides if part.opt is self else _NONE)
+            for label, options in own.items():
                 same = {key: buffer for key, buffer in part.buffers.items() if buffer.label == label}
                 (group,) = part.opt.cls([torch.zeros(1, 1)], **options).param_groups
                 names = [slot.name for buffer in same.values() for slot in buffer.slots]
@@ -294,25 +263,22 @@ class Optimizer(Static):
         """The names of the class's options."""
         return option_names(self.cls)
 
+    def options_of(self, buffers: Mapping[str, Buffer], overrides: Options = _NONE, labels: ByLabel = _NONE) -> ByLabel:
+        """The options of one call, by label."""
+        found, own = {}, self.own
+        for buffer in buffers.values():
+            if (label := buffer.label) not in found:
+                found[label] = {**self.defaults, **overrides, **own.get(label, _NONE), **labels.get(label, _NONE)}
+        return found
+
     def check_options(self, options: Options) -> None:
         """Raise unless the class has options of these names."""
         odd = [] if "**" in self.known else [name for name in options if name not in self.known]
         problems = [f"{name!r}: {self.cls.__name__} has no such option" for name in odd]
         reject("optimizer", problems, f"Its options are {', '.join(self.known)}.", TypeError)
 
-    def traits(self, label: str) -> Traits:
-        """What the class keeps for buffers of ``label``, whose options are those of the optimizer."""
-        own = self.own.get(label)
-        if (key := label if own else None) not in self._traits:
-            self._traits[key] = find_traits(self.cls, {**self.defaults, **(own or {})})
-        return self._traits[key]
-
     @cached_property
-    def _traits(self) -> dict[str | None, Traits]:
-        return {}
-
-    @cached_property
-    def _planned(self) -> dict[Layout, list[Part]]:
+    def _planned(self) -> dict[Layout, list[Any]]:
         return {}
 
     def _of(self, label: str) -> Optimizer:
@@ -320,71 +286,115 @@ class Optimizer(Static):
         found = self.labels.get(label)
         return found._of(label) if isinstance(found, Optimizer) else self
 
-    def _parts(self, layout: Layout) -> list[Part]:
-        """Each class with the trainable buffers that it updates, found once for a layout."""
+    def _parts(self, layout: Layout) -> list[Any]:
+        """A ``Part`` or ``WholePart`` for each class and its trainable buffers, found once for a layout."""
         if layout not in self._planned:
-            if len(self._planned) >= _MOST_LAYOUTS:
+            if len(self._planned) >= 8:  # whose parts are kept
                 self._planned.clear()
             parts: dict[int, tuple[Optimizer, dict[str, Buffer]]] = {}
             for key, buffer in layout.buffers.items():
                 if buffer.trainable:
                     opt = self._of(buffer.label)
                     parts.setdefault(id(opt), (opt, {}))[1][key] = buffer
-            made = parts.values()
-            self._planned[layout] = [(_matrix().WholePart if x.whole else Part)(x, buffers) for x, buffers in made]
+            self._planned[layout] = [opt.part(buffers) for opt, buffers in parts.values()]
         return self._planned[layout]
 
+    def part(self, buffers: Mapping[str, Buffer]) -> Any:
+        """What updates ``buffers``."""
+        if not self.whole:
+            return Part(self, buffers)
+        from ..matrix import WholePart
 
-_MOST_LAYOUTS = 8  # whose parts are kept
-_START_AGAIN = (
-    "Start from opt.init(params), with parameters of this layout. State of whole parameters is moved by "
-    "fs.reshard(state, layout, fresh=opt.init(params))."
-)
-
-
-def _without_buffers(labels: Mapping[str, Any], layout: Layout) -> list[str]:
-    present = _labels(layout)
-    return [f"{label!r}: no buffer has this label{hint(label, present)}" for label in labels if label not in present]
+        return WholePart(self, buffers)
 
 
-def _labels(layout: Layout) -> list[str]:
-    return sorted({buffer.label for buffer in layout.buffers.values() if buffer.label})
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The buffers of a layout that one optimizer updates; equal layouts may be of several meshes."""
+
+    opt: Optimizer
+    buffers: Mapping[str, Buffer]
+
+    @cached_property
+    def traits(self) -> Mapping[str, Traits]:
+        """What the class keeps for buffers of each label, with the options of the optimizer."""
+        return {
+            label: find_traits(self.opt.cls, options) for label, options in self.opt.options_of(self.buffers).items()
+        }
+
+    def init(self, params: Sharded) -> dict[str, Leaves]:
+        """The state before the first step, by key of a buffer, then by name."""
+        options, rows, starts = self.opt.options_of(self.buffers), rank_dims(params.layout), dict[Any, Start]()
+        found = {}
+        for key, buffer in self.buffers.items():
+            x, label = params[key], buffer.label
+            if (form := (label, x.dtype, x.device)) not in starts:
+                starts[form] = Start(self.opt.cls, options[label], self.traits[label], x)
+            found[key] = {name: starts[form].like(x, name, rows) for name in self.traits[label].names}
+        return found
+
+    def step(
+        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
+    ) -> dict[str, Leaves]:
+        """New parameters and state, by key of a buffer, then by name; nothing of buffers without a gradient."""
+        trees = [(PARAM, dict(params.items())), *((name, dict(tree.items())) for name, tree in state.items())]
+        buffers = {}
+        for key, grad in grads.items():
+            if key in self.buffers and grad is not None:
+                buffers[key] = grad, {name: tree[key] for name, tree in trees if key in tree}
+        rows, numbers = rank_dims(params.layout), {label: traits.numbers for label, traits in self.traits.items()}
+        call = StepCall(self.opt.cls, self.opt.known, self.buffers, numbers, options, donate)
+        return run_below_transforms(call, rows, buffers, tensors_among(options, rows))
+
+    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
+        """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
+        problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
+        trees = {name: dict(tree.items()) for name, tree in state.items()}
+        for key, buffer in self.buffers.items():
+            missing = [name for name in self.traits[buffer.label].names if key not in trees.get(name, _NONE)]
+            problems += [f"{key!r}: {name!r} is missing" for name in missing]
+        for name, tree in trees.items():
+            for key, x in tree.items():
+                if key in self.buffers and isinstance(x, Tensor) and x.shape not in (shards[key].shape, scalar):
+                    expected = f"{tuple(shards[key].shape)} or {scalar}"
+                    problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
+        return problems
+
+    def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
+        """Numbers of the parameter group of ``label``."""
+        found = {name: state[NUMBER + name][key] for key in buffers for name in self.traits[label].numbers}
+        return {name: x.flatten()[0].item() for name, x in found.items() if x is not None}
+
+    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
+        """The buffers that the state of whole parameters is in, by its name and key."""
+        return {}
 
 
-def _advice_on_labels(layout: Layout) -> str:
-    have = f"The layout has {_labels(layout) or 'no labels'}; plan(labels=...) sets them."
-    return f"{have} Leave out options of labels that the parameters do not have."
+def _by_name(
+    trees: dict[str, Leaves], leaves: Mapping[str, Leaves], layouts: Mapping[str, Layout]
+) -> dict[str, Sharded]:
+    """``trees`` by name with ``leaves`` by key, each of its layout."""
+    for key, of_key in leaves.items():
+        for name, x in of_key.items():
+            trees.setdefault(name, {})[key] = x
+    return {name: Sharded(tree, layouts[name]) for name, tree in trees.items()}
 
 
-def _check_params(verb: str, params: Sharded) -> None:
-    check_sharded(f"{verb}: params", params, ", for example from fs.shard")
-    check_shards(f"{verb}: params", params, params.layout)
+_START_AGAIN = "Start from opt.init(params); fs.reshard(state, layout, fresh=opt.init(params)) moves that of owners."
+
+
+def _without_buffers(labels: Mapping[str, Any], layout: Layout) -> tuple[list[str], str]:
+    """The labels that no buffer has, and what to do."""
+    present = sorted({buffer.label for buffer in layout.buffers.values() if buffer.label})
+    odd = [f"{label!r}: no buffer has this label{hint(label, present)}" for label in labels if label not in present]
+    have = f"The layout has {present or 'no labels'}; plan(labels=...) sets them."
+    return odd, f"{have} Leave out options of labels that the parameters do not have."
 
 
 def _check_state(state: Any) -> None:
     """Whether it has the form of what ``opt.init`` returns: a ``Sharded`` for each name."""
     named = isinstance(state, Mapping) and not isinstance(state, Sharded)
-    wrong = (
-        [f"{name!r}: {type(x).__name__}" for name, x in state.items() if not isinstance(x, Sharded)] if named else []
-    )
+    wrong = [f"{name!r}: {type(x).__name__}" for name, x in state.items() if type(x) is not Sharded] if named else []
     if not named or wrong:
         got = "; ".join(wrong) or type(state).__name__
         raise TypeError(f"step: state: got {got}, expected what opt.init(params) returns: a Sharded for each name.")
-
-
-def _check_gradients(grads: Sharded, params: Sharded) -> None:
-    check_sharded("step: grads", grads, ", for example from fs.grad or fs.scatter_grads")
-    if grads.layout != params.layout:
-        mine, theirs = first_difference(lines_of(params.layout), lines_of(grads.layout)) or ("", "")
-        where = f"{theirs}; that of the parameters: {mine}"
-        raise ValueError(f"step: grads have a different layout: {where}. Use one layout for both.")
-    check_shards("step: grads", grads, params.layout, allow_none=True, gradients=True)
-
-
-def _by_name(leaves: Mapping[str, Leaves], layout: Layout, others: Mapping[str, Layout]) -> OptState:
-    """A tree for each name of state, of ``layout`` where ``others`` has no other one for it."""
-    trees: dict[str, dict[str, Any]] = {}
-    for key, of_key in leaves.items():
-        for name, x in of_key.items():
-            trees.setdefault(name, {})[key] = x
-    return {name: Sharded(tree, others.get(name, layout)) for name, tree in trees.items()}

@@ -1,198 +1,232 @@
-"""``init`` and ``step`` of an optimizer on plain tensors, below every transform, with the rows of simulated ranks."""
+"""A step of a ``torch.optim`` class on plain tensors with explicit state; the class does all of the arithmetic.
+
+Everything here runs below every transform, where simulated ranks and the rows of a vmap are dims in front.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from math import prod
+from itertools import chain, product
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from ..layout.buffers import Buffer
-from ..layout.layout import rank_dims
-from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.autograd import Function, as_number, assert_when_run, being_traced, in_transform, is_number
+from ..torch_internals.autograd import (
+    Function,
+    as_number,
+    as_under_compiler,
+    assert_when_run,
+    being_traced,
+    is_number,
+    traced_as_it_runs,
+)
 from ..torch_internals.tensors import identity_of_storage
-from .torch_optim import Class, Group, Options, Traits, initial_state, may_write_gradient, update
 
-PARAM, GRAD, OPTIONS = "(param)", "(grad)", "(options)"
-NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
-NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+Class = type[torch.optim.Optimizer]
+Options = Mapping[str, Any]
 ByLabel = Mapping[str, Options]
-Leaves = dict[Any, Any]  # of a buffer, by name
-Rows = tuple[int, ...]
-NO_OPTIONS: Options = {}
-Call = Callable[[Mapping[str, Leaves], Rows], dict[str, Leaves]]
+State = dict[str, Any]
+Leaves = dict[str, Any]  # of a buffer, by name
+Rows = tuple[int, ...]  # sizes of the dims in front
+NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+NUMBERS = tuple(NUMBER_DTYPES)
+PARAM, GRAD = "(param)", "(grad)"
+NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
+
+# Their foreach kernels write to no gradient, read in their sources.
+_LEAVE_GRADIENTS = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+# That of SGD does with Nesterov momentum.
+ELEMENTWISE = (*_LEAVE_GRADIENTS, torch.optim.SGD, torch.optim.Adamax, torch.optim.Rprop, torch.optim.Adagrad)
+IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The buffers of a layout that one optimizer updates; equal layouts may be of several meshes."""
+@dataclass(frozen=True)
+class Group:
+    """One tensor to update, with the options of its label: the same object for all tensors of the label.
 
-    opt: Any  # an Optimizer, whose module imports this one
-    buffers: Mapping[str, Buffer]
+    ``numbers`` are those that the class keeps in its parameter groups; ``None`` before it creates them.
+    """
 
-    @cached_property
-    def label_of(self) -> Mapping[str, str]:
-        """The label of each buffer."""
-        return {key: buffer.label for key, buffer in self.buffers.items()}
-
-    def options(self, overrides: Options = NO_OPTIONS, labels: ByLabel = NO_OPTIONS) -> ByLabel:
-        """The options of one call, by label."""
-        defaults, own = self.opt.defaults, self.opt.own
-        return {
-            label: {**defaults, **overrides, **own.get(label, NO_OPTIONS), **labels.get(label, NO_OPTIONS)}
-            for label in dict.fromkeys(self.label_of.values())
-        }
-
-    def init(self, params: Sharded) -> dict[str, Leaves]:
-        """The state before the first step, by key of a buffer, then by name."""
-        options, opt = self.options(), self.opt
-
-        def begun(tensors: Mapping[str, Leaves], rows: tuple[int, ...]) -> dict[str, Leaves]:
-            found = {}
-            for key, leaves in tensors.items():
-                label = self.label_of[key]
-                found[key] = begin(opt.cls, leaves[PARAM].detach(), options[label], opt.traits(label), rows)
-            return found
-
-        tensors = {key: {PARAM: params[key]} for key in self.buffers}
-        return run_below_transforms(begun, tensors, rank_dims(params.layout))
-
-    def step(
-        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
-    ) -> dict[str, Leaves]:
-        """New parameters and state, by key of a buffer, then by name."""
-        rows, numbers = rank_dims(params.layout), {label: self.opt.traits(label).numbers for label in options}
-        call = StepCall(self.opt.cls, self.opt.known, options, self.label_of, numbers, donate)
-        trees = {PARAM: params, GRAD: grads, **state}
-        leaves = [(name, dict(tree.items())) for name, tree in trees.items()]
-        tensors = {key: {name: tree[key] for name, tree in leaves if key in tree} for key in self.buffers}
-        return run_below_transforms(call, {**tensors, **tensors_among(options, rows)}, rows)
-
-    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
-        """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
-        problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
-        trees = {name: dict(tree.items()) for name, tree in state.items()}
-        for label in dict.fromkeys(self.label_of.values()):
-            keys = [key for key in self.buffers if self.label_of[key] == label]
-            for name in state_names(self.opt.traits(label)):
-                missing = keys if name not in trees else [key for key in keys if key not in trees[name]]
-                problems += [f"{key!r}: {name!r} is missing" for key in missing]
-        for name, tree in trees.items():
-            for key, shape in [(key, shards[key].shape) for key in self.buffers if isinstance(tree.get(key), Tensor)]:
-                if (got := tree[key].shape) != shape and got != scalar:
-                    expected = f"{tuple(shape)} or {scalar}"
-                    problems.append(f"{key!r}: {name!r}: got shape {tuple(got)}, expected {expected}")
-        return problems
-
-    def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
-        """Numbers of the parameter group of ``label``."""
-        found = {name: state[NUMBER + name][key] for key in buffers for name in self.opt.traits(label).numbers}
-        return {name: x.flatten()[0].item() for name, x in found.items() if x is not None}
-
-    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
-        """The buffers that the state of whole parameters is in, by its name and key."""
-        return {}
+    param: Tensor
+    grad: Tensor
+    state: State
+    options: Options
+    numbers: State
 
 
-def state_names(traits: Traits) -> list[str]:
-    """The names of an optimizer's state for a buffer."""
-    return [*traits.state, *(NUMBER + name for name in traits.numbers)]
+def update(cls: Class, groups: Sequence[Group], known: Collection[str]) -> None:
+    """Run one step of the class, whose options are ``known``, in place on parameters and states, which may grow.
+
+    There is one optimizer object for each set of options: torch compares a new parameter group with all earlier ones,
+    and launches kernels per group. torch expects momentum for all parameters of a group or for none.
+    """
+    batches: dict[Any, list[Group]] = {}
+    for group in groups:
+        key = id(group.options), frozenset(group.state), frozenset(group.numbers.items())
+        batches.setdefault(key, []).append(group)
+    for same in batches.values():
+        options = {**implementation(same[0].options, [group.param for group in same], known), **same[0].options}
+        later: dict[str, Any] = {}  # constructors would compare the numbers of a traced program
+        for name, x in options.items():
+            if isinstance(x, Tensor) and is_number(x):  # which fused kernels take as a tensor
+                later[name] = x if options.get("fused") else x.item()
+        take_step(cls([group.param for group in same], **{**options, **dict.fromkeys(later, 0.5)}), same, later)
 
 
-def begin(cls: Class, param: Tensor, options: Options, traits: Traits, rows: Rows) -> Leaves:
-    """The state of ``param`` before the first step."""
-    if not traits.known:  # the first step creates it
-        return dict.fromkeys(state_names(traits))
-    state, numbers = initial_state(cls, param, options, traits.numbers)
-    state |= _as_state(numbers)
-    return {name: _in_memory_kind(_expand(state.get(name), rows), param) for name in state_names(traits)}
+def implementation(options: Options, params: Sequence[Tensor], known: Collection[str]) -> Options:
+    """Fused where it is possible; traced for a compiler, the implementation that reads no tensor on the host."""
+    fuses = "fused" in known and not [name for name in IMPLEMENTATIONS if options.get(name) is not None]
+    fuses = fuses and not [x for x in params if x.is_meta or not x.is_floating_point()]
+    if being_traced() and not (fuses and traced_as_it_runs()):
+        return {name: x for name, x in (("foreach", False), ("capturable", True)) if name in known}
+    return {"fused": True} if fuses else {}
+
+
+def take_step(optimizer: torch.optim.Optimizer, groups: Sequence[Group], options: Options) -> None:
+    """Step ``optimizer``, which was made for the parameters of ``groups``, with their gradients and states."""
+    entries, kept = optimizer.param_groups[0], groups[0].numbers
+    entries.update(options)
+    entries.update({name: x for name, x in kept.items() if x is not None})
+    before = dict(entries)
+    for group in groups:
+        group.param.grad = group.grad
+        for name, value in optimizer.state[group.param].items():  # Adagrad creates state before the first step
+            group.state.setdefault(name, value)
+        optimizer.state[group.param] = group.state
+    try:
+        with _as_arithmetic(groups) if entries.get("capturable") and being_traced() else nullcontext():
+            optimizer.step()
+    finally:
+        for group in groups:
+            group.param.grad = None
+    for name, x in entries.items():
+        if x is not before.get(name) and x != before.get(name) and name not in kept and isinstance(x, NUMBERS):
+            raise RuntimeError(_CHANGED.format(cls=type(optimizer).__name__, name=name))
+    for group in groups:
+        group.numbers.update({name: entries.get(name) for name in kept})
+
+
+_CHANGED = (
+    "step: {cls} changes {name!r} in its parameter groups, which it does not with the options of the optimizer. "
+    "Pass the options of this step to fs.optimizer."
+)
+
+
+@contextmanager
+def _as_arithmetic(groups: Sequence[Group]) -> Iterator[None]:
+    """Have the class compute with step counts as tensors, and in float64, in which it counts eagerly.
+
+    In float32, ``1 - 0.999**step`` has half of the digits at first.
+    """
+    every = [(group.state, name, x) for group in groups for name, x in group.state.items() if isinstance(x, Tensor)]
+    counts = [(state, name) for state, name, x in every if not x.ndim and x.dtype == torch.float32]
+    for state, name in counts:
+        state[name] = state[name].double()
+    with as_under_compiler():
+        yield
+    for state, name in counts:
+        state[name] = state[name].float()
 
 
 @dataclass(frozen=True)
 class StepCall:
-    """``step`` on plain tensors: parameter, gradient and state of each buffer to parameter and state."""
+    """``step`` on plain tensors: gradient, parameter and state of each buffer to parameter and state."""
 
     cls: Class
     known: Sequence[str]  # options of the class
-    options: Mapping[str, Options]  # by label
-    label_of: Mapping[str, str]
+    buffers: Mapping[str, Buffer]
     numbers: Mapping[str, Sequence[str]]  # that the class keeps in its groups, by label
+    options: ByLabel
     donate: bool
 
-    def __call__(self, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
+    def __call__(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows) -> dict[str, Leaves]:
         """Update all rows at once if they have the same step counts and options, otherwise each by itself."""
-        values = tensors.get(OPTIONS, {})
-        buffers = {key: leaves for key, leaves in tensors.items() if key != OPTIONS}
-        counts = [x for leaves in buffers.values() for x in leaves.values() if _is_count(x, rows)] if rows else []
-        if not (same_in_rows(counts, rows, _COUNTS) and same_in_rows(values.values(), rows)):
-            return self._row_by_row(tensors, rows)
-        options = with_values(self.options, values, rows)
-        groups = {key: self._group(leaves, options, self.label_of[key], rows) for key, leaves in buffers.items()}
-        update(self.cls, list(groups.values()), self.known)
-        return {key: self._results(group, buffers[key], rows) for key, group in groups.items()}
+        counts = [x for _, of in buffers.values() for x in of.values() if isinstance(x, Tensor) and x.shape == rows]
+        together = same_in_rows(counts, rows, _COUNTS) and same_in_rows(optree.tree_leaves(values), rows)
+        places = [(0,) * len(rows)] if together else [*product(*map(range, rows))]
+        chosen = [with_values(self.options, values, place) for place in places]
+        groups: dict[str, list[Group]] = {}
+        for key, (grad, given) in buffers.items():
+            label = self.buffers[key].label
+            own = dict(zip(given, owned(given.values(), self.donate), strict=True))
+            own[GRAD] = self._gradient(grad, given[PARAM], self.options[label])
+            groups[key] = [
+                self._group(own, place, together, label, of[label]) for place, of in zip(places, chosen, strict=True)
+            ]
+        update(self.cls, [*chain.from_iterable(groups.values())], self.known)
+        return {key: self._results(groups[key], given, rows, together) for key, (_, given) in buffers.items()}
 
-    def _group(self, leaves: Leaves, options: Mapping[str, Options], label: str, rows: Rows) -> Group:
-        own = in_place if self.donate else copied
-        param, grad, *state = leaves.items()
-        given = {name: x for name, x in state if x is not None}
-        if rows and prod(rows):
-            given = {name: x.flatten()[0] if _is_count(x, rows) else x for name, x in given.items()}
-        states = {name: own(x) for name, x in given.items() if not name.startswith(NUMBER)}
-        kept = {name: given[NUMBER + name].item() if NUMBER + name in given else None for name in self.numbers[label]}
-        return Group(own(param[1]), self._gradient(grad[1], param[1], options[label]), states, options[label], kept)
-
-    def _gradient(self, grad: Tensor | None, param: Tensor, options: Options) -> Tensor | None:
-        if grad is None:
-            return None
+    def _gradient(self, grad: Tensor, param: Tensor, options: Options) -> Tensor:
+        """The gradient like its parameter, or a copy where a step may write to it: loops and fused kernels do not."""
         grad = grad.to(param.device, param.dtype)
-        return copied(grad) if may_write_gradient(self.cls, options, param, self.known) else in_place(grad)
+        if self.cls not in _LEAVE_GRADIENTS:
+            chosen = {**implementation(options, [param], self.known), **options}
+            looped = chosen.get("fused") or (param.is_cpu and not chosen.get("foreach"))
+            if not looped or self.cls not in ELEMENTWISE:
+                return grad.clone(memory_format=torch.contiguous_format)
+        return grad.detach().contiguous()
 
-    def _results(self, group: Group, given: Leaves, rows: Rows) -> Leaves:
+    def _group(self, own: Leaves, place: Rows, together: bool, label: str, options: Options) -> Group:
+        """The tensors of one row, or of all rows with the scalars of the first one."""
+        state, kept = {}, dict.fromkeys(self.numbers[label])
+        for name, x in own.items():
+            if place and isinstance(x, Tensor) and (x.ndim == len(place) or not together):
+                x = x[place]
+            if name.startswith(NUMBER):
+                kept[name.removeprefix(NUMBER)] = None if x is None else x.item()
+            elif x is not None:
+                state[name] = x
+        return Group(state.pop(PARAM), state.pop(GRAD), state, options, kept)
+
+    def _results(self, groups: Sequence[Group], given: Leaves, rows: Rows, together: bool) -> Leaves:
         """Results by name: ``None`` for state that does not exist yet; new state has the parameter's memory kind."""
-        states = {**group.state, **_as_state(group.numbers)}
-        if rows:
-            states = {name: _expand(x, rows) for name, x in states.items()}
-        made = {name: _in_memory_kind(x, group.param) for name, x in states.items() if given.get(name) is None}
-        results = {**dict.fromkeys(given), **states, **made, PARAM: group.param}
-        del results[GRAD]
-        return _in_memory_of_all(given, results) if self.donate else results
-
-    def _row_by_row(self, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
-        own = {key: {name: in_place(x) for name, x in leaves.items()} for key, leaves in tensors.items()}
-        results = []
-        for i in range(rows[0]):
-            row = {
-                key: {n: x[i] if isinstance(x, Tensor) else x for n, x in leaves.items()} for key, leaves in own.items()
-            }
-            results.append(self(row, rows[1:]))
-        stacked = {key: {n: _stack([each[key][n] for each in results]) for n in x} for key, x in results[0].items()}
-        return {key: _in_memory_of_all(tensors[key], x) for key, x in stacked.items()} if self.donate else stacked
+        found, param = [{PARAM: each.param, **each.state, **as_state(each.numbers)} for each in groups], given[PARAM]
+        results = dict.fromkeys(given)
+        for name in dict.fromkeys(chain.from_iterable(found)):
+            x, before = found[0].get(name), given.get(name)
+            if not together:
+                x = _stack_rows([each.get(name) for each in found], rows)
+            elif rows and isinstance(x, Tensor) and x.ndim == 0:
+                x = x.expand(rows).clone()
+            if before is None and isinstance(x, Tensor) and x.shape == param.shape:
+                x = memory_kind_of(param).put(x)
+            results[name] = in_memory_of(before, x) if self.donate else x
+        return results
 
 
-def run_below_transforms(call: Call, tensors: Mapping[str, Leaves], rows: Rows) -> dict[str, Leaves]:
-    """``call`` on plain tensors below every transform: batch dims in front, their sizes added to ``rows``."""
-    sent = [x for leaves in tensors.values() for x in leaves.values() if isinstance(x, Tensor)]
-    made: dict[str, Leaves] = {}
+def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> Any:
+    """``call`` with plain tensors below every transform: batch dims in front, whose sizes are added to ``rows``."""
+    given: Any = trees
+    leaves, form = optree.tree_flatten(given, none_is_leaf=True)
+    sent = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+    if not sent:
+        return {}
+    results: list[Any] = []
 
     def on_plain(rows: Rows, plain: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        made.update(call(_filled(tensors, plain), rows))
-        return tuple([x for leaves in made.values() for x in leaves.values() if isinstance(x, Tensor)])
+        for i, x in zip(sent, plain, strict=True):
+            leaves[i] = x
+        again: Any = optree.tree_unflatten(form, leaves)
+        results[:] = optree.tree_flatten(call(*again, rows), none_is_leaf=True)
+        return tuple([x for x in results[0] if isinstance(x, Tensor)])
 
-    returned = _Below.apply(_Plain(on_plain, rows), *sent) if sent else ()
-    return _filled(made, returned)
-
-
-def _filled(tree: Mapping[str, Leaves], tensors: Sequence[Tensor]) -> dict[str, Leaves]:
-    """``tree`` with other tensors, in order."""
-    rest = iter(tensors)
-    return {k: {n: next(rest) if isinstance(x, Tensor) else x for n, x in leaves.items()} for k, leaves in tree.items()}
+    returned = iter(_Below.apply(_Plain(on_plain, rows), *[leaves[i] for i in sent]))
+    made, structure = results
+    return optree.tree_unflatten(structure, [next(returned) if isinstance(x, Tensor) else x for x in made])
 
 
 @dataclass(frozen=True)
@@ -240,34 +274,31 @@ _NO_DERIVATIVE = (
 )
 
 
-def tensors_among(options: Mapping[str, Options], rows: Rows) -> dict[str, Leaves]:
-    """The tensors among ``options``, inputs of a step as parameters are, with dims for the ``rows`` of those in front.
+def tensors_among(options: ByLabel, rows: Rows) -> Any:
+    """The options that have tensors: inputs of a step as parameters are, with dims for the ``rows`` of those in front.
 
     So below a vmap they have its rows, and their derivatives raise. Numbers of a traced program have no rows.
     """
-    values = [value for each in options.values() for value in each.values() if isinstance(value, (Tensor, tuple, list))]
-    found = {id(x): x for value in values for x in _each(value) if isinstance(x, Tensor) and not is_number(x)}
-    return {OPTIONS: {i: x.expand((*rows, *x.shape)) for i, x in found.items()}} if found else {}
+
+    def as_input(x: Any) -> Any:
+        return x.expand((*rows, *x.shape)) if isinstance(x, Tensor) else x
+
+    sent: Any = {
+        label: {name: x for name, x in of.items() if isinstance(x, (Tensor, tuple, list)) and not is_number(x)}
+        for label, of in options.items()
+    }
+    return optree.tree_map(as_input, sent, none_is_leaf=True)
 
 
-def with_values(options: Mapping[str, Options], values: Leaves, rows: Rows) -> Mapping[str, Options]:
-    """``options`` by label, with what a step got for the tensors among them, by identity: those of the first row."""
-    if not values:
-        return options
-    new = {i: x[(0,) * len(rows)] if rows else x for i, x in values.items()}
-    if being_traced():
-        new = {i: as_number(x) for i, x in new.items()}  # constructors would compare it
+def with_values(options: ByLabel, values: Any, place: Rows) -> ByLabel:
+    """``options`` with what a step got for the tensors among them, in one row."""
 
-    def placed(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(new.get(id(x), x) for x in value)
-        return new.get(id(value), value)
+    def at(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return as_number(x[place]) if being_traced() else x[place]  # constructors would compare it
 
-    return {label: {name: placed(x) for name, x in each.items()} for label, each in options.items()}
-
-
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (tuple, list)) else (value,)
+    return {label: {**of, **optree.tree_map(at, values[label], none_is_leaf=True)} for label, of in options.items()}
 
 
 _COUNTS = "step count on all ranks, as opt.init gives"
@@ -277,7 +308,7 @@ def same_in_rows(values: Any, rows: Rows, what: str = "options, for example lr, 
     """Whether each of ``values`` is the same in all rows of a batch; ``what`` they are, for an error."""
     if not (rows and all(rows)):
         return True
-    equal = [(x == x[(0,) * len(rows)]).all() for x in values]
+    equal = [(x == x[(0,) * len(rows)]).all() for x in values if isinstance(x, Tensor)]
     if being_traced():
         for each in equal:
             assert_when_run(each, f"step: a compiled step needs the same {what}")
@@ -285,41 +316,20 @@ def same_in_rows(values: Any, rows: Rows, what: str = "options, for example lr, 
     return all(map(bool, equal))
 
 
-def _is_count(x: Any, rows: Rows) -> bool:
-    """Whether ``x`` has a scalar per row."""
-    return bool(rows) and isinstance(x, Tensor) and tuple(x.shape) == rows
+def _stack_rows(values: Sequence[Any], rows: Rows) -> Any:
+    """One value from those of all rows."""
+    if not any(isinstance(x, Tensor) for x in values):
+        return values[0]
+    stacked = torch.stack([*values])
+    return stacked.view(*rows, *stacked.shape[1:])
 
 
-def _expand(x: Any, rows: Rows) -> Any:
-    return x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
-
-
-def _stack(values: Sequence[Any]) -> Any:
-    return torch.stack(list(values)) if isinstance(values[0], Tensor) else values[0]
-
-
-def _as_state(numbers: Mapping[str, Any]) -> Leaves:
+def as_state(numbers: Mapping[str, Any]) -> Leaves:
     """Numbers as tensors, so that they are leaves of the tree."""
-    made = {}
-    for name, x in numbers.items():
-        made[NUMBER + name] = None if x is None else torch.tensor(x, dtype=NUMBER_DTYPES[type(x)])
-    return made
-
-
-def count_writes(donated: Sequence[Any]) -> None:
-    """Increment versions, so that autograd or a lazy gather that saved these tensors detects the change."""
-    if not in_transform():
-        increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
-
-
-def _in_memory_kind(x: Any, param: Tensor) -> Any:
-    """State of the parameter's shape in the parameter's memory kind; scalars stay on their device."""
-    return memory_kind_of(param).put(x) if isinstance(x, Tensor) and x.shape == param.shape else x
-
-
-def _in_memory_of_all(given: Leaves, results: Leaves) -> Leaves:
-    """``results`` in donated memory, for example also a counter of all ranks that was updated once."""
-    return {name: in_memory_of(given.get(name), x) for name, x in results.items()}
+    return {
+        NUMBER + name: None if x is None else torch.tensor(x, dtype=NUMBER_DTYPES[type(x)])
+        for name, x in numbers.items()
+    }
 
 
 def in_memory_of(given: Any, result: Any) -> Any:
@@ -334,15 +344,18 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return identity_of_storage(a) == identity_of_storage(b) and a.storage_offset() == b.storage_offset()
 
 
-def copied(x: Any) -> Any:
-    """A contiguous copy of a tensor, in its memory kind."""
-    if type(x) is not Tensor or x.is_meta:
-        return memory_kind_of(x).copy(x) if isinstance(x, Tensor) else x
-    if x.is_cpu and not in_transform() and (x.is_pinned() or x.untyped_storage().filename):
-        return memory_kind_of(x).copy(x)
-    return x.detach().clone(memory_format=torch.contiguous_format)
+def owned(values: Iterable[Any], donated: bool) -> list[Any]:
+    """What a step writes to: copies in their memory kinds, or what was donated.
 
-
-def in_place(x: Any) -> Any:
-    """``x``, or a contiguous copy: fused kernels assume contiguous tensors, and read and write past others."""
-    return x.detach().contiguous() if isinstance(x, Tensor) else x
+    Contiguous: fused kernels assume it, and read and write past others.
+    """
+    if donated:
+        return [x.detach().contiguous() if isinstance(x, Tensor) else x for x in values]
+    return [
+        x
+        if not isinstance(x, Tensor)
+        else memory_kind_of(x).copy(x)
+        if type(x) is Tensor and x.is_cpu and (x.is_pinned() or x.untyped_storage().filename)
+        else x.detach().clone(memory_format=torch.contiguous_format)
+        for x in values
+    ]
