@@ -79,18 +79,21 @@ def update(cls: Class, groups: Sequence[Group], known: Collection[str]) -> None:
         key = id(group.options), frozenset(group.state), frozenset(group.numbers.items())
         batches.setdefault(key, []).append(group)
     for same in batches.values():
-        options = {**implementation(same[0].options, [group.param for group in same], known), **same[0].options}
+        params = [group.param for group in same]
+        options = {**implementation(cls, same[0].options, params, known), **same[0].options}
         later: dict[str, Any] = {}  # constructors would compare the numbers of a traced program
         for name, x in options.items():
             if isinstance(x, Tensor) and is_number(x):  # which fused kernels take as a tensor
                 later[name] = x if options.get("fused") else x.item()
-        take_step(cls([group.param for group in same], **{**options, **dict.fromkeys(later, 0.5)}), same, later)
+        take_step(cls(params, **{**options, **dict.fromkeys(later, 0.5)}), same, later)
 
 
-def implementation(options: Options, params: Sequence[Tensor], known: Collection[str]) -> Options:
+def implementation(cls: Class, options: Options, params: Sequence[Tensor], known: Collection[str]) -> Options:
     """Fused where it is possible; traced for a compiler, the implementation that reads no tensor on the host."""
     fuses = "fused" in known and not [name for name in IMPLEMENTATIONS if options.get(name) is not None]
     fuses = fuses and not [x for x in params if x.is_meta or not x.is_floating_point()]
+    if fuses and issubclass(cls, torch.optim.SGD):  # torch's fused kernel for CPUs is wrong in half precision
+        fuses = not [x for x in params if x.is_cpu and x.itemsize == 2]
     if being_traced() and not (fuses and traced_as_it_runs()):
         return {name: x for name, x in (("foreach", False), ("capturable", True)) if name in known}
     return {"fused": True} if fuses else {}
@@ -174,7 +177,7 @@ class StepCall:
         """The gradient like its parameter, or a copy where a step may write to it: loops and fused kernels do not."""
         grad = grad.to(param.device, param.dtype)
         if self.cls not in _LEAVE_GRADIENTS:
-            chosen = {**implementation(options, [param], self.known), **options}
+            chosen = {**implementation(self.cls, options, [param], self.known), **options}
             looped = chosen.get("fused") or (param.is_cpu and not chosen.get("foreach"))
             if not looped or self.cls not in ELEMENTWISE:
                 return grad.clone(memory_format=torch.contiguous_format)

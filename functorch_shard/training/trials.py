@@ -154,7 +154,7 @@ def first_values(cls: Class, options: Options, numbers: Sequence[str], like: Ten
     """The state that a step of ``cls`` begins with for a parameter like this one, and ``numbers`` of its groups."""
     state, param = _FirstValues(), torch.zeros_like(like)
     group = Group(param, scattered(like.shape, 3).to(like), state, options, dict.fromkeys(numbers))
-    optimizer = cls([param], **{**implementation(options, [param], option_names(cls)), **options})
+    optimizer = cls([param], **{**implementation(cls, options, [param], option_names(cls)), **options})
     entries = dict(optimizer.param_groups[0])
     take_step(optimizer, [group], {})
     return state.first, {name: entries.get(name) for name in numbers}

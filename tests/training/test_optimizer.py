@@ -199,6 +199,20 @@ def test_bfloat16_and_empty_buffers_step_as_torch_does() -> None:
     assert {x.dtype for x in state["exp_avg"].values()} == {torch.bfloat16, torch.float32}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_in_half_precision_is_that_of_torchs_loop_and_not_of_its_fused_kernel(dtype: torch.dtype) -> None:
+    given = {"w": torch.randn(37, generator=torch.Generator().manual_seed(0)).to(dtype)}
+    layout = fs.plan(given, fs.init_mesh())
+    opt, params = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), fs.shard(given, layout)
+    state, plain = opt.init(params), given["w"].clone().requires_grad_()
+    loop = torch.optim.SGD([plain], lr=0.1, momentum=0.9, foreach=False)
+    for i in range(3):
+        plain.grad = torch.randn(37, generator=torch.Generator().manual_seed(i + 1)).to(dtype)
+        params, state = opt.step(params, grads=fs.shard({"w": plain.grad}, layout), state=state)
+        loop.step()
+    assert torch.equal(fs.gather(params)["w"], plain)
+
+
 MISFITS = [
     ("params", lambda p, g, s: (fs.gather(p), g, s), TypeError, "params: got Full, expected a Sharded"),
     (
