@@ -64,23 +64,6 @@ def window_of(timeout: timedelta) -> float:
     return min(max(timeout.total_seconds() / 10, 2.0), 10.0)
 
 
-def texts_of_all(group: Any, number: int, text: str) -> dict[int, str]:
-    """Return ``text`` of each rank of the group that writes it into the job's store within a while."""
-    texts, window, members = dict[int, str](), window_of(timeout_of(group)), dist.get_process_group_ranks(group)
-
-    def exchange() -> None:
-        with suppress(RuntimeError, ValueError):  # of the store, whose host may have exited
-            board, end = _Board(job_store(), f"different/{group.group_name}/{number}"), time.monotonic() + window
-            board.sign_in(text)
-            while len(texts) < len(members) and time.monotonic() < end:
-                texts.update(board.texts([rank for rank in members if rank not in texts]))
-                time.sleep(POLL / 10)
-            board.leave(members, end)
-
-    _in_thread(exchange, 2 * window)
-    return dict(texts)
-
-
 def _in_thread(run: Callable[[], None], seconds: float) -> None:
     """Wait for so long at most: a store whose host is stopped does not answer in time, or ever."""
     thread = Thread(target=run, name="functorch_shard lost ranks", daemon=True)

@@ -36,7 +36,7 @@ class GlooBackend(GroupBackend):
 
     @cached_property
     def _guard(self) -> Guard:
-        return Guard(self.group, self.size)
+        return Guard(self.group, self.size, self)
 
     @cached_property
     def _memory(self) -> SharedMemory | None:

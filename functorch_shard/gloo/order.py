@@ -55,7 +55,7 @@ def check_order(axis: Axis) -> Backend:
             "messages beside. Take the mesh from init_mesh, and wrap its backends instead of replacing them."
         )
     ranks, timeout = dist.get_process_group_ranks(backend.group), timeout_of(backend.group)
-    guard = Guard(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True), axis.size)
+    guard = Guard(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True), axis.size, backend)
 
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
         guard.compare(op, op.numel)

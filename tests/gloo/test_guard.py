@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from functorch_shard.communication import Collective
-from functorch_shard.gloo.at_exit import _LEFT, _LIVE
-from functorch_shard.gloo.guard import INTERRUPTED, Call, Guard
+from functorch_shard.gloo.guard import _GUARDS, INTERRUPTED, Call, Guard, _described
 
 NUM_CALLS = 3
 
@@ -22,8 +21,7 @@ NUM_CALLS = 3
 def nothing_pending() -> Iterator[None]:
     """These guards have no process group, for which this process would wait when it ends."""
     yield
-    _LIVE.clear()
-    _LEFT.clear()
+    _GUARDS.clear()
 
 
 class Interrupted:
@@ -48,11 +46,15 @@ class Interrupted:
         return True
 
 
+class Owner:
+    """A mesh, while it lives."""
+
+
 class OneRank(Guard):
     """The guard of a single rank, whose envelopes come back to it."""
 
-    def __init__(self, moment: str = "never", num_waited: int = 0) -> None:
-        super().__init__(None, 1)
+    def __init__(self, moment: str = "never", num_waited: int = 0, owner: Any = None) -> None:
+        super().__init__(None, 1, owner or self)
         self.exchange: Any = self._exchange
         self._num_waited, self._moment, self.calls = num_waited, moment, list[Call]()
 
@@ -66,7 +68,7 @@ class OneRank(Guard):
             call.wait()
 
     def next(self, *messages: Any) -> Call:
-        call = self.call(Collective("psum", "shard", self._number + 1, torch.float32), self._number + 1)
+        call = self.call(Collective("psum", "shard", self.number + 1, torch.float32), self.number + 1)
         call.works, call.finish = [*messages], lambda: torch.ones(1)
         return call
 
@@ -76,14 +78,15 @@ class OneRank(Guard):
 def test_another_thread_may_wait_for_calls_while_the_guard_looks_at_them(moment: str, num_waited: int) -> None:
     guard = OneRank(moment, num_waited)
     for number in range(1, NUM_CALLS + 1):
-        guard.calls.append(Call(guard, Collective("psum", "a", number, torch.int8), f"number {number}", 7, number))
+        op = Collective("psum", "a", number, torch.int8)
+        guard.calls.append(Call(guard, op, _described(op, number, True), number))
         guard.calls[-1].finish = lambda: torch.ones(1)
         guard.calls[-1].post()
     if num_waited == NUM_CALLS:
         guard.next()
     guard.verify(guard.calls[-1])
     assert all(call.verified for call in guard.calls)
-    assert [*guard._history] == [f"number {number}" for number in range(1, NUM_CALLS + 1)]
+    assert [*guard._history] == [f"psum of {number} int8" for number in range(1, NUM_CALLS + 1)]
 
 
 class Message:
@@ -104,7 +107,7 @@ def test_what_is_abandoned_is_waited_for_by_the_next_collective_and_its_memory_u
     assert not message.waited.is_set()
     guard.next()
     assert message.waited.is_set()
-    assert (len(guard.pending.abandoned), len(guard.free)) == (0, 4)
+    assert (len(guard.abandoned), len(guard.free)) == (0, 4)
 
 
 def test_what_is_abandoned_is_not_waited_for_before_all_ranks_have_begun_it() -> None:
@@ -112,23 +115,22 @@ def test_what_is_abandoned_is_not_waited_for_before_all_ranks_have_begun_it() ->
     call = guard.next(message)
     call.post()
     call.arrived.done = lambda: False
-    guard.pending.abandoned.append(call)
+    guard.abandoned.append(call)
     guard.next()
-    assert [*guard.pending.abandoned] == [call]
+    assert [*guard.abandoned] == [call]
     message.sent.set()
 
 
-def test_what_is_still_to_be_sent_outlives_its_guard() -> None:
-    guard, message = OneRank(), Message()
+def test_what_is_still_to_be_sent_outlives_its_mesh() -> None:
+    owner, message = Owner(), Message()
+    guard = OneRank(owner=owner)
     guard.next(message).post()
+    del owner, guard
     gc.collect()
-    before = len(_LEFT)
-    del guard
-    gc.collect()
-    assert (len(_LEFT), message.waited.is_set()) == (before + 1, False)
+    assert (len(_GUARDS), message.waited.is_set()) == (1, False)
     message.sent.set()
-    OneRank()
-    assert (len(_LEFT), message.waited.is_set()) == (before, True)
+    kept = OneRank()
+    assert ([*_GUARDS], message.waited.is_set()) == ([kept], True)
 
 
 class Fails:
@@ -160,9 +162,15 @@ def test_an_exception_before_anything_is_sent_changes_nothing() -> None:
     assert guard.next().number == 1
 
 
+def fails(*_: Any) -> None:
+    raise MemoryError
+
+
 def test_after_an_exception_while_something_is_sent_every_collective_is_refused() -> None:
     guard = OneRank()
-    guard.begin(guard.next())
+    guard.exchange = fails
+    with pytest.raises(MemoryError):
+        guard.next().post()
     with pytest.raises(RuntimeError) as refused:
         guard.next()
     assert str(refused.value) == INTERRUPTED

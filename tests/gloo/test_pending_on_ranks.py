@@ -1,4 +1,4 @@
-"""Collectives that nobody waits for: ranks go on, and end soon, with their own exit code. Note [Exit] in at_exit.py."""
+"""Collectives that nobody waits for: ranks go on, and end soon, with their own exit code. Note [Exit] in guard.py."""
 
 from __future__ import annotations
 

@@ -127,8 +127,8 @@ def test_hundreds_of_messages_arrive_whatever_holds_a_rank_up_and_drops_them(num
 class _FewMessages(Guard):
     """Envelopes that have no messages in them, but for those that open the memory of others."""
 
-    def __init__(self, group: Any, size: int) -> None:
-        super().__init__(group, size)
+    def __init__(self, group: Any, size: int, owner: object) -> None:
+        super().__init__(group, size, owner)
         self.capacity = ADDRESS
 
 
