@@ -10,17 +10,20 @@ the end of one row, some whole rows and the beginning of another; the rows at bo
 to single elements. So in N dims a range is at most ``2 * N - 1`` regions.
 
 Note [Untrusted files]: values are read by ``torch.load(weights_only=True)``. The metadata is read into inert objects,
-one class for each name, which have the arguments of the call and the state and do nothing.
+one class for each name, which have the arguments of the call and the state and do nothing. So is a value before torch
+reads it, since a pickle of a few bytes may take exponential time: a tuple that contains one tuple twice, which contains
+one twice, and so on, is hashed element by element where it is a key.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, NamedTuple
+from zipfile import ZipFile
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -29,6 +32,7 @@ from ..errors import shown
 from ..torch_internals.tensors import storage_info
 
 METADATA, MANIFEST, FORMAT = ".metadata", "functorch_shard.json", 1
+LARGEST_PLAIN = 1 << 30  # bytes of a plain value, or of what is written beside the elements of a tensor
 Path = tuple[str | int, ...]
 StorageInfo = storage_info()
 
@@ -129,6 +133,8 @@ def saved(value: Any) -> bytes:
     """The bytes of a value, as ``torch.save`` writes it; raise what :func:`loaded` raises if it reads no value."""
     file = io.BytesIO()
     torch.save(value, file)
+    if file.tell() > LARGEST_PLAIN:
+        raise ValueError(f"{file.tell():,} bytes, and a plain value has {LARGEST_PLAIN:,} at most; save tensors")
     loaded(file.getvalue())
     return file.getvalue()
 
@@ -140,6 +146,13 @@ def loaded(raw: bytes) -> Any:
         NotPlainError: it names what ``torch.load(weights_only=True)`` does not make.
         Exception: any other, where it is not what ``torch.save`` writes.
     """
+    with ZipFile(io.BytesIO(raw)) as archive:
+        records = archive.infolist()
+        if sum(record.file_size for record in records) > len(raw):
+            raise ValueError("records of more bytes than the archive: compressed, or on top of each other")
+        for record in records:
+            if record.filename.endswith("/data.pkl"):
+                _AnyUnpickler(archive.read(record)).load()
     try:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -198,17 +211,54 @@ _IMMUTABLE = {"torch.Size": tuple, "collections.OrderedDict": dict} | {
 }
 
 
+def _counted(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_and_count(self: _Unpickler) -> None:
+        load(self)
+        self.count(self.stack[-1])
+
+    return load_and_count
+
+
 class _Unpickler(pickle._Unpickler):
     """The one in Python, which allocates what it reads; that in C allocates what a pickle announces."""
 
-    # Without objects registered with copyreg, which are made without find_class, and a length that is allocated.
-    dispatch: ClassVar = {x: f for x, f in pickle._Unpickler.dispatch.items() if x not in b"\x82\x83\x84\x96"}
+    # Without objects registered with copyreg, which are made without find_class, and a length that is allocated. Those
+    # that may make a tuple (t, 1 to 3, and by a call) count its elements: see Note [Untrusted files].
+    dispatch: ClassVar = {
+        x: _counted(f) if x in b"t\x85\x86\x87R\x81\x92oi" else f
+        for x, f in pickle._Unpickler.dispatch.items()
+        if x not in b"\x82\x83\x84\x96"
+    }
+    stack: list[Any]
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(io.BytesIO(raw))
+        self._left = 100 * len(raw)  # elements of tuples, those of tuples inside included
+        self._counts: dict[int, tuple[int, Any]] = {}  # by the id of a tuple, which is kept
+
+    def count(self, made: Any) -> None:
+        if type(made) is tuple:
+            number = 1 + sum(self._counts.get(id(x), (1, x))[0] for x in made)
+            self._counts[id(made)] = number, made
+            self._left -= number
+            if self._left < 0:
+                raise pickle.UnpicklingError("tuples in tuples, with far more elements than the pickle has bytes")
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full not in _INERT and full not in _IMMUTABLE:
             raise pickle.UnpicklingError(f"it names {full}")
         return _IMMUTABLE.get(full) or type("_Inert", (_Inert,), {"name": full})
+
+
+class _AnyUnpickler(_Unpickler):
+    """One that admits any name, for values that are read once more."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _IMMUTABLE.get(f"{module}.{name}") or type("_Inert", (_Inert,), {"name": name})
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
 
 
 _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and where in the tensor
@@ -221,7 +271,7 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         RuntimeError: it is not metadata, or names something that metadata does not need; nothing in it was executed.
     """
     try:
-        top = _fields(_Unpickler(io.BytesIO(raw)).load(), dcp.Metadata)
+        top = _fields(_Unpickler(raw).load(), dcp.Metadata)
         places = {_key(_fields(index, dcp.MetadataIndex)): info for index, info in top["storage_data"].items()}
         described = top["state_dict_metadata"].items()
         return {_text(name): _entry(name, x, places) for name, x in described}

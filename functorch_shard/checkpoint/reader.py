@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import reject, shown
-from .format import FORMAT, MANIFEST, METADATA, Entry, NotPlainError, Region, Value, entries_of, loaded
+from .format import FORMAT, LARGEST_PLAIN, MANIFEST, METADATA, Entry, NotPlainError, Region, Value, entries_of, loaded
 
 _ALTERED = (
     "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
@@ -218,6 +218,8 @@ def _problem(entry: Entry, value: Value, lengths: Mapping[str, int]) -> str:
     needed = region.numel * entry.dtype.itemsize if entry.dtype else 0
     if value.start + value.nbytes > lengths.get(value.file, -1):
         return f"{file}: {_found(value.file, lengths)}, expected {value.nbytes:,} at {value.start:,}"
+    if value.nbytes > needed + LARGEST_PLAIN:  # a sparse file takes no space for what it claims
+        return f"{file}: {value.nbytes:,} bytes for a value of {needed:,}"
     if not len(region.offsets) == len(region.sizes) == len(shape):
         return f"{region} is not a region of shape {shape}"
     if any(at + size > end for at, size, end in zip(region.offsets, region.sizes, shape, strict=True)):

@@ -9,6 +9,7 @@ import json
 import pickle
 import random
 import resource
+import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -164,6 +165,57 @@ def test_a_view_beyond_its_storage_is_refused(tmp_path: Path) -> None:
     for size, offset in ((100, 0), (4, 1), (-1, 0)):
         folder = one(tmp_path / f"{size}, {offset}", saved(on_storage((size,), (1,), offset)), (4,))
         assert "'x'" in refusal(folder)
+
+
+def rewritten(raw: bytes, compression: int = zipfile.ZIP_STORED, **records: bytes) -> bytes:
+    """An archive with other records, by the last part of their names, in another form."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(file, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, records.get(name.split("/")[-1].split(".")[0], old.read(name)))
+    return file.getvalue()
+
+
+def nested(pair: Callable[[Any], Any]) -> bytes:
+    """The pickle of ``{key: 1}`` with 2**60 elements in the key, made without hashing it."""
+    key: Any = (1,)
+    for _ in range(60):
+        key = pair(key)
+    return b"\x80\x02}" + pickle.dumps(key, protocol=2)[2:-1] + b"K\x01s."
+
+
+KEYS = {
+    "pairs": nested(lambda key: (key, key)),
+    "sizes": nested(lambda key: Evil((torch.Size, ((key, key),)))),
+    "copies on the stack": b"\x80\x02}K\x01" + b"2\x86" * 60 + b"K\x01s.",
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_a_key_that_would_be_hashed_for_ever_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    assert "far more elements than the pickle has bytes" in refused(entries_of, KEYS[kind])
+    folder = foreign(tmp_path / "x", {}, {"p": rewritten(saved(1), data=KEYS[kind])})
+    assert "'p'" in refusal(folder, {"p": 0})
+
+
+def test_a_tuple_that_many_groups_share_is_read(tmp_path: Path) -> None:
+    betas = (0.9, 0.999)
+    value = {(betas, "a"): [{"betas": betas} for _ in range(1000)], "pairs": ((betas, betas), (betas, betas))}
+    assert load(foreign(tmp_path / "x", {}, {"p": saved(value)}), {"p": 0})["p"] == value
+
+
+def test_values_that_are_compressed_or_claim_gigabytes_of_a_sparse_file_are_not_read(tmp_path: Path) -> None:
+    bomb = rewritten(saved(torch.ones(4)), zipfile.ZIP_DEFLATED, **{"0": bytes(1 << 29)})
+    packed, sparse = one(tmp_path / "x", bomb), foreign(tmp_path / "y", {}, {"p": saved(1)})
+    with (sparse / FILE).open("ab") as file:
+        file.truncate(3 << 30)
+    metadata = pickle.loads((sparse / ".metadata").read_bytes())
+    metadata.storage_data[described.MetadataIndex("p")].length = 3 << 30
+    (sparse / ".metadata").write_bytes(pickle.dumps(metadata))
+    before = resident()
+    assert "'x'" in refusal(packed)
+    assert "3,221,225,472 bytes for a value of 0" in refusal(sparse, {"p": 0})
+    assert resident() - before < 1 << 26
 
 
 def mutate(raw: bytearray, draw: random.Random) -> None:
