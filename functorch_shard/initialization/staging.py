@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..torch_internals.autograd import TorchDispatchMode
-from ..torch_internals.tensors import arguments_of, identity_of_storage, is_written, tensors_of
+from ..torch_internals.tensors import identity_of_storage, is_written, schema_of, tensors_of
 
 _WHERE: tuple[Any, ...] = (Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda, Tensor.device)
 _GETTERS = tuple(each.__get__ for each in _WHERE)
@@ -82,7 +82,7 @@ class Staging(TorchDispatchMode):
         return optree.tree_map(lambda x: originals.get(id(x), x), result, none_is_leaf=True)  # where it works in place
 
     def _note_writes(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        declared = arguments_of(func)
+        declared = schema_of(func).arguments
         given = {**dict(zip([x.name for x in declared], args, strict=False)), **kwargs}
         for x in (x for one in declared if is_written(one) for x in tensors_of(given.get(one.name))):
             storage = identity_of_storage(x)

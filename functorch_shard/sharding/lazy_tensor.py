@@ -17,10 +17,10 @@ from torch import Tensor
 from ..containers import opened
 from ..torch_internals.tensors import (
     HAS_SAME_STORAGE_NUMEL,
-    arguments_of,
     is_written,
     no_torch_function,
     refuse_memory,
+    schema_of,
     torch_pytree,
     without_memory,
     without_torch_function,
@@ -205,7 +205,7 @@ def _inside(xs: Sequence[Any]) -> list[Any]:
 
 
 def _of_data_unless_written(func: Any, args: Any, kwargs: Any) -> Any:
-    for i, arg in [(i, arg) for i, arg in enumerate(arguments_of(func)) if is_written(arg)]:
+    for i, arg in [(i, arg) for i, arg in enumerate(schema_of(func).arguments) if is_written(arg)]:
         x = args[i] if i < len(args) else kwargs.get(arg.name)
         if any(isinstance(y, Lazy) for y in (x if isinstance(x, (list, tuple)) else [x])):
             raise RuntimeError(

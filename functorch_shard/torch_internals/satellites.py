@@ -47,7 +47,7 @@ from .autograd import (
     unwrap_if_dead,
     with_outer_tangents,
 )
-from .tensors import FakeTensor, arguments_of, identity_of_storage, is_written
+from .tensors import FakeTensor, identity_of_storage, is_written, schema_of
 
 aten = torch.ops.aten
 Transforms = tuple[tuple[str, int], ...]
@@ -166,7 +166,7 @@ class _Recorder(Recorder):
         refuse_random(func, args, kwargs)
         if torch.Tag.data_dependent_output in func.tags and not any(map(is_number, args[:1])):
             raise RefusedError(ON_VALUES)
-        for i, argument in enumerate(arguments_of(func)[: len(args)]):
+        for i, argument in enumerate(schema_of(func).arguments[: len(args)]):
             if is_written(argument):
                 self._keep(args[i])
         if func is aten.add_.Tensor and isinstance((kwargs or {}).get("alpha"), torch.SymFloat):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, cast
@@ -51,9 +51,9 @@ def identity_of_storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def arguments_of(operator: Any) -> Sequence[Any]:
-    """The declared arguments of a torch operator: ``torch.library`` takes schemas as text, and returns none."""
-    return operator._schema.arguments
+def schema_of(operator: Any) -> Any:
+    """What a torch operator declares, ``arguments`` and ``returns``: ``torch.library`` takes schemas as text alone."""
+    return operator._schema
 
 
 def is_written(argument: Any) -> bool:
@@ -63,12 +63,7 @@ def is_written(argument: Any) -> bool:
 
 def writes_nothing(target: Any) -> bool:
     """Whether the target of a node of a graph is an operator that writes to none of its arguments."""
-    return isinstance(target, _OpOverload) and not any(map(is_written, arguments_of(target)))
-
-
-def returns_anything(operator: Any) -> bool:
-    """Whether the operator declares a result."""
-    return bool(operator._schema.returns)
+    return isinstance(target, _OpOverload) and not any(map(is_written, schema_of(target).arguments))
 
 
 def tensors_of(value: Any) -> list[Tensor]:
