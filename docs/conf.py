@@ -41,7 +41,7 @@ html_css_files = ["tables.css"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|optree|collections|concurrent|datetime|typing|types|os|pathlib|numpy|contextlib)\b.*"),
-    (r"py:.*", r"(.*\.)?(T|Fn|Model|Tree|Tensor|Functions|Encoding|Traits)"),
+    (r"py:.*", r"(.*\.)?(T|Fn|Model|Tree|Tensor|Functions|Encoding|Kind)"),
 ]
 
 

@@ -99,7 +99,7 @@ class Backend(ABC):
     """The ranks of one axis at work: :meth:`issue` and :meth:`index` are to be written, the others have defaults.
 
     Note [Issue]: ``issue(op, x)`` starts the collective that ``op`` describes and returns a :class:`Work` with its
-    result, which ``op.law`` defines: see :data:`KINDS` in collective.py. Real ranks pass this rank's ``x`` and get this
+    result, which ``op.law`` defines: see ``KINDS`` in collective.py. Real ranks pass this rank's ``x`` and get this
     rank's result. Simulated ranks pass the values of all ranks, stacked in dim 0, and get one value for all, or a stack
     of one for each where the law has ``parts``; rows of different length are padded to the longest.
 

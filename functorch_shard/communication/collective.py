@@ -141,7 +141,7 @@ class Collective:
     """One collective, as every rank of an axis issues it.
 
     Args:
-        kind: a name of :data:`KINDS`, such as ``"psum"``; or one that only a backend of your own knows.
+        kind: a name of ``KINDS``, such as ``"psum"``; or one that only a backend of your own knows.
         axis: the name of the axis.
         numel: elements of the operand of one rank; where operands of ranks have different shapes, the mean over ranks
             of what each sends to the others.
