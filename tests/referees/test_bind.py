@@ -14,7 +14,9 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
-from tests.referees.programs import diffusers, peft, timm, transformers
+from tests.referees.programs import diffusers, mace, peft, timm, transformers
+from tests.referees.programs.torchdiffeq import flow as trajectory
+from tests.referees.programs.torchdiffeq import points, squares
 from tests.referees.referee import quiet
 from tests.referees.training import Batch, Task, parts
 from tests.support.refusals import refused
@@ -40,6 +42,21 @@ class Tagger(nn.Module):
 
     def forward(self, c: Tensor) -> Tensor:
         return self.out(self.rnn(c[:, None])[0])
+
+
+class Fitted(nn.Module):
+    """The loss of a force field, whose forward differentiates its energies by the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = mace.model()
+
+    def forward(self, x: Tensor, e: Tensor, f: Tensor) -> Tensor:
+        return torch.stack([mace.loss(self.field, *molecule) for molecule in zip(x, e, f, strict=True)])
+
+
+def molecules() -> Batch:
+    return dict(zip("xef", mace.molecules(4), strict=True))
 
 
 def transformer() -> nn.Module:
@@ -69,6 +86,8 @@ CASES: dict[str, tuple[str, Task]] = {
     "DiT, dropout": ("diffusers", Task(transformer, labelled, diffusers.of_output, ENABLE, dropout=True)),
     "LoRA": ("peft", Task(peft.adapted, transformers.text, transformers.loss_of, "gradient_checkpointing_enable")),
     "zuko": ("zuko", Task(flow, contexts, likelihood)),
+    "torchdiffeq's adjoint": ("torchdiffeq", Task(partial(trajectory, "odeint_adjoint", "rk4"), points, squares)),
+    "MACE": ("mace", Task(Fitted, molecules, Tensor.mean)),
     "LSTM": ("torch", Task(Tagger, contexts, timm.of_logits)),
 }
 
