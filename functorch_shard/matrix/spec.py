@@ -10,7 +10,7 @@ has, and until then entries are zeros.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..training.optimizer_step import ELEMENTWISE, NUMBER, NUMBER_DTYPES, NUMBER
 from ..training.trials import (
     apart,
     begins_as_known,
-    changed_numbers,
     constant,
     first_values,
     leaves_of,
@@ -31,6 +30,7 @@ from ..training.trials import (
     option_names,
     refusal,
     scattered,
+    take_steps,
 )
 
 STARTED = "owner.started"
@@ -74,56 +74,32 @@ def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch
     options, known_options = _with_rate(options), option_names(cls)
     with outside_transforms(), torch.inference_mode(False), torch.no_grad():
         start = scattered(shape, 0).to(device, dtype)
-        numbers = _numbers_of(cls, options, start)
-
-        def step(param: Tensor, state: dict[str, Any], kept_numbers: dict[str, Any]) -> dict[str, Any]:
-            group = Group(param, scattered(shape, 3).to(param), state, options, kept_numbers)
-            update(cls, [group], known_options)
-            return kept(group)
-
-        param, state, in_group = start.clone(), {}, dict.fromkeys(numbers)
-        entries, treedef = _flattened(cls, step(param, state, in_group), device)
+        grad = scattered(shape, 3).to(start)
+        _, numbers = take_steps(cls, options, [torch.nn.Parameter(start.clone())], [[grad.clone()], [grad.clone()]])
+        group = Group(start.clone(), grad, dict.fromkeys(numbers), options)
+        update(cls, [group], known_options)
+        entries, treedef = _flattened(cls, group.state, device)
         known = begins_as_known(cls, options, numbers, start)
         begins = entries
         if known:
-            begun, kept_numbers = first_values(cls, options, numbers, start)
-            first = {**begun, **_prefixed(kept_numbers)}
+            first = first_values(cls, options, numbers, start)
             known = _flattened(cls, first, device) == (entries, treedef)
             values = map(constant, leaves_of(first))
             begins = [replace(entry, first=x) for entry, x in zip(entries, values, strict=False)]
-        later, form = _flattened(cls, step(param.clone(), state, in_group), device)
+        update(cls, [replace(group, param=group.param.clone(), grad=scattered(shape, 3).to(start))], known_options)
+        later, form = _flattened(cls, group.state, device)
         if (later, form) != (entries, treedef):
             names = ", ".join(sorted({e.name for e in later} ^ {e.name for e in entries})) or "what it has"
             raise refusal(cls, f"its state changes its shape from step to step ({names})")
     if not known:
         begins = [*entries, Entry(STARTED, (), torch.bool, bool, device)]
-    return Spec(tuple(begins), treedef, numbers, known)
+    return Spec(tuple(begins), treedef, tuple(numbers), known)
 
 
 def _with_rate(options: Options) -> Options:
     """``options`` with a learning rate other than 0, which a schedule may begin with."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, (int, float, Tensor)) and not rate else options
-
-
-def _numbers_of(cls: Class, options: Options, start: Tensor) -> tuple[str, ...]:
-    """The numbers in its group that two steps of the class change."""
-    param = torch.nn.Parameter(start.clone())
-    optimizer = cls([param], **options)
-    before = dict(optimizer.param_groups[0])
-    for _ in range(2):
-        param.grad = scattered(start.shape, 3).to(start)
-        optimizer.step()
-    return changed_numbers(cls, before, optimizer.param_groups[0])
-
-
-def kept(group: Group) -> dict[str, Any]:
-    """State and numbers of a group after a step."""
-    return {**group.state, **_prefixed(group.numbers)}
-
-
-def _prefixed(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    return {NUMBER + name: x for name, x in numbers.items() if x is not None}
 
 
 def _flattened(cls: Class, tree: Any, device: torch.device) -> tuple[list[Entry], Any]:
@@ -163,19 +139,14 @@ def check_whole(cls: Class, every: Sequence[Options]) -> None:
 
 def _compare(cls: Class, options: Options) -> None:
     together = [torch.nn.Parameter(scattered(shape, i)) for i, shape in enumerate(_SHAPES)]
-    optimizer = cls(together, **options)
-    after = optimizer.param_groups[0]
-    before = {name: x for name, x in after.items() if name != "params"}
-    for step in range(_NUM_STEPS):
-        for i, param in enumerate(together):
-            param.grad = _gradient(i, step)
-        optimizer.step()
-    numbers = changed_numbers(cls, before, after)
+    grads = [[_gradient(i, step) for i in range(len(_SHAPES))] for step in range(_NUM_STEPS)]
+    optimizer, numbers = take_steps(cls, options, together, grads)
+    after = {NUMBER + name: x for name, x in optimizer.param_groups[0].items()}
     for i, (shape, param) in enumerate(zip(_SHAPES, together, strict=True)):
-        group = Group(scattered(shape, i), param, {}, options, dict.fromkeys(numbers))
+        group = Group(scattered(shape, i), param, dict.fromkeys(numbers), options)
         for step in range(_NUM_STEPS):
-            update(cls, [Group(group.param, _gradient(i, step), group.state, options, group.numbers)], ())
-        odd = [n for n in numbers if abs(group.numbers[n] - after[n]) > 1e-9 * abs(after[n])]
+            update(cls, [replace(group, grad=_gradient(i, step))], ())
+        odd = [n.removeprefix(NUMBER) for n in numbers if abs(group.state[n] - after[n]) > 1e-9 * abs(after[n])]
         if odd:
             raise refusal(cls, f"it keeps {', '.join(odd)} in its parameter groups, which depends on all parameters")
         if not torch.allclose(group.param, param, rtol=1e-6, atol=1e-9, equal_nan=True):

@@ -9,7 +9,6 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from ..training.optimizer_step import NUMBER
 from .exchange import Place
 from .plan import Plan
 from .spec import STARTED, Entry
@@ -22,14 +21,14 @@ class ParameterStates:
     leaves: Mapping[str, Mapping[str, Tensor]]  # by key, then by the name of an entry
     plan: Plan
 
-    def read(self, name: str, place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the class keeps in its state, and in its groups; tensors are views of the leaves."""
+    def read(self, name: str, place: Place) -> dict[str, Any]:
+        """The state of a ``Group``; tensors are views of the leaves."""
         spec = self.plan.specs[name]
         if not spec.known and not self._view(name, STARTED, place).item():
-            return {}, dict.fromkeys(spec.numbers)
+            return dict.fromkeys(spec.numbers)
         values = [self._value(name, entry, place) for entry in spec.entries if entry.name != STARTED]
         tree: Any = optree.tree_unflatten(spec.treedef, values)
-        return tree, {each: tree.pop(NUMBER + each, None) for each in spec.numbers}
+        return tree
 
     def write(self, name: str, place: Place, tree: Any) -> None:
         """Keep what is not in its place already."""

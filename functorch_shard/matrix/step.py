@@ -31,7 +31,6 @@ from ..training.optimizer_step import (
 )
 from .exchange import Place, Ranks, message, split
 from .plan import Part, Plan, Round
-from .spec import kept
 from .state import ParameterStates
 
 Shards = Mapping[str, Tensor]  # by key, with batch dims in front
@@ -117,7 +116,7 @@ class _Run:
             groups = {name: self._group(name, place, params[name][row], grads[name][row]) for name in params}
             update(self.step.cls, list(groups.values()), self.step.known)
             for name, group in groups.items():
-                self.states.write(name, place, kept(group))
+                self.states.write(name, place, group.state)
                 if group.param.data_ptr() != params[name][row].data_ptr():  # the class has replaced its memory
                     params[name][row] = group.param.detach().reshape(-1)
         for part in this.parts[rank][rank]:
@@ -126,8 +125,7 @@ class _Run:
 
     def _group(self, name: str, place: Place, param: Tensor, grad: Tensor) -> Group:
         shape, options = self.step.plan.slots[name].shape, self.options[self.step.plan.labels[name]]
-        state, numbers = self.states.read(name, place)
-        return Group(param.view(shape), grad.view(shape), state, options, numbers)
+        return Group(param.view(shape), grad.view(shape), self.states.read(name, place), options)
 
     def _assembled(self, this: Round, rank: int, received: Tensor | None) -> tuple[Whole, Whole]:
         """Parameters and gradients as a whole: what this rank has of them, and what was received."""

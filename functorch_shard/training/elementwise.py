@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..torch_internals.autograd import TorchDispatchMode
 from .optimizer_step import Class, Group, update
-from .trials import apart, find_traits, first_values, on_host, scattered
+from .trials import apart, find_traits, on_host, scattered
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _SIZES = [*map(prod, _SHAPES)]
@@ -74,10 +74,7 @@ def _whole(cls: Class, options: dict[str, Any]) -> Tensor:
 def _parts(cls: Class, options: dict[str, Any]) -> Tensor:
     traits = find_traits(cls, options)
     params = [_start()[a:b].clone() for a, b in pairwise(_CUTS)]
-    groups = []
-    for param in params:
-        begun, numbers = first_values(cls, options, traits.numbers, param) if traits.known else ({}, {})
-        groups.append(Group(param, param, begun, options, {**dict.fromkeys(traits.numbers), **numbers}))
+    groups = [Group(x, x, traits.begin(cls, options, x), options) for x in params]
     for step in range(_NUM_STEPS):
         for group, (a, b) in zip(groups, pairwise(_CUTS), strict=True):
             update(cls, [replace(group, grad=_gradient(step)[a:b].clone())], ())

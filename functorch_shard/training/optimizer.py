@@ -19,7 +19,7 @@ from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
 from ..torch_internals.autograd import eager, in_transform
 from .optimizer_step import NUMBER, PARAM, ByLabel, Leaves, Options, StepCall, run_below_transforms, tensors_among
-from .trials import Start, Traits, apart, check_class, find_traits, on_host, option_names
+from .trials import Traits, apart, check_class, find_traits, on_host, option_names, start, start_like
 
 OptState = dict[str, Sharded]
 _NONE: Mapping[str, Any] = {}
@@ -324,13 +324,13 @@ class Part:
 
     def init(self, params: Sharded) -> dict[str, Leaves]:
         """The state before the first step, by key of a buffer, then by name."""
-        options, rows, starts = self.opt.options_of(self.buffers), rank_dims(params.layout), dict[Any, Start]()
+        options, rows, starts = self.opt.options_of(self.buffers), rank_dims(params.layout), dict[Any, Leaves]()
         found = {}
         for key, buffer in self.buffers.items():
             x, label = params[key], buffer.label
             if (form := (label, x.dtype, x.device)) not in starts:
-                starts[form] = Start(self.opt.cls, options[label], self.traits[label], x)
-            found[key] = {name: starts[form].like(x, name, rows) for name in self.traits[label].names}
+                starts[form] = start(self.opt.cls, options[label], self.traits[label], x)
+            found[key] = {name: start_like(x, starts[form].get(name), rows) for name in self.traits[label].names}
         return found
 
     def step(
@@ -342,8 +342,8 @@ class Part:
         for key, grad in grads.items():
             if key in self.buffers and grad is not None:
                 buffers[key] = grad, {name: tree[key] for name, tree in trees if key in tree}
-        rows, numbers = rank_dims(params.layout), {label: traits.numbers for label, traits in self.traits.items()}
-        call = StepCall(self.opt.cls, self.opt.known, self.buffers, numbers, options, donate)
+        rows = rank_dims(params.layout)
+        call = StepCall(self.opt.cls, self.opt.known, self.buffers, options, donate)
         return run_below_transforms(call, rows, buffers, tensors_among(options, rows))
 
     def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
@@ -362,8 +362,8 @@ class Part:
 
     def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
         """Numbers of the parameter group of ``label``."""
-        found = {name: state[NUMBER + name][key] for key in buffers for name in self.traits[label].numbers}
-        return {name: x.flatten()[0].item() for name, x in found.items() if x is not None}
+        found = {name: state[name][key] for key in buffers for name in self.traits[label].numbers}
+        return {name.removeprefix(NUMBER): x.flatten()[0].item() for name, x in found.items() if x is not None}
 
     def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
         """The buffers that the state of whole parameters is in, by its name and key."""

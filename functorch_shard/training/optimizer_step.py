@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
 import optree
@@ -36,11 +36,12 @@ Leaves = dict[str, Any]  # of a buffer, by name
 Rows = tuple[int, ...]  # sizes of the dims in front
 NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 NUMBERS = tuple(NUMBER_DTYPES)
-PARAM, GRAD = "(param)", "(grad)"
+PARAM = "(param)"
 NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
 
-# Their foreach kernels write to no gradient, read in their sources.
+# Their kernels write to no gradient, read in their sources, except that of SGD with Nesterov momentum.
 _LEAVE_GRADIENTS = (
+    torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
     torch.optim.NAdam,
@@ -49,8 +50,7 @@ _LEAVE_GRADIENTS = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-# That of SGD does with Nesterov momentum.
-ELEMENTWISE = (*_LEAVE_GRADIENTS, torch.optim.SGD, torch.optim.Adamax, torch.optim.Rprop, torch.optim.Adagrad)
+ELEMENTWISE = (*_LEAVE_GRADIENTS, torch.optim.Adamax, torch.optim.Rprop, torch.optim.Adagrad)
 IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
@@ -58,14 +58,14 @@ IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 class Group:
     """One tensor to update, with the options of its label: the same object for all tensors of the label.
 
-    ``numbers`` are those that the class keeps in its parameter groups; ``None`` before it creates them.
+    ``state`` also has the numbers that the class keeps in its parameter groups, under names that begin with ``NUMBER``;
+    ``None`` before the class creates them.
     """
 
     param: Tensor
     grad: Tensor
     state: State
     options: Options
-    numbers: State
 
 
 def update(cls: Class, groups: Sequence[Group], known: Collection[str]) -> None:
@@ -76,8 +76,8 @@ def update(cls: Class, groups: Sequence[Group], known: Collection[str]) -> None:
     """
     batches: dict[Any, list[Group]] = {}
     for group in groups:
-        key = id(group.options), frozenset(group.state), frozenset(group.numbers.items())
-        batches.setdefault(key, []).append(group)
+        kept = ((name, x if name.startswith(NUMBER) else None) for name, x in group.state.items())
+        batches.setdefault((id(group.options), frozenset(kept)), []).append(group)
     for same in batches.values():
         params = [group.param for group in same]
         options = {**implementation(cls, same[0].options, params, known), **same[0].options}
@@ -101,11 +101,13 @@ def implementation(cls: Class, options: Options, params: Sequence[Tensor], known
 
 def take_step(optimizer: torch.optim.Optimizer, groups: Sequence[Group], options: Options) -> None:
     """Step ``optimizer``, which was made for the parameters of ``groups``, with their gradients and states."""
-    entries, kept = optimizer.param_groups[0], groups[0].numbers
-    entries.update(options)
-    entries.update({name: x for name, x in kept.items() if x is not None})
+    entries = optimizer.param_groups[0]
+    kept = {name.removeprefix(NUMBER): x for name, x in groups[0].state.items() if name.startswith(NUMBER)}
+    entries.update({**options, **{name: x for name, x in kept.items() if x is not None}})
     before = dict(entries)
     for group in groups:
+        for name in kept:
+            del group.state[NUMBER + name]
         group.param.grad = group.grad
         for name, value in optimizer.state[group.param].items():  # Adagrad creates state before the first step
             group.state.setdefault(name, value)
@@ -120,7 +122,7 @@ def take_step(optimizer: torch.optim.Optimizer, groups: Sequence[Group], options
         if x is not before.get(name) and x != before.get(name) and name not in kept and isinstance(x, NUMBERS):
             raise RuntimeError(_CHANGED.format(cls=type(optimizer).__name__, name=name))
     for group in groups:
-        group.numbers.update({name: entries.get(name) for name in kept})
+        group.state.update({NUMBER + name: entries.get(name) for name in kept})
 
 
 _CHANGED = (
@@ -152,63 +154,67 @@ class StepCall:
     cls: Class
     known: Sequence[str]  # options of the class
     buffers: Mapping[str, Buffer]
-    numbers: Mapping[str, Sequence[str]]  # that the class keeps in its groups, by label
     options: ByLabel
     donate: bool
 
     def __call__(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows) -> dict[str, Leaves]:
         """Update all rows at once if they have the same step counts and options, otherwise each by itself."""
         counts = [x for _, of in buffers.values() for x in of.values() if isinstance(x, Tensor) and x.shape == rows]
-        together = same_in_rows(counts, rows, _COUNTS) and same_in_rows(optree.tree_leaves(values), rows)
-        places = [(0,) * len(rows)] if together else [*product(*map(range, rows))]
-        chosen = [with_values(self.options, values, place) for place in places]
-        groups: dict[str, list[Group]] = {}
+        if same_in_rows(counts, rows, _COUNTS) and same_in_rows(optree.tree_leaves(values), rows):
+            new = self._together(buffers, values, rows)
+        else:
+            each: Any = [self._of_row(buffers, values, place) for place in product(*map(range, rows))]
+            new: Any = optree.tree_map(lambda *xs: _stacked(xs, rows), *each, none_is_leaf=True)
+        for key, (_, given) in buffers.items():
+            new[key] = {name: self._placed(given.get(name), x, given[PARAM]) for name, x in new[key].items()}
+        return new
+
+    def _of_row(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, place: Rows) -> dict[str, Leaves]:
+        trees: Any = (dict(buffers), values)
+        trees = optree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, trees, none_is_leaf=True)
+        return self(*trees, rows=())
+
+    def _together(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows) -> dict[str, Leaves]:
+        first = (0,) * len(rows)
+        options, groups = with_values(self.options, values, first), dict[str, Group]()
         for key, (grad, given) in buffers.items():
-            label = self.buffers[key].label
-            own = dict(zip(given, owned(given.values(), self.donate), strict=True))
-            own[GRAD] = self._gradient(grad, given[PARAM], self.options[label])
-            groups[key] = [
-                self._group(own, place, together, label, of[label]) for place, of in zip(places, chosen, strict=True)
-            ]
-        update(self.cls, [*chain.from_iterable(groups.values())], self.known)
-        return {key: self._results(groups[key], given, rows, together) for key, (_, given) in buffers.items()}
+            state, label = dict[str, Any](), self.buffers[key].label
+            for name, x in zip(given, owned(given.values(), self.donate), strict=True):
+                x = x[first] if rows and isinstance(x, Tensor) and x.ndim == len(rows) else x
+                if name.startswith(NUMBER):
+                    state[name] = None if x is None else x.item()
+                elif x is not None:
+                    state[name] = x
+            grad = self._gradient(grad, given[PARAM], options[label])
+            groups[key] = Group(state.pop(PARAM), grad, state, options[label])
+        update(self.cls, [*groups.values()], self.known)
+        new: dict[str, Leaves] = {}
+        for key, group in groups.items():
+            new[key] = dict.fromkeys(buffers[key][1])
+            for name, x in {PARAM: group.param, **as_leaves(group.state)}.items():
+                new[key][name] = x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
+        return new
 
     def _gradient(self, grad: Tensor, param: Tensor, options: Options) -> Tensor:
-        """The gradient like its parameter, or a copy where a step may write to it: loops and fused kernels do not."""
+        """The gradient like its parameter, or a copy where a step may write to it."""
         grad = grad.to(param.device, param.dtype)
-        if self.cls not in _LEAVE_GRADIENTS:
-            chosen = {**implementation(self.cls, options, [param], self.known), **options}
-            looped = chosen.get("fused") or (param.is_cpu and not chosen.get("foreach"))
-            if not looped or self.cls not in ELEMENTWISE:
-                return grad.clone(memory_format=torch.contiguous_format)
-        return grad.detach().contiguous()
+        if self.cls in _LEAVE_GRADIENTS and not options.get("nesterov"):
+            return grad.detach().contiguous()
+        return grad.clone(memory_format=torch.contiguous_format)
 
-    def _group(self, own: Leaves, place: Rows, together: bool, label: str, options: Options) -> Group:
-        """The tensors of one row, or of all rows with the scalars of the first one."""
-        state, kept = {}, dict.fromkeys(self.numbers[label])
-        for name, x in own.items():
-            if place and isinstance(x, Tensor) and (x.ndim == len(place) or not together):
-                x = x[place]
-            if name.startswith(NUMBER):
-                kept[name.removeprefix(NUMBER)] = None if x is None else x.item()
-            elif x is not None:
-                state[name] = x
-        return Group(state.pop(PARAM), state.pop(GRAD), state, options, kept)
+    def _placed(self, given: Any, x: Any, param: Tensor) -> Any:
+        """A result where it belongs: new state in the memory kind of its parameter, or in memory that was donated."""
+        if given is None and isinstance(x, Tensor) and x.shape == param.shape:
+            return memory_kind_of(param).put(x)
+        return in_memory_of(given, x) if self.donate else x
 
-    def _results(self, groups: Sequence[Group], given: Leaves, rows: Rows, together: bool) -> Leaves:
-        """Results by name: ``None`` for state that does not exist yet; new state has the parameter's memory kind."""
-        found, param = [{PARAM: each.param, **each.state, **as_state(each.numbers)} for each in groups], given[PARAM]
-        results = dict.fromkeys(given)
-        for name in dict.fromkeys(chain.from_iterable(found)):
-            x, before = found[0].get(name), given.get(name)
-            if not together:
-                x = _stack_rows([each.get(name) for each in found], rows)
-            elif rows and isinstance(x, Tensor) and x.ndim == 0:
-                x = x.expand(rows).clone()
-            if before is None and isinstance(x, Tensor) and x.shape == param.shape:
-                x = memory_kind_of(param).put(x)
-            results[name] = in_memory_of(before, x) if self.donate else x
-        return results
+
+def _stacked(values: Sequence[Any], rows: Rows) -> Any:
+    """One value from those of all rows."""
+    if not any(isinstance(x, Tensor) for x in values):
+        return values[0]
+    stacked = torch.stack([*values])
+    return stacked.view(*rows, *stacked.shape[1:])
 
 
 def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> Any:
@@ -220,32 +226,24 @@ def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> A
         return {}
     results: list[Any] = []
 
-    def on_plain(rows: Rows, plain: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def on_plain(plain: Sequence[Tensor], *sizes: int) -> tuple[Tensor, ...]:
         for i, x in zip(sent, plain, strict=True):
             leaves[i] = x
         again: Any = optree.tree_unflatten(form, leaves)
-        results[:] = optree.tree_flatten(call(*again, rows), none_is_leaf=True)
+        results[:] = optree.tree_flatten(call(*again, (*sizes, *rows)), none_is_leaf=True)
         return tuple([x for x in results[0] if isinstance(x, Tensor)])
 
-    returned = iter(_Below.apply(_Plain(on_plain, rows), *[leaves[i] for i in sent]))
+    returned = iter(_Below.apply(on_plain, *[leaves[i] for i in sent]))
     made, structure = results
     return optree.tree_unflatten(structure, [next(returned) if isinstance(x, Tensor) else x for x in made])
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """A function of plain tensors and the sizes of their leading batch dims; opaque to pytrees."""
-
-    fn: Callable[[Rows, Sequence[Tensor]], tuple[Tensor, ...]]
-    rows: Rows
-
-
 class _Below(Function):
-    """Runs below vmap, where tensors are plain and fused kernels work. Its derivatives raise."""
+    """Runs ``call(tensors, *sizes of batches)`` below vmap, where fused kernels work. Its derivatives raise."""
 
     @staticmethod
-    def forward(call: _Plain, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return call.fn(call.rows, tensors)
+    def forward(call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return call(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -260,14 +258,14 @@ class _Below(Function):
         raise NotImplementedError(_NO_DERIVATIVE)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, call: _Plain, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Any:
         size = info.batch_size
         # Every row would write to a tensor without this batch dim: each row gets a copy.
         moved = [
             x.expand(size, *x.shape).clone() if dim is None else x.movedim(dim, 0)
             for x, dim in zip(tensors, in_dims[1:], strict=True)
         ]
-        results = _Below.apply(_Plain(call.fn, (size, *call.rows)), *moved)
+        results = _Below.apply(lambda plain, *sizes: call(plain, *sizes, size), *moved)
         return results, (0,) * len(results)
 
 
@@ -319,19 +317,11 @@ def same_in_rows(values: Any, rows: Rows, what: str = "options, for example lr, 
     return all(map(bool, equal))
 
 
-def _stack_rows(values: Sequence[Any], rows: Rows) -> Any:
-    """One value from those of all rows."""
-    if not any(isinstance(x, Tensor) for x in values):
-        return values[0]
-    stacked = torch.stack([*values])
-    return stacked.view(*rows, *stacked.shape[1:])
-
-
-def as_state(numbers: Mapping[str, Any]) -> Leaves:
-    """Numbers as tensors, so that they are leaves of the tree."""
+def as_leaves(state: State) -> Leaves:
+    """``state`` with numbers of parameter groups as tensors, which are leaves of a tree."""
     return {
-        NUMBER + name: None if x is None else torch.tensor(x, dtype=NUMBER_DTYPES[type(x)])
-        for name, x in numbers.items()
+        name: torch.tensor(x, dtype=NUMBER_DTYPES[type(x)]) if name.startswith(NUMBER) and x is not None else x
+        for name, x in state.items()
     }
 
 

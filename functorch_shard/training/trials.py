@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -23,10 +22,11 @@ from .optimizer_step import (
     NUMBERS,
     Class,
     Group,
+    Leaves,
     Options,
     Rows,
     State,
-    as_state,
+    as_leaves,
     implementation,
     take_step,
     update,
@@ -40,19 +40,20 @@ class Traits:
     """What a class keeps with given options.
 
     Args:
-        state: the names of its state for a parameter.
-        numbers: the names of numbers in its parameter groups that a step changes.
+        names: of its state for a parameter, with the numbers of its parameter groups that steps change.
         known: whether the state before the first step is known; otherwise the first step creates it.
     """
 
-    state: tuple[str, ...]
-    numbers: tuple[str, ...]
+    names: tuple[str, ...]
     known: bool
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The names of an optimizer's state for a buffer."""
-        return [*self.state, *(NUMBER + name for name in self.numbers)]
+    @property
+    def numbers(self) -> list[str]:
+        return [name for name in self.names if name.startswith(NUMBER)]
+
+    def begin(self, cls: Class, options: Options, like: Tensor) -> State:
+        """The state before the first step for a parameter like this one, as far as it is known."""
+        return first_values(cls, options, self.numbers, like) if self.known else dict.fromkeys(self.numbers)
 
 
 def find_traits(cls: Class, options: Options) -> Traits:
@@ -63,18 +64,14 @@ def find_traits(cls: Class, options: Options) -> Traits:
     """
     options = on_host(options)
     with apart():
-        param, kept = torch.nn.Parameter(torch.ones(4, dtype=torch.float64)), {}
-        optimizer = cls([param], **options)
-        before = dict(optimizer.param_groups[0])
-        for i in range(_TRIAL_STEPS):
-            param.grad = torch.linspace(-1, i % 3, 4, dtype=torch.float64)
-            optimizer.step()
-            kept.update(optimizer.state[param])
+        param = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        grads = [[torch.linspace(-1, i % 3, 4, dtype=torch.float64)] for i in range(_TRIAL_STEPS)]
+        optimizer, numbers = take_steps(cls, options, [param], grads)
+        kept = optimizer.state[param]
         odd = [f"{name!r} is a {type(x).__name__}" for name, x in kept.items() if not _fits(x, param)]
         if odd:
             raise refusal(cls, f"its state cannot be sharded like its parameter: {', '.join(odd)}")
-        numbers = changed_numbers(cls, before, optimizer.param_groups[0])
-        return Traits(tuple(kept), numbers, begins_as_known(cls, options, numbers, scattered((4,), 0)))
+        return Traits((*kept, *numbers), begins_as_known(cls, options, numbers, scattered((4,), 0)))
 
 
 def _fits(x: Any, param: Tensor) -> bool:
@@ -82,8 +79,20 @@ def _fits(x: Any, param: Tensor) -> bool:
     return tensor or x is None or isinstance(x, (*NUMBERS, str))
 
 
-def changed_numbers(cls: Class, before: Options, after: Options) -> tuple[str, ...]:
-    """The numbers of a parameter group that steps have changed; an option of the class among them is refused."""
+def take_steps(
+    cls: Class, options: Options, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+) -> tuple[torch.optim.Optimizer, list[str]]:
+    """Take a step with each of ``grads``; return the optimizer, and the numbers in its group that steps have changed.
+
+    A class that changes its own options is refused.
+    """
+    optimizer = cls([*params], **options)
+    after = optimizer.param_groups[0]
+    before = dict(after)
+    for each in grads:
+        for param, x in zip(params, each, strict=True):
+            param.grad = x
+        optimizer.step()
     names = [
         name
         for name, x in after.items()
@@ -91,7 +100,7 @@ def changed_numbers(cls: Class, before: Options, after: Options) -> tuple[str, .
     ]
     if own := [name for name in names if name in option_names(cls)]:
         raise refusal(cls, f"it changes its own options ({', '.join(own)}), and here options are arguments")
-    return tuple(names)
+    return optimizer, [NUMBER + name for name in names]
 
 
 def option_names(cls: Class) -> list[str]:
@@ -131,8 +140,8 @@ def check_class(cls: type[torch.optim.Optimizer], elementwise: bool, whole: bool
 class _FirstValues(dict[str, Any]):
     """A state that keeps a copy of the first value of each entry: its class makes it, and then updates it in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, numbers: Sequence[str]) -> None:
+        super().__init__(dict.fromkeys(numbers))
         self.first: State = {}
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -150,38 +159,32 @@ class _FirstValues(dict[str, Any]):
             self[name] = value
 
 
-def first_values(cls: Class, options: Options, numbers: Sequence[str], like: Tensor) -> tuple[State, State]:
-    """The state that a step of ``cls`` begins with for a parameter like this one, and ``numbers`` of its groups."""
-    state, param = _FirstValues(), torch.zeros_like(like)
-    group = Group(param, scattered(like.shape, 3).to(like), state, options, dict.fromkeys(numbers))
+def first_values(cls: Class, options: Options, numbers: Sequence[str], like: Tensor) -> State:
+    """The state that a step of ``cls`` begins with for a parameter like this one, with ``numbers`` of its groups."""
+    state, param = _FirstValues(numbers), torch.zeros_like(like)
     optimizer = cls([param], **{**implementation(cls, options, [param], option_names(cls)), **options})
     entries = dict(optimizer.param_groups[0])
-    take_step(optimizer, [group], {})
-    return state.first, {name: entries.get(name) for name in numbers}
+    take_step(optimizer, [Group(param, scattered(like.shape, 3).to(like), state, options)], {})
+    return {**state.first, **{name: entries.get(name.removeprefix(NUMBER)) for name in numbers}}
 
 
-class Start:
+def start(cls: Class, options: Options, traits: Traits, like: Tensor) -> Leaves:
     """The state before the first step, for parameters of the dtype and on the device of ``like``; the same everywhere.
 
     It is found on four elements, so that no memory is needed for a step on the parameters.
     """
+    with apart():
+        four = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
+        return as_leaves(traits.begin(cls, options, four))
 
-    def __init__(self, cls: Class, options: Options, traits: Traits, like: Tensor) -> None:
-        self.first: State = {}
-        if traits.known:
-            with apart():
-                four = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
-                state, numbers = first_values(cls, options, traits.numbers, four)
-            self.first = {**state, **as_state(numbers)}
 
-    def like(self, param: Tensor, name: str, rows: Rows) -> Any:
-        """The state of a parameter; ``None`` if the first step creates it."""
-        x = self.first.get(name)
-        if not isinstance(x, Tensor):
-            return x
-        if x.ndim == 0:
-            return torch.full(rows, x.item(), dtype=x.dtype, device=x.device)
-        return memory_kind_of(param).put(torch.full_like(param, x[0].item(), dtype=x.dtype))
+def start_like(param: Tensor, x: Any, rows: Rows) -> Any:
+    """The state ``x`` of four elements for a parameter; ``None`` if the first step creates it."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.ndim == 0:
+        return torch.full(rows, x.item(), dtype=x.dtype, device=x.device)
+    return memory_kind_of(param).put(torch.full_like(param, x[0].item(), dtype=x.dtype))
 
 
 def begins_as_known(cls: Class, options: Options, numbers: Sequence[str], start: Tensor) -> bool:
@@ -191,16 +194,16 @@ def begins_as_known(cls: Class, options: Options, numbers: Sequence[str], start:
     """
     known = option_names(cls)
     for rate in ({}, {"lr": 0.75}) if "lr" in known else ({},):
-        begun, in_group = first_values(cls, options, numbers, start)
+        begun = first_values(cls, options, numbers, start)
         if any(constant(x) is None for x in leaves_of(begun)):
             return False
         groups = [
-            Group(start.clone(), scattered(start.shape, 5).to(start), state, {**options, **rate}, kept)
-            for state, kept in (({}, dict.fromkeys(numbers)), (begun, in_group))
+            Group(start.clone(), scattered(start.shape, 5).to(start), state, {**options, **rate})
+            for state in (dict.fromkeys(numbers), begun)
         ]
         for group in groups:
             update(cls, [group], known)
-        if not _alike(*((group.param, group.state, group.numbers) for group in groups)):
+        if not _alike(*((group.param, group.state) for group in groups)):
             return False
     return True
 
