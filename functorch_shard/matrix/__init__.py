@@ -1,8 +1,8 @@
 """Optimizers of whole parameters: each parameter has an owner, which updates it for all ranks of the shard axis.
 
 ``spec``: whether a class can do this, and what it keeps for a parameter. ``plan``: who owns what, what is sent in which
-rounds, and where state is; integers only. ``exchange``: the messages. ``step``: a step on plain tensors. ``state``: the
-state of one parameter inside of the leaf of all. ``part``: ``init`` and ``step`` on the trees of users.
+rounds, and where state is; integers only. ``step``: a step on plain tensors. ``part``: ``init`` and ``step`` on the
+trees of users.
 
 ``fs.optimizer(cls, whole=True)`` loads it. It imports ``layout``, ``storage``, ``communication`` and the
 modules of ``training`` that every optimizer has.

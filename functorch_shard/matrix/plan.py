@@ -44,12 +44,9 @@ class Part(NamedTuple):
     numel: int
     start: int
 
-    def of_shard(self, shard: Tensor) -> Tensor:
-        return shard[self.offset : self.offset + self.numel]
-
-    def of_whole(self, flat: Tensor) -> Tensor:
-        """Of the flat parameter, or of rows of it."""
-        return flat[..., self.start : self.start + self.numel]
+    def of(self, flat: Tensor, first: int) -> Tensor:
+        """The part in a shard, from its ``offset`` on, or in the flat parameter, from its ``start`` on."""
+        return flat[first : first + self.numel]
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,24 @@
 """Update whole parameters on their owners: what is sent, what an owner computes, and what is sent back.
 
-See Note [Owners] in plan.py. Everything here is on plain tensors, below every transform: real ranks have the values of
-this rank, simulated ranks those of all ranks as rows of a batch.
+See Note [Owners] in plan.py. Everything here is on plain tensors, below every transform, where batch dims are in front.
+A real rank has one row of each tensor, or several if the user maps over parameters; simulated ranks have those of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..communication.axis import Axis
 from ..communication.backend import Work
+from ..communication.collective import Splits
 from ..training.optimizer_step import (
     PARAM,
     ByLabel,
@@ -29,12 +32,12 @@ from ..training.optimizer_step import (
     update,
     with_values,
 )
-from .exchange import Place, Ranks, message, split
 from .plan import Part, Plan, Round
-from .state import ParameterStates
+from .spec import STARTED
 
 Shards = Mapping[str, Tensor]  # by key, with batch dims in front
-Whole = dict[str, Tensor]  # by name, flat, one row for each place of a rank
+Place = tuple[int, ...]  # of a row
+Whole = dict[str, Tensor]  # by name, flat
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,18 @@ class WholeStep:
         if not same_in_rows(optree.tree_leaves(values), rows):
             raise ValueError(_OWN_OPTIONS)
         new = {key: dict(zip(of, owned(of.values(), self.donate), strict=True)) for key, of in given.items()}
-        params = {key: new[key][PARAM] for key in grads}
-        ranks, options = Ranks.of(place, rows, self.plan.num_ranks), with_values(self.options, values, (0,) * len(rows))
-        _Run(self, options, ranks, params, grads, ParameterStates(new, self.plan)).all_rounds()
+        options, axis = with_values(self.options, values, (0,) * len(rows)), self.axis
+        index, others, every = place["index"], place["others"], [*product(*map(range, rows))]
+        places: dict[int, list[Place]] = {}
+        if isinstance(index, Tensor):
+            for row, rank in zip(every, index.flatten().tolist(), strict=True):
+                places.setdefault(rank, []).append(row)
+            dims = [] if others is None else [n for d, n in enumerate(rows) if (others != others.narrow(d, 0, 1)).any()]
+            axis = axis and replace(axis, folded=torch.Size(dims).numel())  # so many of a rank's rows: other axes
+        else:
+            places[index] = every
+        places = dict(sorted(places.items()))
+        _Run(self, axis, options, places, isinstance(index, Tensor), grads, new).all_rounds()
         if not self.donate:
             return new
         return {key: {n: in_memory_of(given[key][n], x) for n, x in leaves.items()} for key, leaves in new.items()}
@@ -73,14 +85,15 @@ _OWN_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Run:
-    """One step, on the ranks that are here."""
+    """One step, on the rows of the ranks that are here."""
 
     step: WholeStep
+    axis: Axis | None
     options: ByLabel
-    ranks: Ranks
-    params: Shards
+    places: Mapping[int, Sequence[Place]]  # of the rows of each rank, by its position on the shard axis
+    stacked: bool  # whether the ranks are simulated
     grads: Shards
-    states: ParameterStates
+    new: Mapping[str, Leaves]  # parameters and state, which are written to
 
     def all_rounds(self) -> None:
         """Send each round before the last one is computed, and wait for what comes back at the end."""
@@ -89,78 +102,136 @@ class _Run:
         returning: list[tuple[Round, Work | None]] = []
         for i, this in enumerate(rounds):
             work, arriving = arriving, self._send(rounds[i + 1]) if i + 1 < len(rounds) else None
-            received = self.ranks.wait(work)
-            new = {rank: self._updated(this, rank, received.get(rank)) for rank in self.ranks.places}
+            received = self._wait(work)
+            new = {place: self._updated(this, rank, place, received.get(place)) for rank, place in self._rows()}
             returning.append((this, self._send_back(this, new)))
         for this, work in returning:
-            for rank, received in self.ranks.wait(work).items():
-                self._receive_back(this, rank, received)
+            received = self._wait(work)
+            for rank, place in self._rows() if received else ():
+                parts = [part for owner in self._others(rank) for part in this.parts[rank][owner]]
+                for part, values in zip(parts, _split(received[place], parts), strict=True):
+                    self._lay(part, place, values)
+
+    def _rows(self) -> Iterator[tuple[int, Place]]:
+        return ((rank, place) for rank, places in self.places.items() for place in places)
+
+    def _others(self, rank: int) -> list[int]:
+        """All ranks but one, in the order of messages."""
+        return [other for other in range(self.step.plan.num_ranks) if other != rank]
+
+    def _both(self, this: Round, source: int, owner: int) -> list[tuple[bool, Part]]:
+        """The parts of parameters, then those of gradients, for which the flag is true."""
+        return [(of_grad, part) for of_grad in (False, True) for part in this.parts[source][owner]]
+
+    def _of_shard(self, of_grad: bool, part: Part, place: Place) -> Tensor:
+        return part.of((self.grads[part.key] if of_grad else self.new[part.key][PARAM])[place], part.offset)
 
     def _send(self, this: Round) -> Work | None:
         """Of each parameter and its gradient what this rank has and others own."""
-        messages = {}
-        for rank, places in self.ranks.places.items() if this.sends else ():
-            sent = [each for owner in self.ranks.others(rank) for each in self._both(this, rank, owner)]
-            rows = [[part.of_shard(tree[part.key][place]) for tree, part in sent] for place in places]
-            messages[rank] = message(rows, self.step.device, this.dtype)
-        return self.ranks.start(self.step.axis, messages, this.with_grads)
 
-    def _both(self, this: Round, source: int, owner: int) -> list[tuple[Shards, Part]]:
-        """The parts of parameters, then those of gradients."""
-        return [(tree, part) for tree in (self.params, self.grads) for part in this.parts[source][owner]]
+        def parts(rank: int, place: Place) -> list[Tensor]:
+            both = [each for owner in self._others(rank) for each in self._both(this, rank, owner)]
+            return [self._of_shard(of_grad, part, place) for of_grad, part in both]
 
-    def _updated(self, this: Round, rank: int, received: Tensor | None) -> Whole:
+        return self._start(this, this.with_grads, parts)
+
+    def _send_back(self, this: Round, new: Mapping[Place, Whole]) -> Work | None:
+        def parts(rank: int, place: Place) -> list[Tensor]:
+            sent = [part for source in self._others(rank) for part in this.parts[source][rank]]
+            return [part.of(new[place][part.name], part.start) for part in sent]
+
+        return self._start(this, this.back, parts)
+
+    def _start(self, this: Round, splits: Splits, parts: Callable[[int, Place], list[Tensor]]) -> Work | None:
+        """Send one message from each rank to each other one, with one row for each of its rows."""
+        if self.axis is None or not this.sends:
+            return None
+        device, dtype = self.step.device, this.dtype
+        empty = torch.empty(0, device=device, dtype=dtype)
+        messages = [
+            torch.stack([torch.cat([empty, *(x.to(device, dtype) for x in parts(rank, place))]) for place in places])
+            for rank, places in self.places.items()
+        ]
+        longest = max(x.shape[-1] for x in messages)
+        padded = [pad(x, (0, longest - x.shape[-1])) for x in messages]
+        x = torch.stack(padded) if self.stacked else padded[0]
+        return self.axis.issue("ragged_all_to_all", x, splits=splits)
+
+    def _wait(self, work: Work | None) -> dict[Place, Tensor]:
+        """What each row received, which may be followed by padding; nothing if nothing was sent."""
+        if work is None:
+            return {}
+        result = work.wait()
+        of_ranks = dict(enumerate(result)) if self.stacked else dict.fromkeys(self.places, result)
+        return {
+            place: x for rank, places in self.places.items() for place, x in zip(places, of_ranks[rank], strict=True)
+        }
+
+    def _updated(self, this: Round, rank: int, place: Place, received: Tensor | None) -> Whole:
         """The new values of what ``rank`` owns."""
-        params, grads = self._assembled(this, rank, received)
-        for row, place in enumerate(self.ranks.places[rank]):
-            groups = {name: self._group(name, place, params[name][row], grads[name][row]) for name in params}
-            update(self.step.cls, list(groups.values()), self.step.known)
-            for name, group in groups.items():
-                self.states.write(name, place, group.state)
-                if group.param.data_ptr() != params[name][row].data_ptr():  # the class has replaced its memory
-                    params[name][row] = group.param.detach().reshape(-1)
+        plan, how = self.step.plan, {"dtype": this.dtype, "device": self.step.device}
+        params, grads = (
+            {name: torch.empty(plan.slots[name].numel, **how) for name in this.owned[rank]} for _ in range(2)
+        )
+        sent = [each for source in self._others(rank) for each in self._both(this, source, rank)]
+        arrived = () if received is None else zip(sent, _split(received, [part for _, part in sent]), strict=True)
+        here = [(each, self._of_shard(*each, place)) for each in self._both(this, rank, rank)]
+        for (of_grad, part), values in (*here, *arrived):
+            part.of((grads if of_grad else params)[part.name], part.start).copy_(values)
+        groups = {}
+        for name, param in params.items():
+            shape, options = plan.slots[name].shape, self.options[plan.labels[name]]
+            groups[name] = Group(param.view(shape), grads[name].view(shape), self._state(name, place), options)
+        update(self.step.cls, [*groups.values()], self.step.known)
+        for name, group in groups.items():
+            self._keep_state(name, place, group.state)
+        new = {name: group.param.detach().reshape(-1) for name, group in groups.items()}
         for part in this.parts[rank][rank]:
-            self._lay(part, rank, part.of_whole(params[part.name]))
-        return params
+            self._lay(part, place, part.of(new[part.name], part.start))
+        return new
 
-    def _group(self, name: str, place: Place, param: Tensor, grad: Tensor) -> Group:
-        shape, options = self.step.plan.slots[name].shape, self.options[self.step.plan.labels[name]]
-        return Group(param.view(shape), grad.view(shape), self.states.read(name, place), options)
+    def _lay(self, part: Part, place: Place, values: Tensor) -> None:
+        """Put new values into a shard."""
+        self._of_shard(False, part, place).copy_(values)
 
-    def _assembled(self, this: Round, rank: int, received: Tensor | None) -> tuple[Whole, Whole]:
-        """Parameters and gradients as a whole: what this rank has of them, and what was received."""
-        places = self.ranks.places[rank]
-        params, grads = (self._empty(this, rank, len(places)) for _ in range(2))
-        for tree, part in self._both(this, rank, rank):
-            into = part.of_whole((params if tree is self.params else grads)[part.name])
-            for row, place in enumerate(places):
-                into[row] = part.of_shard(tree[part.key][place])
-        if received is not None:
-            sent = [each for source in self.ranks.others(rank) for each in self._both(this, source, rank)]
-            for (tree, part), values in zip(sent, split(received, [part for _, part in sent]), strict=True):
-                part.of_whole((params if tree is self.params else grads)[part.name]).copy_(values)
-        return params, grads
+    def _state(self, name: str, place: Place) -> dict[str, Any]:
+        """The state of a ``Group``, with views of the leaves; Note [State of whole parameters]."""
+        spec = self.step.plan.specs[name]
+        if not spec.known and not self._leaf(name, STARTED, place).item():
+            return dict.fromkeys(spec.numbers)
+        values: list[Any] = []
+        for entry in spec.entries:
+            if entry.name != STARTED:
+                x = self._leaf(name, entry.name, place)
+                values.append(x.view(entry.shape).to(entry.device) if entry.kind is Tensor else entry.kind(x.item()))
+        tree: Any = optree.tree_unflatten(spec.treedef, values)
+        return tree
 
-    def _empty(self, this: Round, rank: int, num_rows: int) -> Whole:
-        slots, how = self.step.plan.slots, {"dtype": this.dtype, "device": self.step.device}
-        return {name: torch.empty(num_rows, slots[name].numel, **how) for name in this.owned[rank]}
+    def _keep_state(self, name: str, place: Place, tree: Any) -> None:
+        """Write the state that is not in its place already."""
+        spec = self.step.plan.specs[name]
+        leaves, treedef = optree.tree_flatten(tree)
+        if treedef != spec.treedef:
+            raise RuntimeError(f"step: the state of {name!r} is {treedef}, and was {spec.treedef} in a trial")
+        values: list[Any] = [*leaves] if spec.known else [*leaves, True]
+        for entry, x in zip(spec.entries, values, strict=True):
+            leaf = self._leaf(name, entry.name, place)
+            if not isinstance(x, Tensor):
+                leaf.fill_(x)
+            elif tuple(x.shape) != entry.shape:
+                got = f"got shape {tuple(x.shape)}, and {entry.shape} in a trial"
+                raise RuntimeError(f"step: the state of {name!r}: {entry.name!r}: {got}")
+            elif x.device != leaf.device or x.data_ptr() != leaf.data_ptr():
+                leaf.copy_(x.reshape(-1))
 
-    def _send_back(self, this: Round, new: Mapping[int, Whole]) -> Work | None:
-        messages = {}
-        for rank, params in new.items() if this.sends else ():
-            sent = [part for source in self.ranks.others(rank) for part in this.parts[source][rank]]
-            rows = [
-                [part.of_whole(params[part.name][row]) for part in sent] for row in range(len(self.ranks.places[rank]))
-            ]
-            messages[rank] = message(rows, self.step.device, this.dtype)
-        return self.ranks.start(self.step.axis, messages, this.back)
+    def _leaf(self, name: str, entry: str, place: Place) -> Tensor:
+        key, offset, numel = self.step.plan.places[name, entry]
+        return self.new[key][entry][place][offset : offset + numel]
 
-    def _receive_back(self, this: Round, rank: int, received: Tensor) -> None:
-        parts = [part for owner in self.ranks.others(rank) for part in this.parts[rank][owner]]
-        for part, values in zip(parts, split(received, parts), strict=True):
-            self._lay(part, rank, values)
 
-    def _lay(self, part: Part, rank: int, rows: Tensor) -> None:
-        """Put new values into the shards."""
-        for place, values in zip(self.ranks.places[rank], rows, strict=True):
-            part.of_shard(self.params[part.key][place]).copy_(values)
+def _split(received: Tensor, parts: Iterable[Part]) -> Iterator[Tensor]:
+    """The values of each part in a message."""
+    offset = 0
+    for part in parts:
+        yield received[offset : offset + part.numel]
+        offset += part.numel
