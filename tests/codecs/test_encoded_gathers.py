@@ -197,7 +197,6 @@ def test_any_pair_of_functions_of_any_tree_is_a_codec() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "one": (fs.codecs.int8().encode, "TypeError: gather: codec: got "),
     "three": ((abs, abs, abs), "TypeError: gather: codec: got "),
     "no functions": ((1, 2), "TypeError: gather: codec: got (1, 2), expected (encode, decode), two functions"),
     "no tensors": ((lambda x: 3, abs), "TypeError: codec: encode returned [3], expected a pytree of tensors"),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -220,9 +219,8 @@ def test_whole_steps_of_adamw_are_bitwise_those_run_eagerly_donated_ones_too(mes
         assert_trees_close(*trained(mesh, torch.optim.AdamW, donate), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam])
-def test_optimizers_without_a_fused_kernel_agree_to_rounding(cls: type[torch.optim.Optimizer]) -> None:
-    assert_trees_close(*trained(fs.simulated_mesh(2), cls, donate=False), rtol=1e-7, atol=1e-9)
+def test_an_optimizer_without_a_fused_kernel_agrees_to_rounding() -> None:
+    assert_trees_close(*trained(fs.simulated_mesh(2), torch.optim.NAdam, donate=False), rtol=1e-7, atol=1e-9)
 
 
 @on_each([*simulated(3), *gloo(2)])
@@ -255,22 +253,3 @@ def test_the_collectives_of_a_replay_are_counted_as_those_of_the_step(mesh: fs.M
     ahead = Counter(eager.issued) - Counter(replayed.issued)  # gathers that nothing uses
     assert {op.kind for op in ahead} <= {"all_gather"}
     assert sum(ahead.values()) == eager.total - replayed.total
-
-
-@dataclass(frozen=True)
-class Output:
-    loss: Tensor
-    more: Any
-
-
-@on_each([*simulated(3), *gloo(2)])
-def test_a_result_is_of_the_container_that_the_step_returns(mesh: fs.Mesh) -> None:
-    params, loss = of(mesh, Net())
-    step = mesh.spmd(lambda p, x: Output(loss(p, x), UserDict({"grads": fs.grad(loss)(p, x), "number": 3})))
-    compiled = fs.compile(step, backend="replay")
-    for seed in range(2):
-        x = rows(mesh, seed)
-        result, expected = compiled(params, x), step(params, x)
-        assert (type(result), type(result.more), result.more["number"]) == (Output, UserDict, 3)
-        assert torch.equal(result.loss, expected.loss)
-        assert_trees_close(result.more["grads"], expected.more["grads"])

@@ -16,10 +16,8 @@ from tests.support.models import initialized, on_meta
 from tests.support.ranks import Ranks, gloo
 from tests.support.refusals import refused, text_of
 
-INTEGERS = [torch.int16, torch.uint16, torch.int64, torch.uint64]
 
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int64], ids=str)
 def test_integers_are_told_from_what_a_reset_finds(dtype: torch.dtype) -> None:
     values = torch.tensor([0, 1, 100], dtype=dtype)
 
@@ -68,8 +66,7 @@ def test_every_parameter_that_nothing_fills_is_named() -> None:
     model: Any = on_meta(lambda: nn.ModuleDict({"a": Careless(), "b": Bare(), "c": nn.Linear(2, 2)}))
     weight_norm(model["c"])
     for units in ("auto", 1):
-        layout = fs.plan(model, fs.simulated_mesh(2), units=units)
-        text = refused(fs.init, model, layout)
+        text = refused(fs.init, model, fs.plan(model, fs.simulated_mesh(2), units=units))
         assert text.startswith("ValueError: init: 9 problems")
         for line in (
             "'a.partial': 4 of 12 elements left unfilled by reset_parameters of Careless 'a'",
@@ -117,11 +114,6 @@ def test_a_reset_may_assign_new_parameters_of_the_same_form() -> None:
         (lambda m: setattr(m, "weight", nn.Parameter(torch.ones(3, 2))), "put a tensor of shape (3, 2), torch.float32"),
         (lambda m: setattr(m, "weight", None), "put NoneType there, expected a tensor"),
         (lambda m: setattr(m, "weight", nn.Parameter(torch.empty(2, 3, device="meta"))), "without values there"),
-        (lambda m: m.weight, "not filled by reset_parameters of Resetting, the model itself: 6 elements"),
-        (
-            lambda m: 1 / 0,
-            "ZeroDivisionError raised by reset_parameters of Resetting, the model itself",
-        ),
         (lambda m: m.weight.data.copy_(m.fc.weight), "NotImplementedError raised by reset_parameters of Resetting"),
         (lambda m, std: None, "TypeError raised by reset_parameters"),
     ],

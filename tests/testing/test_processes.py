@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import RankError, assert_trees_close, run_ranks
@@ -34,19 +33,6 @@ def test_results_come_in_rank_order_with_arguments_sent_both_ways() -> None:
         assert_trees_close(result[3:], (args, kwargs), rtol=0, atol=0)
         assert isinstance(result[3][1], fs.Sharded)
         assert result[3][1].layout == layout
-
-
-def own_shards(values: dict[str, Tensor]) -> Any:
-    mesh = fs.init_mesh()
-    return mesh.axes, mesh.rank, fs.shard(values, fs.plan(values, mesh))
-
-
-def test_a_rank_has_a_mesh_and_its_shards_come_back() -> None:
-    values = {"w": torch.arange(5.0)}
-    expected = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
-    for rank, (axes, mesh_rank, params) in enumerate(run_ranks(own_shards, 2, values)):
-        assert (axes, mesh_rank) == ({"shard": 2}, rank)
-        assert_trees_close(dict(params), {key: rows[rank] for key, rows in expected.items()})
 
 
 def variable(name: str) -> str | None:

@@ -102,8 +102,6 @@ def test_equal_trees_pass_whatever_kind_of_mapping_they_are() -> None:
     ("actual", "close", "far"),
     [
         (1.0, 1.0 + 1e-9, 1.001),
-        (float("nan"), float("nan"), 1.0),
-        (1j, 1j + 1e-9, 2j),
         (numpy.ones(3), numpy.ones(3) + 1e-9, numpy.zeros(3)),
         (numpy.float32(1), numpy.float32(1), numpy.float32(2)),
     ],
