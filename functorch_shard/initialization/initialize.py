@@ -13,7 +13,7 @@ from ..layout.validation import check_model
 from ..mesh.agreement import value_lines
 from ..sharding.shard import blank_rows, fill_rows, shard_of_rows
 from ..torch_internals.autograd import outside_transforms
-from .filling import ByFunction, ByResets, Init
+from .filling import Filling, Init
 
 _RESETS = (
     "Give the module, or one around it, a reset_parameters() that fills its parameters and buffers, give the model the "
@@ -39,9 +39,9 @@ def init(
 
     Args:
         model: what ``layout`` was planned from, on the meta device or elsewhere: parameters' values are not looked at.
-            The nearest module around a parameter that has a ``reset_parameters`` fills it; torch's private
-            ``_reset_parameters`` (``MultiheadAttention``) fills any module inside, after that module's own reset.
-            Tied parameters are filled under their first name. A DTensor is filled as the whole tensor it stands for.
+            Each module that has a ``reset_parameters``, or torch's private ``_reset_parameters``, is reset after the
+            modules inside of it, and the last values count, as in constructors. Tied parameters are filled under their
+            first name. A DTensor is filled as the whole tensor it stands for.
             A buffer that has values keeps them where nothing writes, so put a table that only ``__init__`` computes
             into the model before: ``model.rope.table = make_table()``.
         layout: from :func:`plan`.
@@ -55,7 +55,7 @@ def init(
         ``model.named_buffers()`` lists them, for :func:`apply`. Outside ``spmd`` on simulated ranks, both are stacked.
 
     Raises:
-        TypeError: ``model`` is not a module, ``layout`` not a layout, ``seed`` not an int, or ``init`` not a function.
+        TypeError: ``model`` is not a module, ``layout`` not a layout, or ``seed`` not an int.
         ValueError: the model is not the layout's, or parameters, or buffers without values, are left unfilled in part
             or whole; or ``init`` wrote to tensors outside of the module it was called with; all of them at once.
         RuntimeError: a reset or ``init`` raised, or the ranks disagree about ``seed`` or the values. An error on one
@@ -85,27 +85,17 @@ def init(
     mesh, lines = layout.mesh, list[str]()  # the lines have to be equal on all ranks
 
     def build() -> tuple[Sharded, dict[str, Tensor]]:
-        _check(model, layout, seed, init)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"init: model: got {type(model).__name__}, expected an nn.Module, whose modules are filled")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            raise TypeError(f"init: seed: got {seed!r}, expected an int")
+        tensors = named_tensors(model)
+        check_model("init", tensors, aliases_of(tensors), layout)
         forked = [mesh.device] if mesh.device.type != "cpu" else []  # the CPU's random numbers always are
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            torch.random.fork_rng(forked, device_type=mesh.device.type),
-        ):
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(forked, device_type=mesh.device.type):
             return _fill(model, layout, seed, init, lines)
 
     return mesh.agree("init", build, lambda _: [f"seed={seed}", *lines], _SAME)
-
-
-def _check(model: nn.Module, layout: Layout, seed: int, init: Init | None) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"init: model: got {type(model).__name__}, expected an nn.Module, whose modules are filled")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"init: seed: got {seed!r}, expected an int")
-    if init is not None and not callable(init):
-        raise TypeError(f"init: init: got {type(init).__name__}, expected a function of a module, or None")
-    tensors = named_tensors(model)
-    check_model("init", tensors, aliases_of(tensors), layout)
 
 
 def _fill(
@@ -131,10 +121,9 @@ def _fill(
     unit_of = {name: name.rpartition(".")[0] for name in buffers}
     unit_of |= {slot.name: unit.name for unit in layout.units for buffer in unit.buffers for slot in buffer.slots}
     device, ranks = layout.mesh.device, () if layout.mesh.in_spmd else tuple(layout.mesh.axes.values())
-    arguments = (model, unit_of, device, seed, take)
     with outside_transforms():
         rows.update({key: blank_rows(buffer, layout) for key, buffer in layout.buffers.items()})
-        problems = (ByResets(*arguments) if init is None else ByFunction(init, *arguments)).fill()
+        problems = Filling(model, init, unit_of, device, seed, take).fill()
     reject("init", problems, _RESETS if init is None else _FUNCTION)
     shards = {key: shard_of_rows(rows[key], buffer, layout) for key, buffer in layout.buffers.items()}
     values = {n: filled[n] if n in filled else x.detach().to(device, copy=True) for n, x in buffers.items()}
