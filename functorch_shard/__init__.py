@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import collectives as collectives
 from . import communication as communication
-from .communication.axis import Axis as Axis
+from .communication.backend import Axis as Axis
 from .layout.layout import Layout as Layout
 from .layout.planning import plan
 from .layout.precision import MixedPrecision

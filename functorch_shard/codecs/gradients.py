@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.rules import aside, fold, place_of, stack
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..errors import name_problems, reject
 from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout, shard_axis

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import eager

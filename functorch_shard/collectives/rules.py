@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..torch_internals.autograd import Function, with_outer_tangents
 
 _COPY = "copy"  # of one value for each rank to use, where what ranks do with it adds up

@@ -10,7 +10,7 @@ Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_red
 ``(op, x, send) -> Work`` and pass ``wrap(function)``, or a backend of your own that moves bytes itself. Whatever it
 does, derivatives are those of the true collectives, whose transposes go through it as well.
 
-Here bytes move between the ranks of one axis. ``collective``, ``backend``, ``axis``: the interface; ``simulated``,
+Here bytes move between the ranks of one axis. ``collective``, ``backend``: the interface; ``simulated``,
 ``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``simulated_group``: what
 ``torch.distributed`` is inside of simulated ranks; ``joint``: several axes as one; ``wrappers`` count and skip;
 ``recorded``: what tracers record; ``lost_ranks`` names ranks that do not respond; ``writes`` finds
@@ -23,8 +23,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .axis import wrap
-from .backend import Backend, Finished, Work
+from .backend import Backend, Finished, Work, wrap
 from .collective import Collective
 
 if TYPE_CHECKING:

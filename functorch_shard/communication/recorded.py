@@ -14,6 +14,7 @@ recorded. Operators take numbers and strings alone, so ``ranks`` is a name of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,31 +22,34 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from .backend import Backend, Work
 from .collective import LIBRARY, START, WAIT, Collective, record
 
-# As torch.distributed does for process groups: an operator of a graph finds its ranks by name.
-_BACKENDS: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 # While a tracer records an operator it runs it, with real tensors where the program made some: nothing is sent then.
 _RECORDING = ContextVar("a collective is recorded and not issued", default=False)
 
 
-def name_of(backend: Backend) -> str:
-    """The name by which a recorded operator finds ``backend``, for as long as somebody holds it."""
-    if backend.recorded_name not in _BACKENDS:
-        _BACKENDS[backend.recorded_name] = backend
-    return backend.recorded_name
+class _Backends(WeakValueDictionary[str, Any]):
+    """The backends that graphs have, by name, as torch.distributed has process groups.
+
+    Names are numbered, so that they are the same in each run of a program, and none is used again.
+    """
+
+    number = 0
+
+    def name_of(self, backend: object) -> str:
+        for name, each in self.items():
+            if each is backend:
+                return name
+        self.number += 1
+        self[f"ranks{self.number}"] = backend
+        return f"ranks{self.number}"
 
 
-def backend_of(name: str) -> Backend:
-    backend = _BACKENDS.get(name)
-    if backend is None:
-        raise RuntimeError("a recorded collective: its mesh was freed. Keep it for as long as the compiled function.")
-    return backend
+_BACKENDS = _Backends()
 
 
-def issue_recorded(op: Collective, x: Tensor, size: int, backend: Backend) -> Work:
-    """``op`` on ``x`` as operators of a graph; ``size`` is that of the axis."""
+def start_recorded(op: Collective, x: Tensor, size: int, backend: object) -> Callable[[], Tensor]:
+    """Record ``op`` on ``x``, on an axis of this size, as operators of a graph; return what waits for it."""
     law, shape = op.law, list(x.shape)
     if law.begins or law.shape:
         raise NotImplementedError(
@@ -56,8 +60,8 @@ def issue_recorded(op: Collective, x: Tensor, size: int, backend: Backend) -> Wo
     if bool(law.parts) == law.reduces:  # side by side, or a part
         shape[op.dim] = shape[op.dim] // size if law.parts else shape[op.dim] * size
     what = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient)
-    started = _recorded(START, x, name_of(backend), *what)
-    return Work(lambda: _recorded(WAIT, started, x, shape, op.dtype, op.device or x.device))
+    started = _recorded(START, x, _BACKENDS.name_of(backend), *what)
+    return lambda: _recorded(WAIT, started, x, shape, op.dtype, op.device or x.device)
 
 
 def _recorded(operator: Any, *args: Any) -> Any:
@@ -71,7 +75,9 @@ def _recorded(operator: Any, *args: Any) -> Any:
 def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
     if _RECORDING.get():
         return torch.empty(0)
-    backend, op = backend_of(name), Collective(*fields)
+    backend, op = _BACKENDS.get(name), Collective(*fields)
+    if backend is None:
+        raise RuntimeError("a recorded collective: its mesh was freed. Keep it for as long as the compiled function.")
     started: Any = torch.empty(0)
     record(op)
     started.work = backend.issue(op, x)

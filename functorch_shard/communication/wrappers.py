@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
-from .axis import Axis, wrap
-from .backend import Backend, Finished, Issue, Work, Wrapped
+from .backend import Axis, Backend, Finished, Issue, Work, Wrapped, wrap
 from .collective import KINDS, Collective
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..collectives.primitives import psum
 from ..collectives.rules import shared_sum
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..layout.buffers import Buffer, Slot, of_rank, overlaid, without_padding
 from ..layout.layout import Layout, shard_axis, shard_index
 from ..layout.trees import Sharded, check_sharded, check_shards, map_items

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.axis import Axis, wrap
-from ..communication.backend import Backend, Issue, Work, transport
+from ..communication.backend import Axis, Backend, Issue, Work, transport, wrap
 from ..communication.collective import Collective
 from ..communication.process_group import GroupBackend
 from ..torch_internals.tensors import timeout_of

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..communication.axis import Axis
-from ..communication.backend import Work
+from ..communication.backend import Axis, Work
 from ..communication.collective import Splits
 from ..training.optimizer_step import (
     PARAM,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..communication.process_group import as_bytes
 from ..errors import first_difference
 from ..torch_internals.autograd import outside_transforms, without_batches

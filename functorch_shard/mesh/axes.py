@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..communication.axis import Axis
-from ..communication.backend import Backend, DetachedBackend, transport
+from ..communication.backend import Axis, Backend, DetachedBackend, transport
 from ..communication.process_group import GroupBackend
 from ..errors import axes_text
 from ..torch_internals.tensors import timeout_of

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..communication.axis import Axis
-from ..communication.backend import DetachedBackend
+from ..communication.backend import Axis, DetachedBackend
 from ..errors import axes_text
 from ..torch_internals.tensors import set_timeout, timeout_of
 from .axes import check_axes, group_axis, is_accelerator, with_index

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..communication.axis import Axis
-from ..communication.backend import Backend, transport
+from ..communication.backend import Axis, Backend, transport
 from ..containers import Static
 from ..errors import axes_text
 from ..torch_internals.autograd import eager

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from ..communication.axis import Axis
-from ..communication.backend import Backend
+from ..communication.backend import Axis, Backend
 from ..communication.simulated import StackedBackend, as_ranks
 from ..communication.simulated_group import default_group
 from ..communication.writes import writes_refused

@@ -13,8 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..communication.axis import Axis
-from ..communication.backend import Backend, Finished, Work
+from ..communication.backend import Axis, Backend, Finished, Work
 from ..communication.collective import Collective, RecordMode
 from ..communication.simulated import of_all_ranks
 from ..communication.simulated_group import default_group

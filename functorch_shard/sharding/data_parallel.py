@@ -18,7 +18,7 @@ from torch import Tensor
 from ..collectives.primitives import psum
 from ..collectives.rules import Linear, LinearMap, aside, fold, place_of, save_static, saved, stack
 from ..collectives.sinks import prepare
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..communication.collective import sum_in_rank_order
 from ..errors import first_difference
 from ..layout.buffers import Buffer, batch_of, pack

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import Sink
-from ..communication.axis import Axis
-from ..communication.backend import Finished, Work
+from ..communication.backend import Axis, Finished, Work
 from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout, shard_axis
 from ..layout.schedule import Cast, Communication, Encoding, Ops, ReduceScatter, Schedule, up_to_communication

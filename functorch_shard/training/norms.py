@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..collectives.primitives import pmax, psum
 from ..collectives.rules import shared_max, shared_sum
-from ..communication.axis import Axis
+from ..communication.backend import Axis
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
 from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items

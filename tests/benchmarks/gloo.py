@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from functorch_shard.communication.axis import Axis
+from functorch_shard.communication.backend import Axis
 from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks

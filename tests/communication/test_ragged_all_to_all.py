@@ -11,8 +11,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Counter
-from functorch_shard.communication.axis import Axis
-from functorch_shard.communication.backend import transport
+from functorch_shard.communication.backend import Axis, transport
 from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.gloo.backend import GlooBackend
 from tests.support.ranks import Ranks, gloo, simulated

@@ -13,8 +13,7 @@ import torch.distributed as dist
 import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.communication import Backend, Counter
-from functorch_shard.communication.axis import Axis
-from functorch_shard.communication.backend import transport
+from functorch_shard.communication.backend import Axis, transport
 from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.gloo import check_order
 from tests.support.differing import DIFFERENT, ONES, error_of, short_mesh
