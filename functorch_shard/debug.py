@@ -1,6 +1,7 @@
-"""Debug values: the norm of each parameter, and which parameter has a NaN or an infinity, at which index and rank."""
+"""Debug values: norms, what is not finite, and over which axes of ranks values vary."""
 
+from .sharding.varying import varies
 from .training.finite import assert_finite
 from .training.norms import param_norms
 
-__all__ = ["assert_finite", "param_norms"]
+__all__ = ["assert_finite", "param_norms", "varies"]

@@ -30,6 +30,8 @@ def psum(x: Tree, axis: Over, /) -> Tree:
 
     Linear; its own transpose. ``all_gather(psum_scatter(x))`` is the same value. Added up in rank order and rounded
     after each addend, bitwise alike on simulated ranks and over gloo: sums of low precision may lose bits or overflow.
+    What does not vary over ``axis`` (``fs.debug.varies``) is multiplied by the number of ranks: a sum of ones counts
+    ranks, and a sum of what was summed already counts it again.
 
     Args:
         x: this rank's addend, a tensor or a pytree of them, the same shapes on every rank; bools are counted, in int64.
@@ -57,6 +59,8 @@ def psum(x: Tree, axis: Over, /) -> Tree:
 @eager
 def pmean(x: Tree, axis: Over, /) -> Tree:
     """Mean over the ranks of ``axis``: ``psum`` divided by their number. Linear; its own transpose.
+
+    What does not vary over ``axis`` is left as it is; its gradient becomes the mean over ranks.
 
     Args:
         x: this rank's value, a tensor or a pytree of them; integers give the default float dtype.

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..torch_internals.autograd import without_batches
+from ..torch_internals.tensors import batch_levels
 from .backend import Backend, Finished, Work
 from .collective import Collective
 
@@ -29,6 +31,13 @@ def running_ranks() -> dict[Index, Tensor]:
     """The indices of the ranks that run here, by axis; empty outside of ``spmd``."""
     indices = {axis: axis.get() for axis in _RUNNING.get()}
     return {axis: index for axis, index in indices.items() if index is not None}
+
+
+def axes_over(x: Tensor) -> tuple[str, ...]:
+    """Return the axes of the running ranks over which ``x`` varies, outermost first: Note [Varies] in varying.py."""
+    levels = batch_levels(x)
+    several = [(axis, index) for axis, index in running_ranks().items() if without_batches(index).numel() > 1]
+    return tuple(axis.name for axis, index in several if not levels.isdisjoint(batch_levels(index)))
 
 
 @contextmanager

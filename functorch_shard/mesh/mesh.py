@@ -128,7 +128,8 @@ class Mesh(Static):
             fn: what each rank does; per-rank tensors in, per-rank tensors out. Without it, a decorator.
             in_dims: where the rank dims of each positional argument start, as in ``torch.func.vmap``: an int, or a
                 tuple of trees. ``None``: the same on every rank, no rank dims. Keyword arguments are mapped at 0.
-            out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once.
+            out_dims: where the rank dims of each result go. ``None``: the same on every rank, returned once. Batched
+                ranks decide by what a value varies over (``fs.debug.varies``), sequential ones compare values.
                 ``"list"``, on sequential ranks: a list with what each rank returned.
             randomness: as in vmap, for simulated ranks, which draw from one generator: ``"different"`` draws something
                 else on every rank, ``"same"`` alike. Sequential ranks have a generator each, which starts where this
@@ -148,7 +149,7 @@ class Mesh(Static):
         gradient of a sum over ranks is the gradient of the mean.
 
         Raises:
-            ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` differs.
+            ValueError: a tensor has no rank dims of the right sizes, or a result for ``out_dims=None`` varies.
             TypeError: an argument, or the result, has tensors inside of an object that is not such a container.
                 Modules, functions and optimizers are passed through.
             RuntimeError: called inside ``spmd`` of the same mesh. Or simulated ranks cannot do it because they are a

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..communication.backend import Axis, Backend
-from ..communication.simulated import StackedBackend, as_ranks
+from ..communication.simulated import StackedBackend, as_ranks, axes_over
 from ..communication.simulated_group import default_group
 from ..communication.writes import writes_refused
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
@@ -85,17 +85,22 @@ class BatchedRanks(Simulated):
                 rank_args, rank_kwargs = call.of_rank(rows)
                 result = opened(fn(*rank_args, **rank_kwargs))
                 refuse_opaque("spmd", result, "the result", matters=_is_of_one_rank)
-                made[:] = optree.tree_flatten(result, none_is_leaf=True)
-                return tuple([leaf for leaf in made[0] if isinstance(leaf, Tensor)])
+                leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
+                made[:] = leaves, treedef, [axes_over(x) if isinstance(x, Tensor) else () for x in leaves]
+                return tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
             run: Callable[..., Any] = one_rank
             for backend in reversed(self._backends.values()):
                 run = _over_axis(run, backend, [*call.starts.values()], randomness, device)
             with writes_refused(), _ways_out(), default_group(prod(sizes)):
                 stacked = iter(run(*[call.leaves[i] for i in call.starts]))
-            leaves, treedef = made
+            leaves, treedef, over = made
             tree = treedef.unflatten([next(stacked) if isinstance(x, Tensor) else x for x in leaves])
-            return placed(tree, out_dims, len(sizes), _returned_once)
+
+            def once(i: int, x: Tensor) -> Tensor | str:
+                return f"varies over {' and '.join(over[i])}" if over[i] else x[(0,) * len(sizes)]
+
+            return placed(tree, out_dims, len(sizes), once)
 
         return every_rank
 
@@ -118,11 +123,6 @@ def _over_axis(
 def _is_of_one_rank(x: Any) -> bool:
     """Return whether ``x`` belongs to the ranks, and means nothing outside."""
     return isinstance(x, Tensor) and without_batches(x) is not x
-
-
-def _returned_once(x: Tensor, num_axes: int) -> Tensor | None:
-    """Return the value of all ranks: vmap expands one without a batch dim, with stride 0 over the ranks."""
-    return None if any(x.shape[i] > 1 and x.stride(i) for i in range(num_axes)) else x[(0,) * num_axes]
 
 
 NESTED = "spmd: this code already runs as one rank of the same mesh; call the undecorated function."
@@ -201,23 +201,23 @@ def mapped_call(args: Any, kwargs: Any, in_dims: Any, sizes: tuple[int, ...]) ->
     return MappedCall(leaves, treedef, starts)
 
 
-def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[Tensor, int], Tensor | None]) -> Any:
+def placed(tree: Any, out_dims: Any, num_axes: int, once: Callable[[int, Tensor], Tensor | str]) -> Any:
     """Return ``tree``, whose tensors have leading rank dims, with those where ``out_dims`` says.
 
     Args:
-        once: from a tensor to what it is on every rank; ``None`` if ranks differ.
+        once: from the number of a leaf, and the leaf, to what it is on every rank; or to how it differs.
     """
     leaves, treedef = optree.tree_flatten(tree, none_is_leaf=True)
     made: list[Any] = []
-    for x, dim in zip(leaves, _broadcast(out_dims, tree, "out_dims"), strict=True):
+    for i, (x, dim) in enumerate(zip(leaves, _broadcast(out_dims, tree, "out_dims"), strict=True)):
         value = x
         if isinstance(x, Tensor) and dim is None:
-            value = once(x, num_axes)
-            if value is None:
+            value = once(i, x)
+            if isinstance(value, str):
+                what = f"{tuple(x.shape[num_axes:])} differs: the result{place(treedef.paths()[i])} {value}"
                 raise ValueError(
                     "spmd: out_dims=None is for results that are the same on every rank, as psum and all_gather return "
-                    f"them; a result of shape {tuple(x.shape[num_axes:])} differs. Combine it with a collective, or "
-                    "use out_dims=0."
+                    f"them; a result of shape {what}. Combine it with a collective, or use out_dims=0."
                 )
         elif isinstance(x, Tensor) and dim != 0:
             start = dim if dim > 0 else x.ndim - num_axes + dim + 1

@@ -122,7 +122,8 @@ class SequentialRanks(Simulated):
                 each.write_back()
             if out_dims == LIST:
                 return results
-            return placed(_stacked([*map(opened, results)], self._sizes), out_dims, len(self._sizes), _of_all)
+            tree, num_axes = _stacked([*map(opened, results)], self._sizes), len(self._sizes)
+            return placed(tree, out_dims, num_axes, lambda _, x: _of_all(x, num_axes))
 
         return every_rank
 
@@ -191,8 +192,8 @@ def _forms(xs: Sequence[Any]) -> list[Any]:
     return [(tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in xs]
 
 
-def _of_all(x: Tensor, num_axes: int) -> Tensor | None:
+def _of_all(x: Tensor, num_axes: int) -> Tensor | str:
     """Return the value of all ranks, NaN like NaN."""
     first, *others = x.flatten(0, num_axes - 1).unbind(0)
     same = all(bool(((y == first) | (y != y) & (first != first)).all()) for y in others)
-    return first.clone() if same else None
+    return first.clone() if same else "has other values on other ranks"

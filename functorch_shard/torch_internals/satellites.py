@@ -16,7 +16,7 @@ from torch import Tensor, overrides
 from torch._C import _ensureCUDADeviceGuardSet
 
 # Wrappers of a level have no public form. The tests of remat at each pair of levels fail if their numbers change.
-from torch._C._functorch import _unwrap_batched, maybe_get_level
+from torch._C._functorch import _unwrap_batched
 from torch._guards import TracingContext, tracing  # compilers ask this context for the mode of their fake tensors
 from torch._subclasses.fake_tensor import FakeTensorMode  # shapes without values; its classes of errors: reads_values
 from torch.autograd import forward_ad
@@ -47,7 +47,7 @@ from .autograd import (
     unwrap_if_dead,
     with_outer_tangents,
 )
-from .tensors import FakeTensor, identity_of_storage, is_written, schema_of
+from .tensors import FakeTensor, identity_of_storage, is_written, maybe_get_level, schema_of
 
 aten = torch.ops.aten
 Transforms = tuple[tuple[str, int], ...]

@@ -11,6 +11,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction, _disabled_torch_function_impl, _set_throw_on_mutable_data_ptr
+from torch._C._functorch import maybe_get_level  # of the innermost transform that wraps a tensor, -1 without one
 from torch._subclasses.fake_tensor import (
     FakeTensor as FakeTensor,  # DTensors infer shapes with them, and traces have them
 )
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as torch_pytree  # the registry that torch.func uses, with no public form
+
+from .autograd import get_unwrapped
 
 _OpOverload = type(torch.ops.aten.add.Tensor)
 
@@ -168,3 +171,14 @@ def storage_info() -> type:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
+
+
+def batch_levels(x: Tensor) -> set[int]:
+    """Return the levels of ``vmap`` at which ``x`` has a batch dim."""
+    found = set[int]()
+    while (level := maybe_get_level(x)) != -1:
+        inner = get_unwrapped(x)
+        if inner.ndim > x.ndim:
+            found.add(level)
+        x = inner
+    return found

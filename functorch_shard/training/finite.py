@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives.primitives import psum
+from ..collectives.primitives import pmax
 from ..errors import reject
 from ..layout.buffers import without_padding
 from ..layout.layout import shard_index, shards_of_ranks
@@ -78,7 +78,7 @@ def all_finite(tree: Sharded) -> Tensor:
         A bool tensor of shape ``()``, the same on all ranks.
 
     Cost:
-        One psum of a number per axis, also over the axes of DTensors.
+        One pmax of a number per axis, also over the axes of DTensors.
 
     Example:
         >>> mesh = fs.simulated_mesh(2)
@@ -93,9 +93,10 @@ def all_finite(tree: Sharded) -> Tensor:
         if buffer.differentiable and tree[key] is not None:
             x = without_padding(tree[key], buffer, shard_index(buffer, layout))
             fine.append(torch.isfinite(wide(x)).all())
-    bad = psum(~stacked(fine or [torch.ones((), dtype=torch.bool, device=device)], device).all(), layout.mesh)
+    fine = stacked(fine or [torch.ones((), dtype=torch.bool, device=device)], device).all()
+    bad = pmax((~fine).to(torch.int64), layout.mesh)
     for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
-        bad = psum(bad, axis)
+        bad = pmax(bad, axis)
     return bad == 0
 
 

@@ -155,7 +155,7 @@ def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> N
             assert finite.dtype == torch.bool
             assert finite.all()
             assert [(c.kind, c.axis, c.numel) for c in seen.issued] == [
-                ("psum", name, 1) for name, size in axes.items() if size > 1
+                ("pmax", name, 1) for name, size in axes.items() if size > 1
             ]
             for rank in range(mesh.size):  # one rank alone, even of replicas that should be equal
                 one = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
