@@ -175,19 +175,22 @@ class Mesh(Static):
             return fn
         return eager(self._simulated.spmd(fn, in_dims, out_dims, randomness, self.device))
 
-    def split(self, tree: Any, dim: int = 0) -> Any:
+    def split(self, tree: Any, dim: int | Mapping[str, int] = 0) -> Any:
         """This rank's part of a global batch: rank r of N gets the r-th of N equal parts of ``dim``.
 
         Args:
             tree: a tensor or a pytree; its tensors are split, everything else is passed through. Containers may be
                 dataclasses, mappings such as ``UserDict``, and others: see ``spmd``.
-            dim: the dimension to split, divisible by ``mesh.size``.
+            dim: the dimension to split, divisible by ``mesh.size``. Or one for each axis by name, as
+                ``{"shard": 0, "context": 1}``: a dimension that several axes split is divisible by their product, and
+                ranks of an axis that is left out get the same.
 
         Returns:
             Real ranks: views with ``dim`` divided by ``mesh.size``. Simulated ranks: the parts of all ranks, with one
             leading rank dim per axis, as ``spmd`` takes them; inside ``spmd`` a copy of this rank's part.
 
         Raises:
+            KeyError: the mesh has no such axis.
             ValueError: a tensor whose ``dim`` is not divisible; the message names all of them.
             TypeError: no tensor in the tree, or tensors or arrays where no tree can reach them, named by type and path.
 
@@ -196,18 +199,20 @@ class Mesh(Static):
             tensor([[0, 1, 2],
                     [3, 4, 5]])
         """
-        return split_tensor(tree, self.size, dim, self._part)
+        dims = dict(dim) if isinstance(dim, Mapping) else dict.fromkeys(self.axes, dim)
+        if unknown := dims.keys() - self.axes.keys():
+            raise KeyError(f"split: dim: {', '.join(sorted(unknown))}: the mesh has the axes {axes_text(self.axes)}")
+        return split_tensor(tree, self.axes, dims, self._part)
 
     def _part(self, rows: Tensor) -> Tensor:
-        """Of values of all ranks in dim 0: those that code here sees."""
+        """Of values of all ranks, in a dim for each axis: those that code here sees."""
         if not self.is_simulated:
-            return rows[self.rank]
-        if not self.in_spmd:
-            return rows.unflatten(0, tuple(self.axes.values()))
-        index: Any = 0
-        for axis in self._axes:
-            index = index * axis.size + axis.backend.index()
-        return rows.index_select(0, index.reshape(1)).squeeze(0)  # a batched index cannot subscript
+            return rows[self.coordinate]
+        if self.in_spmd:
+            indices: list[Any] = [axis.backend.index() for axis in self._axes]
+            for index in indices:
+                rows = rows.index_select(0, index.reshape(1)).squeeze(0)  # a batched index cannot subscript
+        return rows
 
     @property
     def rank(self) -> int:

@@ -239,8 +239,8 @@ def _broadcast(dims: Any, tree: Any, what: str) -> list[Any]:
         raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
 
 
-def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``part`` of every tensor, which was cut into equal parts of ``dim``, stacked in a new dim 0."""
+def split_tensor(tree: Any, sizes: Mapping[str, int], dims: Mapping[str, int], part: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``part`` of every tensor, cut by each axis along its dim, with a new leading dim for each axis."""
     tree = opened(tree)
     refuse_opaque("split", tree, "the tree")
     paths, leaves, treedef = optree.tree_flatten_with_path(tree)
@@ -249,17 +249,23 @@ def split_tensor(tree: Any, num_ranks: int, dim: int, part: Callable[[Tensor], T
         text = repr(tree)
         short = text if len(text) < 80 else text[:80] + " ..."
         raise TypeError(f"split: no tensor in a {type(tree).__name__}, {short}, and so nothing is split. {KNOWN}")
+    by_dim = {dim: prod(sizes[name] for name in dims if dims[name] == dim) for dim in dims.values()}
     problems = [
-        f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {num_ranks} ranks do not divide dim {dim}"
+        f"{place(path) or 'the tensor'}: shape {tuple(x.shape)}, and {number} ranks do not divide dim {dim}"
         for path, x in tensors
-        if not -x.ndim <= dim < x.ndim or x.shape[dim] % num_ranks
+        for dim, number in by_dim.items()
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] % number
     ]
-    reject("split", problems, f"Give every rank the same number of rows: a batch of a multiple of {num_ranks}.")
+    reject("split", problems, "Give every rank as many rows: a multiple of the number of ranks.")
 
     def cut(x: Tensor) -> Tensor:
-        at = dim % x.ndim
-        return x.unflatten(at, (num_ranks, x.shape[at] // num_ranks)).movedim(
-            at, 0
-        )  # (.., N * n, ..) -> (N, .., n, ..)
+        ndim = x.ndim
+        for lead, (name, size) in enumerate(sizes.items()):
+            if name in dims:
+                at = dims[name] % ndim + lead
+                x = x.unflatten(at, (size, x.shape[at] // size)).movedim(at, lead)  # (.., N * n, ..) -> (N, .., n, ..)
+            else:
+                x = x.unsqueeze(lead).expand(*x.shape[:lead], size, *x.shape[lead:])
+        return x
 
     return treedef.unflatten([part(cut(x)) if isinstance(x, Tensor) else x for x in leaves])

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from collections import namedtuple
+from itertools import product
 from typing import Any
 
 import pytest
@@ -188,6 +189,21 @@ def test_split_gives_every_rank_its_part_in_rank_order(axes: dict[str, int], dim
     assert torch.equal(torch.cat(rows.unbind(0), dim), x)
     assert parts["x"].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     assert torch.equal(fs.init_mesh().split(x), x)
+
+
+def test_split_by_axis_divides_each_dimension_by_its_own_axes() -> None:
+    mesh = fs.simulated_mesh({"copy": 2, "data": 3, "context": 2, "more": 1})
+    x = torch.randn(3, 5, 8, 2)
+    parts = mesh.split(x, {"context": -2, "data": 0})
+    assert parts.shape == (2, 3, 2, 1, 1, 5, 4, 2)
+    for copy_, data, context in product(range(2), range(3), range(2)):
+        assert torch.equal(parts[copy_, data, context, 0], x[data : data + 1, :, 4 * context : 4 * context + 4])
+    inside = mesh.spmd(lambda x: mesh.split(x, {"context": -2, "data": 0}), in_dims=None)
+    assert torch.equal(inside(x), parts)
+    text = refused(mesh.split, x, {"context": 0, "data": 0, "copy": 1})
+    assert "shape (3, 5, 8, 2), and 6 ranks do not divide dim 0" in text
+    assert "shape (3, 5, 8, 2), and 2 ranks do not divide dim 1" in text
+    assert "cp: the mesh has the axes copy=2 x data=3" in refused(mesh.split, x, {"cp": 0})
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused_by_name() -> None:
