@@ -1,12 +1,39 @@
 """Collectives with exact derivatives, under every transform and at every order.
 
-``primitives``: ``psum``, ``pmean``, ``pmax``, ``all_gather``, ``psum_scatter``, ``axis_index``; ``rules``: their
+``primitives``: ``psum``, ``pmean``, ``pmax``, ``pmin``, ``all_gather``, ``psum_scatter``, ``axis_index``;
+``exchanges``, loaded on first use: ``all_to_all``, ``ragged_all_to_all``, ``ppermute``, ``broadcast``; ``rules``: their
 derivatives. ``sinks``: where gradients of gathered parameters go, and who takes the mean over ranks, the backward of
 each gather or ``fs.grad`` at its end.
 
 Imports ``mesh``, ``communication`` and below; imported by ``storage``, ``sharding`` and ``training``.
 """
 
-from .primitives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
+from __future__ import annotations
 
-__all__ = ["all_gather", "axis_index", "pmax", "pmean", "psum", "psum_scatter"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .primitives import all_gather, axis_index, pmax, pmean, pmin, psum, psum_scatter
+
+if TYPE_CHECKING:
+    from .exchanges import all_to_all, broadcast, ppermute, ragged_all_to_all
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "broadcast",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "ragged_all_to_all",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".exchanges", __name__), name)

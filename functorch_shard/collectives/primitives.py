@@ -7,7 +7,7 @@ of it, at every order, when a scalar that combines ranks is written with ``psum`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -80,9 +80,7 @@ def pmean(x: Tree, axis: Over, /) -> Tree:
         >>> mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1.0, 4.0]))
         tensor([2.5000, 2.5000])
     """
-    values: Any = x
-    total = psum(optree.tree_map(_averageable, values), axis)
-    return optree.tree_map(lambda leaf: leaf / axis.size, total)  # pyright: ignore[reportReturnType]
+    return on_leaves(lambda leaf: leaf / axis.size, psum(on_leaves(_averageable, x), axis))
 
 
 @eager
@@ -111,6 +109,35 @@ def pmax(x: Tree, axis: Over, /) -> Tree:
                 [10, 20]])
     """
     return _over("pmax", "psum", x, axis)
+
+
+@eager
+def pmin(x: Tree, axis: Over, /) -> Tree:
+    """Smallest value over the ranks of ``axis``, elementwise: ``-pmax(-x)``.
+
+    Its derivative is that of ``amin``: the ranks that hold the smallest value share it equally.
+
+    Args:
+        x: this rank's value, a tensor or a pytree of them, the same shapes on every rank.
+        axis: the ranks to compare; a mesh means all of its axes.
+
+    Returns:
+        The shapes of ``x``; the same values on every rank.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+
+    Cost:
+        As :func:`pmax`, and counted as one.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> mesh.spmd(lambda x: pmin(x, mesh))(torch.tensor([[1, 20], [10, 2]]))
+        tensor([[1, 2],
+                [1, 2]])
+    """
+    check("pmin", x)
+    return on_leaves(_in_inverse_order, pmax(on_leaves(_in_inverse_order, x), axis))
 
 
 @eager
@@ -201,12 +228,12 @@ def axis_index(axis: Over, /) -> Tensor:
                 [2, 3]])
     """
     index = torch.zeros((), dtype=torch.int64, device="cpu")
-    for one in _axes(axis):
+    for one in axes_of(axis):
         index = index * one.size + one.backend.index()
     return index
 
 
-def _axes(axis: Over) -> Sequence[Axis]:
+def axes_of(axis: Over) -> Sequence[Axis]:
     if not isinstance(axis, (Axis, Mesh)):
         raise TypeError(
             f"axis: got {type(axis).__name__}, expected a mesh or one of its axes, for example mesh['shard']"
@@ -216,8 +243,8 @@ def _axes(axis: Over) -> Sequence[Axis]:
 
 def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = None) -> Any:
     """The collective on every leaf of ``tree``, axis after axis; an axis of one rank communicates nothing."""
-    axes = [one for one in _axes(axis) if one.size > 1]
-    _check(kind, tree, dim, axis.size if kind == "psum_scatter" else 1)
+    axes = [one for one in axes_of(axis) if one.size > 1]
+    check(kind, tree, dim, axis.size if kind == "psum_scatter" else 1)
 
     def on_leaf(x: Tensor) -> Tensor:
         if x.dtype == torch.bool and kind in ("psum", "psum_scatter"):  # on one rank too
@@ -227,13 +254,24 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
                 x = Maximum.apply(x, *place_of(one), LinearMap(one))
             else:
                 from_last = 0 if dim is None else dim % x.ndim - x.ndim
-                x = Linear.apply(x, *place_of(one), LinearMap(one, kind, transposed, from_last))
+                x = linear_map_of(x, LinearMap(one, kind, transposed, from_last))
         return x
 
-    return optree.tree_map(on_leaf, tree)
+    return on_leaves(on_leaf, tree)
 
 
-def _check(verb: str, tree: Any, dim: int | None, parts: int) -> None:
+def on_leaves(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """``fn`` of each tensor of ``tree``."""
+    return optree.tree_map(fn, tree)
+
+
+def linear_map_of(x: Tensor, linear: LinearMap) -> Tensor:
+    """``linear`` of ``x``, which on one rank is ``x``."""
+    return Linear.apply(x, *place_of(linear.axis), linear) if linear.axis.size > 1 else x
+
+
+def check(verb: str, tree: Any, dim: int | None = None, parts: int = 1, rows: int = 0) -> None:
+    """Raise unless all leaves are tensors, and ``parts`` divide ``dim``, which has ``rows`` at least."""
     paths, leaves, _ = optree.tree_flatten_with_path(tree)
     named = {f"x{list(path) or ''}": x for path, x in zip(paths, leaves, strict=True)}
     odd = [f"{name}: got {type(x).__name__}" for name, x in named.items() if not isinstance(x, Tensor)]
@@ -244,7 +282,13 @@ def _check(verb: str, tree: Any, dim: int | None, parts: int) -> None:
             problems.append(f"{name}: shape {tuple(x.shape)} has no dim {dim}")
         elif x.shape[dim] % parts:
             problems.append(f"{name}: {parts} ranks do not divide dim {dim} of shape {tuple(x.shape)}")
+        elif x.shape[dim] < rows:
+            problems.append(f"{name}: shape {tuple(x.shape)} has fewer than the {rows} rows of dim {dim} that are sent")
     reject(verb, problems, "Reshape, or pad to a multiple of the number of ranks.")
+
+
+def _in_inverse_order(x: Tensor) -> Tensor:
+    return -x if x.is_floating_point() else ~x
 
 
 def _averageable(x: Any) -> Any:

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..communication.backend import Axis
+from ..communication.collective import KINDS, Splits
 from ..torch_internals.autograd import Function, with_outer_tangents
 
 _COPY = "copy"  # of one value for each rank to use, where what ranks do with it adds up
@@ -24,12 +26,16 @@ class LinearMap:
 
     Args:
         dim: along which it gathers or scatters, from the last, as batch dims are in front; 0 if it does neither.
+        source, splits: see :class:`Collective`. A broadcast is the transpose of a sum if its operand is zero on all
+            ranks but the source, where it is a sum itself. A ragged exchange pads to the longest result of any rank.
     """
 
     axis: Axis
     kind: str = "psum"
     transposed: str = "psum"
     dim: int = 0
+    source: int = 0
+    splits: Splits = ()
 
     @property
     def derivative(self) -> LinearMap:
@@ -37,19 +43,26 @@ class LinearMap:
 
     @property
     def transpose(self) -> LinearMap:
-        return replace(self, kind=self.transposed, transposed=self.kind)
+        splits: Splits = tuple(zip(*self.splits, strict=True))
+        if self.kind == "ppermute":
+            splits = tuple((to, sender) for sender, to in self.splits)
+        return replace(self, kind=self.transposed, transposed=self.kind, splits=splits)
 
     @property
     def is_scattered(self) -> bool:
         """Whether each rank has a result of its own."""
-        return self.kind == "psum_scatter"
+        return KINDS[self.kind].is_scattered
 
     def __call__(self, x: Tensor, ndim: int) -> Tensor:
         """Apply it to ``x``, which has a dim of ranks in front of ``ndim`` others at the level of simulated ranks."""
         if self.kind == _COPY:
             return x.view_as(x)
         dim = 0 if self.kind == "psum" else self.dim % max(ndim, 1)  # a sum has none, and ranks compare it
-        return self.axis.issue(self.kind, x, dim=dim).wait()
+        source = self.source if self.kind == "broadcast" else 0
+        result = self.axis.issue(self.kind, x, dim=dim, source=source, splits=self.splits).wait()
+        if self.kind != "ragged_all_to_all":
+            return result
+        return resized(result, max(map(sum, zip(*self.splits, strict=True))))
 
 
 class Linear(Function):
@@ -133,6 +146,11 @@ def shared_sum(x: Tensor, axis: Axis) -> Tensor:
 def shared_max(x: Tensor, axis: Axis) -> Tensor:
     """``pmax`` over real ranks that compute one loss together."""
     return Maximum.apply(x, None, None, LinearMap(axis, transposed=_COPY))
+
+
+def resized(x: Tensor, longest: int) -> Tensor:
+    """``x`` with ``longest`` elements in its last dim: the first ones, or followed by zeros."""
+    return pad(x, (0, longest - x.shape[-1])) if x.shape[-1] != longest else x
 
 
 def place_of(axis: Axis) -> tuple[Tensor | None, Tensor | None]:

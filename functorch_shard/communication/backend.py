@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import permutations
 from math import prod
 from typing import Any, NoReturn
@@ -102,7 +103,7 @@ class Backend(ABC):
     Note [Issue]: ``issue(op, x)`` starts the collective that ``op`` describes and returns a :class:`Work` with its
     result, which ``op.law`` defines: see ``KINDS`` in collective.py. Real ranks pass this rank's ``x`` and get this
     rank's result. Simulated ranks pass the values of all ranks, stacked in dim 0, and get one value for all, or a stack
-    of one for each where the law has ``parts``; rows of different length are padded to the longest.
+    of one for each where the law ``is_scattered``; rows of different length are padded to the longest.
 
     Results are new memory on ``op.device``. The operand may be written to when the result was waited for. All ranks
     issue the same in the same order. What a tracer records of them: Note [Recorded] in recorded.py.
@@ -265,7 +266,7 @@ class Axis(Static):
         what = kind, self.name, numel, dtype or x.dtype, key or self.key
         op = collective(*what, dim, device, source, transient, splits)
         if kind in KINDS and KINDS[kind].shape:
-            op = replace(op, numel=self._mean_sent(op, x))
+            op = replace(op, numel=_mean_sent(op, x.shape[int(simulated) :], self.size, self.folded))
         if active_modes() or profiler_enabled():  # who would miss it in a trace or a profile
             if being_traced() and not simulated:
                 from .recorded import start_recorded
@@ -274,12 +275,13 @@ class Axis(Static):
             record(op)
         return self.backend.issue(op, x)
 
-    def _mean_sent(self, op: Collective, x: Tensor) -> int:
-        """What ranks send to others on average, the same number on every rank."""
-        shape, of = x.shape[int(self.backend.simulated) :], op.law.shape
-        assert of
-        pairs = permutations(range(self.size), 2)
-        return -(-sum(prod(of(op, shape, i, j)) for i, j in pairs) // (self.size * self.folded))
+
+@lru_cache(maxsize=4096)
+def _mean_sent(op: Collective, shape: torch.Size, size: int, folded: int) -> int:
+    """What ranks send to others on average, the same number on every rank."""
+    of, pairs = op.law.shape, permutations(range(size), 2)
+    assert of
+    return -(-sum(prod(of(op, shape, i, j)) for i, j in pairs) // (size * folded))
 
 
 def wrap(fn: Wrap) -> Callable[[Axis], Backend]:

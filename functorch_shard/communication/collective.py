@@ -23,7 +23,7 @@ RECORD = torch.ops.functorch_shard.collective.default
 # A collective in a graph, and what waits for it: Note [Recorded] in recorded.py.
 LIBRARY.define(
     "start(Tensor x, str ranks, str kind, str axis, int numel, ScalarType dtype, str key, int dim, Device? device, "
-    "int source, bool transient) -> Tensor"
+    "int source, bool transient, int width, int[] splits) -> Tensor"
 )
 LIBRARY.define("wait(Tensor started, Tensor x, SymInt[] shape, ScalarType dtype, Device device) -> Tensor")
 START = torch.ops.functorch_shard.start.default
@@ -50,6 +50,7 @@ class Kind:
         shape: ``shape(op, shape, i, j)``: the shape of what rank i has for rank j, from that of any rank's operand.
             Without it all ranks have operands of one shape, and ``parts`` are rows of one tensor.
         reduces: whether ``combine`` works element by element.
+        alike: whether all ranks get one value, whatever the parts are.
         begins: whether only what begins a program issues it, so that it is neither recorded nor skipped.
     """
 
@@ -57,7 +58,13 @@ class Kind:
     parts: Callable[[Collective, Tensor, int, int, int], Any] | None = None
     shape: Callable[[Collective, torch.Size, int, int], Sequence[int]] | None = None
     reduces: bool = False
+    alike: bool = False
     begins: bool = False
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether each rank has a result of its own."""
+        return self.parts is not None and not self.alike
 
     def sent(self, nbytes: int, size: int) -> int:
         """Return the bytes that each of ``size`` ranks has to send at least, for an operand of ``nbytes``."""
@@ -68,10 +75,11 @@ class Kind:
         return -(-nbytes * (size - 1) * (1 if self.parts else 2) // size)
 
     def of_all_ranks(self, op: Collective, xs: Tensor | Rows, size: int) -> Any:
-        """Return the results, one for each rank, from the operands of all; without ``parts``, one for all ranks."""
+        """Return the results, one for each rank, from the operands of all; one for all ranks where they are alike."""
         if self.parts and self.shape:
             each = [self.parts(op, x, rank, size, 0) for rank, x in enumerate(xs)]
-            return [self.combine(op, [parts[rank] for parts in each], 0) for rank in range(size)]
+            made = [self.combine(op, [parts[i] for parts in each], 0) for i in range(1 if self.alike else size)]
+            return made[0] if self.alike else made
         x = xs if isinstance(xs, Tensor) else torch.stack([*xs])
         if x.dtype != op.dtype or op.device not in (None, x.device):
             x = x.to(op.device or x.device, op.dtype)
@@ -91,6 +99,19 @@ def sum_in_rank_order(rows: Rows) -> Tensor:
 
 def _rows_of_source(op: Collective, x: Tensor, rank: int, size: int, lead: int) -> Rows:
     return x.unbind(0) if rank == op.source else [x.new_empty(0)] * size
+
+
+def _permuted(op: Collective, x: Tensor, rank: int, size: int, lead: int) -> Rows:
+    """``x`` for whom ``rank`` sends it to; and for itself zeros, if nobody sends it something."""
+    parts = [x if (rank, to) in op.splits else x.new_empty(0) for to in range(size)]
+    if all(to != rank for _, to in op.splits):
+        parts[rank] = torch.zeros_like(x)
+    return parts
+
+
+def _permuted_shape(op: Collective, shape: torch.Size, i: int, j: int) -> Sequence[int]:
+    arrives = (i, j) in op.splits if i != j else all(to != j or sender == j for sender, to in op.splits)
+    return shape if arrives else (0,)
 
 
 KINDS = {
@@ -119,6 +140,12 @@ KINDS = {
         lambda op, x, rank, size, lead: x[..., : sum(op.splits[rank])].split(op.splits[rank], -1),
         lambda op, shape, i, j: (*shape[:-1], op.splits[i][j]),
     ),
+    # For rank j the operand of rank i, where (i, j) is in op.splits, and zeros where nothing arrives.
+    "ppermute": Kind(
+        lambda op, rows, lead: max(rows, key=lambda row: (row.numel(), row.ndim)).clone(),
+        _permuted,
+        _permuted_shape,
+    ),
     # Row r of the operand of rank op.source, for rank r; other ranks pass no rows, shape (0, ..).
     "scatter": Kind(
         one := lambda op, rows, lead: rows[op.source].clone(),
@@ -131,7 +158,7 @@ KINDS = {
         one,
         lambda op, x, rank, size, lead: _rows_of_source(op, x.expand(size, *x.shape), rank, size, lead),
         lambda op, shape, i, j: shape if i == op.source else (0,),
-        begins=True,
+        alike=True,
     ),
 }
 
@@ -151,7 +178,8 @@ class Collective:
         device: where the result is to be; ``None``: where the operand is.
         source: the rank of the axis whose values a ``"scatter"`` or a ``"broadcast"`` sends.
         transient: whether the result is freed soon: it may be memory of a host that is copied where it is written to.
-        splits: of a ``"ragged_all_to_all"``: row i has the number of elements that rank i sends to each rank.
+        splits: of a ``"ragged_all_to_all"``: row i has the number of elements that rank i sends to each rank. Of a
+            ``"ppermute"``: pairs of a rank and the one that it sends to.
     """
 
     kind: str

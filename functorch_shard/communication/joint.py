@@ -58,7 +58,7 @@ class JointStackedBackend(Backend):
         """What the ranks get, from the operands of all; one row each, unless it is one value."""
         sizes = tuple(part.size for part in self.parts)
         made = self._flat.issue(op, x.flatten(0, len(sizes) - 1)).wait()
-        return made.unflatten(0, sizes) if op.law.parts else made
+        return made.unflatten(0, sizes) if op.law.is_scattered else made
 
 
 class _Outwards(Function):
@@ -76,7 +76,7 @@ class _Outwards(Function):
     def vmap(
         info: Any, in_dims: Any, x: Tensor, index: Tensor, backend: JointStackedBackend, op: Collective, depth: int
     ) -> Any:
-        kept = not op.law.parts  # one value for all ranks
+        kept = not op.law.is_scattered  # one value for all ranks
         if in_dims[1] is None:  # the level of an axis between: its values go behind the rows
             if in_dims[0] is None:
                 return _Outwards.apply(x, index, backend, op, depth), None

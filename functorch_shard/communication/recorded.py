@@ -48,18 +48,22 @@ class _Backends(WeakValueDictionary[str, Any]):
 _BACKENDS = _Backends()
 
 
-def start_recorded(op: Collective, x: Tensor, size: int, backend: object) -> Callable[[], Tensor]:
+def start_recorded(op: Collective, x: Tensor, size: int, backend: Any) -> Callable[[], Tensor]:
     """Record ``op`` on ``x``, on an axis of this size, as operators of a graph; return what waits for it."""
     law, shape = op.law, list(x.shape)
-    if law.begins or law.shape:
+    if law.begins:
         raise NotImplementedError(
             f"{op}: a compiled function cannot contain it: optimizer(whole=True) is not compiled, and what ranks "
             "compare or send to each other at the start of a program (plan, shard, load, init) is done before, "
             "outside of what is compiled."
         )
-    if bool(law.parts) == law.reduces:  # side by side, or a part
+    if op.kind == "ragged_all_to_all":
+        shape[-1] = sum(row[int(backend.index())] for row in op.splits)
+    elif bool(law.parts) == law.reduces:  # side by side, or a part
         shape[op.dim] = shape[op.dim] // size if law.parts else shape[op.dim] * size
-    what = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient)
+    splits = [n for row in op.splits for n in row]
+    width = len(splits) // max(len(op.splits), 1)
+    what = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient, width, splits)
     started = _recorded(START, x, _BACKENDS.name_of(backend), *what)
     return lambda: _recorded(WAIT, started, x, shape, op.dtype, op.device or x.device)
 
@@ -75,7 +79,9 @@ def _recorded(operator: Any, *args: Any) -> Any:
 def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
     if _RECORDING.get():
         return torch.empty(0)
-    backend, op = _BACKENDS.get(name), Collective(*fields)
+    *what, width, splits = fields
+    rows = tuple(tuple(splits[i : i + width]) for i in range(0, len(splits), width or 1))
+    backend, op = _BACKENDS.get(name), Collective(*what, splits=rows)
     if backend is None:
         raise RuntimeError("a recorded collective: its mesh was freed. Keep it for as long as the compiled function.")
     started: Any = torch.empty(0)

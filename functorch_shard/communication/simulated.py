@@ -92,5 +92,7 @@ def of_all_ranks(op: Collective, x: Tensor, size: int) -> Tensor:
     made = op.law.of_all_ranks(op, x, size)
     if isinstance(made, Tensor):
         return made
+    if len({row.shape for row in made}) == 1:
+        return torch.stack(made)
     longest = max(row.shape[-1] for row in made)
     return torch.stack([pad(row, (0, longest - row.shape[-1])) for row in made])

@@ -205,7 +205,7 @@ def _results(op: Collective, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Return what each rank gets, in new memory, from the operands in rank order."""
     made, size = op.law.of_all_ranks(op, [*given.values()], len(given)), len(given)
     device = op.device or next(iter(given.values())).device
-    each = made if op.law.parts else [made] * size
+    each = made if op.law.is_scattered else [made] * size
     results = [x.to(device, op.dtype, copy=True, memory_format=torch.contiguous_format) for x in each]
     return dict(zip(given, results, strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ from tests.support.ranks import Ranks, gloo, rows_of, sequential, simulated, slo
 from tests.support.refusals import refused
 
 RANKS = (1, 2, 3, 5, 8)
+# What a collective needs besides its operand, for a number of ranks.
+OPTIONS: dict[str, Callable[[int], Any]] = {
+    "all_to_all": lambda n: {"split_dim": 0, "concat_dim": 1},
+    "ragged_all_to_all": lambda n: {"sizes": [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]},
+    "ppermute": lambda n: {"perm": [(i, (i + 1) % n) for i in range(n // 2)]},
+    "broadcast": lambda n: {"from_rank": n - 1},
+}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -67,13 +75,14 @@ def test_vmaps_on_both_sides_of_the_ranks_nest(program: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2, 2)])
-@pytest.mark.parametrize("verb", ["psum", "pmean", "pmax", "all_gather", "psum_scatter", "axis_index"])
+@pytest.mark.parametrize("verb", [verb for verb in reference.COLLECTIVES if verb not in OPTIONS] + [*OPTIONS])
 def test_a_mesh_of_several_axes_is_one_axis_in_row_major_order(verb: str, sizes: tuple[int, ...]) -> None:
     mesh = fs.simulated_mesh(dict(zip("abc", sizes, strict=False)))
     rows = torch.randn(*sizes, 2 * mesh.size, 3, dtype=torch.float64)
+    how = OPTIONS[verb](mesh.size) if verb in OPTIONS else {}
     collective: Any = getattr(fs.collectives, verb)
-    actual = mesh.spmd(lambda x: axis_index(mesh) if verb == "axis_index" else collective(x, mesh))(rows)
-    expected = torch.stack(list(reference.COLLECTIVES[verb](list(rows.flatten(0, len(sizes) - 1)), 0)))
+    actual = mesh.spmd(lambda x: axis_index(mesh) if verb == "axis_index" else collective(x, mesh, **how))(rows)
+    expected = torch.stack(list(reference.COLLECTIVES[verb](list(rows.flatten(0, len(sizes) - 1)), how or 0)))
     torch.testing.assert_close(actual.flatten(0, len(sizes) - 1), expected)
 
 

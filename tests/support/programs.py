@@ -85,6 +85,59 @@ def of_constant(x: Tensor) -> Steps:
     return (y * x).sum() + z.sum()
 
 
+def pmin(x: Tensor) -> Steps:
+    return (yield "pmin", x**3, 0)
+
+
+def exchange_dims(x: Tensor) -> Steps:
+    y = yield "all_to_all", x.sin(), lambda n: {"split_dim": 1, "concat_dim": 0}
+    z = yield "all_to_all", y * y, lambda n: {"split_dim": 0, "concat_dim": -1}
+    return z * x
+
+
+def exchange_first(x: Tensor) -> Steps:
+    return (yield "all_to_all", x * x.cos(), lambda n: {"split_dim": 0, "concat_dim": 0})
+
+
+def ragged(n: int) -> dict[str, Any]:
+    """One row from each rank to each one, and none between some of the first and the last rank."""
+    return {"sizes": [[int((i + j) % n != n - 1 or 0 < i < n - 1) for j in range(n)] for i in range(n)]}
+
+
+def back(n: int) -> dict[str, Any]:
+    return {"sizes": [*zip(*ragged(n)["sizes"], strict=True)]}
+
+
+def ragged_along_last(n: int) -> dict[str, Any]:
+    return {**ragged(n), "dim": 1}
+
+
+def there_and_back(x: Tensor) -> Steps:
+    y = yield "ragged_all_to_all", x.sin(), ragged
+    z = yield "ragged_all_to_all", y * y, back
+    return z.sum() * x
+
+
+def ragged_last(x: Tensor) -> Steps:
+    return (yield "ragged_all_to_all", x**3, ragged_along_last)
+
+
+def ring(x: Tensor) -> Steps:
+    y = yield "ppermute", x.sin(), lambda n: {"perm": [(i, (i + 1) % n) for i in range(n)]}
+    return y * y * x
+
+
+def shifted(x: Tensor) -> Steps:
+    y = yield "ppermute", x * x, lambda n: {"perm": [(i, i + 1) for i in range(n - 1)]}
+    z = yield "ppermute", y.cos() * x, lambda n: {"perm": [(n - 1, 0)]}
+    return y + z
+
+
+def from_last(x: Tensor) -> Steps:
+    y = yield "broadcast", x * x, lambda n: {"from_rank": n - 1}
+    return y * x
+
+
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
     for program in (
@@ -101,6 +154,14 @@ PROGRAMS: dict[str, Program] = {
         by_rank,
         twice,
         of_constant,
+        pmin,
+        exchange_dims,
+        exchange_first,
+        there_and_back,
+        ragged_last,
+        ring,
+        shifted,
+        from_last,
     )
 }
 
@@ -113,18 +174,18 @@ def as_rank(program: Program, axis: Any) -> Callable[..., Tensor]:
         answer = None
         while True:
             try:
-                verb, x, dim = steps.send(answer)
+                verb, x, how = steps.send(answer)
             except StopIteration as end:
                 return end.value
-            answer = collective(verb, x, axis, dim)
+            answer = collective(verb, x, axis, how)
 
     return fn
 
 
-def collective(verb: str, x: Tensor, axis: Any, dim: int) -> Tensor:
+def collective(verb: str, x: Tensor, axis: Any, how: Any) -> Tensor:
     if verb == "axis_index":
         return fs.collectives.axis_index(axis)
-    options = {"dim": dim} if verb in ("all_gather", "psum_scatter") else {}
+    options: Any = {"dim": how} if verb in ("all_gather", "psum_scatter") else how(axis.size) if callable(how) else {}
     return getattr(fs.collectives, verb)(x, axis, **options)
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 # A program is what one rank does, with "yield" where it communicates: y = yield "psum", x, 0
-Ask = tuple[str, Tensor, int]
+# How: the dim, or what gives the options of the collective for a number of ranks.
+How = Any
+Ask = tuple[str, Tensor, How]
 Program = Callable[..., Generator[Ask, Tensor, Tensor]]
 
 
@@ -26,16 +28,42 @@ def run(program: Program, *rows: Tensor) -> Tensor:
                 results.append(end.value)
         if results:
             return torch.stack(results)
-        verb, _, dim = asks[0]
-        answers = COLLECTIVES[verb]([x for _, x, _ in asks], dim)
+        verb, _, how = asks[0]
+        answers = COLLECTIVES[verb]([x for _, x, _ in asks], how(len(asks)) if callable(how) else how)
 
 
-COLLECTIVES: dict[str, Callable[[list[Tensor], int], Sequence[Tensor]]] = {
+def _all_to_all(xs: list[Tensor], o: Any) -> list[Tensor]:
+    """Part r of each rank, side by side."""
+    return [torch.cat([x.chunk(len(xs), o["split_dim"])[r] for x in xs], o["concat_dim"]) for r in range(len(xs))]
+
+
+def _ragged_all_to_all(xs: list[Tensor], o: Any) -> list[Tensor]:
+    """The rows that each rank has for rank r, one below the other, and zeros up to the most that a rank gets."""
+    sizes, dim, results = o["sizes"], o.get("dim", 0), []
+    for r in range(len(xs)):
+        got = [x.transpose(0, dim)[sum(row[:r]) : sum(row[: r + 1])] for x, row in zip(xs, sizes, strict=True)]
+        missing = max(map(sum, zip(*sizes, strict=True))) - sum(map(len, got))
+        zeros = torch.zeros_like(xs[0].transpose(0, dim)[:1]).expand(missing, *[-1] * (xs[0].ndim - 1))
+        results.append(torch.cat([*got, zeros]).transpose(0, dim))
+    return results
+
+
+def _ppermute(xs: list[Tensor], o: Any) -> list[Tensor]:
+    senders = {to: sender for sender, to in o["perm"]}
+    return [xs[senders[r]] if r in senders else torch.zeros_like(xs[r]) for r in range(len(xs))]
+
+
+COLLECTIVES: dict[str, Callable[[list[Tensor], Any], Sequence[Tensor]]] = {
     "psum": lambda xs, _: [sum(xs[1:], xs[0])] * len(xs),
     "pmean": lambda xs, _: [sum(xs[1:], xs[0]) / len(xs)] * len(xs),
     "pmax": lambda xs, _: [torch.stack(xs).amax(0)] * len(xs),
     "all_gather": lambda xs, dim: [torch.cat(xs, dim)] * len(xs),
     "psum_scatter": lambda xs, dim: sum(xs[1:], xs[0]).chunk(len(xs), dim),
+    "pmin": lambda xs, _: [torch.stack(xs).amin(0)] * len(xs),
+    "all_to_all": _all_to_all,
+    "ragged_all_to_all": _ragged_all_to_all,
+    "ppermute": _ppermute,
+    "broadcast": lambda xs, o: [xs[o["from_rank"]]] * len(xs),
     "axis_index": lambda xs, _: [torch.tensor(r) for r in range(len(xs))],
 }
 
