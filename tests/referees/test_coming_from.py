@@ -1,0 +1,218 @@
+"""docs/coming_from: the same steps by other libraries and by this one, and what a row says that is a number."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import run_ranks
+
+RANKS, LR, MOMENTUM, CLIP = 2, 0.5, 0.9, 0.05
+Trained = dict[str, Any]
+pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3))
+
+
+def batches(micro: int) -> list[list[Tensor]]:
+    """Microbatches of each of three steps, for all ranks: (8, 7)."""
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(8, 7, generator=generator) for _ in range(micro)] for _ in range(3)]
+
+
+def sgd(whole: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(whole.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def parameters(module: nn.Module) -> Trained:
+    return {name.removeprefix("_forward_module."): p.detach().clone() for name, p in module.named_parameters()}
+
+
+def here(micro: int = 1, clip: float = CLIP, call: Any = functional_call, mesh: fs.Mesh | None = None) -> Trained:
+    whole, mesh = model(), mesh or fs.simulated_mesh(RANKS)
+    params, opt = fs.shard(whole, fs.plan(whole, mesh)), fs.optimizer(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, xs: list[Tensor]) -> Any:
+        full = fs.gather(params, lazy=False)
+        total: Any = None
+        for x in xs:
+            grads = fs.grad(lambda full, x: call(whole, full, (x,)).square().mean() / micro)(full, x)
+            total = fs.accumulate(total, grads)
+        grads, _ = fs.clip_by_global_norm(fs.scatter_grads(total), clip)
+        return opt.step(params, grads=grads, state=state)
+
+    state = opt.init(params)
+    for xs in batches(micro):
+        params, state = step(params, state, mesh.split(xs))
+    return dict(fs.gather(params, lazy=False))
+
+
+def in_bfloat16(*args: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional_call(*args).float()
+
+
+def by_fabric(micro: int = 1, precision: Any = "32-true") -> Trained:
+    made = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1, precision=precision)
+    made.launch()
+    whole = model()
+    module, optimizer = made.setup(whole, sgd(whole))
+    for xs in batches(micro):
+        for i, x in enumerate(xs):
+            with made.no_backward_sync(module, enabled=i + 1 < micro):
+                made.backward(module(x).square().mean() / micro)
+        made.clip_gradients(module, optimizer, max_norm=CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(whole)
+
+
+def by_accelerate(micro: int = 1, precision: str = "no") -> Trained:
+    accelerate, whole = pytest.importorskip("accelerate"), model()
+    import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
+    made = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=micro)
+    module, optimizer = made.prepare(whole, sgd(whole))
+    for x in chain(*batches(micro)):
+        with made.accumulate(module):
+            made.backward(module(x).square().mean())
+            if made.sync_gradients:
+                made.clip_grad_norm_(module.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    return parameters(whole)
+
+
+def _rank_of_deepspeed(stage: int, micro: int) -> Trained:
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(torch.distributed.get_rank()))
+    warnings.simplefilter("ignore")
+    deepspeed, whole = import_module("deepspeed"), model()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": CLIP,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    made = deepspeed.initialize(model=whole, optimizer=sgd(whole), config=config)[0]
+    for x in chain(*batches(micro)):
+        made.backward(made(x.chunk(RANKS)[torch.distributed.get_rank()]).square().mean())
+        made.step()
+    with deepspeed.zero.GatheredParameters([*made.module.parameters()], enabled=stage == 3):
+        return parameters(made.module)
+
+
+def by_deepspeed(stage: int) -> Callable[..., Trained]:
+    def trained(micro: int = 1) -> Trained:
+        pytest.importorskip("deepspeed")
+        return run_ranks(_rank_of_deepspeed, RANKS, stage, micro)[0]
+
+    return trained
+
+
+def by_jax(micro: int = 1) -> Trained:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    jnp = jax.numpy
+
+    def loss_fn(p: Any, x: Any) -> Any:
+        return (jnp.tanh(x @ p["0.weight"].T + p["0.bias"]) @ p["2.weight"].T + p["2.bias"]).__pow__(2).mean()
+
+    opt = optax.chain(optax.clip_by_global_norm(CLIP), optax.sgd(LR, MOMENTUM))
+    p = {name: jnp.asarray(x.numpy()) for name, x in parameters(model()).items()}
+    state = opt.init(p)
+    for xs in batches(micro):
+        grads = [jax.grad(loss_fn)(p, jnp.asarray(x.numpy())) for x in xs]
+        mean = jax.tree.map(lambda *each: sum(each) / micro, *grads)
+        updates, state = opt.update(mean, state, p)
+        p = optax.apply_updates(p, updates)
+    return p
+
+
+OTHERS: dict[str, Callable[..., Trained]] = {
+    "fabric": by_fabric,
+    "accelerate": by_accelerate,
+    "jax": by_jax,
+    **{f"deepspeed, ZeRO-{stage}": by_deepspeed(stage) for stage in (1, 2, 3)},
+}
+
+
+def alike(ours: Trained, theirs: Trained, tolerance: float = 1e-5) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_allclose(np.asarray(ours[name]), np.asarray(x), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_clipped_and_accumulated_steps_are_those_of_the_other_library(other: str) -> None:
+    for micro in (1, 2):
+        alike(here(micro), OTHERS[other](micro))
+    assert (here(2)["0.weight"] - here(2, clip=1e9)["0.weight"]).abs().max() > 1e-2
+
+
+def test_mixed_precision_of_fabric_and_accelerate_is_autocast_around_the_model() -> None:
+    ours = here(call=in_bfloat16, mesh=fs.init_mesh())
+    for theirs in (by_fabric(precision="bf16-mixed"), by_accelerate(precision="bf16")):
+        alike(ours, theirs, 1e-6)
+        assert (theirs["0.weight"] - here()["0.weight"]).abs().max() > 1e-5
+
+
+ROWS = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]])  # row r = rank r
+W = torch.tensor([1.0, -2.0, 3.0, 0.5])
+COLLECTIVES = ("psum", "pmean", "pmax", "all_gather", "psum_scatter")
+
+
+def test_collectives_and_their_transposes_are_those_of_jax_under_an_axis_name() -> None:
+    jax = pytest.importorskip("jax")
+    jnp, mesh = jax.numpy, fs.simulated_mesh(2)
+    for name in COLLECTIVES:
+        options = {"tiled": True} if name in ("all_gather", "psum_scatter") else {}
+        mapped = jax.vmap(lambda x, name=name, o=options: getattr(jax.lax, name)(x, "i", **o), axis_name="i")
+        ours = mesh.spmd(lambda x, name=name: getattr(fs.collectives, name)(x, mesh["shard"]))
+        out, back, *_ = torch.func.vjp(ours, ROWS)
+        np.testing.assert_allclose(np.asarray(out), np.asarray(mapped(jnp.asarray(ROWS))))
+        if name == "pmax":  # not differentiable there
+            continue
+        cotangent = torch.arange(1.0, out.numel() + 1).view(out.shape)
+        theirs = jax.vjp(mapped, jnp.asarray(ROWS))[1](jnp.asarray(cotangent))
+        np.testing.assert_allclose(np.asarray(back(cotangent)[0]), np.asarray(theirs[0]))
+
+
+def test_derivatives_are_those_of_the_mean_over_ranks_in_jax() -> None:
+    jax, mesh = pytest.importorskip("jax"), fs.simulated_mesh(2)
+    jnp, params = jax.numpy, fs.shard({"w": W}, fs.plan({"w": W}, mesh, align_bytes=0))
+    direction = fs.shard({"w": W.square()}, params.layout)
+
+    def loss_fn(params: fs.Sharded, x: Tensor) -> Tensor:
+        return (fs.gather(params)["w"].tanh() * x).sum().square()
+
+    def of_rank(shard: Any, x: Any) -> Any:
+        return (jnp.tanh(jax.lax.all_gather(shard, "i", tiled=True)) * x).sum() ** 2
+
+    def mean(w: Any) -> Any:
+        return jax.vmap(of_rank, axis_name="i")(w.reshape(2, 2), jnp.asarray(ROWS)).mean()
+
+    def same(ours: Any, theirs: Any) -> None:
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-3)
+
+    w, v = jnp.asarray(W), jnp.asarray(W.square())
+    grads, values = mesh.spmd(fs.grad_and_value(loss_fn))(params, ROWS)
+    same(values.mean(), mean(w))
+    same(fs.gather(grads)["w"], jax.grad(mean)(w))
+    product = mesh.spmd(lambda p, v, x: torch.func.jvp(lambda p: fs.grad(loss_fn)(p, x), (p,), (v,))[1])
+    same(fs.gather(product(params, direction, ROWS))["w"], jax.jvp(jax.grad(mean), (w,), (v,))[1])
+    (columns,) = mesh.spmd(fs.hessian(loss_fn))(params, ROWS)["w"].values()  # (ranks, rows, elements of a shard)
+    same(columns.transpose(0, 1).flatten(1), jax.hessian(mean)(w))
