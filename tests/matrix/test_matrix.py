@@ -53,7 +53,7 @@ def test_and_in_other_dtypes_with_the_state_in_the_dtype_that_the_class_chooses(
         assert_unsharded(full, case, dtype=dtype)
 
 
-@pytest.mark.parametrize("case", ["muon", "soap", "counts_in_groups", "waits", "slow"])
+@pytest.mark.parametrize("case", ["muon", "soap", "counts_in_groups", "waits"])
 def test_a_step_writes_to_its_inputs_only_if_they_are_donated(case: str) -> None:
     opt, params = optimizer(case), fs.shard(values(), planned(fs.simulated_mesh(2)))
     state = opt.init(params)

@@ -21,7 +21,6 @@ REFUSED: list[tuple[Any, str]] = [
     (homemade.HasModes, "it has a train mode and an eval mode"),
     (homemade.ChangesItsRate, r"it changes its own options \(lr\)"),
     (homemade.Estimates, "it keeps d in its parameter groups, which depends on all parameters"),
-    (homemade.CountsParameters, "it keeps count in its parameter groups, which depends on all parameters"),
     (homemade.EstimatesSlowly, "its update of a parameter depends on others"),
     (homemade.ByGlobalNorm, "its update of a parameter depends on others"),
     (homemade.OnItself, "its update of a parameter depends .* on more than its state"),
@@ -37,7 +36,6 @@ ACCEPTED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (homemade.FromTheFirst, {}, ["square", "owner.started"]),
     (homemade.CountsSteps, {}, ["group.step", "mean", "owner.started"]),
     (homemade.Waits, {}, ["group.step", "mean", "owner.started"]),
-    (homemade.Slow, {}, ["slow", "owner.started"]),
     (
         homemade.Soap,
         {},

@@ -85,154 +85,93 @@ def tensors_of(n: int) -> dict[str, Tensor]:
     return tensors
 
 
-def model_of(n: int) -> nn.Module:
+def model_of(n: int, one: Callable[[], nn.Module] = lambda: nn.Linear(2, 2)) -> nn.Module:
     with torch.device("meta"):
-        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(n)))
+        return nn.Sequential(*(one() for _ in range(n)))
 
 
-def attention_of(n: int) -> nn.Module:
-    """A private reset for each entry."""
-    with torch.device("meta"):
-        return nn.ModuleList(nn.MultiheadAttention(2, 1) for _ in range(n))
+def planned(n: int, mesh: fs.Mesh = MESH, **options: Any) -> fs.Layout:
+    return fs.plan(tensors_of(n), mesh, **{"units": "blocks", **options})
 
 
-def planned(n: int, mesh: fs.Mesh = MESH, units: Any = "blocks", **options: Any) -> fs.Layout:
-    return fs.plan(tensors_of(n), mesh, units=units, **options)
-
-
-def sharded(n: int, mesh: fs.Mesh = MESH, **options: Any) -> fs.Sharded:
-    return fs.shard(tensors_of(n), planned(n, mesh, **options))
-
-
-def of_layout(fn: Callable[[fs.Layout], Any], **options: Any) -> Task:
-    def task(n: int) -> Callable[[], Any]:
-        layout = planned(n, **options)
-        return lambda: fn(layout)
-
-    return task
+def of_layout(fn: Callable[[fs.Layout], Any]) -> Task:
+    return lambda n: partial(fn, planned(n))
 
 
 def of_tree(fn: Callable[[fs.Sharded], Any], mesh: fs.Mesh = MESH, **options: Any) -> Task:
-    def task(n: int) -> Callable[[], Any]:
-        params = sharded(n, mesh, **options)
-        return lambda: fn(params)
-
-    return task
+    return lambda n: partial(fn, fs.shard(tensors_of(n), planned(n, mesh, **options)))
 
 
-def planning(**options: Callable[[int], Any]) -> Task:
-    def task(n: int) -> Callable[[], Any]:
-        tensors, given = tensors_of(n), {name: value(n) for name, value in options.items()}
-        return lambda: fs.plan(tensors, MESH, **given)
-
-    return task
-
-
-PLANNING = {
-    "one unit": planning(units=lambda n: [["blocks"]]),
-    "lists of parameters": planning(units=lambda n: [[Name(f"blocks.{i}.w") for i in range(n)]]),
-    "labels": planning(labels=lambda n: {Name(f"blocks.{i}.w"): "decay" for i in range(0, n, 2)}),
-    "ignored names": planning(ignored=lambda n: [Name(f"blocks.{i}") for i in range(0, n, 2)]),
-    "a model": lambda n: partial(fs.plan, model_of(n), MESH),
-    "classes": lambda n: partial(fs.plan, model_of(n), MESH, units=nn.Linear),
-}
-
-
-@pytest.mark.parametrize("what", PLANNING)
-def test_planning_grows_as_the_model_does(what: str) -> None:
-    assert growth(PLANNING[what]) < AT_MOST
+def planning(option: str, value: Callable[[int], Any]) -> Task:
+    return lambda n: partial(fs.plan, tensors_of(n), MESH, **{option: value(n)})
 
 
 def loss(params: fs.Sharded) -> Tensor:
     return torch.stack([x.sum() for name, x in fs.gather(params).items() if not name.endswith("frozen")]).sum()
 
 
-LAYOUTS = {
-    "properties": lambda layout: (layout.buffers, layout.slots, layout.key_of, layout.aliases_of, hash(layout)),
-    "slices": lambda layout: [layout.slices(rank) for rank in range(2)],
-    "select": lambda layout: select_buffers(layout, {key: i % 2 == 0 for i, key in enumerate(layout.buffers)}),
-    "units": lambda layout: list(layouts_of_units(layout)),
-    "estimate": fs.estimate,
-}
-
-
-@pytest.mark.parametrize("what", LAYOUTS)
-def test_a_layout_is_read_in_time_that_grows_as_it_does(what: str) -> None:
-    assert growth(of_layout(LAYOUTS[what])) < AT_MOST
-
-
 def saved_and_loaded(params: fs.Sharded) -> None:
     with TemporaryDirectory() as directory:
         fs.checkpoint.save(f"{directory}/all", params)
         fs.checkpoint.load(f"{directory}/all", params)
+        fs.checkpoint.export_safetensors(f"{directory}/exported", params)
 
 
-def exported(params: fs.Sharded) -> None:
-    with TemporaryDirectory() as directory:
-        fs.checkpoint.export_safetensors(f"{directory}/all", params)
+def lazy_step(params: Any) -> Any:
+    return fs.grad(lambda p: loss(fs.Sharded(p, params.layout)))(params)
 
 
-TREES: dict[str, Callable[[fs.Sharded], Any]] = {
-    "shard": lambda params: fs.shard(fs.gather(params), params.layout),
-    "gather": fs.gather,
-    "gather lazily": lambda params: fs.gather(params, lazy=True),
-    "partition and merge": lambda params: fs.gather(*fs.partition(params)),
-    "gather on a rank": lambda params: fs.gather(params, rank=0),
-    "grad": MESH.spmd(fs.grad(loss)),
-    "scatter_grads": MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params))),
-    "norm": fs.global_norm,
-    "repr": repr,
-    "reshard": lambda params: fs.reshard(params, planned(len(params.layout.units), fs.simulated_mesh(3))),
-    "save and load": lambda params: saved_and_loaded(params),
-    "export": lambda params: exported(params),
-}
-
-
-@pytest.mark.parametrize("what", TREES)
-def test_a_tree_is_used_in_time_that_grows_as_it_does(what: str) -> None:
-    assert growth(of_tree(TREES[what])) < AT_MOST
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_lazy_step_grows_as_the_number_of_units(reshard: bool) -> None:
-    def step(params: Any) -> Any:
-        return fs.grad(lambda p: loss(fs.Sharded(p, params.layout)))(params)
-
-    assert growth(of_tree(step, ONE, reshard_after_forward=reshard)) < AT_MOST
-
-
-@pytest.mark.parametrize("make", [model_of, attention_of])
-def test_initialization_grows_as_the_model_does(make: Callable[[int], nn.Module]) -> None:
+def initialization(one: Callable[[], nn.Module]) -> Task:
     def task(n: int) -> Callable[[], Any]:
-        model = make(n)
-        layout = fs.plan(model, MESH)
-        return lambda: fs.init(model, layout)
+        model = model_of(n, one)
+        return partial(fs.init, model, fs.plan(model, MESH))
 
-    assert growth(task) < AT_MOST
-
-
-# errors
+    return task
 
 
-def misnamed(n: int) -> Callable[[], Any]:
-    layout, tensors = planned(n), tensors_of(n)
-    return lambda: refused(fs.shard, {f"module.{name}": x for name, x in tensors.items()}, layout)
-
-
-def unknown_names_of_files(n: int) -> Callable[[], Any]:
-    params = sharded(n)
-    names = {Name(f"block.{i}.w"): "w" for i in range(n)}
-    return lambda: refused(fs.checkpoint.export_safetensors, "nowhere", params, names=names)
+def of_strangers(params: fs.Sharded) -> str:
+    return refused(fs.shard, {f"module.{name}": x for name, x in fs.gather(params).items()}, params.layout)
 
 
 def without_rank_dims(n: int) -> Callable[[], Any]:
-    rows = {Name(f"x{i}"): torch.zeros(3) for i in range(n)}
-    return lambda: refused(MESH.spmd(lambda rows: rows), rows)
+    return partial(refused, MESH.spmd(lambda rows: rows), {Name(f"x{i}"): torch.zeros(3) for i in range(n)})
 
 
-@pytest.mark.parametrize("task", [misnamed, unknown_names_of_files, without_rank_dims])
-def test_an_error_grows_as_the_number_of_offenders(task: Task) -> None:
-    assert growth(task) < AT_MOST
+TASKS: dict[str, Task] = {
+    "plan one unit": planning("units", lambda n: [["blocks"]]),
+    "plan lists of parameters": planning("units", lambda n: [[Name(f"blocks.{i}.w") for i in range(n)]]),
+    "plan labels": planning("labels", lambda n: {Name(f"blocks.{i}.w"): "decay" for i in range(0, n, 2)}),
+    "plan ignored names": planning("ignored", lambda n: [Name(f"blocks.{i}") for i in range(0, n, 2)]),
+    "plan a model": lambda n: partial(fs.plan, model_of(n), MESH),
+    "plan classes": lambda n: partial(fs.plan, model_of(n), MESH, units=nn.Linear),
+    "properties": of_layout(lambda x: (x.buffers, x.slots, x.key_of, x.aliases_of, hash(x))),
+    "slices": of_layout(lambda layout: [layout.slices(rank) for rank in range(2)]),
+    "select": of_layout(lambda x: select_buffers(x, {key: i % 2 == 0 for i, key in enumerate(x.buffers)})),
+    "units": of_layout(lambda layout: list(layouts_of_units(layout))),
+    "estimate": of_layout(fs.estimate),
+    "shard": of_tree(lambda params: fs.shard(fs.gather(params), params.layout)),
+    "gather": of_tree(fs.gather),
+    "gather lazily": of_tree(lambda params: fs.gather(params, lazy=True)),
+    "partition and merge": of_tree(lambda params: fs.gather(*fs.partition(params))),
+    "gather on a rank": of_tree(lambda params: fs.gather(params, rank=0)),
+    "grad": of_tree(MESH.spmd(fs.grad(loss))),
+    "scatter_grads": of_tree(MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params)))),
+    "norm": of_tree(fs.global_norm),
+    "repr": of_tree(repr),
+    "reshard": of_tree(lambda x: fs.reshard(x, planned(len(x.layout.units), fs.simulated_mesh(3)))),
+    "files": of_tree(saved_and_loaded),
+    "a lazy step": of_tree(lazy_step, ONE),
+    "a lazy step that keeps units": of_tree(lazy_step, ONE, reshard_after_forward=False),
+    "init": initialization(lambda: nn.Linear(2, 2)),
+    "init of private resets": initialization(lambda: nn.MultiheadAttention(2, 1)),
+    "an error of wrong names": of_tree(of_strangers),
+    "an error of rank dims": without_rank_dims,
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_twice_as_much_takes_twice_the_instructions(task: str) -> None:
+    assert growth(TASKS[task]) < AT_MOST
 
 
 def test_of_many_wrong_names_the_first_are_shown_and_the_rest_is_counted() -> None:

@@ -90,25 +90,6 @@ class CountsIfAsked(Base):
         param.sub_(group["lr"] * grad)
 
 
-class Lookahead(Base):
-    """Its state appears in the sixth step."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        state["count"] = state.get("count", 0) + 1
-        param.sub_(group["lr"] * grad)
-        if state["count"] % 6 == 0:
-            slow = state.setdefault("slow", torch.zeros_like(param))
-            param.copy_(slow.lerp_(param, 0.5))
-
-
-class CountsParameters(Base):
-    """The count in the group is one of parameters that have moved."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        group["count"] = group.get("count", 0) + 1
-        param.sub_(group["lr"] / group["count"] * grad)
-
-
 class Estimates(Base):
     """As Prodigy: the distance that all parameters have come makes the rate of all of them."""
 
@@ -161,17 +142,6 @@ class Cautious(Base):
             mask = (mean * grad > 0).to(grad.dtype)
             mean = mean * mask / mask.mean().clamp(min=1e-3)
         param.sub_(group["lr"] * mean)
-
-
-class Projected(Base):
-    """As AdamP: a gradient that is orthogonal to its parameter is projected. Those of a trial are not."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        if param.ndim > 1:
-            a, b = param.view(len(param), -1), grad.view(len(grad), -1)
-            if (a * b).sum(1).abs().max() < 1e-9 * a.norm() * b.norm():
-                grad = grad - param * (grad * param).sum() / param.norm() ** 2
-        param.sub_(group["lr"] * grad)
 
 
 class FlipsMatrices(Base):
@@ -250,18 +220,6 @@ class WritesGradients(Base):
         param.sub_(group["lr"] * grad)
 
 
-@torch.compile(fullgraph=True)
-def _normed(grad: Tensor) -> Tensor:
-    return grad / grad.norm()
-
-
-class Compiled(Base):
-    """As torchao: what it does to a tensor is compiled."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        param.sub_(group["lr"] * _normed(grad))
-
-
 class Shampoo(Base):
     """Two preconditioners for a matrix, of its rows and of its columns, which begin as multiples of the identity."""
 
@@ -309,15 +267,6 @@ class WideMomentum(Base):
         mean = state.setdefault("mean", torch.zeros_like(param, dtype=torch.float32))
         mean.lerp_(grad.float(), 0.1)
         param.add_((-group["lr"] * mean / mean.norm().clamp(min=1e-6)).to(param.dtype))
-
-
-class Slow(Base):
-    """As Lookahead: its state begins as a copy of the parameter, which it puts in the place of the parameter."""
-
-    def move(self, param: Tensor, grad: Tensor, state: State, group: dict[str, Any]) -> None:
-        slow = state.setdefault("slow", param.clone())
-        slow.lerp_(param - group["lr"] * grad / grad.norm(), 0.5)
-        param.data = slow.clone()
 
 
 class KeepsObjects(Base):

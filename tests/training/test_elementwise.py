@@ -14,9 +14,7 @@ from tests.support import homemade
 
 NOT_ELEMENTWISE: list[tuple[Any, dict[str, Any], str]] = [
     (homemade.TrustRatio, {}, "it calls linalg_vector_norm"),
-    (homemade.Compiled, {}, "it calls linalg_vector_norm"),
     (homemade.Cautious, {"caution": True}, "it calls mean"),
-    (homemade.Projected, {}, "it calls sum"),
     (homemade.Estimates, {}, "it calls sum"),
     (homemade.FlipsMatrices, {}, "parts of tensors are updated otherwise"),
     (homemade.BySize, {}, "parts of tensors are updated otherwise"),

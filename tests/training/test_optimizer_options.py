@@ -142,7 +142,6 @@ DECLARED: list[tuple[Any, dict[str, Any], set[str]]] = [
     (homemade.HalvesItsRate, {}, {"mean", "group.step", "group.scale", "group.warm"}),
     (homemade.WritesGradients, {}, set()),
     (homemade.FromTheFirst, {}, {"square"}),
-    (homemade.Lookahead, {}, {"count", "slow"}),
 ]
 
 
