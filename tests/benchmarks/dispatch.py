@@ -24,7 +24,6 @@ from torch.func import functional_call
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functorch_shard as fs
-from functorch_shard.torch_internals.tensors import no_torch_function
 from tests.benchmarks.turns import in_turns
 
 WIDTH, HEADS, SAMPLES, LENGTH = 32, 4, 2, 8
@@ -97,69 +96,8 @@ def ours(blocks: int, x: Tensor, backend: str | None = None) -> Step:
     return step
 
 
-class Shell(Tensor):
-    """A tensor subclass that only holds a tensor: what torch takes to call one at each use of a parameter."""
-
-    inner: Tensor
-    __torch_function__ = no_torch_function  # pyright: ignore[reportAssignmentType]
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Shell:
-        self = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        self.inner = inner
-        return self
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.t.default:
-            return cls(args[0].inner.t())
-        return func(*(x.inner if isinstance(x, cls) else x for x in args), **(kwargs or {}))
-
-
-def shells(blocks: int, x: Tensor) -> Step:
-    """The plain step, but each parameter is a :class:`Shell`, given to ``functional_call``."""
-    model = model_of(blocks)
-    opt = torch.optim.AdamW(model.parameters(), fused=True)
-
-    def step() -> None:
-        given = {name: Shell(p.detach()).requires_grad_() for name, p in model.named_parameters()}
-        functional_call(model, given, (x,)).square().mean().backward()
-        for name, p in model.named_parameters():
-            p.grad = given[name].grad
-        opt.step()
-        opt.zero_grad()
-
-    return step
-
-
-def floor(blocks: int, x: Tensor) -> Step:
-    """:func:`shells`, and what torch takes for the messages: each block is gathered twice and reduced once."""
-    step, size = shells(blocks, x), dist.get_world_size()
-    gradients = [torch.zeros(p.shape).flatten() for p in Block().parameters()]
-    whole = torch.cat(gradients)
-    numel = whole.numel() // size
-
-    def gather() -> Any:
-        out = torch.empty(size, numel)
-        out[0].copy_(whole[:numel])
-        return dist.all_gather_into_tensor(out.flatten(), out[0], async_op=True)
-
-    def reduce() -> Any:
-        torch.cat(gradients, out=whole)
-        return dist.reduce_scatter_tensor(torch.empty(numel), whole[: size * numel], async_op=True)
-
-    def with_messages() -> None:
-        for start in [gather, gather, reduce] * blocks:
-            start().wait()
-        step()
-
-    return with_messages
-
-
 CONTENDERS: dict[str, Callable[[int, Tensor], Step]] = {
     "plain": plain,
-    "shells": shells,
-    "floor": floor,
     "ours": ours,
     "replay": partial(ours, backend="replay"),
     "FSDP2": by_fully_shard,
