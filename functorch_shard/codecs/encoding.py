@@ -1,11 +1,16 @@
-"""Encoded rows as messages of bytes: the tensors of one rank are sent as one message, on any backend, in any dtype."""
+"""Codecs, and rows encoded by them as messages of bytes, which go over any backend, in any dtype.
+
+A codec is a pair of pure functions. ``encode`` takes 1-D elements and returns any pytree of tensors whose shapes depend
+on their number alone; ``decode`` takes that tree and returns as many elements. Blocks of int8 with a scale each are
+those of ZeRO++ (qwZ and qgZ, https://arxiv.org/abs/2306.10209).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -13,10 +18,85 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..torch_internals.autograd import Function, traced_for_compiler, with_outer_tangents
-from .blocks import Codec
 
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
 _ALIGNMENT = 16
+
+
+class Codec(NamedTuple):
+    """Two pure functions that undo each other, more or less; any pair of callables serves."""
+
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any], Tensor]
+
+
+def int8(block: int = 256) -> Codec:
+    """Blocks of int8 and a float32 scale for each: ``1 + 4 / block`` bytes an element.
+
+    What comes back is off by at most ``1 / 254`` of the largest magnitude in its block. A NaN or an infinity makes its
+    block NaN.
+
+    Args:
+        block: elements that share a scale.
+
+    Example:
+        >>> encode, decode = int8(block=2)
+        >>> encode(torch.tensor([127.0, 1.0, 0.5]))
+        (tensor([127,   1, 127], dtype=torch.int8), tensor([1.0000, 0.0039]))
+        >>> decode(encode(torch.tensor([127.0, 1.4, 0.0])))
+        tensor([127.,   1.,   0.])
+    """
+    blocks = _Blocks(torch.int8, 127.0, block)
+    return Codec(blocks.encode, blocks.decode)
+
+
+def float8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Codec:
+    """Blocks of float8 and a float32 scale for each: ``1 + 4 / block`` bytes an element, also where gloo has no float8.
+
+    What comes back keeps 3 bits behind the leading one (2 with ``float8_e5m2``).
+
+    Args:
+        block: elements that share a scale.
+        dtype: a float8 dtype with a sign.
+
+    Example:
+        >>> encode, decode = float8()
+        >>> decode(encode(torch.tensor([448.0, 17.0, -3.0])))
+        tensor([448.,  16.,  -3.])
+    """
+    blocks = _Blocks(dtype, torch.finfo(dtype).max, block)
+    return Codec(blocks.encode, blocks.decode)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Elements as multiples of their block's scale, none larger than ``largest``."""
+
+    dtype: torch.dtype
+    largest: float
+    block: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"block: got {self.block!r}, expected a positive number of elements")
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._rows(x.float())
+        scales = torch.linalg.vector_norm(rows, torch.inf, 1) / self.largest
+        scales = torch.where(scales.isfinite(), scales, torch.nan)  # the values of the block are lost: show it
+        too_small = scales < torch.finfo(scales.dtype).tiny  # to be divided by
+        quotients = rows * torch.where(too_small, 0.0, 1 / scales).unsqueeze(1)
+        values = quotients if self.dtype.is_floating_point else quotients.round_()
+        return values.to(self.dtype).flatten()[: x.numel()], scales
+
+    def decode(self, encoded: tuple[Tensor, Tensor]) -> Tensor:
+        values, scales = encoded
+        rows = self._rows(values.float() if self.dtype.is_floating_point else values)
+        return (rows * scales.unsqueeze(1)).flatten()[: values.numel()]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        rest = -x.numel() % self.block
+        return (F.pad(x, (0, rest)) if rest else x).view(-1, self.block)  # (number of blocks, block)
 
 
 @dataclass(frozen=True)
@@ -49,8 +129,8 @@ class RowEncoding:
     def encode(self, x: Tensor) -> tuple[Tensor, Form]:
         """Encode each row of the last dim as one message: ``(*batch, n)`` to uint8 ``(*batch, bytes)``."""
         if x.ndim == 1:
-            return _encode(_rows(x)[0], self.codec)
-        messages, forms = zip(*(_encode(row, self.codec) for row in _rows(x)), strict=True)
+            return self._message(_rows(x)[0])
+        messages, forms = zip(*map(self._message, _rows(x)), strict=True)
         if any(form != forms[0] for form in forms):
             raise ValueError(
                 f"codec: encode gave other shapes for other values: {forms}. They may depend on the size alone."
@@ -59,12 +139,35 @@ class RowEncoding:
 
     def decode(self, messages: Tensor, form: Form) -> Tensor:
         """Decode what :meth:`encode` returned: uint8 ``(*batch, bytes)`` to ``(*batch, n)``."""
-        rows = [_decode(row, form, self.codec) for row in _rows(messages)]
+        rows = [self._row(message, form) for message in _rows(messages)]
         return torch.stack(rows).view(*messages.shape[:-1], form.numel)
 
     def recode(self, x: Tensor) -> Tensor:
         """Encode and decode rows of the last dim; the derivative passes straight through."""
         return _Recode.apply(x, self.codec)
+
+    def _message(self, row: Tensor) -> tuple[Tensor, Form]:
+        leaves, treedef = optree.tree_flatten(self.codec.encode(row))
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise TypeError(f"codec: encode returned {leaves}, expected a pytree of tensors")
+        form = Form(treedef, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), row.numel())
+        message = torch.cat([_Bits.apply(leaves[i].contiguous().view(-1), torch.uint8) for i in form.order])
+        length = max(-(-message.numel() // _ALIGNMENT), 1) * _ALIGNMENT  # an empty row may have any offset
+        return F.pad(message, (0, length - message.numel())), form
+
+    def _row(self, message: Tensor, form: Form) -> Tensor:
+        leaves: list[Any] = [None] * len(form.dtypes)
+        for i in form.order:
+            nbytes = prod(form.shapes[i]) * form.dtypes[i].itemsize
+            bits: Any = _Bits.apply(message[:nbytes], form.dtypes[i])
+            leaves[i], message = bits.view(form.shapes[i]), message[nbytes:]
+        x = self.codec.decode(optree.tree_unflatten(form.treedef, leaves))
+        if not isinstance(x, Tensor) or tuple(x.shape) != (form.numel,):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"codec: decode returned {got}, expected a tensor of the shape ({form.numel},) that was encoded"
+            )
+        return x
 
 
 class _Recode(Function):
@@ -113,31 +216,3 @@ def _rows(x: Tensor) -> Sequence[Tensor]:
             "a message. Use fs.compile(step, backend='replay'), or gather without a codec."
         )
     return x.flatten(0, -2).unbind(0) if x.ndim > 1 else (x,)
-
-
-def _encode(row: Tensor, codec: Codec) -> tuple[Tensor, Form]:
-    leaves, treedef = optree.tree_flatten(codec.encode(row))
-    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-        raise TypeError(f"codec: encode returned {leaves}, expected a pytree of tensors")
-    form = Form(treedef, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), row.numel())
-    pieces = [_Bits.apply(leaves[i].contiguous().view(-1), torch.uint8) for i in form.order]
-    message = torch.cat(pieces)
-    length = max(-(-message.numel() // _ALIGNMENT), 1) * _ALIGNMENT  # an empty row may have any offset
-    return F.pad(message, (0, length - message.numel())), form
-
-
-def _decode(message: Tensor, form: Form, codec: Codec) -> Tensor:
-    leaves: list[Any] = [None] * len(form.dtypes)
-    offset = 0
-    for i in form.order:
-        dtype, numel = form.dtypes[i], prod(form.shapes[i])
-        bits: Any = _Bits.apply(message[offset : offset + numel * dtype.itemsize], dtype)
-        leaves[i] = bits.view(form.shapes[i])
-        offset += numel * dtype.itemsize
-    x = codec.decode(optree.tree_unflatten(form.treedef, leaves))
-    if not isinstance(x, Tensor) or tuple(x.shape) != (form.numel,):
-        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"codec: decode returned {got}, expected a tensor of the shape ({form.numel},) that was encoded"
-        )
-    return x
