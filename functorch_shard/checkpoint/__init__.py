@@ -48,8 +48,8 @@ def save(
         keep: the number of checkpoints to keep in the parent directory, including this one. The oldest of those begun
             earlier are removed; checkpoints of other programs are not. ``None``: all.
         async_save: copy the values of this rank to the host, and write them in a thread. Tensors on an accelerator are
-            copied on a side stream, which the host does not wait for; later steps may donate them. A process that ends
-            finishes its saves.
+            copied by its current stream, which the host does not wait for; later steps may donate them. A process that
+            ends finishes its saves.
 
     Returns:
         A ``concurrent.futures.Future`` of the path. It is done when the checkpoint of all ranks is complete; without

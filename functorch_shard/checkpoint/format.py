@@ -152,7 +152,7 @@ def loaded(raw: bytes) -> Any:
             raise ValueError("records of more bytes than the archive: compressed, or on top of each other")
         for record in records:
             if record.filename.endswith("/data.pkl"):
-                _AnyUnpickler(archive.read(record)).load()
+                _Unpickler(archive.read(record)).load()
     try:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -200,7 +200,7 @@ class _Inert:
         self.state = state
 
 
-_INERT = {
+_OF_METADATA = {
     *(f"{x.__module__}.{x.__name__}" for x in vars(dcp).values() if isinstance(x, type)),
     f"{StorageInfo.__module__}.{StorageInfo.__name__}",
     *(f"pathlib{more}.{name}" for more in ("", "._local") for name in ("PosixPath", "WindowsPath")),  # not used
@@ -235,6 +235,7 @@ class _Unpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(raw))
         self._left = 100 * len(raw)  # elements of tuples, those of tuples inside included
         self._counts: dict[int, tuple[int, Any]] = {}  # by the id of a tuple, which is kept
+        self.names: set[str] = set()  # of what became inert objects
 
     def count(self, made: Any) -> None:
         if type(made) is tuple:
@@ -246,16 +247,10 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full not in _INERT and full not in _IMMUTABLE:
-            raise pickle.UnpicklingError(f"it names {full}")
-        return _IMMUTABLE.get(full) or type("_Inert", (_Inert,), {"name": full})
-
-
-class _AnyUnpickler(_Unpickler):
-    """One that admits any name, for values that are read once more."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _IMMUTABLE.get(f"{module}.{name}") or type("_Inert", (_Inert,), {"name": name})
+        if full in _IMMUTABLE:
+            return _IMMUTABLE[full]
+        self.names.add(full)
+        return type("_Inert", (_Inert,), {"name": full})
 
     def persistent_load(self, pid: Any) -> Any:
         return None
@@ -271,7 +266,10 @@ def entries_of(raw: bytes) -> dict[str, Entry]:
         RuntimeError: it is not metadata, or names something that metadata does not need; nothing in it was executed.
     """
     try:
-        top = _fields(_Unpickler(raw).load(), dcp.Metadata)
+        unpickler = _Unpickler(raw)
+        top = _fields(unpickler.load(), dcp.Metadata)
+        if others := unpickler.names - _OF_METADATA:
+            raise TypeError(f"it names {', '.join(sorted(others))}")
         places = {_key(_fields(index, dcp.MetadataIndex)): info for index, info in top["storage_data"].items()}
         described = top["state_dict_metadata"].items()
         return {_text(name): _entry(name, x, places) for name, x in described}

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,11 +37,11 @@ def save_tree(path: str | os.PathLike[str], tree: Any, keep: int | None, async_s
     agree, options = saving.participants.agree, f"keep={keep}, async_save={async_save}"
     try:
         agree("save", lambda: saving.begin(path), lambda target: [target, options, *_lines(saving.leaves)], SAME)
-        wait = saving.copy_to_host() if async_save else None
+        copied = saving.copy_to_host() if async_save else []
         agree("save", saving.open, lambda _: [])
-        if wait:
+        if async_save:
             executor = ThreadPoolExecutor(1, f"save {saving.staging.target.name}")
-            done = executor.submit(saving.go_on, wait)
+            done = executor.submit(saving.go_on, copied)
             executor.shutdown(wait=False)
             return done
         for step in (saving.write, saving.publish):
@@ -78,44 +78,32 @@ class _Saving:
             self.staging.open()
         return str(target)
 
-    def copy_to_host(self) -> Callable[[], None]:
-        """Copy all tensors to the host, those of an accelerator on a side stream; the result waits for the copies.
+    def copy_to_host(self) -> list[torch.Event]:
+        """Copy all tensors to the host in the order of the current streams; return the events after the copies.
 
-        What the current stream does from now on comes after them: a donated step may write to what is copied.
+        So what a stream does from now on comes after them: a donated step may write to what is copied.
         """
-        pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        devices = set[torch.device]()
 
         def copied(x: Any) -> Any:
             if not isinstance(x, Tensor):
                 return x
             if x.device.type == "cpu" or isinstance(x, Lazy):  # a lazy tensor is gathered
                 return x.detach().clone().cpu()
+            devices.add(x.device)
+            x.record_stream(torch.accelerator.current_stream(x.device))
             copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-            pairs.setdefault(x.device, []).append((copy, x.detach()))
-            return copy
+            return copy.copy_(x.detach(), non_blocking=True)
 
-        self.leaves, events = [leaf._replace(value=copied(leaf.value)) for leaf in self.leaves], []
-        for device, copies in pairs.items():
-            current, side = torch.accelerator.current_stream(device), torch.Stream(device)
-            side.wait_event(current.record_event())
-            with side:
-                for copy, x in copies:
-                    copy.copy_(x, non_blocking=True)
-                    x.record_stream(side)
-            events.append(side.record_event())
-            current.wait_event(events[-1])
+        self.leaves = [leaf._replace(value=copied(leaf.value)) for leaf in self.leaves]
+        return [torch.accelerator.current_stream(device).record_event() for device in devices]
 
-        def wait() -> None:
-            for event in events:
-                event.synchronize()
-
-        return wait
-
-    def go_on(self, wait: Callable[[], None]) -> Path:
+    def go_on(self, copied: Sequence[torch.Event]) -> Path:
         """Write and publish in a thread, which the threads of other ranks see by files only."""
         rank, target = self.participants.rank, self.staging.target
         try:
-            wait()
+            for event in copied:
+                event.synchronize()
             self.write()
             self._wait_for_others()
             self.publish()
@@ -142,24 +130,14 @@ class _Saving:
 
     def _wait_for_others(self) -> None:
         """On rank 0, wait until all ranks have written, elsewhere until rank 0 has published; raise if one failed."""
-        others = [r for r in range(self.participants.size) if r not in self.writers]
-        if self.participants.rank:
-            while not self.staging.is_published():
-                self._raise_failure(self.staging.loss())
-                time.sleep(_POLL)
-            return
-        while missing := [r for r in others if not self._index(r).exists()]:
-            gone = [r for r in missing if is_free(self.staging.folder / _file_name(r)) and not self._index(r).exists()]
-            self._raise_failure(f"rank {gone[0]}: the process ended" if gone else "")
+        folder, rank = self.staging.folder, self.participants.rank
+        others = [] if rank else [r for r in range(self.participants.size) if r not in self.writers]
+        while not (self.staging.target.is_dir() if rank else all(_index(folder, r).exists() for r in others)):
+            gone = [r for r in others if is_free(folder / _file_name(r)) and not _index(folder, r).exists()]
+            if text := self.staging.failure() or (f"rank {gone[0]}: the process ended" if gone else ""):
+                where, _, reason = text.partition(": ")
+                raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
             time.sleep(_POLL)
-
-    def _raise_failure(self, loss: str) -> None:
-        if text := self.staging.failure() or loss:
-            where, _, reason = text.partition(": ")
-            raise RuntimeError(f"save failed on {where}, so no rank can go on. There:\n{reason}")
-
-    def _index(self, rank: int) -> Path:
-        return _index_file(self.staging.folder, _file_name(rank))
 
     def publish(self) -> None:
         if self.participants.rank:
@@ -182,12 +160,12 @@ class Writer:
     """Writes the file of one rank: values one after the other, each with its checksum."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.name, self._folder = _file_name(rank), folder
+        self.name, self._index = _file_name(rank), _index(folder, rank)
         self.rows: list[dict[str, Any]] = []
         self.total = self.crc = 0
         self.error: OSError | None = None
         self.file = (folder / self.name).open("xb")
-        self.flush = self.file.flush
+        self.flush = self.file.flush  # what torch.save calls
         lock(self.file.fileno())  # until it is closed, or the process ends
 
     def add(self, chunk: Chunk) -> None:
@@ -224,13 +202,13 @@ class Writer:
         self.flush()
         os.fsync(self.file.fileno())
         index = {"file": self.name, "nbytes": self.total, "rows": self.rows}
-        write_durably(_index_file(self._folder, self.name), json.dumps(index).encode())
+        write_durably(self._index, json.dumps(index).encode())
         self.file.close()
 
 
 def complete(folder: Path, ranks: Sequence[int], order: int) -> None:
     """Write metadata and manifest for the files of all ranks, and remove their indices."""
-    files = [_index_file(folder, _file_name(rank)) for rank in ranks]
+    files = [_index(folder, rank) for rank in ranks]
     indices = [json.loads(file.read_text()) for file in files]
     raw = metadata_of(indices)
     write_durably(folder / METADATA, raw)
@@ -247,8 +225,8 @@ def _file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def _index_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.index"
+def _index(folder: Path, rank: int) -> Path:
+    return folder / f"{_file_name(rank)}.index"
 
 
 def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
@@ -289,9 +267,6 @@ def _lines(leaves: Sequence[Leaf]) -> Iterator[str]:
         form = f" {tuple(x.shape)} {x.dtype}" if x is not None and not leaf.buffer else ""
         yield f"{leaf}: {type(leaf.value).__name__}{form}"
     for layout in dict.fromkeys(leaf.layout for leaf in leaves if leaf.layout):
-        if not layout.tensor_meshes:
-            yield from places_of(layout)
-        for slot in (
-            layout.slots.values() if layout.tensor_meshes else ()
-        ):  # sizes of local tensors, and offsets, differ
-            yield f"{slot.name!r}: {slot.dtensor or slot.shape}, {slot.dtype}, in buffer {layout.key_of[slot.name]!r}"
+        slots = layout.slots.values()  # sizes of local tensors, and offsets, differ
+        keys = (f"{x.name!r}: {x.dtensor or x.shape}, {x.dtype}, in buffer {layout.key_of[x.name]!r}" for x in slots)
+        yield from keys if layout.tensor_meshes else places_of(layout)

@@ -69,27 +69,19 @@ class StagingDirectory:
         sync(self.target.parent)
         self._close()
 
-    def is_published(self) -> bool:
-        """Whether the folder became the target, which did not exist when it was begun."""
-        return self.target.is_dir()
-
     def note_failure(self, text: str) -> None:
         """Tell the other processes that write into it that it will not be complete, unless one has told them."""
         with suppress(OSError), (self.folder / _FAILED).open("x") as file:
             file.write(text)
 
     def failure(self) -> str:
-        """Return what a process noted; empty if nothing has failed."""
+        """Return what a process noted, or that the owner has ended; empty while the folder may become the target."""
         with suppress(FileNotFoundError):
             return (self.folder / _FAILED).read_text()
-        return ""
-
-    def loss(self) -> str:
-        """Return that the owner has ended, if it has; for other processes."""
         text = "rank 0: the process ended" if is_free(self.folder) else ""
         if not self.folder.is_dir():
             text = "rank 0: the folder was removed"
-        return "" if self.is_published() else text
+        return "" if self.target.is_dir() else text
 
     def abandon(self) -> None:
         """Remove the folder, if this process has made and not published it."""
