@@ -22,9 +22,9 @@ from .layout.trees import Sharded as Sharded
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import simulated_mesh
-from .sharding.data_parallel import accumulate, scatter_grads
 from .sharding.gather import gather
 from .sharding.lazy_tensor import materialize
+from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import merge, partition, shard
 from .training.bind import apply, bind
 from .training.finite import all_finite

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..communication.backend import Work
 from ..torch_internals.autograd import Function, traced_for_compiler, with_outer_tangents
 
 # Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
@@ -141,6 +142,12 @@ class RowEncoding:
         """Decode what :meth:`encode` returned: uint8 ``(*batch, bytes)`` to ``(*batch, n)``."""
         rows = [self._row(message, form) for message in _rows(messages)]
         return torch.stack(rows).view(*messages.shape[:-1], form.numel)
+
+    def gather(self, x: Tensor, size: int, send: Callable[[Tensor], Work]) -> Work:
+        """Gather the rows of ``size`` ranks; ``send`` lays messages side by side in the last dim."""
+        messages, form = self.encode(x)
+        sizes = size, messages.shape[-1]
+        return send(messages).then(lambda all_: self.decode(all_.unflatten(-1, sizes), form).flatten(-2))
 
     def recode(self, x: Tensor) -> Tensor:
         """Encode and decode rows of the last dim; the derivative passes straight through."""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.rules import aside, fold, place_of, stack
+from ..collectives.rules import across, aside, fold, place_of, stack
 from ..communication.backend import Axis
 from ..errors import name_problems, reject
 from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout, shard_axis
 from ..layout.trees import Sharded
 from ..layout.validation import check_grads
-from ..sharding.data_parallel import across, complete, layout_of_grads, near_grads, reduced_and_cast
+from ..sharding.scatter import complete, layout_of_grads, near_grads, reduced_and_cast
 from ..torch_internals.autograd import Function
 from .encoding import RowEncoding, encoding
 
@@ -96,8 +96,8 @@ def _reduced(
     wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
     owed, axis = wide if error is None else wide + error, shard_axis(layout).of(buffer.key)
     total, lost = _ScatterEncoded.apply(owed, *place_of(axis), axis, codec)
-    mean = across(total, layout.schedules[buffer.key, wide.dtype], layout.mesh)
-    return mean.to(layout.schedules[buffer.key, None].dtypes.returned), lost
+    mean = across(total, layout.schedules[buffer.key, wide.dtype])
+    return mean.to(layout.schedules[buffer.key, None].returned), lost
 
 
 class _ScatterEncoded(Function):

@@ -18,7 +18,8 @@ from ..communication.backend import Axis
 from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import eager
-from .rules import Linear, LinearMap, Maximum, place_of
+from .maximum import Maximum
+from .rules import Linear, LinearMap, place_of
 
 Tree = TypeVar("Tree")
 Over = Axis | Mesh

@@ -1,23 +1,44 @@
-"""The autograd Functions of collectives: linear maps of the values of all ranks, and their maximum.
+"""The autograd Functions of collectives: linear maps of the values of all ranks, and the data-parallel gather and
+reduction of a buffer.
 
 Torch's own collectives cannot stand below these under torch.func: there they give silent zeros (grad, jvp) or garbage
 (vmap). ``index`` and ``others`` are operands that are batched at the level of vmap of the axis, and at those of the
 other axes: Note [Ranks as a batch axis] in mesh/mesh.py.
+
+Note [Schedule]: a shard becomes the whole buffer by ``gather``; a full gradient becomes the exact sum over the ranks
+that share the buffer by ``within``, the transpose of ``gather``; that sum becomes the mean over all ranks by
+``across``::
+
+    gather   cast to gathered, all-gather over the shard axis
+    within   cast to reduced, divide by before, reduce-scatter over the shard axis, cast to carried, multiply by before
+    across   divide by before, cast to reduced, all-reduce over each axis of copies, cast to carried, divide by after
+
+Without a shard axis there is no all-gather and ``within`` is a cast. ``before`` is a power of two, so a division by it
+is undone exactly. A :class:`Schedule` has what is done in front of a collective and behind it. ``gathered``, ``within``
+and ``across`` below are differentiable; the first two are one Function, whose backward applies the other of them.
+``across`` is not a transpose: it is where the mean over ranks is taken, unless ``fs.grad`` takes it, Note [Boundary].
+The lazy gather issues the same asynchronously (``sharding/session.py``, ``sharding/reduction.py``), and so its numbers
+are equal bitwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property, partial
+from math import isclose, prod
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..communication.backend import Axis
-from ..communication.collective import KINDS, Splits
-from ..torch_internals.autograd import Function, with_outer_tangents
+from ..communication.backend import Axis, Work
+from ..communication.collective import KINDS, Splits, sum_in_rank_order
+from ..torch_internals.autograd import Function, is_functorch_wrapped_tensor
+from .sinks import prepare
 
-_COPY = "copy"  # of one value for each rank to use, where what ranks do with it adds up
+COPY = "copy"  # of one value for each rank to use, where what ranks do with it adds up
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +76,7 @@ class LinearMap:
 
     def __call__(self, x: Tensor, ndim: int) -> Tensor:
         """Apply it to ``x``, which has a dim of ranks in front of ``ndim`` others at the level of simulated ranks."""
-        if self.kind == _COPY:
+        if self.kind == COPY:
             return x.view_as(x)
         dim = 0 if self.kind == "psum" else self.dim % max(ndim, 1)  # a sum has none, and ranks compare it
         source = self.source if self.kind == "broadcast" else 0
@@ -95,57 +116,207 @@ class Linear(Function):
         return linear(rows, rows.ndim - 1), 0 if linear.is_scattered else None
 
 
-class Maximum(Function):
-    """The largest value over the ranks of ``total.axis``; ``total`` adds up the cotangents of its copies."""
+Divide = Callable[[Tensor, float], Tensor]
 
+
+class Encoding(Protocol):
+    """What a gather sends in place of elements: ``codecs/encoding.py``."""
+
+    def gather(self, x: Tensor, size: int, send: Callable[[Tensor], Work]) -> Work: ...
+
+    def recode(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The way of one buffer, Note [Schedule]: its dtypes, the axes it is communicated over, and the divisors."""
+
+    stored: torch.dtype
+    gathered: torch.dtype
+    reduced: torch.dtype
+    returned: torch.dtype
+    shard_axis: Axis | None
+    copies: tuple[Axis, ...]  # axes whose ranks hold the same shard
+    before: float
+    after: float
+
+    @cached_property
+    def carried(self) -> torch.dtype:
+        """The dtype of a sum that was reduced, until it is divided: nothing of it is lost or overflows."""
+        if not self.stored.is_floating_point:
+            return self.stored
+        wide = torch.promote_types(self.stored, self.reduced)
+        return torch.promote_types(wide, torch.float32) if self.reduced == torch.float16 else wide
+
+    @cached_property
+    def has_mean(self) -> bool:
+        """Whether the mean over all ranks differs from the transpose of ``gather``."""
+        return bool(self.copies) or (self.before, self.after) != (1, 1)
+
+    @property
+    def divisor(self) -> float:
+        """What the sum over all ranks is divided by."""
+        return self.before * self.after
+
+    @cached_property
+    def mean_is_transpose(self) -> bool:
+        """Whether ``across`` is the transpose of making equal copies."""
+        return isclose(self.divisor, prod(axis.size for axis in self.copies))
+
+    def to_sum(self, x: Tensor, divide: Divide = torch.div) -> Tensor:
+        """What is reduce-scattered of the full gradient ``x``."""
+        x = x.to(self.reduced)
+        return x if self.before == 1 else divide(x, self.before)
+
+    def total(self, x: Tensor, divide: Divide = torch.div) -> Tensor:
+        """The sum over the ranks that share the buffer, of what was reduce-scattered."""
+        x = x.to(self.carried)
+        return x if self.before == 1 else divide(x, 1 / self.before)
+
+    def to_average(self, x: Tensor, divide: Divide = torch.div) -> Tensor:
+        """What is all-reduced over each axis of copies of the sum ``x``."""
+        return (x if self.before == 1 else divide(x, self.before)).to(self.reduced)
+
+    def mean(self, x: Tensor, divide: Divide = torch.div) -> Tensor:
+        """The mean over all ranks, or their sum, of what was all-reduced."""
+        x = x.to(self.carried)
+        return x if self.after == 1 else divide(x, self.after)
+
+    def across(self, x: Tensor, psum: Callable[[Tensor, Axis], Tensor], divide: Divide = torch.div) -> Tensor:
+        """The mean over all ranks, or their sum, of the sum ``x``."""
+        x = self.to_average(x, divide)
+        for axis in self.copies:
+            x = psum(x, axis)
+        return self.mean(x, divide)
+
+
+def gathered(x: Tensor, schedule: Schedule, codec: Encoding | None = None) -> Tensor:
+    """The whole buffer of the shards ``x``, through ``codec`` if one is given; the derivative is that without it."""
+    axis = schedule.shard_axis
+    if axis is None:
+        return x.to(schedule.gathered)
+    return Linear.apply(x, *place_of(axis), _Map(axis, schedule, False, codec))
+
+
+def within(x: Tensor, schedule: Schedule) -> Tensor:
+    """The shard of the sum of the full gradients ``x`` over the ranks that share the buffer."""
+    axis = schedule.shard_axis
+    if axis is None:
+        return x.to(schedule.carried)
+    return Linear.apply(x, *place_of(axis), _Map(axis, schedule, True))
+
+
+def across(x: Tensor, schedule: Schedule) -> Tensor:
+    """The mean over all ranks (or the sum) of what ``within`` returned."""
+    return schedule.across(x, lambda x, axis: _sum(x, axis, *place_of(axis)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Map:
+    """``gather`` of a schedule over ``axis``, or ``within``, which leaves each rank a result of its own.
+
+    Ranks are laid side by side in the last dim, behind any batch dims.
+    """
+
+    axis: Axis
+    schedule: Schedule
+    is_scattered: bool
+    codec: Encoding | None = None
+
+    @property
+    def derivative(self) -> _Map:
+        return replace(self, codec=None)
+
+    @property
+    def transpose(self) -> _Map:
+        return replace(self, codec=None, is_scattered=not self.is_scattered)
+
+    def __call__(self, x: Tensor, ndim: int) -> Tensor:
+        issue, schedule = partial(self.axis.issue, dim=ndim - 1), self.schedule
+        if self.is_scattered:
+            return schedule.total(issue("psum_scatter", schedule.to_sum(x)).wait())
+        if self.codec and schedule.stored.is_floating_point:
+            send = partial(issue, "all_gather")
+            return self.codec.gather(x.to(schedule.stored), self.axis.size, send).wait().to(schedule.gathered)
+        return issue("all_gather", x.to(schedule.gathered)).wait().contiguous()
+
+
+def averaged(x: Tensor, schedule: Schedule) -> Tensor:
+    """``x``, as a value that ranks hold copies of: its gradient is the mean of theirs, by ``schedule.across``.
+
+    Unless ``fs.grad`` takes the mean: Note [Boundary]. The gradient comes in the dtype that sums are carried in, if
+    ``x`` can have one of that dtype. Forward mode passes the tangent through, as the copies' tangents are equal.
+    """
+    if not schedule.has_mean and x.dtype == schedule.carried:
+        return x
+    axes = schedule.copies or (None,)
+    for i, axis in reversed([*enumerate(axes)]):  # backward goes from the first to the last
+        place, copies = ((None, None), ()) if axis is None else (place_of(axis), (axis,))
+        before, after = 1 if i else schedule.before, schedule.after if i == len(axes) - 1 else 1
+        part = replace(schedule, copies=copies, before=before, after=after)
+        takes = i == 0 and schedule.has_mean
+        x = _Averaged.apply(x, *place, _Mean(axis, part, schedule.mean_is_transpose, takes))
+    return x
+
+
+@dataclass(frozen=True, eq=False)
+class _Mean:
+    """``across`` of a schedule with one axis of copies at most; one object as :class:`_Map` is."""
+
+    axis: Axis | _Rows | None
+    schedule: Schedule
+    is_transpose: bool
+    averages: bool  # the one of several that takes the mean
+
+    def __call__(self, grad: Tensor, index: Tensor | None, others: Tensor | None) -> Tensor:
+        return self.schedule.across(grad, lambda x, _: _sum(x, self.axis, index, others))
+
+
+def _sum(x: Tensor, axis: Axis | _Rows | None, index: Tensor | None, others: Tensor | None) -> Tensor:
+    assert axis is not None
+    return axis.psum(x) if isinstance(axis, _Rows) else Linear.apply(x, index, others, LinearMap(axis))
+
+
+class _Averaged(Function):
     @staticmethod
-    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, total: LinearMap) -> Tensor:
-        return total.axis.issue("pmax", x).wait()
+    def forward(x: Tensor, index: Tensor | None, others: Tensor | None, mean: _Mean) -> Tensor:
+        carried = mean.schedule.carried
+        return x.view_as(x) if x.dtype == carried else x.to(carried)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, *place, total = inputs
-        ctx.static = [total]
-        ctx.save_for_backward(x, output, *place)
-        ctx.save_for_forward(x, output, *place)
+        save_static(ctx, inputs[1:])
+        prepare(ctx, inputs[3].averages, inputs[3].is_transpose)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, largest, *place, total = saved(ctx)
-        return Linear.apply(grad, *place, total.transpose) * _share(x, largest, place, total), None, None, None
+        *place, mean = saved(ctx)
+        if mean.schedule.has_mean:
+            averages, (grad,) = ctx.sink.start(ctx, [grad])
+            grad = mean(grad, *place) if averages else grad
+        return grad, None, None, None  # autograd casts it to the dtype of x, unless x.grad_dtype is None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        x, largest, *place, total = saved(ctx)
-        with with_outer_tangents():
-            return Linear.apply(tangent * _share(x, largest, place, total), *place, total)
+        return _Averaged.apply(tangent, *saved(ctx))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, total: LinearMap) -> Any:
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, mean: _Mean) -> Any:
         if in_dims[1] is None:
-            x, batch_dim = aside(x, in_dims[0])
-            return Maximum.apply(x, index, others, replace(total, axis=fold(total.axis, info, in_dims))), batch_dim
-        return total.axis.issue("pmax", stack(x, in_dims[0], total.axis)).wait(), None
+            x, batch_dim = aside(x, in_dims[0], -1)  # rows, where there are any, stay in dim 0
+            if mean.axis is None and not (x.requires_grad or is_functorch_wrapped_tensor(x)):
+                return _Averaged.forward(x, index, others, mean), batch_dim  # nobody outside differentiates it
+            folded = replace(mean, axis=fold(mean.axis, info, in_dims))
+            return _Averaged.apply(x, index, others, folded), batch_dim
+        assert isinstance(mean.axis, Axis)
+        return _Averaged.apply(stack(x, in_dims[0], mean.axis), None, None, replace(mean, axis=_Rows())), 0
 
 
-def _share(x: Tensor, largest: Tensor, place: Any, total: LinearMap) -> Tensor:
-    """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
-    wins = (x == largest).to(x.dtype)
-    return wins / Linear.apply(wins, *place, LinearMap(total.axis))
+class _Rows:
+    """The ranks of a simulated axis once they are the rows of a tensor: what is left of an axis outside its level."""
 
-
-def shared_sum(x: Tensor, axis: Axis) -> Tensor:
-    """``psum`` over real ranks that compute one loss together, as those that share a DTensor do.
-
-    By ``psum`` the gradient counts every rank's use of the result, which is right where each rank returns a loss of its
-    own. A loss that is the same on all ranks counts once: the sum hands its gradient on unchanged.
-    """
-    return Linear.apply(x, None, None, LinearMap(axis, transposed=_COPY))
-
-
-def shared_max(x: Tensor, axis: Axis) -> Tensor:
-    """``pmax`` over real ranks that compute one loss together."""
-    return Maximum.apply(x, None, None, LinearMap(axis, transposed=_COPY))
+    def psum(self, x: Tensor) -> Tensor:
+        return sum_in_rank_order(x.unbind(0)).expand_as(x)
 
 
 def resized(x: Tensor, longest: int) -> Tensor:

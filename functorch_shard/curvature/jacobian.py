@@ -20,8 +20,8 @@ from ..collectives.sinks import new_boundary
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, shard_axis, shard_index
 from ..layout.trees import Full, Sharded, check_sharded
-from ..sharding.data_parallel import mean_at_end_of_grad
 from ..sharding.gather import gather
+from ..sharding.reduction import mean_at_end_of_grad
 from ..sharding.shard import merge, partition
 from ..training.grad import grad
 

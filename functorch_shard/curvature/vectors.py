@@ -15,8 +15,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from ..collectives.maximum import shared_sum
 from ..collectives.primitives import psum
-from ..collectives.rules import shared_sum
 from ..communication.backend import Axis
 from ..layout.buffers import Buffer, Slot, of_rank, overlaid, without_padding
 from ..layout.layout import Layout, shard_axis, shard_index

@@ -3,8 +3,8 @@
 ``buffers``: ``Slot``, ``Buffer``, ``Unit``, and named tensors to flat buffers and back. ``layout``: ``Layout``, its
 ranks, and layouts of some of its buffers. ``planning`` and ``units``: ``plan``, from a model to its layout. ``trees``:
 ``Sharded`` and ``Full``, and the check that one fits a layout; ``validation``: the same for models and gradients.
-``precision``: the dtypes of a step. ``schedule``: the operations that gather a buffer and reduce its gradient; Note
-[Schedule] there lists its interpreters.
+``precision``: the dtypes of a step. How a buffer is gathered and its gradient reduced is a ``Schedule`` of
+``collectives``, one for each buffer and dtype.
 
-Imports ``mesh`` and below; imported by ``collectives``, ``storage`` and above.
+Imports ``collectives``, ``mesh`` and below; imported by ``storage`` and above.
 """

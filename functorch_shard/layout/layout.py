@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.rules import Schedule
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Axis, Mesh
 from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
-from .schedule import Schedule, make_schedule
 
 
 @dataclass(frozen=True, repr=False)
@@ -194,11 +194,12 @@ class _Schedules(dict[tuple[str, "torch.dtype | None"], Schedule]):
         (key, dtype), layout = which, self._layout
         buffer = layout.buffers[key]
         dtypes = buffer_dtypes(buffer.dtype, self._unit_of[key].precision, dtype)
-        divisors = divide_factors(layout.num_ranks, dtypes.reduced) if layout.reduction == "mean" else (1, 1)
+        divisors = divide_factors(layout.num_ranks, dtypes[1]) if layout.reduction == "mean" else (1, 1)
         sharded = buffer.num_shards > 1
         others = [layout.replicate_axis, *([] if sharded else layout.shard_axes)]
-        copies = {axis: size for axis in others if (size := layout.axis_size(axis)) > 1}
-        self[which] = made = make_schedule(key, dtypes, layout.shard_axis if sharded else None, copies, divisors)
+        copies = tuple(layout.mesh[axis].of(key) for axis in others if layout.axis_size(axis) > 1)
+        axis = shard_axis(layout).of(key) if sharded else None
+        self[which] = made = Schedule(buffer.dtype, *dtypes, axis, copies, *divisors)
         return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, TypeVar
 
 import optree
@@ -90,36 +89,19 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
     return optree.tree_map(cast, opened(tree), none_is_leaf=True)
 
 
-@dataclass(frozen=True)
-class BufferDtypes:
-    """The dtypes that a buffer is stored and gathered in, and that its gradient is reduced and returned in."""
-
-    stored: torch.dtype
-    gathered: torch.dtype
-    reduced: torch.dtype
-    returned: torch.dtype
-
-    @cached_property
-    def carried(self) -> torch.dtype:
-        """The dtype of a sum that was reduced, until it is divided: nothing of it is lost or overflows."""
-        if not self.stored.is_floating_point:
-            return self.stored
-        wide = torch.promote_types(self.stored, self.reduced)
-        return torch.promote_types(wide, torch.float32) if self.reduced == torch.float16 else wide
-
-
-def buffer_dtypes(stored: torch.dtype, precision: MixedPrecision, dtype: torch.dtype | None = None) -> BufferDtypes:
-    """Those under ``precision``; ``dtype``: what one call gathers in, or what gradients come in.
+def buffer_dtypes(
+    stored: torch.dtype, precision: MixedPrecision, dtype: torch.dtype | None = None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes to gather and to reduce in, and to return; ``dtype``: what one call gathers or gradients come in.
 
     Only floating-point numbers are cast; complex gradients are reduced as they come.
     """
     if not stored.is_floating_point:
         computed = dtype if dtype is not None and dtype.is_complex else stored
-        return BufferDtypes(stored, computed, computed, stored)
+        return computed, computed, stored
     gathered = dtype or precision.param_dtype or stored
-    reduced = precision.reduce_dtype or gathered
     kept = precision.reduce_dtype or precision.param_dtype or stored
-    return BufferDtypes(stored, gathered, reduced, kept if precision.keep_low_precision_grads else stored)
+    return gathered, precision.reduce_dtype or gathered, kept if precision.keep_low_precision_grads else stored
 
 
 def divide_factors(num_ranks: int, reduced: torch.dtype) -> tuple[float, float]:

@@ -2,10 +2,10 @@
 
 A training step on real ranks goes through ``gather`` (its autograd nodes), ``lazy_tensor`` (what a model gets),
 ``session`` (the whole units: when they are gathered and freed) and ``reduction`` (gradients, while backward goes on).
-``data_parallel`` differentiates what is gathered at once and reduced at once; ``scatter_grads`` and ``accumulate`` are
-there. ``shard`` cuts whole buffers; ``partition`` and ``merge`` are there. ``iter_parameters`` and ``reshard`` are
-loaded on first use, and so are ``overlapped_means``, the mean over replicas, taken during backward, and ``varying``:
-over which axes values vary, for ``fs.debug``.
+``scatter`` reduces full gradients at once: ``scatter_grads`` and ``accumulate``. ``shard`` cuts whole
+buffers; ``partition`` and ``merge`` are there. ``iter_parameters`` and ``reshard`` are loaded on first use, and so are
+``overlapped_means``, the mean over replicas, taken during backward, and ``varying``: over which axes values vary, for
+``fs.debug``.
 
 Imports ``collectives``, ``storage`` and below; imported by ``training`` and ``checkpoint``.
 """

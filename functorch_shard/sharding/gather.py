@@ -16,11 +16,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from ..collectives.rules import Encoding, averaged, gathered
 from ..collectives.sinks import prepare, refuse_derivatives, sink_here
 from ..communication.writes import watch
 from ..layout.buffers import Buffer, unpack
 from ..layout.layout import Layout, merged, shard_axis
-from ..layout.schedule import Encoding
 from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import (
@@ -33,9 +33,9 @@ from ..torch_internals.autograd import (
     in_transform,
 )
 from ..torch_internals.tensors import without_torch_function
-from .data_parallel import averaged, gathered, scattered
 from .lazy_tensor import Lazy
 from .reduction import Part
+from .scatter import scattered
 from .session import Session
 from .shard import merge, whole_of_stack
 
@@ -153,9 +153,9 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     later = {key: x for key, x in may_be_lazy.items() if lazy or _is_far(x, buffers[key], layout)}
     whole = _lazily(later, layout, dtype, codec) if later else {}
     now = {key: buffer for key, buffer in buffers.items() if key not in later}
+    watched = watch if mesh.in_spmd else sink_here().watch
     for key, x in (_at_once(shards, now, layout, dtype, codec) if now else {}).items():
         if lazy is not False and buffers[key].num_shards > 1:  # others are the shards, which a step may donate
-            watched = watch if mesh.in_spmd else sink_here().watch
             watched(key, x, [slot.name for slot in buffers[key].slots])
         whole.update(unpack(x, buffers[key]))
     if layout.tensor_meshes:
@@ -207,19 +207,19 @@ def _at_once(
     Inside of an outermost ``fs.grad`` on real ranks they are behind one node: backward reduces all of them or none,
     those that were not used as zeros, Note [Unused units] in reduction.py.
     """
-    mesh, flats = layout.mesh, dict[str, Tensor]()
+    mesh, flats, in_spmd = layout.mesh, dict[str, Tensor](), layout.mesh.in_spmd
     for key, buffer in buffers.items():
         schedule = layout.schedules[buffer.key, dtype]
         x = shards[key].to(working_device(shards[key], mesh.device), non_blocking=True)
-        if mesh.in_spmd:
-            x = averaged(x, schedule, mesh) if buffer.differentiable else x
-            flats[key] = gathered(x, schedule, mesh, codec if buffer.dtype.is_floating_point else None)
+        if in_spmd:
+            x = averaged(x, schedule) if buffer.differentiable else x
+            flats[key] = gathered(x, schedule, codec)
         else:
             x = codec.recode(x) if codec and buffer.num_shards > 1 and x.is_floating_point() else x
-            flats[key] = whole_of_stack(x.to(schedule.dtypes.gathered), buffer, layout)
+            flats[key] = whole_of_stack(x.to(schedule.gathered), buffer, layout)
     anchors = sink_here().anchors
     keys = [key for key, x in flats.items() if x.requires_grad]
-    if anchors is None or not keys or not mesh.in_spmd or mesh.size == 1:
+    if anchors is None or not keys or not in_spmd or mesh.size == 1:
         return flats
     if in_transform() or has_tangents([*flats.values()]):
         return flats

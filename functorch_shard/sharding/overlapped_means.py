@@ -25,10 +25,8 @@ from torch import Tensor
 from ..collectives.rules import axis_of
 from ..communication.backend import Work
 from ..layout.layout import Layout
-from ..layout.schedule import Cast, up_to_communication
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import hooks_of, nodes, nodes_behind
-from .reduction import start_ops
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
 UNDER_WAY = 2  # all-reduces at a time: each holds its operand until it is waited for
@@ -67,8 +65,8 @@ class Means:
         assert place is not None, i
         key, layout = place
         schedule = layout.schedules[key, None]
-        ops = (Cast(schedule.dtypes.carried), *schedule.across, Cast(schedule.dtypes.returned))
-        return start_ops(up_to_communication(ops), total, key, layout.mesh)
+        work = schedule.copies[0].issue("psum", schedule.to_average(total.to(schedule.carried), Tensor.div_))
+        return work.then(lambda total: schedule.mean(total, Tensor.div_).to(schedule.returned))
 
     def _result(self, i: int) -> Tensor:
         with self._lock:
@@ -139,7 +137,7 @@ def _has_replicas(place: Place | None) -> bool:
     if place is None:
         return False
     buffer, layout = place[1].buffers[place[0]], place[1]
-    return buffer.num_shards > 1 and layout.schedules[buffer.key, None].has_copies
+    return buffer.num_shards > 1 and layout.schedules[buffer.key, None].copies != ()
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:
@@ -147,7 +145,7 @@ def _is_averaged(x: Tensor, place: Place | None) -> bool:
     if place is None or not x.is_floating_point() or not _has_replicas(place) or hooks_of(x):
         return False
     key, layout = place
-    return layout.schedules[key, None].dtypes.returned == x.dtype or x.grad_dtype is None
+    return layout.schedules[key, None].returned == x.dtype or x.grad_dtype is None
 
 
 def _leaf(node: Any) -> int:

@@ -27,14 +27,14 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from ..collectives.rules import Encoding, Schedule, across
 from ..collectives.sinks import Sink
-from ..communication.backend import Axis, Finished, Work
+from ..communication.backend import Finished, Work
 from ..layout.buffers import Buffer, pack
-from ..layout.layout import Layout, shard_axis
-from ..layout.schedule import Cast, Communication, Encoding, Ops, ReduceScatter, Schedule, up_to_communication
-from ..mesh.mesh import Mesh
+from ..layout.layout import Layout
+from ..storage.memory_kind import to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import backward_comes_to
-from .data_parallel import no_communication, run
+from .shard import copy_dims
 
 
 class Place(NamedTuple):
@@ -60,11 +60,6 @@ class Part:
     tangent_of: Part | None = None
 
     @cached_property
-    def axis(self) -> Axis:
-        """The ranks that the buffers are sharded over."""
-        return shard_axis(self.layout)
-
-    @cached_property
     def is_sharded(self) -> bool:
         return all(buffer.num_shards > 1 for buffer in self.buffers)
 
@@ -88,15 +83,6 @@ class Part:
         return any(s.has_mean for s in self.schedules), all(s.mean_is_transpose for s in self.schedules)
 
     @cached_property
-    def reductions(self) -> tuple[Mapping[bool, tuple[Ops, Communication | None, Ops]], ...]:
-        """What is done with each gradient, around its first communication; with the mean over ranks or without."""
-        with_mean = [(*s.within, *s.across, Cast(s.dtypes.stored)) for s in self.schedules]
-        return tuple(
-            {True: up_to_communication(ops), False: up_to_communication(s.within)}
-            for ops, s in zip(with_mean, self.schedules, strict=True)
-        )
-
-    @cached_property
     def places(self) -> list[Place]:
         """Where each parameter is in its whole buffer."""
         return self.places_of([()] * len(self.buffers))
@@ -105,7 +91,7 @@ class Part:
         """The same where there is a whole buffer for each of a batch."""
         groups = enumerate(zip(self.buffers, batches, self.schedules, strict=True))
         return [
-            Place(i, (*batch, *slot.shape), strides, slot.offset, schedule.dtypes.gathered, slot.offset)
+            Place(i, (*batch, *slot.shape), strides, slot.offset, schedule.gathered, slot.offset)
             for i, (buffer, batch, schedule) in groups
             for slot in buffer.slots
             for strides in [(*_strides(batch, buffer.numel), *_strides(slot.shape))]
@@ -118,18 +104,17 @@ def _strides(sizes: Sequence[int], inner: int = 1) -> tuple[int, ...]:
     return tuple(reversed([*behind][:-1]))
 
 
-def start_ops(ops: tuple[Ops, Communication | None, Ops], x: Tensor, key: str, mesh: Mesh) -> Work:
-    """Follow ``ops`` up to their first communication now, and behind it on wait; ``x``, of ``key``, is overwritten."""
+def _start(packed: Tensor, schedule: Schedule, mean: bool) -> Work:
+    """Start to reduce the gradient of one buffer, which is overwritten."""
 
-    def issue(op: Communication, x: Tensor) -> Work:
-        kind = "psum_scatter" if isinstance(op, ReduceScatter) else "psum"
-        return mesh[op.axis].issue(kind, x, key=key)
+    def complete(total: Tensor) -> Tensor:
+        psum = lambda x, axis: axis.issue("psum", x).wait()  # noqa: E731
+        return schedule.across(total, psum, Tensor.div_).to(schedule.stored) if mean else total
 
-    front, op, behind = ops
-    x = run(front, x, no_communication, Tensor.div_)
-    if op is None:
-        return Finished(x)
-    return issue(op, x).then(lambda total: run(behind, total, lambda op, x: issue(op, x).wait(), Tensor.div_))
+    if schedule.shard_axis is None:
+        return Finished(packed.to(schedule.carried)).then(complete)
+    work = schedule.shard_axis.issue("psum_scatter", schedule.to_sum(packed, Tensor.div_))
+    return work.then(lambda total: complete(schedule.total(total, Tensor.div_)))
 
 
 class Reductions:
@@ -191,7 +176,7 @@ class Reductions:
         for part in parts:
             del self._left[backward_pass][part]
             zeros = [
-                torch.full(slot.shape, sink.nothing, dtype=schedule.dtypes.gathered, device=part.layout.mesh.device)
+                torch.full(slot.shape, sink.nothing, dtype=schedule.gathered, device=part.layout.mesh.device)
                 for buffer, schedule in zip(part.buffers, part.schedules, strict=True)
                 for slot in buffer.slots
             ]
@@ -206,10 +191,10 @@ class Reductions:
             buffer, like = part.buffers[i], by_name[part.buffers[i].slots[0].name]
             # where there is nothing to add up now, what is packed may be the result, and is in new memory
             sharded = buffer.num_shards > 1 and like.layout is torch.strided  # pack refuses others
-            scratch = self._scratch_for(i, buffer, like, part.schedules[i].dtypes.reduced) if sharded else None
+            schedule = part.schedules[i]
+            scratch = self._scratch_for(i, buffer, like, schedule.reduced) if sharded else None
             packed = pack(by_name, buffer, out=scratch)
-            work = start_ops(part.reductions[i][mean], packed, buffer.key, part.layout.mesh)
-            self._started.append((backward_pass, buffer.key, work))
+            self._started.append((backward_pass, buffer.key, _start(packed, schedule, mean)))
 
     def _scratch_for(self, place: int, buffer: Buffer, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""
@@ -223,3 +208,28 @@ class Reductions:
         while self._started:
             backward_pass, key, work = self._started.pop(0)
             self._results[backward_pass, key] = self.put(key, work.wait())
+
+
+def mean_at_end_of_grad(grads: Mapping[str, Tensor | None], layout: Layout) -> dict[str, Tensor | None]:
+    """Exact derivatives by the shards of all ranks, as gradients of the mean over ranks: Note [Boundary]."""
+    return {key: None if x is None else mean_of_shard(x, layout.buffers[key], layout) for key, x in grads.items()}
+
+
+def mean_of_shard(x: Tensor, buffer: Buffer, layout: Layout, in_place: bool = False) -> Tensor:
+    """The exact derivative ``x`` by a shard, summed over copies and divided by the number of ranks.
+
+    Outside of ``spmd`` all ranks return one value, and copies are dims. ``in_place``: a reduction made ``x``, which is
+    overwritten, as fresh memory costs as much as the division.
+    """
+    # by the unit's policy: x has the dtype that it is carried or returned in, and not that it was computed in
+    schedule = layout.schedules[buffer.key, x.dtype if x.is_complex() else None]
+    returned = layout.schedules[buffer.key, None].returned
+    if in_place and not schedule.copies and x.dtype == returned:
+        return x.div_(schedule.divisor) if schedule.has_mean else x
+    if not layout.mesh.in_spmd:
+        for dim in copy_dims(buffer, layout):
+            x = x.sum(dim, keepdim=True).expand_as(x)
+        return x.to(returned)
+    there = to_working_device(x, layout.mesh.device) if schedule.copies else x
+    average = across(there, schedule).to(returned)
+    return x.copy_(average) if in_place and x.dtype == returned else to_memory_kind_of(average, x)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..communication.backend import Finished, Work
+from ..communication.backend import Axis, Finished, Work
 from ..communication.writes import content_of
 from ..layout.layout import Layout, shard_axis
 from ..storage.memory_kind import MemoryKind
@@ -136,24 +136,21 @@ class UnitBuffers:
 
     def _gather(self, i: int) -> Work:
         """Start to gather buffer ``i``, by its schedule."""
-        buffer, dtypes, shard = self.part.buffers[i], self.part.schedules[i].dtypes, self.shards[i]
-        if buffer.num_shards == 1:
-            return Finished(self._copied(shard, dtypes.gathered))
-        codec = self.part.codec if buffer.dtype.is_floating_point else None
-        if codec is None:
-            return self._all_gather(shard, dtypes.gathered, buffer.key)
-        message, form = codec.encode(shard.to(self.device, non_blocking=True))
-        sizes = buffer.num_shards, message.shape[-1]
-        decoded = lambda messages: codec.decode(messages.unflatten(-1, sizes), form).flatten(-2)  # noqa: E731
-        return self._all_gather(message, message.dtype, buffer.key).then(lambda x: decoded(x).to(dtypes.gathered))
+        schedule, shard, codec = self.part.schedules[i], self.shards[i], self.part.codec
+        axis = schedule.shard_axis
+        if axis is None:
+            return Finished(self._copied(shard, schedule.gathered))
+        if codec is None or not schedule.stored.is_floating_point:
+            return self._all_gather(axis, shard, schedule.gathered)
+        x, send = shard.to(self.device, non_blocking=True), partial(self._all_gather, axis)
+        return codec.gather(x, axis.size, send).then(lambda whole: whole.to(schedule.gathered))
 
-    def _all_gather(self, x: Tensor, dtype: torch.dtype, key: str) -> Work:
+    def _all_gather(self, axis: Axis, x: Tensor, dtype: torch.dtype | None = None) -> Work:
         """In ``dtype``, cast on the way; ranks are laid side by side in the last dim."""
-        axis = self.part.axis
         if x.ndim > 1:
-            rows = self._copied(x, dtype)
-            return Work(lambda: axis.issue("all_gather", rows, key=key, dim=rows.ndim - 1).wait().contiguous())
-        return axis.issue("all_gather", x, dtype=dtype, key=key, device=self.device, transient=True)
+            rows = self._copied(x, dtype or x.dtype)
+            return Work(lambda: axis.issue("all_gather", rows, dim=rows.ndim - 1).wait().contiguous())
+        return axis.issue("all_gather", x, dtype=dtype, device=self.device, transient=True)
 
     def _copied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """As it is now, row-major in memory of its own: a shard may be a view, and may be written to meanwhile."""

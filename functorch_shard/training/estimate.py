@@ -18,8 +18,8 @@ from torch import Tensor
 from ..communication.collective import KINDS
 from ..communication.wrappers import Traffic
 from ..errors import axes_text, table
+from ..layout.buffers import Buffer
 from ..layout.layout import Layout, rank_dims
-from ..layout.schedule import AllGather, AllReduce, Cast, Ops, ReduceScatter
 from ..layout.trees import Sharded
 from ..sharding.session import small_units
 from .optimizer import Optimizer
@@ -106,18 +106,9 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     """
     if not isinstance(layout, Layout):
         raise TypeError(f"estimate: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    buffers, dtypes = (
-        layout.buffers.values(),
-        {b.key: layout.schedules[b.key, None].dtypes for b in layout.buffers.values()},
-    )
-    reducing = [
-        sum(
-            b.numel * (dtypes[b.key].gathered.itemsize + dtypes[b.key].reduced.itemsize)
-            for b in unit.buffers
-            if b.trainable
-        )
-        for unit in layout.units
-    ]
+    buffers, of = layout.buffers.values(), {key: layout.schedules[key, None] for key in layout.buffers}
+    sizes = {key: schedule.gathered.itemsize + schedule.reduced.itemsize for key, schedule in of.items()}
+    reducing = [sum(b.numel * sizes[b.key] for b in unit.buffers if b.trainable) for unit in layout.units]
     traffic: dict[tuple[str, str], Traffic] = {}
     for axis, kind, nbytes in _collectives(layout):
         one = Traffic(1, nbytes, KINDS[kind].sent(nbytes, layout.axis_size(axis)))
@@ -125,7 +116,7 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     return Estimate(
         axes=layout.axes,
         parameters=sum(b.shard_numel * b.dtype.itemsize for b in buffers),
-        gradients=sum(b.shard_numel * dtypes[b.key].returned.itemsize for b in buffers if b.trainable),
+        gradients=sum(b.shard_numel * of[b.key].returned.itemsize for b in buffers if b.trainable),
         optimizer=_state_bytes(layout, opt) if opt else 0,
         gathered=_gathered_bytes(layout),
         reducing=max(reducing, default=0),
@@ -137,7 +128,7 @@ def _gathered_bytes(layout: Layout) -> int:
     """Count small units and buffers that are whole on every rank, and a unit and the next one of the others."""
     always, sizes = 0, [0] * len(layout.units)
     for i, b in ((i, b) for i, unit in enumerate(layout.units) for b in unit.buffers):
-        gathered = layout.schedules[b.key, None].dtypes.gathered
+        gathered = layout.schedules[b.key, None].gathered
         if b.num_shards > 1:
             sizes[i] += b.numel * gathered.itemsize
         elif gathered != b.dtype:
@@ -164,26 +155,26 @@ def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
     """Yield axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
     for unit in (*layout.units, *(layout.units[i] for i in _gathered_again(layout))):
         for b in unit.buffers:
-            yield from collectives_of(layout.schedules[b.key, None].gather, b.shard_numel, b.dtype, b.num_shards)
+            yield from gathers_of(b, layout)
     for b in layout.buffers.values():
         if b.trainable:
-            yield from collectives_of(layout.schedules[b.key, None].reduce, b.numel, b.dtype, b.num_shards)
+            yield from reductions_of(b, layout)
 
 
-def collectives_of(ops: Ops, numel: int, dtype: torch.dtype, num_shards: int) -> Iterator[tuple[str, str, int]]:
-    """Interpret a schedule by counting: an operand is its number of elements and its dtype."""
-    for op in ops:
-        match op:
-            case Cast():
-                dtype = op.dtype
-            case AllGather():
-                yield op.axis, "all_gather", numel * dtype.itemsize
-                numel *= num_shards
-            case ReduceScatter():
-                yield op.axis, "psum_scatter", numel * dtype.itemsize
-                numel //= num_shards
-            case AllReduce():
-                yield op.axis, "psum", numel * dtype.itemsize
+def gathers_of(b: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:
+    """Yield what gathers buffer ``b``, by its schedule."""
+    schedule = layout.schedules[b.key, None]
+    if schedule.shard_axis:
+        yield schedule.shard_axis.name, "all_gather", b.shard_numel * schedule.gathered.itemsize
+
+
+def reductions_of(b: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:
+    """Yield what reduces the gradient of buffer ``b``, by its schedule."""
+    schedule = layout.schedules[b.key, None]
+    if schedule.shard_axis:
+        yield schedule.shard_axis.name, "psum_scatter", b.numel * schedule.reduced.itemsize
+    for axis in schedule.copies:
+        yield axis.name, "psum", b.shard_numel * schedule.reduced.itemsize
 
 
 def _gathered_again(layout: Layout) -> list[int]:

@@ -15,7 +15,7 @@ from ..collectives.sinks import Boundary, inside, new_boundary, sink_here
 from ..containers import opened, refuse_opaque
 from ..layout.layout import Layout
 from ..layout.trees import Full, Sharded, is_node, take_tensors
-from ..sharding.data_parallel import mean_of_shard
+from ..sharding.reduction import mean_of_shard
 from ..torch_internals.autograd import (
     autograd_by_hand,
     eager,
@@ -232,8 +232,8 @@ def _leaves_of(node: Any) -> list[Leaf]:
         buffer = layout.buffers[key if isinstance(node, Sharded) else layout.key_of[key]]
         wanted = buffer.trainable and _differentiable(x)
         if isinstance(node, Sharded):
-            dtypes = layout.schedules[key, None].dtypes
-            leaves.append(Leaf(x, wanted, (key, layout), dtypes.carried != dtypes.stored))
+            schedule = layout.schedules[key, None]
+            leaves.append(Leaf(x, wanted, (key, layout), schedule.carried != schedule.stored))
         else:
             leaves.append(Leaf(x, wanted))
     return leaves

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.maximum import shared_max, shared_sum
 from ..collectives.primitives import pmax, psum
-from ..collectives.rules import shared_max, shared_sum
 from ..communication.backend import Axis
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Counter
-from functorch_shard.training.estimate import collectives_of
+from functorch_shard.training.estimate import gathers_of, reductions_of
 from tests.support.ranks import HYBRID, Ranks, gloo
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -141,11 +141,9 @@ def expected(case: Case, mesh: fs.Mesh) -> Bytes:
     """By the schedules alone."""
     layout, total = case.plan(mesh), {}
     for b in layout.buffers.values():
-        plan = layout.schedules[b.key, None]
-        for ops, numel in ((plan.gather, b.shard_numel), (plan.reduce, b.numel)):
-            for axis, kind, nbytes in collectives_of(ops, numel, b.dtype, b.num_shards):
-                number, before = total.get((axis, kind), (0, 0))
-                total[axis, kind] = number + 1, before + nbytes
+        for axis, kind, nbytes in (*gathers_of(b, layout), *reductions_of(b, layout)):
+            number, before = total.get((axis, kind), (0, 0))
+            total[axis, kind] = number + 1, before + nbytes
     return total
 
 

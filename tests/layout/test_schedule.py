@@ -1,4 +1,4 @@
-"""Schedules: pure tuples of operations, gather and reduction each other's transpose, made once per layout."""
+"""Schedules: gather and reduction are each other's transpose, and are made once per layout."""
 
 from __future__ import annotations
 
@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functorch_shard as fs
+from functorch_shard.collectives.rules import Schedule, gathered, within
 from functorch_shard.layout.buffers import Buffer
-from functorch_shard.layout.schedule import (
-    AllGather,
-    AllReduce,
-    Cast,
-    Divide,
-    ReduceScatter,
-    Schedule,
-)
-from functorch_shard.sharding.data_parallel import gathered, within
 
 some_laws = settings(max_examples=60, deadline=None)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,17 +51,18 @@ def test_within_is_the_transpose_of_gather_exactly_on_integers(
     layout, buffer, schedule = planned(dtype, policy, axes, reduction, numel)
     mesh, generator = layout.mesh, torch.Generator().manual_seed(seed)
     ranks = tuple(mesh.axes.values())
-    shards = torch.randint(-4, 5, (*ranks, buffer.shard_numel), generator=generator).to(schedule.dtypes.carried)
-    grads = torch.randint(-4, 5, (*ranks, buffer.numel), generator=generator).to(schedule.dtypes.gathered)
-    whole = mesh.spmd(lambda x: gathered(x, schedule, mesh))(shards)
-    sums = mesh.spmd(lambda g: within(g, schedule, mesh))(grads)
+    shards = torch.randint(-4, 5, (*ranks, buffer.shard_numel), generator=generator).to(schedule.carried)
+    grads = torch.randint(-4, 5, (*ranks, buffer.numel), generator=generator).to(schedule.gathered)
+    whole = mesh.spmd(lambda x: gathered(x, schedule))(shards)
+    sums = mesh.spmd(lambda g: within(g, schedule))(grads)
     assert (whole.double() * grads.double()).sum() == (shards.double() * sums.double()).sum()
 
 
 def test_a_schedule_reads_as_the_note_says() -> None:
     policy = fs.MixedPrecision(torch.bfloat16, torch.float16)
     _, _, schedule = planned(torch.float32, policy, {"replicate": 2, "shard": 2}, "mean")
-    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-    assert schedule.gather == (Cast(bf16), AllGather("shard"))
-    assert schedule.within == (Cast(f16), Divide(2), ReduceScatter("shard"), Cast(f32), Divide(0.5))
-    assert schedule.across == (Divide(2), Cast(f16), AllReduce("replicate"), Cast(f32), Divide(2))
+    f16, f32 = torch.float16, torch.float32
+    x = schedule.to_sum(torch.tensor(12.0, dtype=torch.bfloat16))
+    total = schedule.total(2 * x)
+    mean = schedule.across(total, lambda x, axis: x + len(axis.name))
+    assert [(x.item(), x.dtype) for x in (x, total, mean)] == [(6, f16), (24, f32), ((12 + len("replicate")) / 2, f32)]

@@ -18,8 +18,8 @@ from functorch_shard.collectives.sinks import Sink
 from functorch_shard.communication import Backend, Collective, Finished, Work
 from functorch_shard.gloo.guard import SMALL_MESSAGE
 from functorch_shard.layout.buffers import pack
-from functorch_shard.sharding.data_parallel import reduced_and_cast
 from functorch_shard.sharding.reduction import Part, Reductions
+from functorch_shard.sharding.scatter import reduced_and_cast
 from functorch_shard.testing import assert_trees_close
 from tests.support.ranks import Ranks, gloo
 
