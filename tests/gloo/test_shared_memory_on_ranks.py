@@ -143,7 +143,6 @@ def use_on_this_rank() -> None:
         for name in lazy_uses.USES:
             for reshard in (True, False):
                 lazy_uses.use_on_this_rank(name, reshard)
-        lazy_uses.same_jacobians_on_this_rank()
         lazy_uses.exceptions_on_this_rank()
         lazy_uses.delayed_training_on_this_rank()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
-from tests.support.ranks import Ranks, gloo, on_each, simulated
+from tests.support.ranks import Ranks, gloo, simulated
 
 # kind, axis, bytes of the operand of one rank
 Traffic = Counter[tuple[str, str, int]]
@@ -146,84 +146,6 @@ def test_axes_may_have_any_names(ranks: Ranks) -> None:
     assert_gradients(grads, mesh.size)
     assert traffic(seen) >= once("psum", "dp", trained, shards=True)
     assert {one.axis for one in seen.issued} == {"fsdp", "dp"}
-
-
-STORED: dict[str, Tensor] = {name: p.detach() for name, p in awkward().float().named_parameters()}
-EDITS: dict[str, Tensor] = {"scale": torch.tensor(4.0), "blocks.0.fc.weight": STORED["blocks.0.fc.weight"] + 1}
-
-
-def half(mesh: fs.Mesh) -> fs.Sharded:
-    """Stored in float32, computed with in bfloat16."""
-    model = awkward().float()
-    return fs.shard(model, fs.plan(model, mesh, precision=fs.MixedPrecision(torch.bfloat16)))
-
-
-def summon(params: fs.Sharded) -> fs.Full:
-    return fs.gather(params, lazy=False, dtype=torch.float32)
-
-
-def assert_exactly(actual: fs.Full, expected: dict[str, Tensor]) -> None:
-    assert_trees_close(dict(actual), expected, rtol=0, atol=0)
-
-
-def assert_full_precision_is_forced(params: fs.Sharded) -> None:
-    """What the model computes with is rounded; what is summoned is what is stored."""
-    rounded = {name: x.bfloat16() if x.is_floating_point() else x for name, x in STORED.items()}
-    assert_exactly(fs.gather(params, lazy=False), rounded)
-    assert not torch.equal(rounded["inp.weight"].float(), STORED["inp.weight"])
-    assert_exactly(summon(params), STORED)
-
-
-STORES = [*GRIDS[:1], *gloo(SQUARES[0], {"replicate": 4})]
-
-
-def inside(mesh: fs.Mesh) -> dict[str, Tensor]:
-    assert_full_precision_is_forced(half(mesh))
-    return mesh.spmd(lambda p: dict(summon(p)))(half(mesh))
-
-
-@pytest.mark.parametrize("ranks", STORES, ids=str)
-def test_rebuild_full_params_with_force_full_precision_names_the_stored_dtype(ranks: Ranks) -> None:
-    for summoned in ranks.run(inside):
-        assert_trees_close(summoned, STORED, rtol=0, atol=0)
-
-
-@on_each(STORES)
-def test_summon_full_params_is_a_gather_of_stored_values_and_its_write_back_is_shard(mesh: fs.Mesh) -> None:
-    params = half(mesh)
-    full = summon(params)
-    with count_collectives() as seen:
-        again = fs.shard(full | EDITS, full.layout)
-    assert seen.total == 0
-    assert_exactly(summon(again), {**STORED, **EDITS})
-    assert_exactly(summon(params), STORED)
-
-
-def no_sync(mesh: fs.Mesh) -> tuple[dict[str, Tensor], CollectiveCounter, CollectiveCounter, fs.Layout]:
-    """Whole gradients of two microbatches, the collectives before the last ``scatter_grads``, and those of it."""
-    model, params, frozen = halves(mesh)
-
-    @mesh.spmd
-    def local(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        full, rest = fs.gather(params), fs.gather(frozen)
-        gradient = fs.grad(lambda p, x, y: loss_of(model, {**p, **rest}, x, y) / 2)
-        one, two = (gradient(full, x[i : i + 1], y[i : i + 1]) for i in range(2))
-        return {name: one[name] + two[name] for name in one}
-
-    batch = mesh.split(samples(mesh.size))
-    with count_collectives() as before:
-        grads = local(params, frozen, *batch)
-    with count_collectives() as reducing:
-        shards = mesh.spmd(lambda grads: fs.scatter_grads(grads, params.layout))(grads)
-    return fs.gather(shards, lazy=False), before, reducing, params.layout
-
-
-@pytest.mark.parametrize("ranks", [*simulated(4), *STORES], ids=str)
-def test_no_sync_is_adding_full_gradients_before_one_scatter_grads(ranks: Ranks) -> None:
-    for grads, before, reducing, trained in ranks.run(no_sync):
-        assert_gradients(grads, ranks.size)
-        assert set(before.by_kind) <= {"all_gather"}
-        assert traffic(reducing) == reductions(trained)
 
 
 def reductions(trained: fs.Layout) -> Traffic:

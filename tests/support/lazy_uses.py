@@ -14,14 +14,13 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jacfwd, jacrev
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.communication import Collective, Work, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.models import loss_of, two_layers
 
 Gather = Callable[..., fs.Full]
 at_once = partial(fs.gather, lazy=False)
@@ -55,26 +54,6 @@ def leaves_of(params: fs.Sharded) -> fs.Sharded:
 
 def gradients(leaves: fs.Sharded) -> dict[str, Tensor | None]:
     return {key: leaf.grad for key, leaf in leaves.items()}
-
-
-JACOBIANS: dict[str, Callable[[Callable[[Any], Tensor], fs.Sharded], Any]] = {
-    "jacrev": lambda loss, p: jacrev(loss)(p),
-    "jacfwd": lambda loss, p: jacfwd(loss)(p),
-    "jacfwd of jacrev": lambda loss, p: jacfwd(jacrev(loss))(p),
-    "jacrev of jacfwd": lambda loss, p: jacrev(jacfwd(loss))(p),
-    "jacrev of fs.grad": lambda loss, p: jacrev(fs.grad(loss))(p),
-}
-
-
-def same_jacobians_on_this_rank() -> None:
-    mesh, model = fs.init_mesh(), two_layers((2, 3, 1)).double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = input_of(mesh.rank)[:, :2], input_of(mesh.rank)[:, 2:3]
-    by_lazy, expected = (
-        {name: jacobian(lambda p, g=gather: loss_of(model, g(p), x, y), params) for name, jacobian in JACOBIANS.items()}
-        for gather in (fs.gather, at_once)
-    )
-    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
 
 
 def run_blocks(model: nn.Sequential, full: fs.Full, x: Tensor, order: Sequence[int] | None = None) -> Tensor:
@@ -130,20 +109,6 @@ def _backward_twice(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x:
     return first, gradients(leaves)
 
 
-def _double_backward(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    loss = run_blocks(model, gather(leaves), x).square().sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    torch.stack([g.square().sum() for g in grads]).sum().backward()
-    return grads, gradients(leaves)
-
-
-def _gradient_penalty(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    x = x.requires_grad_()
-    (by_x,) = torch.autograd.grad(run_blocks(model, gather(leaves), x).square().sum(), x, create_graph=True)
-    by_x.square().sum().backward()
-    return by_x, gradients(leaves)
-
-
 def _forward_mode(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
     with forward_ad.dual_level():
         duals = {key: forward_ad.make_dual(leaf, leaf.detach().cos()) for key, leaf in leaves.items()}
@@ -151,16 +116,6 @@ def _forward_mode(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: T
         tangent = forward_ad.unpack_dual(loss).tangent
         assert tangent is not None
         return tangent, torch.autograd.grad(tangent, list(leaves.values()))
-
-
-def _differentiable_tangents(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    directions = leaves_of(tree_map(lambda leaf: leaf.detach().cos(), leaves))
-    with forward_ad.dual_level():
-        duals = {key: forward_ad.make_dual(leaf, directions[key]) for key, leaf in leaves.items()}
-        loss = run_blocks(model, gather(fs.Sharded(duals, leaves.layout)), x).square().sum()
-        tangent = forward_ad.unpack_dual(loss).tangent
-        assert tangent is not None
-        return torch.autograd.grad(tangent, [*leaves.values(), *directions.values()])
 
 
 def _some_inputs(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
@@ -193,13 +148,6 @@ def _saved_on_cpu(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: T
     return gradients(leaves)
 
 
-def _two_gathers(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    (
-        run_blocks(model, gather(leaves), x).square().sum() + run_blocks(model, gather(leaves), x.sin()).cos().sum()
-    ).backward()
-    return gradients(leaves)
-
-
 def _without_gradients(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
     """Made in one mode, used in others, and trained with afterwards."""
     full, results = gather(leaves), []
@@ -213,13 +161,6 @@ def _without_gradients(model: nn.Sequential, gather: Gather, leaves: fs.Sharded,
     return results, gradients(leaves)
 
 
-def _frozen_blocks(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    for key in ("0", "2"):
-        leaves[key].requires_grad_(False)
-    run_blocks(model, gather(leaves), x).square().sum().backward()
-    return gradients(leaves)
-
-
 USES: dict[str, Callable[..., Any]] = {
     "autocast": _autocast,
     "checkpointed blocks": partial(_checkpointed, reentrant=False),
@@ -230,17 +171,12 @@ USES: dict[str, Callable[..., Any]] = {
     "two losses, one backward": partial(_two_losses, at_once=True),
     "two losses, two backwards": partial(_two_losses, at_once=False),
     "backward twice": _backward_twice,
-    "double backward": _double_backward,
-    "gradient penalty": _gradient_penalty,
     "forward mode": _forward_mode,
-    "tangents that require grad": _differentiable_tangents,
     "some inputs": _some_inputs,
     "hooks on parameters": _hooks_on_parameters,
     "a backward inside of a backward": _backward_in_a_hook,
     "saved tensors on the host": _saved_on_cpu,
-    "two gathers of one shard": _two_gathers,
     "without gradients": _without_gradients,
-    "frozen blocks": _frozen_blocks,
 }
 
 
