@@ -13,9 +13,8 @@ does, derivatives are those of the true collectives, whose transposes go through
 Here bytes move between the ranks of one axis. ``collective``, ``backend``: the interface; ``simulated``,
 ``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``simulated_group``: what
 ``torch.distributed`` is inside of simulated ranks; ``joint``: several axes as one; ``wrappers`` count and skip;
-``recorded``: what tracers record; ``lost_ranks`` names ranks that do not respond; ``writes`` finds
-writes into what simulated ranks gathered. Imports ``torch_internals``, ``errors``, ``containers`` and ``eager`` alone;
-imported by ``gloo``, ``mesh`` and above.
+``recorded``: what tracers record; ``writes`` finds writes into what simulated ranks gathered. Imports
+``torch_internals``, ``errors`` and ``containers`` alone; imported by ``gloo``, ``mesh`` and above.
 """
 
 from __future__ import annotations

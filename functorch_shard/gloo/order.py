@@ -9,8 +9,7 @@ from ..communication.backend import Axis, Backend, Issue, Work, transport, wrap
 from ..communication.collective import Collective
 from ..communication.process_group import GroupBackend
 from ..torch_internals.tensors import timeout_of
-from .backend import GlooBackend
-from .guard import Guard
+from .backend import GlooBackend, Guard
 
 
 def check_order(axis: Axis) -> Backend:
@@ -57,7 +56,9 @@ def check_order(axis: Axis) -> Backend:
     guard = Guard(dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True), axis.size, backend)
 
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
-        guard.compare(op, op.numel)
+        call = guard.call(op, op.numel)
+        call.post()
+        call.wait()
         return send(op, x)
 
     return wrap(issue)(axis)

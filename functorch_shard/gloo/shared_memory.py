@@ -5,7 +5,7 @@ of each the number of the collective whose messages are there, its bytes, and on
 
 1. The first rank that issues a collective chooses a region that all ranks have freed, or a new one, and enters the
    number. The others find it there. Each looks and enters under a lock, which ends with the process.
-2. Each rank writes its own part, and sends an envelope (Note [Envelopes] in guard.py).
+2. Each rank writes its own part, and sends an envelope (Note [Envelopes] in backend.py).
 3. A rank that has the envelopes of all maps the region. The map is private: a page is copied when it is written to, so
    each rank has its own changes. When the map is freed, the rank sets its byte to 1.
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
-from ..communication.lost_ranks import run_on_job
-from ..communication.process_group import connect, exchange
+from ..communication.process_group import connect, exchange, lost_ranks_named
 from ..communication.simulated import rank_of_thread
 from ..containers import place
 from ..errors import first_difference, name_problems, reject
@@ -82,7 +81,8 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
     begin = lambda: _moves(tree, layout, fresh)  # noqa: E731
     moves = mesh.agree("reshard", begin, lambda moves: [x for m in moves for x in m.lines()]) if mesh else begin()
     if moves and moves[0].old_ranks:
-        run_on_job("reshard", lambda: connect(len(moves[0].old_ranks), moves[0].layout.mesh.device))
+        with lost_ranks_named("reshard"):
+            connect(len(moves[0].old_ranks), moves[0].layout.mesh.device)
     with torch.inference_mode(False), torch.no_grad():
         made = iter([move.made() for move in moves])
     return optree.tree_map(lambda x: next(made) if is_node(x) else x, tree, is_leaf=is_node, none_is_leaf=True)
@@ -220,7 +220,8 @@ class _Move:
                 incoming.setdefault(old[copy.source_rank], []).append(_target(copy, made))
         sends = {process: torch.cat(parts).to(row.device) for process, parts in outgoing.items()}
         receives = {process: row.new_empty(sum(map(len, parts))) for process, parts in incoming.items()}
-        run_on_job("reshard", lambda: exchange(sends, receives, row.dtype))
+        with lost_ranks_named("reshard"):
+            exchange(sends, receives, row.dtype)
         for process, parts in incoming.items():
             for part, received in zip(parts, receives[process].split([*map(len, parts)]), strict=True):
                 part.copy_(received)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum, psum_scatter
-from functorch_shard.gloo.backend import SMALL_SUM, GlooBackend
-from functorch_shard.gloo.guard import SMALL_MESSAGE
+from functorch_shard.gloo.backend import SMALL_MESSAGE, SMALL_SUM, GlooBackend
 from tests.support.pool import run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int32]

@@ -14,8 +14,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.curvature import fisher, gauss_newton, hessian
-from functorch_shard.gloo.backend import GlooBackend
-from functorch_shard.gloo.guard import SMALL_MESSAGE
+from functorch_shard.gloo.backend import SMALL_MESSAGE, GlooBackend
 from functorch_shard.testing import run_ranks
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.memory import OPTIMIZERS, RANKS, UNIT, WIDTH, model_of_equal_units

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Event
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from torch import Tensor
 
 from functorch_shard.communication import Collective
-from functorch_shard.gloo.guard import _GUARDS, INTERRUPTED, Call, Guard, _described
+from functorch_shard.gloo.backend import INTERRUPTED, Call, Guard
 
 NUM_CALLS = 3
-
-
-@pytest.fixture(autouse=True)
-def nothing_pending() -> Iterator[None]:
-    """These guards have no process group, for which this process would wait when it ends."""
-    yield
-    _GUARDS.clear()
 
 
 class Interrupted:
@@ -54,7 +49,7 @@ class OneRank(Guard):
     """The guard of a single rank, whose envelopes come back to it."""
 
     def __init__(self, moment: str = "never", num_waited: int = 0, owner: Any = None) -> None:
-        super().__init__(None, 1, owner or self)
+        super().__init__(None, 1, owner or Owner())
         self.exchange: Any = self._exchange
         self._num_waited, self._moment, self.calls = num_waited, moment, list[Call]()
 
@@ -69,7 +64,7 @@ class OneRank(Guard):
 
     def next(self, *messages: Any) -> Call:
         call = self.call(Collective("psum", "shard", self.number + 1, torch.float32), self.number + 1)
-        call.works, call.finish = [*messages], lambda: torch.ones(1)
+        call.works = [*messages]
         return call
 
 
@@ -78,9 +73,7 @@ class OneRank(Guard):
 def test_another_thread_may_wait_for_calls_while_the_guard_looks_at_them(moment: str, num_waited: int) -> None:
     guard = OneRank(moment, num_waited)
     for number in range(1, NUM_CALLS + 1):
-        op = Collective("psum", "a", number, torch.int8)
-        guard.calls.append(Call(guard, op, _described(op, number, True), number))
-        guard.calls[-1].finish = lambda: torch.ones(1)
+        guard.calls.append(Call(guard, Collective("psum", "a", number, torch.int8), number))
         guard.calls[-1].post()
     if num_waited == NUM_CALLS:
         guard.next()
@@ -122,15 +115,18 @@ def test_what_is_abandoned_is_not_waited_for_before_all_ranks_have_begun_it() ->
 
 
 def test_what_is_still_to_be_sent_outlives_its_mesh() -> None:
-    owner, message = Owner(), Message()
-    guard = OneRank(owner=owner)
-    guard.next(message).post()
-    del owner, guard
-    gc.collect()
-    assert (len(_GUARDS), message.waited.is_set()) == (1, False)
-    message.sent.set()
-    kept = OneRank()
-    assert ([*_GUARDS], message.waited.is_set()) == ([kept], True)
+    for message in (Message(), None):
+        owner = Owner()
+        guard = OneRank(owner=owner)
+        guard.next(*[message] if message else []).post()
+        kept = ref(guard)
+        del owner, guard
+        gc.collect()
+        if message:
+            assert kept() is not None
+            atexit.unregister(kept().end)  # pyright: ignore[reportOptionalMemberAccess]
+        else:
+            assert kept() is None
 
 
 class Fails:

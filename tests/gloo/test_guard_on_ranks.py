@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
-from functorch_shard.gloo.guard import FORKED, OTHER_THREAD
+from functorch_shard.gloo.backend import FORKED, OTHER_THREAD
 from functorch_shard.testing import run_ranks
 from tests.support.differing import DIFFERENT, error_of, short_mesh
 from tests.support.scripts import free_port

@@ -1,4 +1,4 @@
-"""Collectives that nobody waits for: ranks go on, and end soon, with their own exit code. Note [Exit] in guard.py."""
+"""Collectives that nobody waits for: ranks go on, and end soon, with their own exit code. Note [Exit]."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
-from functorch_shard.gloo.backend import GlooBackend
-from functorch_shard.gloo.guard import SMALL_MESSAGE
+from functorch_shard.gloo.backend import SMALL_MESSAGE, GlooBackend
 from functorch_shard.testing import run_ranks
 from tests.support.launching import end, environ, start
 from tests.support.scripts import free_port

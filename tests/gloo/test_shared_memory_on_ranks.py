@@ -21,8 +21,7 @@ import functorch_shard as fs
 import functorch_shard.gloo.backend
 from functorch_shard.communication import Work
 from functorch_shard.communication.backend import transport
-from functorch_shard.gloo.backend import GlooBackend
-from functorch_shard.gloo.guard import SMALL_MESSAGE, Guard
+from functorch_shard.gloo.backend import SMALL_MESSAGE, GlooBackend, Guard
 from functorch_shard.gloo.shared_memory import ADDRESS
 from functorch_shard.testing import RankError
 from tests.support import lazy_uses

@@ -28,7 +28,6 @@ FEATURES = {
     "tensor_parallel",
     "testing",
     "communication.joint",
-    "communication.lost_ranks",
     "communication.recorded",
     "communication.wrappers",
     "gloo",

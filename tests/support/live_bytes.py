@@ -8,7 +8,7 @@ frees by gloo's threads, see :func:`settle`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from functorch_shard.communication import process_group
 from functorch_shard.communication.backend import Work
-from functorch_shard.gloo.guard import Call
+from functorch_shard.gloo.backend import Call
 from functorch_shard.gloo.shared_memory import Region
 
 _MEMORY, _MARK, _SHARED = "[memory]", "live_bytes: ", "live_bytes_shared: "
@@ -83,15 +83,19 @@ class LiveBytes:
 @contextmanager
 def _shared_results_reported() -> Iterator[None]:
     """Show the profiler when this rank has, and lets go of, a result that ranks share."""
-    memory, free, held = Call.memory, Region.free, dict[Region, int]()
+    making, free, held = Call.making, Region.free, dict[Region, int]()
 
-    def memory_seen(self: Call) -> Tensor:
-        region = self.region
-        result = memory(self)
-        if region and self.op.transient:
-            held[region] = result.nbytes
-            report(result.nbytes)
-        return result
+    def making_seen(self: Call, finish: Callable[[], Tensor]) -> Call:
+        region, op = self.region, self.op
+
+        def seen() -> Tensor:
+            result = finish()
+            if region and op.transient:
+                held[region] = result.nbytes
+                report(result.nbytes)
+            return result
+
+        return making(self, seen)
 
     def free_seen(self: Region) -> None:
         report(-held.pop(self, 0))
@@ -101,7 +105,7 @@ def _shared_results_reported() -> Iterator[None]:
         with record_function(f"{_SHARED}{nbytes}"):
             pass
 
-    with patch.object(Call, "memory", memory_seen), patch.object(Region, "free", free_seen):
+    with patch.object(Call, "making", making_seen), patch.object(Region, "free", free_seen):
         yield
 
 

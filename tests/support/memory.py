@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.gloo.backend import GlooBackend
-from functorch_shard.gloo.guard import SMALL_MESSAGE
+from functorch_shard.gloo.backend import SMALL_MESSAGE, GlooBackend
 from functorch_shard.testing import run_ranks
 from tests.support.live_bytes import LiveBytes, settle
 
