@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
+from functorch_shard.testing import assert_rank_invariant, assert_trees_close, count_collectives, mutants, run_ranks
 
 Batch = tuple[Tensor, Tensor]
 
@@ -104,6 +104,12 @@ def goes_on_from_a_checkpoint_of_other_ranks(mesh: fs.Mesh) -> None:
     assert_trees_close(dict(fs.gather(params, lazy=False)), train_unsharded(4), rtol=0, atol=1e-12)
 
 
+def first_step(mesh: fs.Mesh) -> Any:  # a law without a reference: the same on every mesh
+    params, state, step = prepared(mesh)
+    params, state, norm = step(params, state, *mesh.split(make_batch()))
+    return params, state, norm.flatten()[0]
+
+
 LAWS = [
     trains_as_unsharded,
     has_the_norm_of_the_whole,
@@ -125,6 +131,17 @@ def laws_on_this_rank() -> None:
 
 def test_on_gloo_ranks() -> None:
     run_ranks(laws_on_this_rank, 2)
+
+
+def test_a_step_does_not_depend_on_ranks() -> None:
+    assert_rank_invariant(first_step, rtol=0, atol=1e-12)
+
+
+def test_every_wrong_collective_of_a_step_is_noticed() -> None:
+    def check(program: Any) -> None:
+        assert_rank_invariant(program, [1, {"replicate": 2, "shard": 2}], rtol=0, atol=1e-12)
+
+    assert [str(mutant) for mutant in mutants(first_step) if not mutant.is_noticed_by(check)] == []
 
 
 def test_the_laws_notice_a_gradient_that_is_not_reduced() -> None:

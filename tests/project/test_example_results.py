@@ -11,6 +11,8 @@ import pytest
 
 import functorch_shard as fs
 from examples.unit_test_your_sharding import (  # noqa: F401  (collected here)
+    test_a_step_does_not_depend_on_ranks,
+    test_every_wrong_collective_of_a_step_is_noticed,
     test_on_gloo_ranks,
     test_on_simulated_ranks,
     test_the_laws_notice_a_gradient_that_is_not_reduced,

@@ -1,0 +1,129 @@
+"""Programs that give the same on any ranks pass; their mutants, and whatever else depends on ranks, are noticed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_rank_invariant, count_collectives, mutants
+
+HYBRID = {"replicate": 2, "shard": 2}
+close = partial(assert_rank_invariant, rtol=0, atol=1e-12)
+
+
+def train(mesh: fs.Mesh, **options: Any) -> Any:
+    """Two steps of SGD with a frozen bias, and everything that is computed on the way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    model[0].bias.requires_grad_(False)
+    batch = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh, **options)))
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.5)
+    state, results = opt.init(params), list[Any]()
+
+    @mesh.spmd(out_dims=(0, 0, 0, None))
+    def step(params: fs.Sharded, frozen: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        def loss_of(params: fs.Sharded) -> Tensor:
+            return (functional_call(model, fs.gather(params, frozen), (x,)) - y).square().mean()
+
+        grads, loss = fs.grad_and_value(loss_of)(params)
+        grads, norm = fs.clip_by_global_norm(grads, 0.5)
+        return *opt.step(params, grads=grads, state=state), grads, (fs.collectives.pmean(loss, mesh), norm)
+
+    for _ in range(2):
+        params, state, grads, values = step(params, frozen, state, *mesh.split(batch))
+        results += [grads, values]
+    return {"params": params, "frozen": frozen, "state": state, "steps": results, "number": 2}
+
+
+def without_mean(mesh: fs.Mesh) -> Any:
+    """Its loss is that of each rank."""
+    return mesh.spmd(lambda x: x.mean())(mesh.split(torch.arange(12.0)))
+
+
+def size_of(mesh: fs.Mesh) -> Any:
+    return {"same": 1, "sizes": [mesh.size]}
+
+
+def number_of_the_rank(mesh: fs.Mesh) -> int:
+    return mesh.rank
+
+
+def failure(program: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(AssertionError) as caught:
+        assert_rank_invariant(program, *args, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"units": 64, "align_bytes": 64}, {"reshard_after_forward": False}], ids=str)
+def test_training_is_the_same_on_any_ranks(options: dict[str, Any]) -> None:
+    close(partial(train, **options), [1, 2, 3, HYBRID, {"replicate": 3, "shard": 1}, fs.init_mesh()])
+
+
+def test_training_is_the_same_on_real_ranks() -> None:
+    close(train, [1], real=[2, HYBRID])
+
+
+def test_every_mutant_of_a_training_is_noticed() -> None:
+    mesh = fs.simulated_mesh(HYBRID, kind="sequential")
+    with count_collectives() as seen:
+        train(mesh)
+    made = mutants(train)
+    assert [m.collective for m in made[::3]] == [op for op in seen.issued if op.kind != "exchange"]
+    assert {(m.number, m.change) for m in made} == {
+        (number, change)
+        for number, op in enumerate(m.collective for m in made[::3])
+        for change in ("dropped", "doubled", "shard" if op.axis == "replicate" else "replicate")
+    }
+    close(lambda mesh: made[0].program(mesh), [1, HYBRID])
+    assert [str(m) for m in made if not m.is_noticed_by(partial(close, meshes=[1, HYBRID]))] == []
+
+
+def test_a_mutant_is_noticed_on_real_ranks() -> None:
+    dropped = next(m for m in mutants(train) if m.collective.kind == "psum_scatter")
+    assert "on rank 0 of real ranks {'shard': 2}" in failure(dropped, [1], real=[2])
+
+
+def test_the_first_mesh_that_differs_and_its_leaves_are_named_with_the_difference() -> None:
+    lines = failure(size_of, [1, 1, {"a": 3}, 2]).splitlines()
+    assert lines[0] == "assert_rank_invariant: on Mesh(a=3, simulated, cpu), unlike Mesh(shard=1, simulated, cpu):"
+    assert lines[1:] == ["1 leaf differs:", "  ['sizes'][0]: got 3, expected 1"]
+    assert "['w']" in failure(lambda mesh: {"w": torch.tensor(float(mesh.size))}, [2, 3])
+    assert "Absolute difference: 1.0" in failure(lambda mesh: {"w": torch.tensor(float(mesh.size))}, [2, 3])
+    assert "rank 1 of real ranks {'shard': 2}" in failure(number_of_the_rank, [1], real=[2])
+
+
+def test_a_value_of_each_rank_is_no_whole_value() -> None:
+    assert "shape" in failure(without_mean)
+
+
+def test_copies_of_a_tree_have_to_be_equal() -> None:
+    def drifted(mesh: fs.Mesh) -> fs.Sharded:
+        params = fs.shard({"a.w": torch.ones(5)}, fs.plan({"a.w": torch.ones(5)}, mesh))
+        own = lambda p: fs.Sharded({"a": p["a"] + fs.collectives.axis_index(mesh["replicate"])}, p.layout)  # noqa: E731
+        return mesh.spmd(own)(params)
+
+    assert "copies of a" in failure(drifted, [{"replicate": 1, "shard": 2}, HYBRID])
+
+
+def test_parameters_are_compared_as_they_are_stored() -> None:
+    def program(mesh: fs.Mesh) -> fs.Sharded:
+        source = {"a.w": torch.full((3,), 1 + 2**-12) + 2**-12 * mesh.size}
+        return fs.shard(source, fs.plan(source, mesh, precision=fs.MixedPrecision(torch.bfloat16)))
+
+    assert "['a.w']" in failure(program, [1, 2])
+
+
+def test_a_mutant_is_right_where_it_has_no_such_collective_or_axis() -> None:
+    made = mutants(train)
+    last = max(made, key=lambda m: m.number)
+    over = next(m for m in made if m.change == "replicate")
+    for mutant in (last, over):
+        assert mutant.change in str(mutant)
+        close(mutant, [1, 3] if mutant is over else [1])
