@@ -126,7 +126,7 @@ def dotted(path: Path) -> str:
 
 
 class NotPlainError(Exception):
-    """A value names something other than tensors and plain values."""
+    """A value names what ``torch.load(weights_only=True)`` does not make."""
 
 
 def saved(value: Any) -> bytes:
@@ -140,12 +140,7 @@ def saved(value: Any) -> bytes:
 
 
 def loaded(raw: bytes) -> Any:
-    """Read one value from its bytes: a tensor, on the CPU, or a plain value.
-
-    Raises:
-        NotPlainError: it names what ``torch.load(weights_only=True)`` does not make.
-        Exception: any other, where it is not what ``torch.save`` writes.
-    """
+    """Read one value from its bytes, a tensor on the CPU or a plain value; raise any exception for other bytes."""
     with ZipFile(io.BytesIO(raw)) as archive:
         records = archive.infolist()
         if sum(record.file_size for record in records) > len(raw):
@@ -260,11 +255,7 @@ _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Any]  # by name, and whe
 
 
 def entries_of(raw: bytes) -> dict[str, Entry]:
-    """Parse the pickle, and verify the type of every part of it.
-
-    Raises:
-        RuntimeError: it is not metadata, or names something that metadata does not need; nothing in it was executed.
-    """
+    """Parse the pickle, and verify the type of every part of it, and that it names only what metadata needs."""
     try:
         unpickler = _Unpickler(raw)
         top = _fields(unpickler.load(), dcp.Metadata)

@@ -41,12 +41,7 @@ class Reader:
 
     @staticmethod
     def open(folder: Path) -> Reader:
-        """Read manifest and metadata, and verify them against the files; read no values.
-
-        Raises:
-            FileNotFoundError: ``folder`` is not a checkpoint.
-            RuntimeError: files are missing, damaged or links; all of them at once.
-        """
+        """Read manifest and metadata, and verify them against the files; read no values."""
         if not (folder / METADATA).is_file() and not (folder / MANIFEST).is_file():
             text = f"there is no {METADATA} in it. latest(path) finds the newest checkpoint of a directory."
             raise FileNotFoundError(f"{folder}: not a checkpoint: {text}")
@@ -86,11 +81,7 @@ class Reader:
         return x
 
     def read(self, wanted: Iterable[tuple[str, Region, Tensor]]) -> None:
-        """Copy regions of tensors to memory, file by file; read each value once.
-
-        Raises:
-            RuntimeError: elements that are in no file, or a damaged value.
-        """
+        """Copy regions of tensors to memory, file by file; read each value once."""
         copies: dict[tuple[str, Value], list[tuple[Tensor, tuple[slice, ...]]]] = {}
         for name, region, target in wanted:
             parts = {value: both for value in self.entries[name].values if (both := region.overlap(value.region))}

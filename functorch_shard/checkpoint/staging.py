@@ -39,11 +39,7 @@ class StagingDirectory:
         return _hidden(self.target)
 
     def open(self) -> None:
-        """Make the empty folder, and remove those of processes that were killed.
-
-        Raises:
-            FileExistsError: the target exists, or another process is writing it.
-        """
+        """Make the empty folder, and remove those of processes that were killed."""
         parent = self.target.parent
         parent.mkdir(parents=True, exist_ok=True)
         with _handle(parent) as handle:

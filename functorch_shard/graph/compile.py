@@ -15,10 +15,9 @@ from ..containers import KNOWN, place
 from ..errors import reject
 from ..torch_internals.autograd import being_traced, in_transform, untraced
 from .backends import Backend, Run, check_backend, runner
-from .reached import modules_outside
 from .recording import Recording, as_inputs, record
 from .schedule import StepSchedule, schedule_of
-from .signature import Call, flatten, refusal, signature_of
+from .signature import Call, flatten, modules_outside, refusal, signature_of
 
 _MANY = 8  # recordings of one step, from which a warning says so
 _MOST = 16  # recordings of one step that are kept: those that were called last

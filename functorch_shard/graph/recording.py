@@ -24,8 +24,7 @@ from ..containers import opened, refuse_opaque
 from ..torch_internals.autograd import as_number
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, reads_values, trace
 from ..torch_internals.tensors import identity_of_storage, version_of, writes_nothing
-from .reached import memory_outside
-from .signature import Call, is_traced
+from .signature import Call, is_traced, memory_outside
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,7 @@ class Recording:
 
 
 def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
-    """Trace ``fn`` with these arguments.
-
-    Raises:
-        NotImplementedError: something in ``fn`` depends on values of tensors; the message has the line.
-    """
+    """Trace ``fn`` with these arguments; the error of what depends on values of tensors has the line."""
     traced = [i for i, x in enumerate(call.leaves) if is_traced(x)]
     fakes = fake_copies(as_inputs(call.inputs))
     versions = [version_of(x) for x in fakes]

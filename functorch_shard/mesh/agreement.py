@@ -30,12 +30,8 @@ def agree(
 ) -> T:
     """Return ``build()``, when it succeeds on every rank and ``describe`` gives the same lines everywhere.
 
-    Raises:
-        Exception: whatever ``build`` raised here.
-        RuntimeError: ``build`` raised on another rank, or the lines differ; it names the rank and the first difference.
-
-    Cost:
-        One all-gather of a 32-byte digest per axis; two more when there is an error to report.
+    Otherwise all ranks raise: what ``build`` raised here, or the rank and the first difference. A 32-byte digest is
+    gathered over each axis, and twice more when there is an error to report.
     """
     error, lines, value = None, [], None
     try:
@@ -84,8 +80,7 @@ def _gather_bytes(data: bytes, axes: Sequence[Axis], device: torch.device) -> li
 def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str]:
     """Return a line for each of ``names`` with the sum of the bits of all values, to compare ranks without sending.
 
-    A mistake changes it, be it a seed or a checkpoint; two models made for the purpose may share a sum. Every value is
-    read once: a gigabyte in 0.03 s on one core, which takes 3 s to draw.
+    Two models made for the purpose may share a sum. A gigabyte is read in 0.03 s on one core, and drawn in 3 s.
     """
     with outside_transforms():
         return [f"{name!r}: values of bit sum {_bit_sum(without_batches(tensors[name])):016x}" for name in names]

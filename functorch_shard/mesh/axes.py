@@ -53,14 +53,7 @@ def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device
 def joint_backend(
     axes: Sequence[Axis], names: Sequence[str], processes: Sequence[int], device: torch.device
 ) -> Backend:
-    """Return what moves bytes between real ranks of the axes ``names``, which count in row-major order.
-
-    Args:
-        axes: all of the mesh.
-        names: two or more of them, in the order of the mesh.
-        processes: of the mesh's ranks, in row-major order of ``axes``; they make a process group of theirs.
-        device: that of the mesh.
-    """
+    """Return what moves bytes between real ranks of the axes ``names``, a process group of some of ``processes``."""
     backends = {axis.name: transport(axis.backend) for axis in axes}
     several = [axis.name for axis in axes if axis.name in names and axis.size > 1]
     if len(several) == 1:

@@ -74,13 +74,7 @@ def init_mesh(
 
 
 def choose_device(given: torch.device | str | None, backends: str | None, has_cuda: bool) -> torch.device:
-    """Return the device of this rank: CUDA if available, unless the process group has no CUDA backend but gloo.
-
-    Args:
-        given: what the user asked for, which ``backends`` has to serve.
-        backends: of a process group that exists, as ``torch.distributed.get_backend_config()`` gives them.
-        has_cuda: whether this machine has CUDA.
-    """
+    """Return the device of this rank: CUDA if available, unless the process group has no CUDA backend but gloo."""
     served = None if backends is None else dict(pair.split(":") for pair in backends.split(","))
     if given is None:  # gloo knows CUDA tensors too, but who asked for gloo asked for the CPU
         cuda = has_cuda and (served is None or served.get("cuda", "gloo") != "gloo")

@@ -20,13 +20,8 @@ import torch
 import torch.distributed as dist
 
 # Where launchers say which of how many processes this is.
-_NUMBERS = (
-    ("RANK", "WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
-)
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def is_launched() -> bool:
@@ -36,9 +31,8 @@ def is_launched() -> bool:
 
 def check_alone() -> None:
     """Raise if a launcher started several processes and did not say so to torch: each would train alone."""
-    least = {name: number for pair in _NUMBERS for name, number in zip(pair, (1, 2), strict=True)}
-    values = {name: os.environ.get(name, "") for name in least}
-    said = [f"{name}={x}" for name, x in values.items() if x.isdecimal() and int(x) >= least[name]]
+    values = {name: os.environ.get(name, "") for name in (*_RANKS, *_SIZES)}
+    said = [f"{name}={x}" for name, x in values.items() if x.isdecimal() and int(x) > (name in _SIZES)]
     if said:
         raise ValueError(
             f"init_mesh: {', '.join(said)}: this process is one of several, and RANK and WORLD_SIZE are not both set. "
@@ -57,12 +51,8 @@ def make_group(device: torch.device, timeout: timedelta | None) -> None:
     if size == 1:  # needs no port, which a process that this one started may have taken
         options = {"store": dist.HashStore(), "rank": rank, "world_size": size}
     elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        host, port, patience = (
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            timeout or timedelta(minutes=30),
-        )
-        store = dist.TCPStore(host, port, None, False, timeout=patience)
+        patience = timeout or timedelta(minutes=30)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=patience)
         fresh = dist.PrefixStore(fresh_prefix(store, rank, size, patience), store)
         options = {"store": fresh, "rank": rank, "world_size": size}
     bound = None if device.index is None else device
@@ -70,11 +60,7 @@ def make_group(device: torch.device, timeout: timedelta | None) -> None:
 
 
 def fresh_prefix(store: Any, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a text that all ranks of this life of the job share, and none had before: Note [Fresh store].
-
-    Raises:
-        RuntimeError: ranks did not respond within ``timeout``; rank 0 names them.
-    """
+    """Return a text that all ranks of this life of the job share, and none had before: Note [Fresh store]."""
     name = uuid.uuid4().hex
     store = dist.PrefixStore("functorch_shard/start", store)
     if rank:

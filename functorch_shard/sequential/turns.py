@@ -54,12 +54,7 @@ class _Meeting:
 
 
 class Run:
-    """One run of a function as every rank.
-
-    Args:
-        coordinates: of each rank, by axis.
-        randomness, device: of ``spmd``.
-    """
+    """One run of a function as every rank, whose ``coordinates`` are by axis."""
 
     def __init__(self, coordinates: Sequence[Mapping[str, int]], randomness: str, device: torch.device) -> None:
         self.coordinates, self.rank = coordinates, 0

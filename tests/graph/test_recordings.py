@@ -208,7 +208,7 @@ def other_collectives(mesh: fs.Mesh) -> str:
 def test_ranks_that_record_different_programs_learn_the_first_difference() -> None:
     for text in gloo(2)[0].run(other_collectives):
         assert "compile: the ranks disagree. First difference:" in text
-        assert "rank 0: 3: psum of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float" in text
+        assert "rank 0: 3: pmax of 1 int64 over 'shard'\n  rank 1: 3: psum of 1 float" in text
 
 
 class Holder:
