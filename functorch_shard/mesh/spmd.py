@@ -86,7 +86,8 @@ class BatchedRanks(Simulated):
                 result = opened(fn(*rank_args, **rank_kwargs))
                 refuse_opaque("spmd", result, "the result", matters=_is_of_one_rank)
                 leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
-                made[:] = leaves, treedef, [axes_over(x) if isinstance(x, Tensor) else () for x in leaves]
+                asked = [] if isinstance(out_dims, int) else leaves  # an int is not None for any of them
+                made[:] = leaves, treedef, [axes_over(x) if isinstance(x, Tensor) else () for x in asked]
                 return tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
             run: Callable[..., Any] = one_rank
