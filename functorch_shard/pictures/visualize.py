@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..layout.layout import Layout
-from . import drawing, text_table
+from . import svg, text_table
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LayoutPicture:
 
     def svg(self, width: int = 960) -> str:
         """Return the text of an SVG file, ``width`` pixels wide, light or dark as the reader prefers."""
-        return drawing.drawing(self.layout, width)
+        return svg.drawing(self.layout, width)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file whose suffix is the format: ``.svg`` or ``.txt``."""
