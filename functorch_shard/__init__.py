@@ -22,7 +22,7 @@ from .layout.trees import Sharded as Sharded
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import simulated_mesh
-from .sharding.gather import gather
+from .sharding.gather import gather, iter_parameters
 from .sharding.lazy_tensor import materialize
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import merge, partition, shard
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from .initialization.initialize import init
     from .pictures.visualize import visualize
     from .recompute.remat import remat
-    from .sharding.iter_parameters import iter_parameters
     from .sharding.reshard import reshard
     from .storage.offloading import offload
     from .training.estimate import Estimate as Estimate
@@ -98,7 +97,6 @@ _ON_FIRST_USE = {
     "debug": ".debug",
     "init": ".initialization.initialize",
     "reshard": ".sharding.reshard",
-    "iter_parameters": ".sharding.iter_parameters",
     "offload": ".storage.offloading",
     "testing": ".testing",
     "Compiled": ".graph.compile",

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import local_path, reject
 from ..layout.layout import Layout
 from ..layout.trees import Sharded, check_sharded
-from ..sharding.iter_parameters import iter_parameters
+from ..sharding.gather import iter_parameters
 from ..torch_internals.autograd import in_transform
 from .format import Entry, Region, Value
 from .leaves import twice

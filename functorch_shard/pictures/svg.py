@@ -1,7 +1,8 @@
 """A layout as SVG, and SVG as text: rectangles, lines, texts and their colors, on a light or a dark background.
 
 A picture has a strip for each buffer, cut at the shards, in which each parameter has its color. The strips are equally
-wide, so a rank has the same place in each of them. Buffers that are alike are drawn once: Note [Alike] in text_table.py.
+wide, so a rank has the same place in each of them. Buffers that are alike are drawn once: Note [Alike] in
+text_table.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A training step on real ranks goes through ``gather`` (its autograd nodes), ``lazy_tensor`` (what a model gets),
 ``session`` (the whole units: when they are gathered and freed) and ``reduction`` (gradients, while backward goes on).
 ``scatter`` reduces full gradients at once: ``scatter_grads`` and ``accumulate``. ``shard`` cuts whole
-buffers; ``partition`` and ``merge`` are there. ``iter_parameters`` and ``reshard`` are loaded on first use, and so are
+buffers; ``partition`` and ``merge`` are there. ``reshard`` is loaded on first use, and so are
 ``overlapped_means``, the mean over replicas, taken during backward, and ``varying``: over which axes values vary, for
 ``fs.debug``.
 

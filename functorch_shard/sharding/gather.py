@@ -1,4 +1,4 @@
-"""``gather``: whole parameters from shards, at once or lazy, differentiable.
+"""``gather``: whole parameters from shards, at once or lazy, differentiable; ``iter_parameters``: one unit at a time.
 
 As autograd sees a lazy gather: shards in, lazy tensors out, gradients reduced while backward goes on. A *part* is what
 of a unit is differentiated together; ``_Gather`` is its node. ``_Join`` is the node of all shards in front of them,
@@ -7,20 +7,20 @@ whose backward waits for the reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ..collectives.rules import Encoding, averaged, gathered
-from ..collectives.sinks import prepare, refuse_derivatives, sink_here
+from ..collectives.sinks import inside, prepare, sink_here, without_derivative
 from ..communication.writes import watch
 from ..layout.buffers import Buffer, unpack
-from ..layout.layout import Layout, merged, shard_axis
+from ..layout.layout import Layout, as_stored, merged, shard_axis
 from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import (
@@ -34,26 +34,14 @@ from ..torch_internals.autograd import (
 )
 from ..torch_internals.tensors import without_torch_function
 from .lazy_tensor import Lazy
-from .reduction import Part
+from .reduction import Part, parts_of
 from .scatter import scattered
 from .session import Session
-from .shard import merge, whole_of_stack
+from .shard import whole_of_stack
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
 
-@overload
-def gather(
-    params: Sharded,
-    *more: Sharded,
-    lazy: bool | None = None,
-    dtype: torch.dtype | None = None,
-    codec: Functions | None = None,
-) -> Full: ...
-@overload
-def gather(
-    params: Sharded, *more: Sharded, rank: int, dtype: torch.dtype | None = None, codec: Functions | None = None
-) -> Full | None: ...
 @partial(eager, recursive=False)
 def gather(
     params: Sharded,
@@ -61,8 +49,7 @@ def gather(
     lazy: bool | None = None,
     dtype: torch.dtype | None = None,
     codec: Functions | None = None,
-    rank: int | None = None,
-) -> Full | None:
+) -> Full:
     """The whole parameters, on every rank; differentiable. The inverse of :func:`shard`.
 
     The data-parallel gather: its gradient is that of **the mean over ranks of what each rank returns** (of the sum,
@@ -87,9 +74,6 @@ def gather(
         codec: ``(encode, decode)`` for floating-point shards, for example ``fs.codecs.int8()``. Every rank gets
             what ``decode`` makes of the message, its own part too. Derivatives pass straight through, uncoded: the
             gradient is that of the plain gather at the decoded values. A buffer that is not sent stays exact.
-        rank: gather for this rank only, counted in row-major order of the mesh's axes, unit by unit: to save, to
-            export, to look at. It gets plain tensors on the CPU, without a graph, with the values of ``lazy=False``;
-            the other ranks get ``None`` and never have more than one unit in memory. Every real rank calls it.
 
     Returns:
         A ``Full``, a dict name -> tensor on the mesh's device, in the source's order: lazy tensors, or views of the
@@ -105,7 +89,6 @@ def gather(
             dtypes; all of them at once.
         RuntimeError: the memory of a lazy parameter is accessed or written to (:func:`materialize` helps), or a lazy
             parameter is used after its shards were written to.
-            With ``rank``: inside a transform, or of what ``fs.grad`` differentiates by.
             On every rank, over gloo: ranks used different units where they may not.
         KeyError: the layout has DTensors, and its mesh is not a slice of a device mesh with their axes.
         NotImplementedError: the layout has DTensors, inside a transform of ``torch.func``.
@@ -125,11 +108,8 @@ def gather(
         tensor([[2., 2.],
                 [3., 0.]])
 
-    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``; with
-    ``rank`` for ``FullStateDictConfig(rank0_only=True, offload_to_cpu=True)``.
+    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
     """
-    if rank is not None:
-        return _gather_on_rank(rank, (params, *more), dtype, codec)
     plain = lazy is None and frame_compiler() is not None  # what Dynamo compiles behind this call takes plain tensors
     return _gather((params, *more), False if plain else lazy, dtype, codec)
 
@@ -165,27 +145,60 @@ def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | No
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
-def _gather_on_rank(rank: int, trees: Sequence[Sharded], dtype: torch.dtype | None, codec: Any) -> Full | None:
-    for tree in trees:
-        check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
-    params = merge(*trees)
-    layout, mesh = params.layout, params.layout.mesh
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < mesh.size:
-        raise ValueError(f"gather: rank: got {rank!r}, expected an int from 0 to {mesh.size - 1}, a rank of {mesh}")
-    if mesh.is_simulated and mesh.in_spmd:
-        raise RuntimeError(
-            "gather: rank: inside spmd of simulated ranks all ranks return alike, and none can return None. Call it "
-            "outside, on the stacked tree."
-        )
-    check_shards("gather", params, layout)
-    refuse_derivatives("gather(rank=)", params.values())
-    mine, whole = mesh.is_simulated or mesh.rank == rank, dict[str, Tensor]()
-    with torch.no_grad():
-        for unit in by_unit(params):
-            part = _gather((map_items(lambda _, x: x.detach(), unit),), False, dtype, codec)
-            whole.update({name: x.cpu() for name, x in part.items()} if mine else {})
-            del part  # before the next unit is gathered
-    return Full({name: whole[name] for name in layout.slots}, layout) if mine else None
+def iter_parameters(params: Sharded, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the whole parameters, gathering one unit at a time.
+
+    ``dict(iter_parameters(params))`` equals ``gather(params, lazy=False)`` in the stored dtypes, or in ``dtype``. Every
+    tensor stays valid after the next one was asked for. For inference engines that load weights, and for exports.
+
+    Args:
+        params: a ``Sharded``, or a stacked one outside ``spmd`` on simulated ranks.
+        dtype: the dtype of floating-point tensors; integers keep theirs. ``None``: as stored.
+
+    Returns:
+        An iterator of ``(name, tensor)``, unit by unit, without a graph. A tied parameter comes once, under its first
+        name. ``params.layout.slots`` has shapes and dtypes beforehand, ``params.layout.aliases`` the further names.
+
+    Raises:
+        TypeError: ``params`` is not a ``Sharded``, or ``dtype`` not a floating-point dtype.
+        ValueError: shards that do not fit their layout.
+        NotImplementedError: a derivative by ``params`` goes through the tensors.
+
+    Cost:
+        The collectives of one gather. All real ranks iterate alike, each to its end or to the same tensor. Memory: one
+        unit, beside what the caller keeps.
+
+    Example:
+        >>> values = {"a.w": torch.tensor([1.0, 2.0, 3.0]), "b.w": torch.ones(2, 2)}
+        >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
+        >>> for name, x in iter_parameters(params, dtype=torch.bfloat16):
+        ...     print(name, x.dtype, x.sum().item())
+        a.w torch.bfloat16 6.0
+        b.w torch.bfloat16 4.0
+
+    Stands for ``summon_full_params`` around a loop over ``named_parameters()``, and for ``FullStateDictConfig`` with
+    ``rank0_only``: ``{name: x.cpu() for name, x in iter_parameters(params) if mesh.rank == 0}``.
+    """
+    check_sharded("iter_parameters", params, "; it is whole already" if isinstance(params, Full) else "")
+    check_shards("iter_parameters", params, params.layout)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"iter_parameters: dtype: got {dtype}, expected a floating-point dtype, or None")
+    stored = Sharded(dict(params), as_stored(params.layout))
+    return _iterate(stored, dtype)
+
+
+def _iterate(params: Sharded, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for unit in by_unit(params):
+        with torch.no_grad():
+            whole: Mapping[str, Tensor] = _gather((map_items(lambda _, x: x.detach(), unit),), False, dtype, None)
+        if in_transform() or (inside() and torch.is_grad_enabled()):
+            whole = without_derivative(_NO_DERIVATIVE, whole, unit.values())
+        yield from whole.items()
+
+
+_NO_DERIVATIVE = (
+    "iter_parameters: its tensors have no derivative by the parameters. Use gather, or pass detached shards."
+)
 
 
 def _is_far(x: Tensor, buffer: Buffer, layout: Layout) -> bool:
@@ -258,7 +271,7 @@ def _lazily(
     anchors = sink_here().anchors
     together = anchors is not None and not has_tangents([*shards.values()])
     joined = _joined(session, shards, layout, anchors) if together else {}
-    for part in _parts(shards, layout, dtype, codec):
+    for part in parts_of(shards, layout, dtype, codec):
         own = {key: shards[key] for key in part.keys}
         joins = joined if together else _joined(session, own, layout)
         whole = _Gather.apply(session, part, not joins.keys().isdisjoint(own), *[joins.get(k, own[k]) for k in own])
@@ -284,24 +297,6 @@ def _joined(
     if anchors is not None:
         anchors.append(anchor)
     return dict(zip(requires_grad, joined, strict=True))
-
-
-def _parts(
-    shards: Mapping[str, Tensor], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None
-) -> list[Part]:
-    """What of each unit is differentiated together: frozen buffers by themselves, and integers never."""
-    if (which := (Part, *shards, dtype, codec)) in layout.derived:
-        return layout.derived[which]
-    groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
-    for i, unit in enumerate(layout.units):
-        for buffer in unit.buffers:
-            if buffer.key in shards:
-                kind = i, buffer.trainable, buffer.differentiable
-                groups.setdefault(kind, []).append(buffer)
-    parts = [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
-    if codec is None:
-        layout.derived[which] = parts
-    return parts
 
 
 class _Gather(Function):

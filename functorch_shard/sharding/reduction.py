@@ -16,7 +16,7 @@ Elsewhere (``backward()``, a reentrant checkpoint) it is not known which pass is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, takewhile
@@ -96,6 +96,22 @@ class Part:
             for slot in buffer.slots
             for strides in [(*_strides(batch, buffer.numel), *_strides(slot.shape))]
         ]
+
+
+def parts_of(keys: Collection[str], layout: Layout, dtype: torch.dtype | None, codec: Encoding | None) -> list[Part]:
+    """The parts of buffers ``keys``: of each unit frozen buffers are one by themselves, and integers."""
+    if (which := (Part, *keys, dtype, codec)) in layout.derived:
+        return layout.derived[which]
+    groups: dict[tuple[int, bool, bool], list[Buffer]] = {}
+    for i, unit in enumerate(layout.units):
+        for buffer in unit.buffers:
+            if buffer.key in keys:
+                kind = i, buffer.trainable, buffer.differentiable
+                groups.setdefault(kind, []).append(buffer)
+    parts = [Part(unit, tuple(buffers), layout, dtype, codec) for (unit, _, _), buffers in groups.items()]
+    if codec is None:
+        layout.derived[which] = parts
+    return parts
 
 
 def _strides(sizes: Sequence[int], inner: int = 1) -> tuple[int, ...]:

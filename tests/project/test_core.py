@@ -33,7 +33,6 @@ FEATURES = {
     "gloo",
     "mesh.launching",
     "sharding.overlapped_means",
-    "sharding.iter_parameters",
     "sharding.reshard",
     "sharding.varying",
     "storage.offloading",
