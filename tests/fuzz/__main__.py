@@ -1,25 +1,24 @@
 """python -m tests.fuzz --seeds 0:3000 --ranks batched,sequential,gloo --log fuzz.jsonl    # goes on where it stopped
 python -m tests.fuzz --seed 17 --show      # the program and its model as text
 python -m tests.fuzz --seed 17 --shrink    # the simplest program that is found with that outcome
+
+A program that does not end ends this one, with the stacks of all threads; the log has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
-import subprocess
 import sys
-import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.fuzz.outcomes import Outcome, outcome_of
 from tests.fuzz.programs import draw
-from tests.fuzz.running import simplest
+from tests.fuzz.running import Outcome, outcome_of, simplest
 
 KINDS = ["batched", "sequential", "gloo"]
 SHOWN = ["right", "refused", "void", "WRONG", "raw", "hang"]
@@ -35,7 +34,6 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=90.0, help="seconds, after which a program hangs")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--shrink", action="store_true")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     first, last = map(int, chosen.seeds.split(":"))
@@ -45,13 +43,8 @@ def main() -> None:
         sys.stdout.writelines(f"{draw(seed)}\n{draw(seed).model()}\n" for seed in seeds)
     elif chosen.shrink:
         sys.stdout.writelines(f"{seed} {kind}: {shrunk(seed, kind)}\n" for seed, kind in jobs)
-    elif chosen.worker:
-        work(jobs, chosen.log)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            log = chosen.log or Path(folder, "log")
-            run(jobs, log, chosen.timeout)
-            sys.stdout.write(report(read(log), jobs))
+        sys.stdout.write(report(run(jobs, chosen.log, chosen.timeout), jobs))
 
 
 def shrunk(seed: int, kind: str) -> str:
@@ -64,40 +57,24 @@ def shrunk(seed: int, kind: str) -> str:
     return f"{found.kind}: {simplest(draw(seed), fails)}\n    {found.text}"
 
 
-def work(jobs: list[Job], log: Path) -> None:
-    done = read(log)
-    for seed, kind in jobs:
-        if (seed, kind) not in done:
-            write(log, (seed, kind), outcome_of(draw(seed), kind))
+def run(jobs: list[Job], log: Path | None, timeout: float) -> dict[Job, Outcome]:
+    """In the log a program hangs until it has ended."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    outcomes = {(seed, kind): Outcome(*rest) for seed, kind, *rest in map(json.loads, lines)}
 
+    def keep(job: Job, outcome: Outcome) -> None:
+        outcomes[job] = outcome
+        if log:
+            with log.open("a") as file:
+                file.write(json.dumps([*job, outcome.kind, outcome.text]) + "\n")
 
-def read(log: Path) -> dict[Job, Outcome]:
-    lines = log.read_text().splitlines() if log.exists() else []
-    return {(seed, kind): Outcome(*rest) for seed, kind, *rest in map(json.loads, lines)}
-
-
-def write(log: Path, job: Job, outcome: Outcome) -> None:
-    with log.open("a") as file:
-        file.write(json.dumps([*job, outcome.kind, outcome.text]) + "\n")
-
-
-def run(jobs: list[Job], log: Path, timeout: float) -> None:
-    """In a process that is ended and started again where a program does not end."""
-    log.touch()
-    while left := [job for job in jobs if job not in read(log)]:
-        seeds, kinds = f"{left[0][0]}:{left[-1][0] + 1}", ",".join(dict.fromkeys(kind for _, kind in jobs))
-        options = ["--worker", "--seeds", seeds, "--ranks", kinds, "--log", str(log)]
-        worker = subprocess.Popen([sys.executable, "-m", "tests.fuzz", *options])
-        size, since = -1, time.monotonic()
-        while worker.poll() is None and time.monotonic() - since < timeout:
-            time.sleep(0.05)
-            if log.stat().st_size != size:
-                size, since = log.stat().st_size, time.monotonic()
-        if worker.poll() != 0:
-            worker.kill()
-            worker.wait()
-            stuck = next(job for job in left if job not in read(log))
-            write(log, stuck, Outcome("hang", f"no outcome in {timeout:g} s, or the process died"))
+    for job in jobs:
+        if job not in outcomes:
+            keep(job, Outcome("hang", f"no outcome in {timeout:g} s, or the process died"))
+            faulthandler.dump_traceback_later(timeout, exit=True)
+            keep(job, outcome_of(draw(job[0]), job[1]))
+            faulthandler.cancel_dump_traceback_later()
+    return outcomes
 
 
 def report(outcomes: dict[Job, Outcome], jobs: list[Job]) -> str:

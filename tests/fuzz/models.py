@@ -47,44 +47,15 @@ class Conv(nn.Module):
         return self.norm(self.conv(x.unsqueeze(1))).tanh().mean(1)
 
 
-class Tokens(nn.Module):
-    """Two learned tokens, to which the row is added: (B, 2, d)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(2, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(1) + self.tokens(torch.arange(2))
-
-
-class Lstm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.tokens, self.lstm = Tokens(width), nn.LSTM(width, width, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        start = x.new_zeros(1, *x.shape)
-        return self.lstm(self.tokens(x), (start, start))[0][:, -1]
-
-
 class Attention(nn.Module):
+    """Over two learned tokens, to which the row is added."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.tokens, self.qkv = Tokens(width), nn.Linear(width, 3 * width, bias=False)
+        self.tokens, self.attention = nn.Embedding(2, width), nn.MultiheadAttention(width, 1, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.tokens(x)).chunk(3, -1)  # each (B, 2, d)
-        return ((q @ k.mT).softmax(-1) @ v).mean(1)
-
-
-class Multihead(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.tokens, self.attention = Tokens(width), nn.MultiheadAttention(width, 1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x)
+        h = x.unsqueeze(1) + self.tokens(torch.arange(2))  # (B, 2, d)
         return self.attention(h, h, h)[0].mean(1)
 
 
@@ -139,23 +110,10 @@ class Direction(nn.Module):
         return x.norm(dim=1, keepdim=True), x
 
 
-class Parametrized(nn.Module):
+class Parametrized(Linear):
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(width, width)
+        super().__init__(width)
         register_parametrization(self.fc, "weight", Direction())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).sin()
-
-
-class Unused(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.idle, self.bias = nn.Linear(width, width), nn.Parameter(torch.rand(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.bias.cos()
 
 
 PARTS: dict[str, Callable[[int], nn.Module]] = {
@@ -163,41 +121,35 @@ PARTS: dict[str, Callable[[int], nn.Module]] = {
     "norm": Norm,
     "gate": Gate,
     "conv": Conv,
-    "lstm": Lstm,
     "attention": Attention,
-    "multihead": Multihead,
     "experts": Experts,
     "complex": Complex,
     "constants": Constants,
     "parametrized": Parametrized,
-    "unused": Unused,
 }
 REPEATS = ("tied", "again")  # of the first linear part: its weight in a new one, or the module once more
 
 
 class Stack(nn.Module):
-    """Parts between two linear layers, in a list, a sequence or a dict; residual, so that all have gradients."""
+    """Parts between two linear layers; residual, so that all have gradients."""
 
-    def __init__(self, parts: Sequence[str], width: int, container: str, frozen: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[str], width: int, frozen: Sequence[int]) -> None:
         super().__init__()
         self.inp, self.out = nn.Linear(INPUTS, width), nn.Linear(width, CLASSES)
         made: list[nn.Module] = []
         for name in parts:
             made.append(PARTS["linear" if name in REPEATS else name](width))
-            first = next((part for part in made[:-1] if isinstance(part, Linear)), None)
-            if isinstance(first, Linear) and name == "again":
+            first = next((part for part in made[:-1] if type(part) is Linear), None)
+            if first and name == "again":
                 made[-1] = first
-            elif isinstance(first, Linear) and name == "tied":
+            elif first and name == "tied":
                 made[-1].fc.weight = first.fc.weight  # type: ignore[union-attr]
         for i in frozen:
             made[i].requires_grad_(False)
-        named = {f"part{i}" if container == "dict" else str(i): part for i, part in enumerate(made)}
-        kinds = {"list": nn.ModuleList, "sequential": lambda made: nn.Sequential(*made)}
-        self.parts = nn.ModuleDict(named) if container == "dict" else kinds[container](made)
+        self.parts = nn.ModuleList(made)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
-        parts = self.parts.values() if isinstance(self.parts, nn.ModuleDict) else self.parts
-        for part in parts:
+        for part in self.parts:
             x = x + part(x)
         return self.out(x.tanh())

@@ -1,9 +1,14 @@
-"""Run a program on ranks, and its twin."""
+"""Run a program on ranks, and its twin, and compare."""
 
 from __future__ import annotations
 
+import re
+import traceback
+import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -11,10 +16,15 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.testing import RankError
 from tests.fuzz.programs import OPTIMIZERS, Program, Whole, sensible
 from tests.fuzz.sides import Rank, Results, Tree, Twin
+from tests.support.ranks import Ranks
 
 MAX_NORM, SCALE = 0.5, 8.0
+TOLERANCE = 1e-9
+PACKAGE = str(Path(fs.__file__).parent)
+OURS = (ValueError, TypeError, RuntimeError, NotImplementedError, KeyError)
 tree_map: Any = optree.tree_map
 
 
@@ -33,7 +43,7 @@ def units(program: Program, names: list[str]) -> Any:
 
 
 def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Mesh] | None = None) -> Any:
-    """What each rank gets, with ``Sharded`` as plain dicts of their shards and slots."""
+    """What each rank gets."""
     mesh = wrapped(mesh) if wrapped else mesh
     model = program.model()
     layout = fs.plan(
@@ -49,7 +59,6 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
     like = {name: given[name] for name in p.layout.slots}
     v, delta = (fs.shard(program.direction(like, s, i), p.layout) for s, i in ((1.0, 3), (0.1, 4)))
     x, y = mesh.split(tuple(t.flatten(0, 1) for t in program.batch()))
-    w = mesh.split(program.weights(mesh.size))
     before = {name: t.detach().clone() for name, t in model.state_dict().items()}
     if program.meta:
         model.to("meta")
@@ -57,16 +66,16 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
     scaling = fs.LossScale.dynamic(initial=SCALE, interval=2) if program.scale else fs.LossScale.none()
 
     def derivative(p: Tree, data: Any, s: Any) -> Results:
-        rest, v, delta, x, y, w = data
+        rest, v, delta, x, y = data
         scale = (lambda loss: scaling.scale(loss, s)) if program.scale else None
-        return Rank(program, model, rest, delta, scale, mesh=mesh).derivative(p, v, x, y, w.squeeze(-1))
+        return Rank(program, model, rest, delta, scale, mesh=mesh).derivative(p, v, x, y)
 
     def gradient(p: Tree, data: Any, s: Any) -> Tree:
-        rest, v, delta, x, y, w = data
+        rest, v, delta, x, y = data
         halves = zip(x.chunk(2), y.chunk(2), strict=True) if program.accumulate else [(x, y)]
         total = None
         for half in halves:
-            grads = next(iter(derivative(p, (rest, v, delta, *half, w), s).values()))
+            grads = next(iter(derivative(p, (rest, v, delta, *half), s).values()))
             total = fs.accumulate(total, grads) if program.accumulate else grads
         return total
 
@@ -84,7 +93,7 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
             p, state, s = update(p, state, s, gradient(p, data, s), i)
         return p
 
-    data, s = (tuple(rest), v, delta, x, y, w), scaling.init(p)
+    data, s = (tuple(rest), v, delta, x, y), scaling.init(p)
     results: Results = {}
     if not program.steps:
         results = dict(mesh.spmd(derivative)(p, data, s))
@@ -99,20 +108,7 @@ def on_ranks(mesh: fs.Mesh, program: Program, wrapped: Callable[[fs.Mesh], fs.Me
     after = {} if program.meta else model.state_dict()
     if any(not torch.equal(before[name], t) for name, t in after.items()):
         raise AssertionError("the model was changed")
-    return {name: plain(value) for name, value in results.items()}
-
-
-def plain(value: Any) -> Any:
-    """A ``Sharded`` as its shards, with the slots of each: name, offset, number of elements."""
-    if not isinstance(value, fs.Sharded):
-        return value.detach()
-    slots = {
-        key: [(slot.name, slot.offset, slot.numel, slot.shape) for slot in buffer.slots]
-        for key, buffer in value.layout.buffers.items()
-    }
-    sizes = {key: (buffer.num_shards, buffer.shard_numel) for key, buffer in value.layout.buffers.items()}
-    shards = {key: None if x is None else x.detach() for key, x in value.items()}
-    return {"shards": shards, "slots": slots, "sizes": sizes}
+    return {name: value if isinstance(value, fs.Sharded) else value.detach() for name, value in results.items()}
 
 
 def of_twin(program: Program) -> Results:
@@ -122,25 +118,24 @@ def of_twin(program: Program) -> Results:
     trainable = {name: every[name] for name, p in model.named_parameters() if p.requires_grad}
     frozen = {name: x for name, x in every.items() if name not in trainable}
     x, y = program.batch()
-    w = program.weights(program.size)
     drawn = trainable if program.partition else every
     v, delta = ({n: t for n, t in program.direction(drawn, *k).items() if n in trainable} for k in ((1.0, 3), (0.1, 4)))
     if not program.partition and program.trees in ("sum", "two gathers"):
         frozen |= {n: x + t for n, t in program.direction(every, 0.1, 4).items() if n in frozen for x in [frozen[n]]}
     side = Twin(program, model, frozen, delta)
     if program.steps:
-        return {"trained": _trained(program, side, trainable, v, x, y, w)}
-    return side.derivative(trainable, v, x, y, w)
+        return {"trained": _trained(program, side, trainable, v, x, y)}
+    return side.derivative(trainable, v, x, y)
 
 
-def _trained(program: Program, side: Twin, p: Whole, v: Whole, x: Tensor, y: Tensor, w: Tensor) -> Whole:
+def _trained(program: Program, side: Twin, p: Whole, v: Whole, x: Tensor, y: Tensor) -> Whole:
     cls, options = optimizer_of(program)
     tensors = {name: t.clone() for name, t in p.items()}
     opt = cls(tensors.values(), **options)
 
     def gradient(x: Tensor, y: Tensor) -> Whole:
         now = {name: t.clone() for name, t in tensors.items()}
-        return next(iter(side.derivative(now, v, x, y, w).values()))
+        return next(iter(side.derivative(now, v, x, y).values()))
 
     for i in range(program.steps):
         halves = [*zip(x.chunk(2, 1), y.chunk(2, 1), strict=True)] if program.accumulate else [(x, y)]
@@ -175,3 +170,90 @@ def simplest(program: Program, fails: Callable[[Program], bool]) -> Program:
                 program, again = smaller, True
             tried.add(smaller)
     return program
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``"right"``, ``"refused"`` by an error of this library, ``"WRONG"``, ``"raw"`` error, ``"hang"``, or ``"void"``:
+    torch raises for the twin."""
+
+    kind: str
+    text: str = ""
+
+
+def outcome_of(program: Program, kind: str, wrapped: Any = None, timeout: float = 60.0) -> Outcome:
+    """Run ``program`` and its twin, and compare."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            expected = _of_twin(program)
+        except Exception as error:
+            return Outcome("void", _line(error))
+        ranks = Ranks(dict(program.axes), kind)
+        try:
+            rows = ranks.run(on_ranks, program, wrapped)
+        except Exception as error:
+            return of_error(error)
+    different = [text for rank, row in enumerate(rows) for text in differences(program, rank, row, expected)]
+    return Outcome("WRONG", "; ".join(different[:4])) if different else Outcome("right")
+
+
+@lru_cache(maxsize=1)  # for all kinds of ranks
+def _of_twin(program: Program) -> dict[str, Any]:
+    return of_twin(program)
+
+
+def of_error(error: Exception) -> Outcome:
+    text = str(error.__cause__) if isinstance(error.__cause__, RankError) else ""
+    if isinstance(error, RankError):
+        return Outcome("hang" if "no answer" in str(error) else "raw", str(error))
+    here = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    files = re.findall(r'^ *File "([^"]+)", line', text, re.M) or here
+    if isinstance(error, AssertionError) and "model was changed" in str(error):
+        return Outcome("WRONG", str(error))
+    ours = files[-1].startswith(PACKAGE) and type(error) in OURS
+    return Outcome("refused" if ours else "raw", _line(error))
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def differences(program: Program, rank: int, row: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    if row.keys() != expected.keys():
+        return [f"results {[*row]}, expected {[*expected]}"]
+    found = []
+    for name, value in row.items():
+        if isinstance(value, Tensor):
+            found += different(f"{name} of rank {rank}", value, expected[name][rank])
+        else:
+            found += different_shards(f"{name} of rank {rank}", rank, value, expected[name])
+    return found
+
+
+def different_shards(what: str, rank: int, tree: fs.Sharded, whole: dict[str, Tensor]) -> list[str]:
+    found, seen = [], set()
+    for key, buffer in tree.layout.buffers.items():
+        shard, names = tree[key], {slot.name for slot in buffer.slots}
+        if shard is None and names & whole.keys():
+            found.append(f"{what}: {key} is None")
+        if shard is None or not names <= whole.keys():
+            continue
+        seen |= names
+        flat = torch.zeros(buffer.num_shards, buffer.shard_numel, dtype=shard.dtype).flatten()
+        for slot in buffer.slots:
+            flat[slot.offset : slot.offset + slot.numel] = whole[slot.name].flatten()
+        found += different(f"{what}: {key}", shard, flat.view(buffer.num_shards, -1)[rank % buffer.num_shards])
+    missing = whole.keys() - seen
+    return found + ([f"{what}: nothing for {sorted(missing)}"] if missing else [])
+
+
+def different(what: str, actual: Tensor, expected: Tensor) -> list[str]:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return [f"{what}: {actual.dtype} {tuple(actual.shape)}, expected {expected.dtype} {tuple(expected.shape)}"]
+    if not actual.numel():
+        return []
+    error, size = (actual - expected).abs().max().item(), expected.abs().max().item()
+    if error <= TOLERANCE * max(size, 1e-3):
+        return []
+    return [f"{what}: differs by {error:.1e} of {size:.1e}"]

@@ -15,7 +15,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, jvp, vmap
 
 import functorch_shard as fs
 from tests.fuzz.models import CLASSES
@@ -67,6 +67,21 @@ class Side(ABC):
     def by_inputs(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.func.grad(fn)(x)
 
+    @abstractmethod
+    def grad(self, fn: Callable[..., Tensor]) -> Callable[..., Tree]:
+        """The derivative by trees."""
+
+    @abstractmethod
+    def by_both(self, fn: Callable[..., Tensor], p: Tree, other: Any) -> list[Any]:
+        """By a tree, and by a tree or a tensor."""
+
+    def gradient(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
+        return self.grad(lambda p: f(p, x, y))(p)
+
+    def derivative(self, p: Tree, v: Tree, x: Tensor, y: Tensor) -> Results:
+        loss = fs.remat(self.loss) if self.program.remat and isinstance(self, Rank) else self.loss
+        return DERIVATIVES[self.program.derivative](self, loss, p, v, x, y)
+
     def sum_of_trees(self, p: Tree) -> Tree:
         return tree_map(torch.add, p, self.delta) if self.program.trees == "sum" else p
 
@@ -108,9 +123,32 @@ class Rank(Side):
     def grad(self, fn: Callable[..., Tensor]) -> Callable[..., Tree]:
         return fs.grad(fn)
 
-    def derivative(self, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-        f = fs.remat(self.loss) if self.program.remat else self.loss
-        return OF_RANKS.get(self.program.derivative, DERIVATIVES.get(self.program.derivative))(self, f, p, v, x, y, w)  # type: ignore[misc]
+    def by_both(self, fn: Callable[..., Tensor], p: Tree, other: Any) -> list[Any]:
+        return [*fs.grad(fn, (0, 1))(p, other)]
+
+    def gradient(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
+        if self.program.by == "scatter":
+            scale = self.scale or (lambda value: value)
+            full = fs.gather(p, *self.frozen, lazy=self.program.lazy)
+            grads = fs.scatter_grads(fs.grad(lambda full: scale(self.loss_of_full(full, x, y)))(full))
+            return fs.Sharded({key: grads[key] for key in p}, p.layout)
+        if self.program.by == "backward":
+            leaves = {k: t.detach().requires_grad_(p.layout.buffers[k].trainable) for k, t in p.items()}
+            wanted = {k: t for k, t in leaves.items() if t.requires_grad}
+            value = f(fs.Sharded(leaves, p.layout), x, y)
+            grads = torch.autograd.grad(value, [*wanted.values()], allow_unused=True, materialize_grads=True)
+            return fs.Sharded({**dict.fromkeys(p), **dict(zip(wanted, grads, strict=True))}, p.layout)
+        return {"fs.grad": fs.grad, "torch.func.grad": torch.func.grad}[self.program.by](f)(p, x, y)
+
+    def with_aux(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Results:
+        def loss(p: Tree) -> tuple[Tensor, Tensor]:
+            return f(p, x, y), self.out(self.full(p), x)
+
+        grads, (value, aux) = fs.grad_and_value(loss, has_aux=True)(p)
+        return {"grad": grads, "value": value, "aux": aux}
+
+    def of_samples(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
+        return vmap(torch.func.grad(lambda p, x, y: f(p, x[None], y[None])), (None, 0, 0))(p, x, y)
 
 
 @dataclass(frozen=True)
@@ -143,9 +181,17 @@ class Twin(Side):
     def grad(self, fn: Callable[..., Tensor]) -> Callable[..., Tree]:
         return torch.func.grad(lambda *args: self.reduced(fn(*args)))
 
-    def derivative(self, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-        fn = OF_TWIN.get(self.program.derivative, DERIVATIVES.get(self.program.derivative))
-        return fn(self, self.loss, p, v, x, y, w)  # type: ignore[misc]
+    def by_both(self, fn: Callable[..., Tensor], p: Tree, other: Any) -> list[Any]:
+        """A tensor is of each rank, which differentiates its own loss by it."""
+        reduced = self.reduced if isinstance(other, dict) else torch.sum
+        return [self.grad(fn)(p, other), torch.func.grad(lambda p, d: reduced(fn(p, d)), 1)(p, other)]
+
+    def with_aux(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Results:
+        return {"grad": self.gradient(f, p, x, y), "value": f(p, x, y), "aux": self.out(self.full(p), x)}
+
+    def of_samples(self, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
+        one = [self.gradient(f, p, x[:, i : i + 1], y[:, i : i + 1]) for i in range(x.shape[1])]
+        return tree_map(lambda *gs: torch.stack(gs), *one)
 
 
 ONE_HOT = torch.eye(CLASSES, dtype=torch.float64)
@@ -157,134 +203,38 @@ LOSSES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
-def of_weights(tree: Tree, w: Tensor) -> Tree:
-    """The sum over dim 0, weighted."""
-    return tree_map(lambda g: (w.reshape(-1, *[1] * (g.ndim - 1)) * g).sum(0), tree)
-
-
-def both(s: Side, p: Tree, delta: Tree, x: Tensor, y: Tensor) -> Tensor:
-    return replace(s, delta=delta).loss(p, x, y)
-
-
 def stepped(s: Any, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
     return tree_map(lambda a, g: a - 0.1 * g, p, s.grad(lambda p: f(p, x, y))(p))
 
 
-CONTRACTION = torch.tensor([0.5, -1.0, 2.0, 1.5], dtype=torch.float64)  # of rows of a Jacobian, or of samples
-# Of a side, its loss, parameters, a direction like them, inputs, targets, and a weight of each rank.
+def weighted(tree: Tree) -> Tree:
+    """A sum over dim 0, of samples."""
+    w = torch.tensor([0.5, -1.0, 2.0, 1.5], dtype=torch.float64)
+    return tree_map(lambda g: (w[: len(g)].reshape(-1, *[1] * (g.ndim - 1)) * g).sum(0), tree)
+
+
+# Of a side, its loss, parameters, a direction like them, inputs and targets.
 DERIVATIVES: dict[str, Callable[..., Results]] = {
-    "value": lambda s, f, p, v, x, y, w: {"value": f(p, x, y)},
-    "grad": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y))(p)},
-    "torch grad": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y))(p)},
-    "backward": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y))(p)},
-    "scatter": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y))(p)},
-    "grad and value": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y))(p), "value": f(p, x, y)},
-    "aux": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y))(p), "aux": s.out(s.full(p), x)},
-    "hvp": lambda s, f, p, v, x, y, w: {"hvp": jvp(s.grad(lambda p: f(p, x, y)), (p,), (v,))[1]},
-    "hessian": lambda s, f, p, v, x, y, w: {"hvp": jvp(s.grad(lambda p: f(p, x, y)), (p,), (v,))[1]},
-    "grad of grad": lambda s, f, p, v, x, y, w: {"hvp": s.grad(lambda p: s.dot(s.grad(lambda p: f(p, x, y))(p), v))(p)},
-    "grad of jvp": lambda s, f, p, v, x, y, w: {"hvp": s.grad(lambda p: jvp(lambda p: f(p, x, y), (p,), (v,))[1])(p)},
-    "maml": lambda s, f, p, v, x, y, w: {
-        "grad": s.grad(lambda p: f(stepped(s, f, p, x, y), x.flip(-2), y.flip(-1)))(p)
-    },
-    "jvp": lambda s, f, p, v, x, y, w: dict(
-        zip(("value", "tangent"), jvp(lambda p: f(p, x, y), (p,), (v,)), strict=True)
+    "value": lambda s, f, p, v, x, y: {"value": f(p, x, y)},
+    "grad": lambda s, f, p, v, x, y: {"grad": s.gradient(f, p, x, y)},
+    "aux": lambda s, f, p, v, x, y: s.with_aux(f, p, x, y),
+    "by inputs too": lambda s, f, p, v, x, y: dict(
+        zip(("grad", "by x"), s.by_both(lambda p, x: f(p, x, y), p, x), strict=True)
     ),
-    "vmap over models": lambda s, f, p, v, x, y, w: {
-        "values": vmap(lambda p: f(p, x, y), out_dims=-1)(tree_map(lambda a, b: torch.stack([a, a + b]), p, v))
-    },
-    "vmap over directions": lambda s, f, p, v, x, y, w: {
-        "hvp": of_weights(
-            vmap(lambda v: jvp(s.grad(lambda p: f(p, x, y)), (p,), (v,))[1])(
-                tree_map(lambda a, b: torch.stack([b, a * b]), p, v)
-            ),
-            CONTRACTION[:2],
-        )
-    },
-}
-
-
-def by_backward(s: Rank, f: Any, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-    buffers = p.layout.buffers
-    leaves = {k: t.detach().requires_grad_() if buffers[k].trainable else t for k, t in p.items()}
-    wanted = {k: t for k, t in leaves.items() if buffers[k].trainable}
-    value = f(fs.Sharded(leaves, p.layout), x, y)
-    grads = torch.autograd.grad(value, [*wanted.values()], allow_unused=True, materialize_grads=True)
-    found = dict(zip(wanted, grads, strict=True))
-    return {"grad": fs.Sharded({k: found.get(k) for k in p}, p.layout)}
-
-
-def scattered(s: Rank, f: Any, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-    full = fs.gather(p, *s.frozen, lazy=s.program.lazy)
-    scale = s.scale or (lambda value: value)
-    grads = fs.scatter_grads(fs.grad(lambda full: scale(s.loss_of_full(full, x, y)))(full))
-    return {"grad": fs.Sharded({key: grads[key] for key in p}, p.layout)}
-
-
-def samples_apart(s: Rank, f: Any, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-    one = torch.func.grad(lambda p, x, y: f(p, x[None], y[None]))
-    return {"grad": of_weights(vmap(one, (None, 0, 0))(p, x, y), CONTRACTION[: x.shape[0]])}
-
-
-def with_aux(s: Rank, f: Any, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-    def loss(p: Tree) -> tuple[Tensor, Tensor]:
-        return f(p, x, y), s.out(s.full(p), x)
-
-    grads, aux = fs.grad(loss, has_aux=True)(p)
-    return {"grad": grads, "aux": aux}
-
-
-def with_value(s: Rank, f: Any, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-    grads, value = fs.grad_and_value(f)(p, x, y)
-    return {"grad": grads, "value": value}
-
-
-def pulled(s: Rank, f: Any, p: Tree, v: Tree, x: Tensor, y: Tensor, w: Tensor) -> Results:
-    value, pull, *_ = vjp(lambda p: f(p, x, y), p)
-    return {"grad": pull(w)[0], "value": value}
-
-
-OF_RANKS: dict[str, Callable[..., Results]] = {
-    "torch grad": lambda s, f, p, v, x, y, w: {"grad": torch.func.grad(f)(p, x, y)},
-    "backward": by_backward,
-    "scatter": scattered,
-    "grad and value": with_value,
-    "aux": with_aux,
-    "per sample": samples_apart,
-    "vjp": pulled,
-    "by inputs too": lambda s, f, p, v, x, y, w: dict(zip(("grad", "by x"), fs.grad(f, (0, 1))(p, x, y), strict=True)),
-    "both trees": lambda s, f, p, v, x, y, w: dict(
-        zip(("grad", "by delta"), fs.grad(lambda p, d: both(s, p, d, x, y), (0, 1))(p, s.delta), strict=True)
-    ),
-    "hessian": lambda s, f, p, v, x, y, w: {"hvp": fs.curvature.hessian(f)(p, x, y) @ v},
-    "jacrev": lambda s, f, p, v, x, y, w: {
-        "grad": of_weights(fs.jacrev(lambda p: s.out(s.full(p), x).mean(-2))(p), CONTRACTION[:3])
-    },
-}
-
-
-def _each_sample(s: Twin, f: Any, p: Tree, x: Tensor, y: Tensor) -> Tree:
-    one = [s.grad(lambda p, i=i: f(p, x[:, i : i + 1], y[:, i : i + 1]))(p) for i in range(x.shape[1])]
-    return tree_map(lambda *gs: torch.stack(gs), *one)
-
-
-OF_TWIN: dict[str, Callable[..., Results]] = {
-    "per sample": lambda s, f, p, v, x, y, w: {
-        "grad": of_weights(_each_sample(s, f, p, x, y), CONTRACTION[: x.shape[1]])
-    },
-    "vjp": lambda s, f, p, v, x, y, w: {"grad": s.grad(lambda p: f(p, x, y) * w)(p), "value": f(p, x, y)},
-    "by inputs too": lambda s, f, p, v, x, y, w: {
-        "grad": s.grad(lambda p: f(p, x, y))(p),
-        "by x": torch.func.grad(lambda x: f(p, x, y).sum())(x),
-    },
-    "both trees": lambda s, f, p, v, x, y, w: dict(
+    "both trees": lambda s, f, p, v, x, y: dict(
         zip(
             ("grad", "by delta"),
-            torch.func.grad(lambda p, d: s.reduced(both(s, p, d, x, y)), (0, 1))(p, s.delta),
+            s.by_both(lambda p, d: replace(s, delta=d).loss(p, x, y), p, s.delta),
             strict=True,
         )
     ),
-    "jacrev": lambda s, f, p, v, x, y, w: {
-        "grad": of_weights(jacrev(lambda p: s.reduced(s.out(s.full(p), x).mean(-2)))(p), CONTRACTION[:3])
+    "hvp": lambda s, f, p, v, x, y: {"hvp": jvp(s.grad(lambda p: f(p, x, y)), (p,), (v,))[1]},
+    "grad of grad": lambda s, f, p, v, x, y: {"hvp": s.grad(lambda p: s.dot(s.grad(lambda p: f(p, x, y))(p), v))(p)},
+    "grad of jvp": lambda s, f, p, v, x, y: {"hvp": s.grad(lambda p: jvp(lambda p: f(p, x, y), (p,), (v,))[1])(p)},
+    "maml": lambda s, f, p, v, x, y: {"grad": s.grad(lambda p: f(stepped(s, f, p, x, y), x.flip(-2), y.flip(-1)))(p)},
+    "jvp": lambda s, f, p, v, x, y: dict(zip(("value", "tangent"), jvp(lambda p: f(p, x, y), (p,), (v,)), strict=True)),
+    "vmap over models": lambda s, f, p, v, x, y: {
+        "values": vmap(lambda p: f(p, x, y), out_dims=-1)(tree_map(lambda a, b: torch.stack([a, a + b]), p, v))
     },
+    "per sample": lambda s, f, p, v, x, y: {"grad": weighted(s.of_samples(f, p, x, y))},
 }

@@ -12,8 +12,8 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Collective, Work, wrap
 from tests.fuzz.__main__ import KINDS
-from tests.fuzz.outcomes import outcome_of
 from tests.fuzz.programs import draw
+from tests.fuzz.running import outcome_of
 
 
 def outcomes(seeds: range) -> Counter[str]:
