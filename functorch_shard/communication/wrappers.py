@@ -25,7 +25,8 @@ class Traffic:
         nbytes: bytes of the operands that this rank passed.
         sent: bytes that each rank has to send for them at least: ``N - 1`` times the operand of an ``all_gather``,
             ``(N - 1) / N`` of a ``psum_scatter``'s or ``all_to_all``'s, ``2 (N - 1) / N`` of a ``psum``'s or
-            ``pmax``'s, rounded up. Where ranks send different numbers, their mean.
+            ``pmax``'s, rounded up. Where ranks send different numbers, as in a ``ppermute``, a ``ragged_all_to_all`` or
+            a ``broadcast``, their mean.
         seconds: from the start to the end of waiting.
         blocked: of these, the seconds that the program spent in starting and in waiting; in the others it computed.
     """

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
+import torch
 
 from tests.benchmarks.transforms import sign
 from tests.laws import nestings_fsdp2
-from tests.laws.nestings import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, expected, verdicts
+from tests.laws.nestings import (
+    COLLECTIVES,
+    COLUMNS,
+    INNER,
+    MIXED,
+    OUTER,
+    ROWS,
+    UNSHARDED,
+    Row,
+    expected,
+    verdicts,
+)
 from tests.support.pages import ROOT
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
 TRACED = "linearize"
+ZERO_IN_TORCH = ("linearize", "jacrev")  # of plain tensors too, for most functions
 # Of each column the rows whose number has the given remainder, so that every row is tried on every way that ranks run
 # (test_every_nesting_is_tried): gloo ranks have 1 axis or 2, lazy or plain gathers, with remat or without, and four of
 # these eight try every row, each another quarter of it.
@@ -67,6 +83,33 @@ def test_every_nesting_of_two_transforms_is_that_of_the_unsharded_model(column: 
     assert all(refused_on_simulated_ranks(column, row) and found[row] != "wrong" for row in wrong)
 
 
+def mixed_rows(column: str) -> list[Row]:
+    """A share of the rows: the columns of one kind of ranks, one for each collective, have all of them."""
+    ranks, verb = column.rsplit(", ", 1)
+    start, step = [*COLLECTIVES].index(verb), len(COLLECTIVES)
+    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER) + len(ranks)) % step == start]
+
+
+@pytest.mark.parametrize("column", [pytest.param(c, marks=[pytest.mark.slow] * ("2 axes" in c)) for c in MIXED])
+@pytest.mark.parametrize("select", [mixed_rows, pytest.param(lambda _: ROWS, marks=pytest.mark.slow, id="all rows")])
+def test_every_nesting_of_a_loss_with_a_collective_is_that_of_whole_arrays(column: str, select: Any) -> None:
+    rows = select(column)
+    found = dict(zip(rows, verdicts(MIXED[column], rows), strict=True))
+    odd = {row: text for row, text in found.items() if text not in ("right", UNSHARDED) and row != ZERO_IN_TORCH}
+    assert {row: text for row, text in odd.items() if not refused_on_simulated_ranks(column, row)} == {}
+    assert "wrong" not in odd.values()
+
+
+def test_torch_itself_gives_zero_for_linearize_of_jacrev() -> None:
+    """When it does not any more, ``ZERO_IN_TORCH`` is to go."""
+    w = torch.arange(1.0, 4.0)
+    slope: Any = lambda w: torch.func.jacrev(lambda w: (w**3).sum())(w).sum()  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempted to insert a get_attr Node")
+        assert torch.func.linearize(slope, w)[1](w) == 0
+    assert torch.func.jvp(slope, (w,), (w,))[1] == 6 * w.square().sum()
+
+
 def test_the_page_has_every_row_and_nothing_wrong_of_this_library() -> None:
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page_table()]
     header, _, *body = lines
@@ -87,6 +130,7 @@ def page_table() -> list[str]:
     return [line for line in (ROOT / "docs/transforms.md").read_text().splitlines() if line.startswith("|")]
 
 
-def test_torch_refuses_no_nesting_of_the_unsharded_model_without_linearize() -> None:
-    assert [row for row in ROWS if isinstance(expected(2, row), str) and TRACED not in row] == []
+@pytest.mark.parametrize("verb", ["", *COLLECTIVES])
+def test_torch_refuses_no_nesting_of_the_unsharded_model_without_linearize(verb: str) -> None:
+    assert [row for row in ROWS if TRACED not in row and isinstance(expected(2, row, verb), str)] == []
     assert {outer for outer, _ in ROWS} == set(OUTER)
