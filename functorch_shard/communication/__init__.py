@@ -11,10 +11,9 @@ Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_red
 does, derivatives are those of the true collectives, whose transposes go through it as well.
 
 Here bytes move between the ranks of one axis. ``collective``, ``backend``: the interface; ``simulated``,
-``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``simulated_group``: what
-``torch.distributed`` is inside of simulated ranks; ``joint``: several axes as one; ``wrappers`` count and skip;
-``recorded``: what tracers record; ``writes`` finds writes into what simulated ranks gathered. Imports
-``torch_internals``, ``errors`` and ``containers`` alone; imported by ``gloo``, ``mesh`` and above.
+``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``joint``: several axes as
+one; ``wrappers`` count and skip; ``recorded``: what tracers record. Imports ``torch_internals``, ``errors`` and
+``containers`` alone; imported by ``gloo``, ``mesh`` and above.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..torch_internals.autograd import Function
 from .backend import Backend, Finished, Work
 from .collective import Collective
-from .simulated import Index, StackedBackend
+from .simulated import Index, StackedBackend, sum_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class JointStackedBackend(Backend):
         return self.parts[-1].size
 
     def others(self) -> Tensor | None:
-        indices = [index for index in (ranks.get() for ranks in self.siblings) if index is not None]
-        return sum(indices[1:], indices[0]) if indices else None
+        return sum_of(self.siblings)
 
     def ready(self) -> None:
         self.level()

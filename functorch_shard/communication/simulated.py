@@ -1,57 +1,81 @@
-"""Ranks inside this process: a collective is arithmetic on the values of all of them."""
+"""Ranks inside this process: a collective is arithmetic on the values of all of them.
+
+While they run, ``torch.distributed`` has a default process group of their number, which refuses collectives. Without it
+a program that asks ``is_initialized()`` would take itself for the only process. On ranks that run one after the other
+``get_rank()`` is the rank; inside of a vmap over all ranks it is 0, since torch's own loggers ask for it.
+
+Writes into what simulated ranks gathered are found and refused. On real ranks a lazy parameter refuses to be written
+to; here parameters are plain tensors in one memory, and a write, through ``.data`` or without grad, would act until the
+end of the function and never reach the shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..torch_internals.autograd import without_batches
+from ..errors import reject
+from ..torch_internals.autograd import being_traced, outside_transforms, without_batches
 from ..torch_internals.tensors import batch_levels
 from .backend import Backend, Finished, Work
 from .collective import Collective
 
-Index = ContextVar["Tensor | None"]  # of one axis: the number of the rank that runs, batched over all of them
 
-_RUNNING: ContextVar[tuple[Index, ...]] = ContextVar("axes whose ranks run", default=())
-RANK_OF_THREAD: ContextVar[int | None] = ContextVar("the simulated rank of this thread", default=None)
+@dataclass(frozen=True, eq=False)
+class Index:
+    """The number of the rank that runs, on one axis of batched ranks."""
+
+    name: str
+
+    def get(self) -> Tensor | None:
+        """Return the number, batched over all ranks; ``None`` outside of ``spmd``."""
+        return RUN.get().indices.get(self)
 
 
-def rank_of_thread() -> int | None:
-    """Return which of the ranks that run one after the other this thread is; ``None`` outside of all."""
-    return RANK_OF_THREAD.get()
+@dataclass(frozen=True)
+class Run:
+    """What runs here as simulated ranks.
+
+    Args:
+        indices: of batched ranks: their numbers, by axis, outermost first.
+        rank: of ranks that run one after the other: which one this is.
+        gathered: what they gathered; ``None`` outside of ``spmd``.
+    """
+
+    indices: Mapping[Index, Tensor] = field(default_factory=dict)
+    rank: int | None = None
+    gathered: Gathered | None = None
 
 
-def running_ranks() -> dict[Index, Tensor]:
-    """The indices of the ranks that run here, by axis; empty outside of ``spmd``."""
-    indices = {axis: axis.get() for axis in _RUNNING.get()}
-    return {axis: index for axis, index in indices.items() if index is not None}
+RUN: ContextVar[Run] = ContextVar("the simulated ranks that run here", default=Run())  # noqa: B039
+
+
+@contextmanager
+def running(indices: Mapping[Index, Tensor] | None = None, **changes: Any) -> Iterator[None]:
+    """A context whose :class:`Run` has these ``indices`` besides its own, and other changes."""
+    before = RUN.get()
+    token = RUN.set(replace(before, indices={**before.indices, **(indices or {})}, **changes))
+    try:
+        yield
+    finally:
+        RUN.reset(token)
 
 
 def axes_over(x: Tensor) -> tuple[str, ...]:
     """Return the axes of the running ranks over which ``x`` varies, outermost first: Note [Varies] in varying.py."""
     levels = batch_levels(x)
-    several = [(axis, index) for axis, index in running_ranks().items() if without_batches(index).numel() > 1]
+    several = [(axis, index) for axis, index in RUN.get().indices.items() if without_batches(index).numel() > 1]
     return tuple(axis.name for axis, index in several if not levels.isdisjoint(batch_levels(index)))
-
-
-@contextmanager
-def as_ranks(indices: Mapping[Index, Tensor]) -> Iterator[None]:
-    """A context that runs as the ranks with these indices."""
-    tokens = [(axis, axis.set(index)) for axis, index in indices.items()]
-    others = tuple(axis for axis in _RUNNING.get() if axis not in indices)
-    running = _RUNNING.set((*others, *indices))
-    try:
-        yield
-    finally:
-        _RUNNING.reset(running)
-        for axis, token in tokens:
-            axis.reset(token)
 
 
 @dataclass(frozen=True)
@@ -77,14 +101,19 @@ class StackedBackend(Backend):
         return index
 
     def others(self) -> Tensor | None:
-        indices = [index for index in (ranks.get() for ranks in self.siblings) if index is not None]
-        return sum(indices[1:], indices[0]) if indices else None
+        return sum_of(self.siblings)
 
     def ready(self) -> None:
         self.index()
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         return Finished(of_all_ranks(op, x, self.size))
+
+
+def sum_of(ranks: Sequence[Index]) -> Tensor | None:
+    """Return a tensor that is batched at the levels of these axes; ``None`` if none of them runs."""
+    indices = [index for each in ranks if (index := each.get()) is not None]
+    return sum(indices[1:], indices[0]) if indices else None
 
 
 def of_all_ranks(op: Collective, x: Tensor, size: int) -> Tensor:
@@ -96,3 +125,107 @@ def of_all_ranks(op: Collective, x: Tensor, size: int) -> Tensor:
         return torch.stack(made)
     longest = max(row.shape[-1] for row in made)
     return torch.stack([pad(row, (0, longest - row.shape[-1])) for row in made])
+
+
+# What torch.distributed is inside of simulated ranks.
+
+_GROUP = "simulated"
+_ONE_AT_A_TIME = Lock()  # threads of the program may run simulated ranks at once, and share a group
+
+
+@contextmanager
+def default_group(size: int) -> Iterator[None]:
+    """A context in which ``torch.distributed`` speaks of ``size`` simulated ranks, unless the process has a group."""
+    with _ONE_AT_A_TIME:
+        if not dist.is_initialized():
+            if _GROUP not in dist.Backend.backend_list:
+                make: Any = _Group
+                dist.Backend.register_backend(_GROUP, lambda _, rank, size, timeout: make(rank, size), devices=["cpu"])
+            hook = sys.excepthook  # init_process_group sets another one
+            dist.init_process_group(_GROUP, store=dist.HashStore(), rank=0, world_size=size)
+            sys.excepthook = hook
+        group = dist.group.WORLD if isinstance(dist.group.WORLD, _Group) else None
+        if group is not None:
+            group.users += 1
+    try:
+        yield
+    finally:
+        with _ONE_AT_A_TIME:
+            if group is not None:
+                group.users -= 1
+                if not group.users:
+                    dist.destroy_process_group()
+
+
+class _Group(dist.ProcessGroup):
+    """All simulated ranks. Of collectives torch says "No backend type associated with device type"."""
+
+    users = 0
+
+    def rank(self) -> int:
+        return RUN.get().rank or 0
+
+
+# Writes into what was gathered.
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ADVICE = (
+    "What gather returns is a copy: a write into it, through .data or under no_grad, is forgotten; real ranks refuse "
+    "it too. Change the shards, p.clamp(...) in a tree_map over the Sharded after the step, or gather with lazy=False "
+    "for tensors of your own."
+)
+
+
+class Gathered:
+    """Whole buffers of one run of ``spmd`` or ``fs.grad`` by key, the last of each, with a sum of their bits."""
+
+    def __init__(self, verb: str = "spmd") -> None:
+        self._verb = verb
+        self._seen: dict[str, tuple[Tensor, Tensor, Sequence[str]]] = {}
+
+    def add(self, key: str, x: Tensor, names: Sequence[str]) -> None:
+        """Remember ``x``, and look at the buffer of this key that was gathered before."""
+        self.check([key] if key in self._seen else [])
+        plain = without_batches(x)
+        if type(plain) is Tensor and not plain.is_meta and not being_traced() and not torch.compiler.is_compiling():
+            self._seen[key] = plain, _sum_of_bits(plain), names
+
+    def check(self, keys: Sequence[str] | None = None) -> None:
+        """Raise if one of these buffers, or of all, was written to."""
+        keys = [*self._seen] if keys is None else keys
+        found = [self._seen.pop(key) for key in keys]
+        if found:
+            changed = torch.stack([_sum_of_bits(x).cpu() != before.cpu() for x, before, _ in found]).tolist()
+            problems = [
+                f"buffer {key!r} ({', '.join(names)}): written to inside of the function"
+                for key, (_, _, names), wrong in zip(keys, found, changed, strict=True)
+                if wrong
+            ]
+            reject(self._verb, problems, _ADVICE, RuntimeError)
+
+
+@contextmanager
+def writes_refused() -> Iterator[None]:
+    """A run of ``spmd`` on simulated ranks: raise at its end if something that it gathered was written to."""
+    gathered = Gathered()
+    with running(gathered=gathered):
+        yield
+    gathered.check()
+
+
+def watch(key: str, whole: Tensor, names: Sequence[str]) -> None:
+    """Have writes into a whole buffer refused at the end of ``spmd``; real ranks refuse them at once."""
+    if gathered := RUN.get().gathered:
+        gathered.add(key, whole, names)
+
+
+def content_of(x: Tensor) -> int:
+    """A number that another content of ``x`` would give another one for, for tensors that count no writes."""
+    plain = without_batches(x)
+    return int(_sum_of_bits(plain.resolve_conj().resolve_neg()))
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    with outside_transforms(), torch.no_grad():
+        bits = torch.view_as_real(x) if x.is_complex() else x
+        return bits.detach().view(_INTEGERS[bits.element_size()]).sum(dtype=torch.int64)

@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ..communication.simulated import rank_of_thread
+from ..communication.simulated import RUN
 from ..containers import Static, filled_variables, is_hashable, opaque_problem, opened
 from ..layout.trees import Full, Sharded
 from ..storage.memory_kind import memory_kind_of
@@ -85,7 +85,7 @@ def _attributes(x: Any) -> tuple[Any, ...]:
 def _settings() -> Any:
     """What changes the operators of a program from outside."""
     autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda"))
-    rank = rank_of_thread()  # a graph has what depends on its rank as constants
+    rank = RUN.get().rank  # a graph has what depends on its rank as constants
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_default_dtype(), autocast, torch.is_grad_enabled(), deterministic, rank
 

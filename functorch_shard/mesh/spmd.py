@@ -9,7 +9,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from math import prod
@@ -21,9 +20,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..communication.backend import Axis, Backend
-from ..communication.simulated import StackedBackend, as_ranks, axes_over
-from ..communication.simulated_group import default_group
-from ..communication.writes import writes_refused
+from ..communication.simulated import Index, StackedBackend, axes_over, default_group, running, writes_refused
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject
 from ..torch_internals.autograd import is_number, without_batches
@@ -54,7 +51,7 @@ class BatchedRanks(Simulated):
     kind = "batched"
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        ranks = {name: ContextVar[Tensor | None](name, default=None) for name in sizes}
+        ranks = {name: Index(name) for name in sizes}
         self._backends = {
             name: StackedBackend(size, ranks[name], tuple(ranks[other] for other in sizes if other != name))
             for name, size in sizes.items()
@@ -110,7 +107,7 @@ def _over_axis(
     fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
 ) -> Callable[..., Any]:
     def one_rank(index: Tensor, *tensors: Tensor) -> Any:
-        with as_ranks({axis.ranks: index}):
+        with running({axis.ranks: index}):
             return fn(*tensors)
 
     def all_ranks(*tensors: Tensor) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ..communication.simulated import Index, as_ranks, running_ranks
+from ..communication.simulated import RUN, Index, running
 from ..containers import filled_variables, opened, place, refuse_opaque
 from ..errors import reject
 from ..layout.trees import take_tensors
@@ -116,7 +116,7 @@ class _Call:
         leaves = [put(rest, again) for _, put in self.taken]
         form = optree.tree_structure(self.tree, none_is_leaf=True)
         owner, args, kwargs = cast("tuple[Any, Any, Any]", optree.tree_unflatten(form, leaves))
-        with as_ranks(dict(zip(self.ranks, rest, strict=True)) if again else {}), own_parametrizations():
+        with running(dict(zip(self.ranks, rest, strict=True)) if again else {}), own_parametrizations():
             result = (MethodType(self.method, owner) if self.method else owner)(*args, **kwargs)
         given, modules = {id(x) for x in tensors}, [x for x in leaves if isinstance(x, nn.Module)]
         assigned = [name for module in modules for name, x in module.named_buffers() if id(x) not in given]
@@ -135,7 +135,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     variables = [pair for x in (method, *leaves) for pair in _variables(x)]
     swapped = [f"{name}, a {type(x).__name__}: called with other parameters" for name, x in variables if _is_swapped(x)]
     reject("remat", swapped, _PASS_IT)
-    return _Call(tree, method, [*map(_taken, labels, leaves)], running_ranks(), variables)
+    return _Call(tree, method, [*map(_taken, labels, leaves)], RUN.get().indices, variables)
 
 
 def _taken(label: str, x: Any) -> tuple[Mapping[str, Tensor], Put]:

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Backend, Finished, Work
 from ..communication.collective import Collective, RecordMode
-from ..communication.simulated import of_all_ranks
-from ..communication.simulated_group import default_group
-from ..communication.writes import writes_refused
+from ..communication.simulated import default_group, of_all_ranks, running, writes_refused
 from ..containers import opened, place, refuse_opaque
 from ..errors import reject
 from ..mesh.axes import coordinate_of
@@ -109,7 +107,7 @@ class SequentialRanks(Simulated):
             def body(rank: int) -> None:
                 rank_args, rank_kwargs = call.of_rank(rows[rank].tensors)
                 left_out = () if rank == 0 else (RecordMode,)  # collectives of one rank are counted
-                with entered(left_out), writes_refused():
+                with entered(left_out), running(rank=rank), writes_refused():
                     results[rank] = fn(*rank_args, **rank_kwargs)
 
             run = self.run = Run(self._coordinates, randomness, device)

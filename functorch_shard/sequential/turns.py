@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from ..communication.backend import Work
 from ..communication.collective import Collective, describe
 from ..communication.process_group import as_bytes, in_memory
-from ..communication.simulated import RANK_OF_THREAD
 from ..torch_internals.tensors import parametrizations_are_cached, version_of
 
 _ADVICE = (
@@ -131,7 +130,6 @@ class Run:
     def _one(self, rank: int, body: Callable[[int], None]) -> None:
         self._locks[rank].acquire()
         self._threads[rank] = get_ident()
-        RANK_OF_THREAD.set(rank)
         try:
             if not self._failure:
                 self._numbers.begin(rank)

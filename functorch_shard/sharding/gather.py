@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..collectives.rules import Encoding, averaged, gathered
 from ..collectives.sinks import inside, prepare, sink_here, without_derivative
-from ..communication.writes import watch
+from ..communication.simulated import watch
 from ..layout.buffers import Buffer, unpack
 from ..layout.layout import Layout, as_stored, merged, shard_axis
 from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..collectives.sinks import CALLED_INSIDE, refuse_derivatives
 from ..communication.process_group import connect, exchange, lost_ranks_named
-from ..communication.simulated import rank_of_thread
+from ..communication.simulated import RUN
 from ..containers import place
 from ..errors import first_difference, name_problems, reject
 from ..layout.layout import Layout, lines_of, ranks_by_shard
@@ -74,7 +74,7 @@ def reshard(tree: Any, layout: Layout, *, fresh: Any = None) -> Any:
 
     Stands for the consolidation scripts of metaseq (``reshard_fsdp``) and DeepSpeed's universal checkpoint.
     """
-    if rank_of_thread() is not None:
+    if RUN.get().rank is not None:
         raise RuntimeError(CALLED_INSIDE.format("reshard"))
     refuse_derivatives("reshard", take_tensors(tree)[0])
     mesh = _mesh_to_agree_on(tree, layout)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis, Finished, Work
-from ..communication.writes import content_of
+from ..communication.simulated import content_of
 from ..layout.layout import Layout, shard_axis
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import NO_PASS, backward_pass

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import optree
 from torch import Tensor
 
-from ..communication.simulated import axes_over, running_ranks
+from ..communication.simulated import RUN, axes_over
 from ..containers import opened
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def varies(x: Any) -> Any:
         >>> _ = step(torch.ones(2, 2, 3))
         {'x': ('replicate', 'shard'), 'total': ('replicate',), 'mean': ()}
     """
-    if not running_ranks():
+    if not RUN.get().indices:
         raise RuntimeError(
             "varies: only batched simulated ranks know over which axes a value varies: call it inside of "
             "fs.simulated_mesh(...).spmd(fn). Sequential and real ranks compute one value each; compare those, or run "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..communication.backend import Axis, Backend, Issue, Work, wrap
 from ..communication.collective import Collective
-from ..communication.simulated import rank_of_thread
+from ..communication.simulated import RUN
 from ..communication.wrappers import skip
 from ..containers import opened, place
 from ..layout.layout import as_stored, select_buffers
@@ -283,7 +283,7 @@ def _watched(mesh: Mesh, issue: Callable[..., Work]) -> Mesh:
         def of_rank(op: Collective, x: Tensor, send: Issue) -> Work:
             if axis.backend.simulated or op.law.begins:  # of all ranks, outside of spmd; or of plan and shard
                 return send(op, x)
-            number = next(numbers.setdefault(rank_of_thread(), count()))
+            number = next(numbers.setdefault(RUN.get().rank, count()))
             return issue(number, {**axes, axis.name: axis}, op, x, send)
 
         return wrap(of_rank)(axis)

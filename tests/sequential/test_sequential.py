@@ -466,7 +466,7 @@ def test_torch_distributed_inside_has_the_ranks_and_refuses_collectives() -> Non
     for program in programs:
         for ranks in (mesh, batched):
             text = refused(ranks.spmd(program), torch.ones(3, 3))
-            assert "simulated ranks have no collectives of torch" in text
+            assert "No backend type associated" in text or "Batching rule not implemented for c10d" in text
     assert not dist.is_initialized()
 
 
