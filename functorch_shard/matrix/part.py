@@ -39,8 +39,8 @@ class WholePart:
 
     def _begun(self, name: str, buffer: Buffer, params: Sharded) -> Tensor:
         """The entry ``name`` of the parameters that this rank owns."""
-        specs, layout, rows = self._plan(params).specs, params.layout, rank_dims(params.layout)
-        entries = [next(each for each in specs[slot.name].entries if each.name == name) for slot in buffer.slots]
+        owned, layout, rows = self._plan(params).owned, params.layout, rank_dims(params.layout)
+        entries = [next(x for x in owned[slot.name].spec.entries if x.name == name) for slot in buffer.slots]
         how = {"dtype": buffer.dtype, "device": entries[0].device}
         x = torch.zeros(*rows, buffer.shard_numel, **how)
         if any(entry.first for entry in entries):
@@ -64,7 +64,8 @@ class WholePart:
             self.opt.cls, self.opt.known, axis, plan, plan.rounds(active), options, self._device(params), donate
         )
         leaves = {key: {PARAM: params[key]} for key in active}
-        leaves |= {key: {name: state[name][key] for name in names} for key, names in plan.names.items()}
+        for name, key in ((name, key) for name, buffers in plan.state.items() for key in buffers):
+            leaves.setdefault(key, {})[name] = state[name][key]
         gradients = {key: grads[key] for key in active}
         return run_below_transforms(call, rows, leaves, gradients, _place(layout), tensors_among(options, rows))
 
@@ -82,10 +83,6 @@ class WholePart:
                     got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                     problems += [f"{key!r}: {name!r}: got {got}, expected shape {shape}"] if got != shape else []
         return problems
-
-    def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
-        """Nothing: owners have the numbers of their groups, each in its state."""
-        return {}
 
     def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
         """The buffers that the state is in, by its name and key."""

@@ -78,34 +78,28 @@ class Round:
         return any(map(any, self.there))
 
 
+class Owned(NamedTuple):
+    """A parameter in its buffer, its label, the rank that updates it, and what the class keeps for it."""
+
+    slot: Slot
+    label: str
+    owner: int
+    spec: Spec
+
+
 @dataclass(frozen=True)
 class Plan:
     """What does not change from step to step.
 
     Args:
         num_ranks: the ranks of the shard axis.
-        owners: the rank that updates each parameter.
-        slots: the place of each parameter.
-        labels: the label of each.
-        specs: what the class keeps for each.
-        state: the buffers that it is in, by the name of an entry, then by key.
+        owned: each parameter, by name.
+        state: the buffers that the state is in, by the name of an entry, then by key.
     """
 
     num_ranks: int
-    owners: Mapping[str, int]
-    slots: Mapping[str, Slot]
-    labels: Mapping[str, str]
-    specs: Mapping[str, Spec]
+    owned: Mapping[str, Owned]
     state: Mapping[str, Buffers]
-
-    @cached_property
-    def names(self) -> Mapping[str, Sequence[str]]:
-        """The names of the entries in each buffer of state."""
-        names: dict[str, list[str]] = {}
-        for name, buffers in self.state.items():
-            for key in buffers:
-                names.setdefault(key, []).append(name)
-        return names
 
     @cached_property
     def places(self) -> Mapping[tuple[str, str], tuple[str, int, int]]:
@@ -120,25 +114,24 @@ class Plan:
     def rounds(self, buffers: Buffers) -> Sequence[Round]:
         """The rounds in which ``buffers`` are updated, found once for the same ones."""
         if (keys := tuple(buffers)) not in self._rounds:
-            self._rounds[keys] = rounds_of(self.num_ranks, buffers, self.owners)
+            owners = {name: each.owner for name, each in self.owned.items()}
+            self._rounds[keys] = rounds_of(self.num_ranks, buffers, owners)
         return self._rounds[keys]
 
     @cached_property
     def _rounds(self) -> dict[tuple[str, ...], Sequence[Round]]:
         return {}
 
-    def owned(self, rank: int) -> list[str]:
-        return [name for name, owner in self.owners.items() if owner in (rank, EVERY_RANK)]
-
 
 def make_plan(layout: Layout, buffers: Buffers, specs: Mapping[Any, Spec]) -> Plan:
     """Owners and state of the parameters of ``buffers``; ``specs`` are by label, dtype and shape."""
     owners = owners_of(layout.num_shards, buffers)
-    pairs = [(buffer, slot) for buffer in buffers.values() for slot in buffer.slots]
-    named = {slot.name: specs[buffer.label, buffer.dtype, slot.shape] for buffer, slot in pairs}
-    labels = {slot.name: buffer.label for buffer, slot in pairs}
-    state = state_buffers(layout, buffers, owners, named)
-    return Plan(layout.num_shards, owners, {slot.name: slot for _, slot in pairs}, labels, named, state)
+    owned = {
+        slot.name: Owned(slot, buffer.label, owners[slot.name], specs[buffer.label, buffer.dtype, slot.shape])
+        for buffer in buffers.values()
+        for slot in buffer.slots
+    }
+    return Plan(layout.num_shards, owned, _state_buffers(layout, buffers, owned))
 
 
 def cost_of(shape: Sequence[int]) -> int:
@@ -187,7 +180,7 @@ def rounds_of(num_ranks: int, buffers: Buffers, owners: Mapping[str, int]) -> li
     for dtype in dict.fromkeys(buffer.dtype for buffer in buffers.values()):
         same = {key: buffer for key, buffer in buffers.items() if buffer.dtype == dtype}
         for owned in _turns(num_ranks, same, owners):
-            parts = _parts(num_ranks, same, owned)
+            parts = _parts(num_ranks, same, owners, owned)
             there = [[sum(p.numel for p in to) if i != j else 0 for j, to in enumerate(p)] for i, p in enumerate(parts)]
             rounds.append(Round(dtype, owned, parts, tuple(map(tuple, there))))
     return rounds
@@ -211,62 +204,53 @@ def _turns(num_ranks: int, buffers: Buffers, owners: Mapping[str, int]) -> list[
     return turns
 
 
-def _parts(num_ranks: int, buffers: Buffers, owned: Sequence[Sequence[str]]) -> list[list[list[Part]]]:
-    updates: dict[str, list[int]] = {}
-    for rank, names in enumerate(owned):
-        for name in names:
-            updates.setdefault(name, []).append(rank)
+def _parts(
+    num_ranks: int, buffers: Buffers, owners: Mapping[str, int], owned: Sequence[Sequence[str]]
+) -> list[list[list[Part]]]:
+    names = [set(each) for each in owned]
     parts: list[list[list[Part]]] = [[[] for _ in range(num_ranks)] for _ in range(num_ranks)]
     for key, buffer in buffers.items():
         for source in range(num_ranks):
             for name, offset, numel, start in buffer.slices(source):
-                to = updates.get(name, []) if buffer.num_shards > 1 else [source] * (name in updates)
-                for owner in to:
+                owner = source if owners[name] == EVERY_RANK else owners[name]
+                if name in names[owner]:
                     parts[source][owner].append(Part(name, key, offset, numel, start))
     return parts
 
 
-def state_buffers(
-    layout: Layout, buffers: Buffers, owners: Mapping[str, int], specs: Mapping[str, Spec]
-) -> dict[str, dict[str, Buffer]]:
+def _state_buffers(layout: Layout, buffers: Buffers, owned: Mapping[str, Owned]) -> dict[str, dict[str, Buffer]]:
     """The buffers that the state is in: by the name of an entry, then by key.
 
-    A key is of the parameters of one label, one dtype, and sharded or not.
+    A key is of the parameters of one label, one dtype, and sharded or not. In the shard of each owner are the entries
+    of the parameters that it has, then padding.
     """
     several = len({buffer.dtype for buffer in buffers.values()}) > 1
-    groups: dict[str, list[tuple[Slot, Buffer]]] = {}
+    groups: dict[tuple[str, str], list[tuple[Buffer, Owned, Entry]]] = {}
     for buffer in buffers.values():
         parts = [OWNERS, buffer.label, str(buffer.dtype).removeprefix("torch.") if several else ""]
         parts.append("every rank" if buffer.num_shards < layout.num_shards else "")
         key = "/".join(part for part in parts if part)
-        groups.setdefault(key, []).extend((slot, buffer) for slot in buffer.slots)
+        for slot in buffer.slots:
+            for entry in owned[slot.name].spec.entries:
+                groups.setdefault((entry.name, key), []).append((buffer, owned[slot.name], entry))
     found: dict[str, dict[str, Buffer]] = {}
-    for key, slots in groups.items():
-        for name in dict.fromkeys(entry.name for slot, _ in slots for entry in specs[slot.name].entries):
-            every = [(slot, entry) for slot, _ in slots for entry in specs[slot.name].entries if entry.name == name]
-            found.setdefault(name, {})[key] = _state_buffer(key, name, slots[0][1], every, owners, layout.align_bytes)
+    for (name, key), group in groups.items():
+        dtypes = {entry.dtype for _, _, entry in group}
+        if len(dtypes) > 1:
+            raise TypeError(f"optimizer: {name!r} has several dtypes, {dtypes}. Give parameters of each kind a label.")
+        (dtype,), like, align = dtypes, group[0][0], layout.align_bytes
+        taken, placed = [0] * like.num_shards, list[tuple[int, Slot]]()
+        for _, each, entry in group:
+            rank = max(each.owner, 0)
+            offset, numel = aligned(taken[rank], dtype, align), prod(entry.shape)
+            placed.append((rank, replace(each.slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel)))
+            taken[rank] = offset + numel
+        shard = aligned(max(taken), dtype, align)
+        moved = [replace(slot, offset=rank * shard + slot.offset) for rank, slot in placed]
+        moved.sort(key=lambda slot: (slot.offset, slot.end))
+        buffer = Buffer(key, like.label, True, shard * len(taken), len(taken), tuple(moved))
+        found.setdefault(name, {})[key] = buffer
     return found
-
-
-def _state_buffer(
-    key: str, name: str, like: Buffer, every: Iterable[tuple[Slot, Entry]], owners: Mapping[str, int], align: int
-) -> Buffer:
-    """The buffer of one entry: in the shard of each owner the parameters that it has, then padding."""
-    dtypes = {entry.dtype for _, entry in every}
-    if len(dtypes) > 1:
-        raise TypeError(f"optimizer: {name!r} has several dtypes, {dtypes}. Give parameters of each kind a label.")
-    (dtype,) = dtypes
-    taken = [0] * like.num_shards
-    placed = []
-    for slot, entry in every:
-        rank = max(owners[slot.name], 0)
-        offset, numel = aligned(taken[rank], dtype, align), prod(entry.shape)
-        placed.append((rank, replace(slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel)))
-        taken[rank] = offset + numel
-    shard = aligned(max(taken), dtype, align)
-    moved = [replace(slot, offset=rank * shard + slot.offset) for rank, slot in placed]
-    moved.sort(key=lambda slot: (slot.offset, slot.end))
-    return Buffer(key, like.label, True, shard * len(taken), len(taken), tuple(moved))
 
 
 def layouts_with_owners(

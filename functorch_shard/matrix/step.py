@@ -170,7 +170,7 @@ class _Run:
         """The new values of what ``rank`` owns."""
         plan, how = self.step.plan, {"dtype": this.dtype, "device": self.step.device}
         params, grads = (
-            {name: torch.empty(plan.slots[name].numel, **how) for name in this.owned[rank]} for _ in range(2)
+            {name: torch.empty(plan.owned[name].slot.numel, **how) for name in this.owned[rank]} for _ in range(2)
         )
         sent = [each for source in self._others(rank) for each in self._both(this, source, rank)]
         arrived = () if received is None else zip(sent, _split(received, [part for _, part in sent]), strict=True)
@@ -179,7 +179,7 @@ class _Run:
             part.of((grads if of_grad else params)[part.name], part.start).copy_(values)
         groups = {}
         for name, param in params.items():
-            shape, options = plan.slots[name].shape, self.options[plan.labels[name]]
+            shape, options = plan.owned[name].slot.shape, self.options[plan.owned[name].label]
             groups[name] = Group(param.view(shape), grads[name].view(shape), self._state(name, place), options)
         update(self.step.cls, [*groups.values()], self.step.known)
         for name, group in groups.items():
@@ -195,7 +195,7 @@ class _Run:
 
     def _state(self, name: str, place: Place) -> dict[str, Any]:
         """The state of a ``Group``, with views of the leaves; Note [State of whole parameters]."""
-        spec = self.step.plan.specs[name]
+        spec = self.step.plan.owned[name].spec
         if not spec.known and not self._leaf(name, STARTED, place).item():
             return dict.fromkeys(spec.numbers)
         values: list[Any] = []
@@ -208,7 +208,7 @@ class _Run:
 
     def _keep_state(self, name: str, place: Place, tree: Any) -> None:
         """Write the state that is not in its place already."""
-        spec = self.step.plan.specs[name]
+        spec = self.step.plan.owned[name].spec
         leaves, treedef = optree.tree_flatten(tree)
         if treedef != spec.treedef:
             raise RuntimeError(f"step: the state of {name!r} is {treedef}, and was {spec.treedef} in a trial")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import prod
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..communication.collective import KINDS
 from ..communication.wrappers import Traffic
 from ..errors import axes_text, table
-from ..layout.buffers import Buffer
+from ..layout.buffers import Buffer, Unit
 from ..layout.layout import Layout, rank_dims
 from ..layout.trees import Sharded
 from ..sharding.session import small_units
@@ -109,8 +109,11 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
     buffers, of = layout.buffers.values(), {key: layout.schedules[key, None] for key in layout.buffers}
     sizes = {key: schedule.gathered.itemsize + schedule.reduced.itemsize for key, schedule in of.items()}
     reducing = [sum(b.numel * sizes[b.key] for b in unit.buffers if b.trainable) for unit in layout.units]
+    gathered, again = _gathered(layout)
+    collectives = [each for unit in (*layout.units, *again) for b in unit.buffers for each in gathers_of(b, layout)]
+    collectives += [each for b in buffers if b.trainable for each in reductions_of(b, layout)]
     traffic: dict[tuple[str, str], Traffic] = {}
-    for axis, kind, nbytes in _collectives(layout):
+    for axis, kind, nbytes in collectives:
         one = Traffic(1, nbytes, KINDS[kind].sent(nbytes, layout.axis_size(axis)))
         traffic[axis, kind] = traffic.get((axis, kind), Traffic()) + one
     return Estimate(
@@ -118,27 +121,32 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
         parameters=sum(b.shard_numel * b.dtype.itemsize for b in buffers),
         gradients=sum(b.shard_numel * of[b.key].returned.itemsize for b in buffers if b.trainable),
         optimizer=_state_bytes(layout, opt) if opt else 0,
-        gathered=_gathered_bytes(layout),
+        gathered=gathered,
         reducing=max(reducing, default=0),
         traffic=traffic,
     )
 
 
-def _gathered_bytes(layout: Layout) -> int:
-    """Count small units and buffers that are whole on every rank, and a unit and the next one of the others."""
-    always, sizes = 0, [0] * len(layout.units)
-    for i, b in ((i, b) for i, unit in enumerate(layout.units) for b in unit.buffers):
-        gathered = layout.schedules[b.key, None].gathered
-        if b.num_shards > 1:
-            sizes[i] += b.numel * gathered.itemsize
-        elif gathered != b.dtype:
-            always += b.numel * gathered.itemsize
-    if not layout.reshard_after_forward:
-        return always + sum(sizes)
-    small = small_units(layout)
-    large = [size for i, size in enumerate(sizes) if i not in small]
-    two = max((a + b for a, b in pairwise(large)), default=sum(large))
-    return always + sum(sizes[i] for i in small) + two
+def _gathered(layout: Layout) -> tuple[int, list[Unit]]:
+    """Return the most bytes that are whole at a time, and the units that backward gathers again.
+
+    Small units, and buffers that every rank has in another dtype, stay whole; of the large units one and the next are.
+    Backward gathers down to the first unit with gradients, without the last two, which are there from forward.
+    """
+    small = small_units(layout) if layout.reshard_after_forward else range(len(layout.units))
+    stay, sizes, large = 0, list[int](), list[Unit]()
+    for i, unit in enumerate(layout.units):
+        dtypes = [(b, layout.schedules[b.key, None].gathered) for b in unit.buffers]
+        size = sum(b.numel * dtype.itemsize for b, dtype in dtypes if b.num_shards > 1)
+        stay += sum(b.numel * dtype.itemsize for b, dtype in dtypes if b.num_shards == 1 and dtype != b.dtype)
+        if i in small:
+            stay += size
+        else:
+            sizes.append(size)
+            large.append(unit)
+    frozen = {*takewhile(lambda unit: not any(b.trainable for b in unit.buffers), layout.units)}
+    two = max(map(sum, pairwise(sizes)), default=sum(sizes))
+    return stay + two, [unit for unit in large[:-2] if unit not in frozen]
 
 
 def _state_bytes(layout: Layout, opt: Optimizer) -> int:
@@ -149,16 +157,6 @@ def _state_bytes(layout: Layout, opt: Optimizer) -> int:
     state = opt.init(Sharded(params, layout))
     leaves = [params[key] if x is None else x for tree in state.values() for key, x in tree.items()]
     return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)) // prod(ranks)
-
-
-def _collectives(layout: Layout) -> Iterator[tuple[str, str, int]]:
-    """Yield axis, kind and bytes of the operand: the gathers of forward, those of backward, and the reductions."""
-    for unit in (*layout.units, *(layout.units[i] for i in _gathered_again(layout))):
-        for b in unit.buffers:
-            yield from gathers_of(b, layout)
-    for b in layout.buffers.values():
-        if b.trainable:
-            yield from reductions_of(b, layout)
 
 
 def gathers_of(b: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:
@@ -175,12 +173,3 @@ def reductions_of(b: Buffer, layout: Layout) -> Iterator[tuple[str, str, int]]:
         yield schedule.shard_axis.name, "psum_scatter", b.numel * schedule.reduced.itemsize
     for axis in schedule.copies:
         yield axis.name, "psum", b.shard_numel * schedule.reduced.itemsize
-
-
-def _gathered_again(layout: Layout) -> list[int]:
-    """Return the units that backward gathers: down to the first with gradients, without the last two of forward."""
-    small, learning = small_units(layout), [any(b.trainable for b in unit.buffers) for unit in layout.units]
-    if not layout.reshard_after_forward or True not in learning:
-        return []
-    large = [i for i in range(len(layout.units)) if i not in small]
-    return [i for i in large[:-2] if i >= learning.index(True)]

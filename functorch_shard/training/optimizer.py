@@ -250,7 +250,11 @@ class Optimizer(Static):
                 same = {key: buffer for key, buffer in part.buffers.items() if buffer.label == label}
                 (group,) = part.opt.cls([torch.zeros(1, 1)], **options).param_groups
                 names = [slot.name for buffer in same.values() for slot in buffer.slots]
-                groups.append({**group, "params": names, **part.numbers(state, same, label)})
+                kept = [
+                    (name, tree.get(key)) for name, tree in state.items() if name.startswith(NUMBER) for key in same
+                ]
+                numbers = {name.removeprefix(NUMBER): x.flatten()[0].item() for name, x in kept if x is not None}
+                groups.append({**group, "params": names, **numbers})
         return {"state": state, "param_groups": groups}
 
     @cached_property
@@ -359,11 +363,6 @@ class Part:
                     expected = f"{tuple(shards[key].shape)} or {scalar}"
                     problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
         return problems
-
-    def numbers(self, state: Mapping[str, Sharded], buffers: Mapping[str, Buffer], label: str) -> dict[str, Any]:
-        """Numbers of the parameter group of ``label``."""
-        found = {name: state[name][key] for key in buffers for name in self.traits[label].numbers}
-        return {name.removeprefix(NUMBER): x.flatten()[0].item() for name, x in found.items() if x is not None}
 
     def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
         """The buffers that the state of whole parameters is in, by its name and key."""
