@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import outside_transforms
-from ..training.optimizer_step import ELEMENTWISE, NUMBER, NUMBER_DTYPES, NUMBERS, Class, Group, Options, update
+from ..training.optimizer_step import ELEMENTWISE, NUMBER_DTYPES, NUMBERS, Class, Group, Options, update
 from ..training.trials import (
     apart,
     begins_as_known,
@@ -31,6 +31,7 @@ from ..training.trials import (
     refusal,
     scattered,
     take_steps,
+    take_steps_apart,
 )
 
 STARTED = "owner.started"
@@ -138,22 +139,18 @@ def check_whole(cls: Class, every: Sequence[Options]) -> None:
 
 
 def _compare(cls: Class, options: Options) -> None:
-    together = [torch.nn.Parameter(scattered(shape, i)) for i, shape in enumerate(_SHAPES)]
-    grads = [[_gradient(i, step) for i in range(len(_SHAPES))] for step in range(_NUM_STEPS)]
-    optimizer, numbers = take_steps(cls, options, together, grads)
-    after = {NUMBER + name: x for name, x in optimizer.param_groups[0].items()}
-    for i, (shape, param) in enumerate(zip(_SHAPES, together, strict=True)):
-        group = Group(scattered(shape, i), param, dict.fromkeys(numbers), options)
-        for step in range(_NUM_STEPS):
-            update(cls, [replace(group, grad=_gradient(i, step))], ())
-        odd = [n.removeprefix(NUMBER) for n in numbers if abs(group.state[n] - after[n]) > 1e-9 * abs(after[n])]
-        if odd:
-            raise refusal(cls, f"it keeps {', '.join(odd)} in its parameter groups, which depends on all parameters")
-        if not torch.allclose(group.param, param, rtol=1e-6, atol=1e-9, equal_nan=True):
-            reason = "its update of a parameter depends on others, or on more than its state and numbers of its groups"
-            raise refusal(cls, reason)
+    together, each = ([torch.nn.Parameter(scattered(x, i)) for i, x in enumerate(_SHAPES)] for _ in range(2))
+    _, numbers = take_steps(cls, options, together, _gradients())
+    take_steps_apart(cls, options, each, _gradients(), [dict.fromkeys(numbers) for _ in each])
+    pairs = zip(together, each, strict=True)
+    if not all(torch.allclose(x, alone, rtol=1e-6, atol=1e-9, equal_nan=True) for x, alone in pairs):
+        reason = "its update of a parameter depends on others, or on more than its state and numbers of its groups"
+        raise refusal(cls, reason)
 
 
-def _gradient(i: int, step: int) -> Tensor:
+def _gradients() -> list[list[Tensor]]:
     """About the same direction in each step, as estimates of a distance need it, of sizes that vary with parameters."""
-    return (scattered(_SHAPES[i], i + 3) + 0.3 * scattered(_SHAPES[i], 7 * step + i)) * 10.0 ** (i - 1)
+    return [
+        [(scattered(x, i + 3) + 0.3 * scattered(x, 7 * step + i)) * 10.0 ** (i - 1) for i, x in enumerate(_SHAPES)]
+        for step in range(_NUM_STEPS)
+    ]

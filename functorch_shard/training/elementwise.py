@@ -10,7 +10,6 @@ are found in the operators: one whose result has fewer elements than the tensor 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import TorchDispatchMode
-from .optimizer_step import Class, Group, update
-from .trials import apart, find_traits, on_host, scattered
+from .trials import apart, find_traits, on_host, scattered, take_steps, take_steps_apart
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _SIZES = [*map(prod, _SHAPES)]
@@ -47,38 +45,26 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
         Traceback (most recent call last):
         AssertionError: Adafactor is not elementwise: it calls linalg_vector_norm, whose result has fewer elements
     """
-    options = on_host(options)
+    options, start = on_host(options), _start()
+    whole = [torch.nn.Parameter(x.clone().reshape(s)) for x, s in zip(start.split(_SIZES), _SHAPES, strict=True)]
+    parts = [start[a:b].clone() for a, b in pairwise(_CUTS)]
+    grads = [_gradient(step) for step in range(_NUM_STEPS)]
+    of_whole = [[x.reshape(s) for x, s in zip(g.clone().split(_SIZES), _SHAPES, strict=True)] for g in grads]
+    of_parts = [[g[a:b].clone() for a, b in pairwise(_CUTS)] for g in grads]
     try:
         with apart():
-            whole, parts = _whole(cls, options), _parts(cls, options)
+            with _NoCombinations():
+                take_steps(cls, options, whole, of_whole)
+            traits = find_traits(cls, options)
+            take_steps_apart(cls, options, parts, of_parts, [traits.begin(cls, options, x) for x in parts])
     except Exception as error:
         raise AssertionError(f"{cls.__name__} is not elementwise: {error}") from error
-    moved, size = (float(x.abs().nan_to_num(0.0, 0.0).max()) for x in (whole - _start(), whole))
-    if not torch.allclose(whole, parts, rtol=0, atol=1e-7 * moved + 1e-13 * size, equal_nan=True):
+    together, each = torch.cat([x.detach().flatten() for x in whole]), torch.cat(parts)
+    moved, size = (float(x.abs().nan_to_num(0.0, 0.0).max()) for x in (together - start, together))
+    if not torch.allclose(together, each, rtol=0, atol=1e-7 * moved + 1e-13 * size, equal_nan=True):
         reason = "parts of tensors are updated otherwise than whole ones: by elements of others, by the shape or size, "
         reason += "or by what it stores outside of self.state[parameter] and the numbers in its groups"
         raise AssertionError(f"{cls.__name__} is not elementwise: {reason}")
-
-
-def _whole(cls: Class, options: dict[str, Any]) -> Tensor:
-    params = [torch.nn.Parameter(x.clone().reshape(s)) for x, s in zip(_start().split(_SIZES), _SHAPES, strict=True)]
-    optimizer = cls(params, **options)
-    for step in range(_NUM_STEPS):
-        for param, grad in zip(params, _gradient(step).split(_SIZES), strict=True):
-            param.grad = grad.clone().reshape(param.shape)
-        with _NoCombinations():
-            optimizer.step()
-    return torch.cat([x.detach().flatten() for x in params])
-
-
-def _parts(cls: Class, options: dict[str, Any]) -> Tensor:
-    traits = find_traits(cls, options)
-    params = [_start()[a:b].clone() for a, b in pairwise(_CUTS)]
-    groups = [Group(x, x, traits.begin(cls, options, x), options) for x in params]
-    for step in range(_NUM_STEPS):
-        for group, (a, b) in zip(groups, pairwise(_CUTS), strict=True):
-            update(cls, [replace(group, grad=_gradient(step)[a:b].clone())], ())
-    return torch.cat(params)
 
 
 def _start() -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -101,6 +101,16 @@ def take_steps(
     if own := [name for name in names if name in option_names(cls)]:
         raise refusal(cls, f"it changes its own options ({', '.join(own)}), and here options are arguments")
     return optimizer, [NUMBER + name for name in names]
+
+
+def take_steps_apart(
+    cls: Class, options: Options, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], states: Sequence[State]
+) -> None:
+    """Take a step with each of ``grads``, in place, each parameter by itself and with nothing but its state kept."""
+    groups = [Group(x, x, state, options) for x, state in zip(params, states, strict=True)]
+    for each in grads:
+        for group, grad in zip(groups, each, strict=True):
+            update(cls, [replace(group, grad=grad)], ())
 
 
 def option_names(cls: Class) -> list[str]:

@@ -20,7 +20,7 @@ REFUSED: list[tuple[Any, str]] = [
     (torch.optim.SparseAdam, "it takes sparse gradients"),
     (homemade.HasModes, "it has a train mode and an eval mode"),
     (homemade.ChangesItsRate, r"it changes its own options \(lr\)"),
-    (homemade.Estimates, "it keeps d in its parameter groups, which depends on all parameters"),
+    (homemade.Estimates, "its update of a parameter depends on others"),
     (homemade.EstimatesSlowly, "its update of a parameter depends on others"),
     (homemade.ByGlobalNorm, "its update of a parameter depends on others"),
     (homemade.OnItself, "its update of a parameter depends .* on more than its state"),
