@@ -27,10 +27,9 @@ from .sharding.lazy_tensor import materialize
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import merge, partition, shard
 from .training.bind import apply, bind
-from .training.finite import all_finite
 from .training.grad import grad, grad_and_value
 from .training.loss_scale import LossScale
-from .training.norms import clip_by_global_norm, global_norm
+from .training.norms import all_finite, clip_by_global_norm, global_norm
 from .training.optimizer import Optimizer as Optimizer
 from .training.optimizer import optimizer
 

@@ -9,21 +9,17 @@ may round the last elements of a vector differently from the first, and values w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from ..collectives.maximum import shared_sum
-from ..collectives.primitives import psum
-from ..communication.backend import Axis
 from ..layout.buffers import Buffer, Slot, of_rank, overlaid, without_padding
-from ..layout.layout import Layout, shard_axis, shard_index
+from ..layout.layout import Layout, shard_index
 from ..layout.trees import Sharded, check_sharded, check_shards, map_items
-from ..storage.memory_kind import to_working_device
 from ..torch_internals.autograd import eager
-from ..training.norms import wide
+from ..training.norms import Norm, wide
 
 Parts = list[tuple[int, Tensor]]
 _GAMMA = 0x9E3779B97F4A7C15
@@ -50,7 +46,8 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
         ValueError: trees of different layouts, or shards that do not fit them.
 
     Cost:
-        One psum of a number over the shard axis, and one for each other axis that DTensors are sharded over.
+        One psum of a number over the shard axis, and for each other set of axes that DTensors are sharded over one over
+        each of these.
 
     Example:
         >>> layout = fs.plan({"w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -61,13 +58,16 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
     _check("vdot", a, b)
     if not a.layout.mesh.in_spmd:
         return a.layout.mesh.spmd(vdot)(a, b).flatten()[0]
-    products = {}
-    for key, buffer in a.layout.buffers.items():
-        x, y = a[key], b[key]
-        if buffer.differentiable and x is not None and y is not None:
-            x = without_padding(x, buffer, shard_index(buffer, a.layout))
-            products[key] = wide(x).conj() * wide(y)
-    return _added_up(products, a.layout)
+    layout = a.layout
+
+    def products() -> Iterator[tuple[Buffer, Tensor]]:
+        for key, buffer in layout.buffers.items():
+            x, y = a[key], b[key]
+            if buffer.differentiable and x is not None and y is not None:
+                x = without_padding(x, buffer, shard_index(buffer, layout))
+                yield buffer, wide(x).conj() * wide(y)
+
+    return Norm(1).over_ranks(products(), layout)
 
 
 @eager
@@ -137,34 +137,6 @@ def _check(verb: str, *trees: Sharded) -> None:
         if tree.layout != trees[0].layout:
             raise ValueError(f"{verb}: the trees have different layouts. fs.reshard moves one to the other's layout.")
         check_shards(verb, tree, trees[0].layout, allow_none=True, gradients=True)
-
-
-def _added_up(products: Mapping[str, Tensor], layout: Layout) -> Tensor:
-    """The sum over all elements, each once: one psum for each set of axes that elements are sharded over."""
-    sums: dict[tuple[Axis, ...], list[Tensor]] = {}
-    for key, x in products.items():
-        for axes, part in _parts(x, layout.buffers[key], layout):
-            sums.setdefault(axes, []).append(to_working_device(part.sum(), layout.mesh.device))
-    total = torch.zeros((), device=layout.mesh.device)
-    for axes, parts in sums.items():
-        part = sum(parts[1:], parts[0])
-        for axis in axes:
-            part = psum(part, axis) if axis == shard_axis(layout) else shared_sum(part, axis)
-        total = total + part
-    return total
-
-
-def _parts(x: Tensor, buffer: Buffer, layout: Layout) -> Iterator[tuple[tuple[Axis, ...], Tensor]]:
-    """A shard with the axes that it is sharded over; slot by slot for buffers with DTensors."""
-    sharded_over = (shard_axis(layout),) if buffer.num_shards > 1 else ()
-    if not any(slot.dtensor for slot in buffer.slots):
-        yield sharded_over, x
-        return
-    parts = {part.name: part for part in buffer.slices(int(shard_index(buffer, layout)))}
-    for slot in buffer.slots:
-        part = parts.get(slot.name)
-        cut = [layout.tensor_meshes[slot.dtensor.axes][name] for name in slot.dtensor.cut_over] if slot.dtensor else []
-        yield (*sharded_over, *cut), x[part.offset : part.offset + part.numel] if part else x[:0]
 
 
 def _normal(bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,8 +3,8 @@
 ``grad``: ``grad`` and ``grad_and_value``; ``usage``: whether a loss uses its parameters. ``bind``: the model
 with other parameters, and ``apply``, the model as a function. ``optimizer``: ``torch.optim`` classes on shards;
 ``optimizer_step``: their steps on plain tensors; ``trials``: what a class keeps, and with what it begins;
-``elementwise``: a test of one. ``norms``, ``finite``, ``loss_scale``: norms,
-NaN and loss scales. ``estimate``: predicted memory and traffic.
+``elementwise``: a test of one. ``norms``, ``loss_scale``: norms, NaN and loss
+scales. ``estimate``: predicted memory and traffic.
 
 Imports ``sharding`` and below; nothing but the top imports it.
 """

@@ -21,8 +21,7 @@ from ..errors import reject
 from ..layout.layout import rank_dims
 from ..layout.trees import Sharded, check_sharded, check_shards, map_items
 from ..storage.memory_kind import on_each_device, to_memory_kind_of
-from .finite import all_finite
-from .norms import wide
+from .norms import all_finite, wide
 
 State = dict[str, Tensor]
 Tree = TypeVar("Tree")

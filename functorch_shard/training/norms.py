@@ -1,4 +1,4 @@
-"""Norms of sharded trees over all ranks: every parameter counts once, padding does not count.
+"""Norms of sharded trees over all ranks, and where they are not finite: padding does not count.
 
 A norm is the p-th root of a sum of ``|x|^p``, or the largest ``|x|``. Each rank reduces its own shards to a number, the
 ranks of the shard axis combine these, and buffers that every rank holds whole are added after that.
@@ -6,8 +6,9 @@ ranks of the shard axis combine these, and buffers that every rank holds whole a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 from ..collectives.maximum import shared_max, shared_sum
 from ..collectives.primitives import pmax, psum
 from ..communication.backend import Axis
-from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
-from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
-from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items
+from ..errors import reject
+from ..layout.buffers import Buffer, Slot, of_rank, slot_of_each, without_padding
+from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index, shards_of_ranks
+from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items, participants_of, ranks_here
 from ..sharding.gather import gather
 from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of, to_working_device
 from ..torch_internals.autograd import eager
@@ -47,8 +49,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
         ValueError: shards that do not fit their layout, or ``p`` is below 1.
 
     Cost:
-        One all-reduce of a number over the shard axis; with DTensors, of a number per parameter, and another over each
-        axis that some are sharded over. Memory for the powers of one buffer's shard at a time, summed pairwise (on CPUs
+        One all-reduce of a number over the shard axis, and for each other set of axes that DTensors are sharded over
+        one over each of these. Memory for the powers of one buffer's shard at a time, summed pairwise (on CPUs
         ``torch.linalg.vector_norm`` sums sequentially, which is less accurate for long vectors).
 
     Example:
@@ -59,15 +61,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
     """
     kind, layout = _checked("global_norm", tree, p), tree.layout
     if not layout.mesh.in_spmd:
-        return kind.root(kind.join([kind.total(x) for x in _whole(tree).values()], layout))
-    if layout.tensor_meshes:
-        return kind.root(kind.join(list(_totals(kind, tree).values()), layout))
-    parts: dict[bool, list[Tensor]] = {True: [], False: []}
-    for key, buffer in _counted(tree).items():
-        x = without_padding(tree[key], buffer, shard_index(buffer, layout))
-        parts[buffer.num_shards > 1].append(kind.total(x))
-    sharded = [kind.across(kind.join(parts[True], layout), shard_axis(layout))] if parts[True] else []
-    return kind.root(kind.join([*sharded, *parts[False]], layout))
+        return kind.root(kind.join([kind.total(kind.powers(x)) for x in _whole(tree).values()], layout))
+    return kind.root(kind.over_ranks(((buffer, kind.powers(x)) for buffer, x in _shards(tree)), layout))
 
 
 @eager
@@ -141,11 +136,91 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
     """
     kind, layout = _checked("param_norms", tree, p), tree.layout
     if not layout.mesh.in_spmd:
-        return {name: kind.root(kind.total(x)) for name, x in _whole(tree).items()}
+        return {name: kind.root(kind.total(kind.powers(x))) for name, x in _whole(tree).items()}
     return {name: kind.root(total) for name, total in _totals(kind, tree).items()}
 
 
-def _totals(kind: _Norm, tree: Sharded) -> dict[str, Tensor]:
+def assert_finite(tree: Sharded, what: str = "tree") -> None:
+    """Raise unless every value is finite; the error locates each NaN and infinity by parameter, index and rank.
+
+    The error is the same on every rank. Padding is ignored. Call it outside of ``spmd`` on simulated ranks: inside,
+    values are not known yet.
+
+    Args:
+        tree: parameters, gradients or any ``Sharded``, which may have ``None`` leaves; with rank dims outside ``spmd``.
+        what: the name of the tree in the error, for example ``"grads"``.
+
+    Raises:
+        FloatingPointError: one line for each parameter and each rank that holds a NaN or an infinity of it (20 lines at
+            most): how many, and the first of them with its index in the parameter's shape (of a DTensor: in the shape
+            of the local part).
+        RuntimeError: inside ``spmd`` on simulated ranks.
+        TypeError: ``tree`` is not a ``Sharded``.
+        ValueError: shards that do not fit their layout.
+
+    Cost:
+        Reads all values and synchronizes with the device. One all-gather of 8 bytes per axis; another for an error.
+
+    Example:
+        >>> layout = fs.plan({"fc.w": torch.zeros(3, 2)}, fs.simulated_mesh(2))
+        >>> grads = fs.shard({"fc.w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [float("nan"), 5.0]])}, layout)
+        >>> assert_finite(grads, "grads")
+        Traceback (most recent call last):
+        FloatingPointError: assert_finite: grads: 1 problem
+          'fc.w' on rank 1: 1 of 3 values are not finite, the first is nan at [2, 0]
+        Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN.
+    """
+    check_sharded(f"assert_finite: {what}", tree)
+    mesh = tree.layout.mesh
+    if mesh.is_simulated and mesh.in_spmd:
+        raise RuntimeError(
+            f"assert_finite: {what}: inside spmd the values of simulated ranks are not known yet. Return the tree from "
+            "the function, and call assert_finite outside."
+        )
+    check_shards(f"assert_finite: {what}", tree, tree.layout, allow_none=True, gradients=True)
+    participants = participants_of(tree)
+    with torch.no_grad():
+        text = "\n".join(_problems(tree, ranks_here(participants)))
+    problems = [line for each in participants.gather_texts(text) for line in each.splitlines()]
+    advice = (
+        "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
+    )
+    reject(f"assert_finite: {what}", problems, advice, FloatingPointError)
+
+
+@eager
+def all_finite(tree: Sharded) -> Tensor:
+    """Return whether every value on every rank is finite, as a tensor: to skip a step on all ranks or on none.
+
+    Call it on real ranks, or inside ``spmd``. Padding is ignored.
+
+    Args:
+        tree: gradients, or any ``Sharded``. Integers and ``None`` count as finite.
+
+    Returns:
+        A bool tensor of shape ``()``, the same on all ranks.
+
+    Cost:
+        One pmax of a number per axis, also over the axes of DTensors.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"w": torch.zeros(4)}, mesh)
+        >>> grads = fs.shard({"w": torch.tensor([0.0, 1.0, 2.0, float("inf")])}, layout)
+        >>> mesh.spmd(all_finite)(grads)    # row r = rank r
+        tensor([False, False])
+    """
+    layout, device = tree.layout, tree.layout.mesh.device
+    bad = [~torch.isfinite(wide(x)).all() for _, x in _shards(tree)] or [
+        torch.zeros((), dtype=torch.bool, device=device)
+    ]
+    found = pmax(stacked(bad, device).any().to(torch.int64), layout.mesh)
+    for axis in {axis.name: axis for mesh in layout.tensor_meshes.values() for axis in mesh}.values():
+        found = pmax(found, axis)
+    return found == 0
+
+
+def _totals(kind: Norm, tree: Sharded) -> dict[str, Tensor]:
     """The sum or maximum of each parameter over all ranks, before the root, by name in the source's order."""
     layout, counted = tree.layout, _counted(tree)
     sums = {
@@ -154,8 +229,7 @@ def _totals(kind: _Norm, tree: Sharded) -> dict[str, Tensor]:
     }
     shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
     if shared:
-        widest = _widest(sums.values())
-        total = kind.across(torch.cat([sums[key].to(widest) for key in shared]), shard_axis(layout))
+        total = kind.across(torch.cat([sums[key] for key in shared]), shard_axis(layout), layout)
         sizes = [len(counted[key].slots) for key in shared]
         sums |= {key: x.to(sums[key].dtype) for key, x in zip(shared, total.split(sizes), strict=True)}
     totals = {
@@ -163,25 +237,19 @@ def _totals(kind: _Norm, tree: Sharded) -> dict[str, Tensor]:
         for key, buffer in counted.items()
         for slot, x in zip(buffer.slots, sums[key].unbind(), strict=True)
     }
-    totals = _over_tensor_axes(kind, totals, layout)
+    cut: dict[Axis, list[str]] = {}  # all parameters that are sharded over an axis at once
+    for name in totals:
+        for axis in _cut_over(layout.slots[name], layout):
+            cut.setdefault(axis, []).append(name)
+    for axis, names in cut.items():
+        whole = kind.across(_stack([totals[name] for name in names], layout), axis, layout)
+        totals |= {name: x.to(totals[name].dtype) for name, x in zip(names, whole.unbind(), strict=True)}
     return {name: totals[name] for name in layout.slots if name in totals}
 
 
-def _over_tensor_axes(kind: _Norm, totals: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """``totals`` reduced over the axes of DTensors, all parameters that are sharded over an axis at once."""
-    for axes, mesh in layout.tensor_meshes.items():
-        for axis in mesh:
-            cut = [name for name in totals if (form := layout.slots[name].dtensor) and form.axes == axes]
-            cut = [name for name in cut if axis.name in getattr(layout.slots[name].dtensor, "cut_over", ())]
-            if cut and axis.size > 1:
-                whole = kind.across_parts(_stack([totals[name] for name in cut], layout), axis)
-                totals |= {name: x.to(totals[name].dtype) for name, x in zip(cut, whole.unbind(), strict=True)}
-    return totals
-
-
 @dataclass(frozen=True)
-class _Norm:
-    """Sums of ``|x|^p`` and their root; for ``p`` of infinity the largest ``|x|``."""
+class Norm:
+    """Sums over all ranks of ``|x|^p`` and their root; for ``p`` of infinity the largest ``|x|``."""
 
     p: float
 
@@ -189,22 +257,40 @@ class _Norm:
     def largest(self) -> bool:
         return self.p == float("inf")
 
-    def total(self, x: Tensor) -> Tensor:
-        powers = self._powers(wide(x))
-        return powers.amax() if self.largest and x.numel() else powers.sum()
+    def powers(self, x: Tensor) -> Tensor:
+        x = wide(x)
+        if self.p == 2:  # not by abs, which has no second derivative at 0
+            return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
+        return x.abs() if self.largest or self.p == 1 else x.abs().pow(self.p)
 
-    def by_segment(self, x: Tensor, ids: Tensor, num_segments: int) -> Tensor:
-        powers = self._powers(wide(x))
+    def total(self, powers: Tensor) -> Tensor:
+        return powers.amax() if self.largest and powers.numel() else powers.sum()
+
+    def by_segment(self, powers: Tensor, ids: Tensor, num_segments: int) -> Tensor:
         if self.largest:
             return powers.new_zeros(num_segments).scatter_reduce(0, ids, powers, "amax")
         zeros = powers.new_zeros(num_segments, dtype=torch.float64)  # sequential sums in float32 would lose digits
         return zeros.scatter_add(0, ids, powers.double()).to(powers.dtype)
 
-    def across(self, x: Tensor, axis: Axis) -> Tensor:
-        return pmax(x, axis) if self.largest else psum(x, axis)
-
-    def across_parts(self, x: Tensor, axis: Axis) -> Tensor:
+    def across(self, x: Tensor, axis: Axis, layout: Layout) -> Tensor:
+        """Over an axis of shards, or over one that DTensors are sharded over, whose ranks share one loss."""
+        if axis == shard_axis(layout):
+            return pmax(x, axis) if self.largest else psum(x, axis)
         return shared_max(x, axis) if self.largest else shared_sum(x, axis)
+
+    def over_ranks(self, values: Iterable[tuple[Buffer, Tensor]], layout: Layout) -> Tensor:
+        """The total of what is computed of each element of shards: one reduction for each set of axes."""
+        parts: dict[tuple[Axis, ...], list[Tensor]] = {}
+        for buffer, x in values:
+            for axes, part in _parts(x, buffer, layout):
+                parts.setdefault(axes, []).append(self.total(part))
+        whole, totals = parts.pop((), []), list[Tensor]()
+        for axes, each in parts.items():
+            total = self.join(each, layout)
+            for axis in axes:
+                total = self.across(total, axis, layout)
+            totals.append(total)
+        return self.join([*totals, *whole], layout)
 
     def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
         joined = _stack(parts, layout)
@@ -217,43 +303,61 @@ class _Norm:
         zero = total == 0
         return total.masked_fill(zero, 1.0).pow(1 / self.p).masked_fill(zero, 0.0)
 
-    def _powers(self, x: Tensor) -> Tensor:
-        if self.p == 2:  # not by abs, which has no second derivative at 0
-            return torch.view_as_real(x.resolve_conj()).square().sum(-1) if x.is_complex() else x.square()
-        return x.abs() if self.largest or self.p == 1 else x.abs().pow(self.p)
+
+def _parts(x: Tensor, buffer: Buffer, layout: Layout) -> Iterator[tuple[tuple[Axis, ...], Tensor]]:
+    """A shard with the axes that it is sharded over; slot by slot for buffers with DTensors."""
+    sharded_over = (shard_axis(layout),) if buffer.num_shards > 1 else ()
+    if not any(slot.dtensor for slot in buffer.slots):
+        yield sharded_over, x
+        return
+    parts = {part.name: part for part in buffer.slices(int(shard_index(buffer, layout)))}
+    for slot in buffer.slots:
+        part = parts.get(slot.name)
+        own = x[part.offset : part.offset + part.numel] if part else x[:0]
+        yield (*sharded_over, *_cut_over(slot, layout)), own
 
 
-def _checked(verb: str, tree: Sharded, p: float) -> _Norm:
+def _cut_over(slot: Slot, layout: Layout) -> list[Axis]:
+    form = slot.dtensor
+    return [layout.tensor_meshes[form.axes][name] for name in form.cut_over] if form else []
+
+
+def _checked(verb: str, tree: Sharded, p: float) -> Norm:
     check_sharded(verb, tree, "; torch.nn.utils.get_total_norm takes whole tensors" if isinstance(tree, Full) else "")
     if not p >= 1:
         raise ValueError(f"{verb}: p: got {p}, expected 1 or more, or float('inf')")
     check_shards(verb, tree, tree.layout, allow_none=True, gradients=True)
-    return _Norm(p)
+    return Norm(p)
 
 
 def _counted(tree: Sharded) -> dict[str, Buffer]:
     return {key: b for key, b in tree.layout.buffers.items() if b.differentiable and tree[key] is not None}
 
 
+def _shards(tree: Sharded) -> Iterator[tuple[Buffer, Tensor]]:
+    """The shards that count, without padding."""
+    for key, buffer in _counted(tree).items():
+        yield buffer, without_padding(tree[key], buffer, shard_index(buffer, tree.layout))
+
+
 def _whole(tree: Sharded) -> Full:
     """The whole parameters that count of a stacked tree, each once, without rank dims and padding."""
     counted = _counted(tree)
     layout = select_buffers(tree.layout, {key: key in counted for key in tree.layout.buffers})
-    shards = {
-        key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()
-    }  # gradients may be low precision
+    # gradients may have low precision
+    shards = {key: tree[key].to(buffer.dtype) for key, buffer in layout.buffers.items()}
     return gather(Sharded(shards, as_stored(layout)))
 
 
-def _sums_by_slot(kind: _Norm, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+def _sums_by_slot(kind: Norm, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The sum or maximum of this rank's part of each slot of ``buffer``."""
     rank = shard_index(buffer, layout)
     if isinstance(rank, Tensor):
         ids = of_rank(slot_of_each(buffer, x.device), rank)
-        return kind.by_segment(x, ids, len(buffer.slots) + 1)[:-1]
+        return kind.by_segment(kind.powers(x), ids, len(buffer.slots) + 1)[:-1]
     slices = buffer.slices(rank)
     pieces = {piece.name: x[piece.offset : piece.offset + piece.numel] for piece in slices}
-    return torch.stack([kind.total(pieces.get(slot.name, x[:0])) for slot in buffer.slots])
+    return torch.stack([kind.total(kind.powers(pieces.get(slot.name, x[:0]))) for slot in buffer.slots])
 
 
 def wide(x: Tensor) -> Tensor:
@@ -263,10 +367,30 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.complex64 if x.is_complex() else torch.float32)
 
 
-def _widest(parts: Any) -> torch.dtype:
-    return torch.float64 if any(x.dtype == torch.float64 for x in parts) else torch.float32
-
-
 def _stack(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    dtype, device = _widest(parts), layout.mesh.device
+    dtype, device = reduce(torch.promote_types, (x.dtype for x in parts), torch.float32), layout.mesh.device
     return stacked([x.to(dtype) for x in parts], device) if parts else torch.zeros(1, device=device)
+
+
+def _problems(tree: Sharded, named: Sequence[int]) -> Iterator[str]:
+    """Yield a line for each parameter and each rank here that holds bad values of it; ``named``: the ranks' numbers."""
+    layout = tree.layout
+    shard_of, here = shards_of_ranks(layout), ranks_here(layout.mesh)
+    for key, buffer in layout.buffers.items():
+        if tree[key] is None or _is_finite(tree[key]):
+            continue
+        for row, rank, number in zip(tree[key].reshape(len(here), -1), here, named, strict=True):
+            for name, offset, numel, start in buffer.slices(shard_of[rank]):
+                values = row[offset : offset + numel]
+                if not _is_finite(values):
+                    yield f"{name!r} on rank {number}: {_first(values, start, layout.slots[name].shape)}"
+
+
+def _is_finite(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(wide(x)).all())
+
+
+def _first(values: Tensor, start: int, shape: Sequence[int]) -> str:
+    bad = (~torch.isfinite(wide(values))).nonzero().flatten()
+    index = [int(i) for i in torch.unravel_index(bad[0].cpu() + start, tuple(shape))]
+    return f"{len(bad)} of {values.numel()} values are not finite, the first is {values[bad[0]].item()} at {index}"

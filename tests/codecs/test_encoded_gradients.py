@@ -11,7 +11,6 @@ from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
 from functorch_shard.layout.layout import select_buffers
-from functorch_shard.training.finite import all_finite
 from tests.codecs.coding import AXES, CODECS, values
 from tests.support.ranks import Ranks, gloo, rows_of, simulated
 from tests.support.refusals import refused
@@ -96,7 +95,7 @@ def recovery(mesh: fs.Mesh) -> list[list[Tensor]]:
         rows[1, 0] *= bad
         mine = {"w": rows_of(mesh, rows)}
         grads, error = mesh.spmd(lambda g, e: fs.codecs.scatter_encoded_grads(g, codec, e, layout))(mine, error)
-        seen.append([mesh.spmd(all_finite)(grads), *(x.isfinite().all(-1) for x in error.values())])
+        seen.append([mesh.spmd(fs.all_finite)(grads), *(x.isfinite().all(-1) for x in error.values())])
     return seen
 
 

@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grad_norm_
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from functorch_shard.training.finite import all_finite
 from tests.support.looped import looped
 from tests.support.models import loss_of, two_layers
 from tests.support.norms import (
@@ -77,7 +76,7 @@ def clipped_where_bad(mesh: fs.Mesh) -> list[tuple[Tensor, Tensor, fs.Full]]:
     for bad, p in product(BAD, POWERS):
         tree = spoiled(mesh, bad)
         clipped, norm = mesh.spmd(lambda tree, p=p: fs.clip_by_global_norm(tree, 1.0, p))(tree)
-        results.append((norm, mesh.spmd(all_finite)(tree), fs.gather(clipped, lazy=False)))
+        results.append((norm, mesh.spmd(fs.all_finite)(tree), fs.gather(clipped, lazy=False)))
     return results
 
 

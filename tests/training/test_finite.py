@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.testing import count_collectives
-from functorch_shard.training.finite import all_finite
 from tests.support.norms import INF, NAN, Bad, some_none, spoiled, with_padding
 from tests.support.ranks import HYBRID, Ranks, gloo
 from tests.support.refusals import refused
@@ -150,7 +149,7 @@ def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> N
         for ignored in ([], ["b"]):
             clean = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
             with count_collectives() as seen:
-                finite = mesh.spmd(all_finite)(with_padding(clean, bad))
+                finite = mesh.spmd(fs.all_finite)(with_padding(clean, bad))
             assert finite.shape == tuple(axes.values())
             assert finite.dtype == torch.bool
             assert finite.all()
@@ -160,4 +159,4 @@ def test_all_ranks_know_whether_all_values_are_finite(axes: dict[str, int]) -> N
             for rank in range(mesh.size):  # one rank alone, even of replicas that should be equal
                 one = spoiled(mesh, {}, "float32", ignored=ignored, align_bytes=64)
                 one["a"].flatten(0, len(axes) - 1)[rank, 0] = bad
-                assert not mesh.spmd(all_finite)(one).any()
+                assert not mesh.spmd(fs.all_finite)(one).any()

@@ -13,7 +13,6 @@ from torch.nn.utils import get_total_norm
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
-from functorch_shard.training.finite import all_finite
 from tests.support.looped import looped
 from tests.support.norms import (
     DTYPES,
@@ -190,7 +189,7 @@ def every_verb(tree: fs.Sharded, p: float) -> dict[str, Any]:
         "by name of some": fs.debug.param_norms(some_none(tree), p),
         "gradient": dict(grad(norm)(part)),
         "tangent": jvp(norm, (part,), (part,))[1],
-        "finite": all_finite(tree),
+        "finite": fs.all_finite(tree),
     }
 
 
