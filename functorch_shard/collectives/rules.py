@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..communication.backend import Axis, Work
+from ..communication.backend import Axis, Finished, Work
 from ..communication.collective import KINDS, Splits, sum_in_rank_order
 from ..torch_internals.autograd import Function, is_functorch_wrapped_tensor
 from .sinks import prepare
@@ -153,7 +153,7 @@ class Schedule:
         """Whether the mean over all ranks differs from the transpose of ``gather``."""
         return bool(self.copies) or (self.before, self.after) != (1, 1)
 
-    @property
+    @cached_property
     def divisor(self) -> float:
         """What the sum over all ranks is divided by."""
         return self.before * self.after
@@ -188,6 +188,18 @@ class Schedule:
         for axis in self.copies:
             x = psum(x, axis)
         return self.mean(x, divide)
+
+    def reduce(self, x: Tensor, mean: bool) -> Work:
+        """Start ``within`` of the full gradient ``x``, which is overwritten, and with ``mean`` ``across`` behind it."""
+
+        def complete(total: Tensor) -> Tensor:
+            psum = lambda x, axis: axis.issue("psum", x).wait()  # noqa: E731
+            return self.across(total, psum, Tensor.div_).to(self.stored) if mean else total
+
+        if self.shard_axis is None:
+            return Finished(x.to(self.carried)).then(complete)
+        work = self.shard_axis.issue("psum_scatter", self.to_sum(x, Tensor.div_))
+        return work.then(lambda total: complete(self.total(total, Tensor.div_)))
 
 
 def gathered(x: Tensor, schedule: Schedule, codec: Encoding | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from ..errors import name_problems, reject, table
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
-from .layout import Layout, layouts_of_units, rank_dims
+from .layout import Layout, axis_sizes, layouts_of_units
 
 Node = TypeVar("Node", "Sharded", "Full")
 _OF_TORCH_SAVE = 2
@@ -187,7 +187,7 @@ def check_shards(
 
     ``gradients`` may have another precision than the buffer.
     """
-    ranks = rank_dims(layout)
+    ranks = () if layout.mesh.in_spmd else axis_sizes(layout)
     problems = [] if shards.keys() == layout.buffers.keys() else name_problems(shards, layout.buffers)
     for key, x in shards.items():
         buffer = layout.buffers.get(key)

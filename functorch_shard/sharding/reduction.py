@@ -120,19 +120,6 @@ def _strides(sizes: Sequence[int], inner: int = 1) -> tuple[int, ...]:
     return tuple(reversed([*behind][:-1]))
 
 
-def _start(packed: Tensor, schedule: Schedule, mean: bool) -> Work:
-    """Start to reduce the gradient of one buffer, which is overwritten."""
-
-    def complete(total: Tensor) -> Tensor:
-        psum = lambda x, axis: axis.issue("psum", x).wait()  # noqa: E731
-        return schedule.across(total, psum, Tensor.div_).to(schedule.stored) if mean else total
-
-    if schedule.shard_axis is None:
-        return Finished(packed.to(schedule.carried)).then(complete)
-    work = schedule.shard_axis.issue("psum_scatter", schedule.to_sum(packed, Tensor.div_))
-    return work.then(lambda total: complete(schedule.total(total, Tensor.div_)))
-
-
 class Reductions:
     """The reductions of the backward passes over one ``gather``, started as gradients come.
 
@@ -210,7 +197,7 @@ class Reductions:
             schedule = part.schedules[i]
             scratch = self._scratch_for(i, buffer, like, schedule.reduced) if sharded else None
             packed = pack(by_name, buffer, out=scratch)
-            self._started.append((backward_pass, buffer.key, _start(packed, schedule, mean)))
+            self._started.append((backward_pass, buffer.key, schedule.reduce(packed, mean)))
 
     def _scratch_for(self, place: int, buffer: Buffer, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory that is written again and again: fresh pages cost as much as what is written to them."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..collectives.primitives import all_gather
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, fill_shard, of_rank, pack
-from ..layout.layout import Layout, merged, select_buffers, shard_at, shard_axis, shard_index
+from ..layout.layout import Layout, merged, ranks_by_shard, select_buffers, shard_at, shard_axis, shard_index
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
@@ -226,7 +226,7 @@ def shard_of_rows(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     mesh = layout.mesh
     if mesh.in_spmd:
         return _own_row(rows.flatten(), buffer, layout) if mesh.is_simulated else rows[0]
-    return stacked(rows, layout)
+    return _stacked(rows, layout)
 
 
 def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
@@ -235,15 +235,15 @@ def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
     return [int(shard_index(buffer, layout))] if own else range(buffer.num_shards)
 
 
-def stacked(rows: Tensor, layout: Layout) -> Tensor:
-    """The shards of all simulated ranks, from a row for each shard; the one row of what is whole is everybody's."""
-    rows = rows.expand(layout.num_shards, -1)
-    names = [name for name in layout.shard_axes if name in layout.mesh.axes]
-    rows = rows.unflatten(0, [layout.axis_size(name) for name in names] or [1])  # in the order of the shard axes
-    order = [names.index(name) for name, _ in layout.axes if name in names]
-    rows = rows.permute(*order, -1) if names else rows
-    ones = [size if name in names else 1 for name, size in layout.axes]
-    return rows.reshape(*ones, -1).expand(*layout.mesh.axes.values(), -1).contiguous()
+def _copies(num_shards: int, layout: Layout) -> list[list[int]]:
+    """The ranks that hold each shard of a buffer with so many shards."""
+    return ranks_by_shard(layout) if num_shards > 1 else [[*range(layout.mesh.size)]]
+
+
+def _stacked(rows: Tensor, layout: Layout) -> Tensor:
+    """The shards of all simulated ranks, from a row for each shard."""
+    shard_of = {rank: i for i, ranks in enumerate(_copies(len(rows), layout)) for rank in ranks}
+    return rows[[shard_of[rank] for rank in range(layout.mesh.size)]].view(*layout.mesh.axes.values(), -1)
 
 
 def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:
@@ -265,10 +265,9 @@ def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source:
     mesh = layout.mesh
     shards = [shard_axis(layout)] if layout.num_shards > 1 else []
     axes = [*shards, *(axis for axis in mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
-    here = buffer.num_shards if mesh.rank == source else 0
-    x = torch.zeros(here, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)  # rows of what this rank has
-    for number in range(here):
-        fill_shard(x[number], tensors, buffer, number)
+    x = torch.zeros(0, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)
+    if mesh.rank == source:  # rows of what this rank has
+        x = to_working_device(pack(tensors, buffer).detach(), mesh.device).view(buffer.num_shards, -1)
     for i, axis in enumerate(axes):
         if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
             continue  # these ranks get theirs from the next axis
@@ -294,16 +293,11 @@ def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
 
 def whole_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
-    for i, dim in reversed([*enumerate(copy_dims(buffer, layout))]):
-        x = _FirstCopy.apply(x, dim, i == 0)
-    if buffer.num_shards > 1:  # one dim for each shard axis, in the mesh's order
-        inside = [name for name in layout.mesh.axes if name in layout.shard_axes]
-        x = x.permute(*(inside.index(name) for name in layout.shard_axes if name in inside), -1)
-    return x.flatten().clone()
+    return _FirstCopies.apply(x.reshape(layout.mesh.size, -1), buffer.num_shards, layout).flatten()
 
 
-class _FirstCopy(Function):
-    """One of equal copies. Every copy gets the whole gradient, as if each rank had returned the same value.
+class _FirstCopies(Function):
+    """A row for each shard, of equal copies the first. Every copy gets the whole gradient, as if each rank returned it.
 
     Where ``fs.grad`` sums over the copies, Note [Boundary], the first one alone gets it.
     """
@@ -311,23 +305,25 @@ class _FirstCopy(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, dim: int, averages: bool) -> Tensor:
-        return x.select(dim, 0).clone()
+    def forward(x: Tensor, num_shards: int, layout: Layout) -> Tensor:
+        return x[[ranks[0] for ranks in _copies(num_shards, layout)]]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, ctx.dim, averages = inputs
-        ctx.size = x.shape[ctx.dim]
-        prepare(ctx, averages, mean_is_transpose=ctx.size == 1)
+        x, *ctx.of = inputs
+        has_copies = len(x) > len(output)
+        prepare(ctx, has_copies, mean_is_transpose=not has_copies)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        averages, (grad,) = ctx.sink.start(ctx, [grad])
-        first = grad.unsqueeze(ctx.dim)
-        if averages:
-            return first.expand(*grad.shape[: ctx.dim], ctx.size, *grad.shape[ctx.dim :]), None, None
-        return torch.cat([first, *[torch.zeros_like(first)] * (ctx.size - 1)], ctx.dim), None, None
+        averages = False
+        if ctx.averages:
+            averages, (grad,) = ctx.sink.start(ctx, [grad])
+        zeros = torch.zeros_like(grad)
+        places = sorted((rank, ranks[0], i) for i, ranks in enumerate(_copies(*ctx.of)) for rank in ranks)
+        rows = [(grad if averages or rank == first else zeros)[i] for rank, first, i in places]
+        return torch.stack(rows), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:
-        return _FirstCopy.apply(tangent, ctx.dim, ctx.averages)
+        return _FirstCopies.apply(tangent, *ctx.of)
