@@ -20,7 +20,7 @@ from ..collectives.rules import Encoding, averaged, gathered
 from ..collectives.sinks import inside, prepare, sink_here, without_derivative
 from ..communication.simulated import watch
 from ..layout.buffers import Buffer, unpack
-from ..layout.layout import Layout, as_stored, merged, shard_axis
+from ..layout.layout import Layout, as_stored, shard_axis
 from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import (
@@ -37,7 +37,7 @@ from .lazy_tensor import Lazy
 from .reduction import Part, parts_of
 from .scatter import scattered
 from .session import Session
-from .shard import whole_of_stack
+from .shard import merge, whole_of_stack
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -111,29 +111,28 @@ def gather(
     Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
     """
     plain = lazy is None and frame_compiler() is not None  # what Dynamo compiles behind this call takes plain tensors
-    return _gather((params, *more), False if plain else lazy, dtype, codec)
+    for tree in (params, *more):
+        check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
+    return _gather(merge(params, *more) if more else params, False if plain else lazy, dtype, codec)
 
 
 @eager
-def _gather(trees: Sequence[Sharded], lazy: bool | None, dtype: torch.dtype | None, codec: Any) -> Full:
-    for tree in trees:
-        check_sharded("gather", tree, "; it is whole already" if isinstance(tree, Full) else "")
+def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec: Any) -> Full:
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     if codec is not None:
         from ..codecs.encoding import encoding
 
         codec = encoding("gather", codec)
-    layout = merged(trees[0].layout, [tree.layout for tree in trees[1:]]) if len(trees) > 1 else trees[0].layout
-    shards = {key: tree[key] for tree in trees for key in tree} if len(trees) > 1 else dict(trees[0])
+    shards, layout = dict(params.items()), params.layout
     check_shards("gather", shards, layout)
     mesh, buffers = layout.mesh, layout.buffers
+    watched = watch if mesh.in_spmd else sink_here().watch
     one_memory = mesh.is_simulated or (mesh.shares_memory and lazy is None)
     may_be_lazy = {} if one_memory or lazy is False else shards
     later = {key: x for key, x in may_be_lazy.items() if lazy or _is_far(x, buffers[key], layout)}
     whole = _lazily(later, layout, dtype, codec) if later else {}
     now = {key: buffer for key, buffer in buffers.items() if key not in later}
-    watched = watch if mesh.in_spmd else sink_here().watch
     for key, x in (_at_once(shards, now, layout, dtype, codec) if now else {}).items():
         if lazy is not False and buffers[key].num_shards > 1:  # others are the shards, which a step may donate
             watched(key, x, [slot.name for slot in buffers[key].slots])
@@ -190,7 +189,7 @@ def iter_parameters(params: Sharded, *, dtype: torch.dtype | None = None) -> Ite
 def _iterate(params: Sharded, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     for unit in by_unit(params):
         with torch.no_grad():
-            whole: Mapping[str, Tensor] = _gather((map_items(lambda _, x: x.detach(), unit),), False, dtype, None)
+            whole: Mapping[str, Tensor] = _gather(map_items(lambda _, x: x.detach(), unit), False, dtype, None)
         if in_transform() or (inside() and torch.is_grad_enabled()):
             whole = without_derivative(_NO_DERIVATIVE, whole, unit.values())
         yield from whole.items()

@@ -15,7 +15,7 @@ as one after it is missing, is left to the end, and so is all that is before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -27,6 +27,7 @@ from ..communication.backend import Work
 from ..layout.layout import Layout
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import hooks_of, nodes, nodes_behind
+from .reduction import Put
 
 Place = tuple[str, Layout]  # of a shard: its buffer's key, and its layout
 UNDER_WAY = 2  # all-reduces at a time: each holds its operand until it is waited for
@@ -122,7 +123,7 @@ def overlap_means(
         session.reductions.put = partial(_put, means, resident, session.reductions.put)
 
 
-def _put(means: Means, inputs: Mapping[str, int], put: Callable[[str, Tensor], Work], key: str, total: Tensor) -> Work:
+def _put(means: Means, inputs: Mapping[str, int], put: Put, key: str, total: Tensor) -> Tensor | Work:
     return means.add(inputs[key], total) if key in inputs else put(key, total)
 
 

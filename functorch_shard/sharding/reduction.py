@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..collectives.rules import Encoding, Schedule, across
 from ..collectives.sinks import Sink
-from ..communication.backend import Finished, Work
+from ..communication.backend import Work
 from ..layout.buffers import Buffer, pack
 from ..layout.layout import Layout
 from ..storage.memory_kind import to_memory_kind_of, to_working_device
@@ -120,6 +120,9 @@ def _strides(sizes: Sequence[int], inner: int = 1) -> tuple[int, ...]:
     return tuple(reversed([*behind][:-1]))
 
 
+Put = Callable[[str, Tensor], "Tensor | Work"]
+
+
 class Reductions:
     """The reductions of the backward passes over one ``gather``, started as gradients come.
 
@@ -128,14 +131,14 @@ class Reductions:
     Autograd may call from several threads: a call that comes while another one waits for a message waits for it too.
 
     Args:
-        put: takes what a reduction made, by the key of its buffer, as soon as it is complete.
+        put: takes what a reduction made, by the key of its buffer, as soon as it is complete; returns what to hand on.
     """
 
-    def __init__(self, put: Callable[[str, Tensor], Work] = lambda key, total: Finished(total)) -> None:
+    def __init__(self, put: Put = lambda _, total: total) -> None:
         self.put = put
         self._one_at_a_time = RLock()
         self._started: list[tuple[int, str, Work]] = []
-        self._results: dict[tuple[int, str], Work] = {}
+        self._results: dict[tuple[int, str], Tensor | Work] = {}
         self._scratch: dict[int, Tensor] = {}
         self.nodes: dict[Part, ref[Any]] = {}  # whose backward reduces parts, if all ranks gather them
         self.gathered: dict[Part, None] = {}  # by all ranks, in this order
@@ -162,8 +165,8 @@ class Reductions:
             self._start_zeros([*self._parts_left(backward_pass)], backward_pass, sink)
             del self._left[backward_pass]
             self._wait()
-            works = [self._results.pop((backward_pass, key), None) for key in keys]
-            return [None if work is None else work.wait() for work in works]
+            results = [self._results.pop((backward_pass, key), None) for key in keys]
+            return [x.wait() if isinstance(x, Work) else x for x in results]
 
     def _parts_left(self, backward_pass: int) -> dict[Part, None]:
         if backward_pass not in self._left:

@@ -74,13 +74,13 @@ class RecordedEvent:
             self._known.add(stream)
 
 
-def _put(kinds: Mapping[str, MemoryKind], streams: Streams | None, key: str, total: Tensor) -> Work:
+def _put(kinds: Mapping[str, MemoryKind], streams: Streams | None, key: str, total: Tensor) -> Tensor | Work:
     """Put a reduced gradient where its shard is; the host waits for a copy to pinned memory when it is waited for."""
     kind = kinds[key]
     if kind == MemoryKind(total.device):
-        return Finished(total)
+        return total
     if not kind.pinned or streams is None or total.is_cpu:
-        return Finished(kind.put(total))
+        return kind.put(total)
     made, out = RecordedEvent(streams), kind.new(total)
     with streams.on(streams.copies()):
         made.take([total])
