@@ -19,7 +19,7 @@ from .layout import Layout, lines_of
 from .precision import MixedPrecision
 from .trees import Sharded
 from .units import Units, assign, merge_small, prefixes_of
-from .validation import form_of, local_part, source_problems, sparse_problems
+from .validation import form_of, local_part, source_problems
 
 Labels = Mapping[str, str] | Callable[[str, Tensor], str | None] | None
 _BLOCK = 64  # the last elements of a kernel round otherwise: on any number of ranks there are none in multiples of this
@@ -94,7 +94,7 @@ def plan(
 
     Raises:
         TypeError, ValueError: names that do not exist, lazy parameters, parameters with hooks or of a tensor subclass
-            (for example quantized), trainable embeddings with ``sparse=True``, invalid options; all of them are listed.
+            (for example quantized), invalid options; all of them are listed.
         RuntimeError: another rank failed, or has a different layout; the message names the first difference.
 
     Cost:
@@ -162,7 +162,7 @@ def _plan(
     """``empty`` with the units of ``source``."""
     every = named_tensors(source)
     module = source if isinstance(source, nn.Module) else None
-    problems = [*_source_problems(every, module, empty.mesh, ignored), *_option_problems(empty, replicate_axis)]
+    problems = [*_source_problems(every, empty.mesh, ignored), *_option_problems(empty, replicate_axis)]
     reject("plan", problems, "Nothing was planned.")
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
@@ -256,9 +256,7 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
     return {name: label_of.get(name, "") for name in tensors}
 
 
-def _source_problems(
-    tensors: Mapping[str, Tensor], module: nn.Module | None, mesh: Mesh, ignored: Sequence[str] | Set[str]
-) -> Iterator[str]:
+def _source_problems(tensors: Mapping[str, Tensor], mesh: Mesh, ignored: Sequence[str] | Set[str]) -> Iterator[str]:
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator could be read only once
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
@@ -267,7 +265,6 @@ def _source_problems(
         from ..tensor_parallel.forms import unfit
 
         yield from (f"{n!r}: {problem}" for n, x in tensors.items() if form_of(x) and (problem := unfit(x, mesh)))
-    yield from [] if module is None else sparse_problems(module)
     known = {prefix for name in tensors for prefix in prefixes_of(name)} if ignored else set()
     yield from (f"ignored {name!r}: no such parameter or module" for name in ignored if name not in known)
 

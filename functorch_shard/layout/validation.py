@@ -113,16 +113,6 @@ def source_problems(tensors: Mapping[str, Any]) -> list[str]:
     return [f"{name!r}: {problem}" for name, x in tensors.items() if (problem := _problem(x))]
 
 
-def sparse_problems(model: nn.Module) -> list[str]:
-    """Trainable embeddings whose gradients would be sparse, by the names of their weights."""
-    return [
-        f"{f'{prefix}.weight'.removeprefix('.')!r}: its gradient is sparse, and buffers are dense: build the "
-        f"{type(module).__name__} with sparse=False"
-        for prefix, module in model.named_modules()
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
-    ]
-
-
 def _problem(x: Any) -> str:
     if not isinstance(x, Tensor):
         return f"got {type(x).__name__}, expected a tensor"

@@ -96,13 +96,9 @@ def overlap_means(
     places: Sequence[Place | None],
     taken: set[int],
 ) -> None:
-    """Have the gathers behind ``anchors`` take the means of the gradients that each of them makes alone.
+    """Have the gathers behind ``anchors`` of a boundary take the means of the gradients that each of them makes alone.
 
-    Args:
-        value: what is differentiated.
-        anchors: those of the boundary; their nodes know the gathers.
-        inputs: what it is differentiated with respect to.
-        places, taken: those of :class:`Means`.
+    ``value`` is differentiated by ``inputs``; ``places`` and ``taken`` as in :class:`Means`.
     """
     gathers: list[Any] = [node for x in anchors if hasattr(node := x.grad_fn, "session")]
     averaged = {id(x): i for i, (x, place) in enumerate(zip(inputs, places, strict=True)) if _is_averaged(x, place)}
@@ -135,10 +131,8 @@ def _communicates_over_replicas(graph: Sequence[Any], places: Sequence[Place | N
 
 def _has_replicas(place: Place | None) -> bool:
     """Whether the mean of the gradient needs replicas, which have a process group of their own."""
-    if place is None:
-        return False
-    buffer, layout = place[1].buffers[place[0]], place[1]
-    return buffer.num_shards > 1 and layout.schedules[buffer.key, None].copies != ()
+    schedule = place[1].schedules[place[0], None] if place else None
+    return schedule is not None and schedule.shard_axis is not None and bool(schedule.copies)
 
 
 def _is_averaged(x: Tensor, place: Place | None) -> bool:

@@ -63,13 +63,10 @@ def misplaced(slots: Iterable[Slot], meshes: Meshes) -> list[str]:
     for slot in slots:
         assert slot.dtensor is not None
         here = meshes[slot.dtensor.axes]
-        got, expected = (
-            (tuple(here.axes.items()), slot.shape),
-            (slot.dtensor.axes, slot.dtensor.part_at(here.coordinate)[0]),
-        )
-        if got != expected:
+        part, _ = slot.dtensor.part_at(here.coordinate)
+        if (tuple(here.axes.items()), slot.shape) != (slot.dtensor.axes, part):
             problems.append(
                 f"{slot.name!r}: local part of shape {slot.shape} of a {slot.dtensor}, but the axes here are "
-                f"{axes_text(here.axes)}, where the local part has {expected[1]}"
+                f"{axes_text(here.axes)}, where the local part has {part}"
             )
     return problems

@@ -106,22 +106,6 @@ def test_a_hook_on_what_gather_returns_does_run(mesh: fs.Mesh) -> None:
 
 
 @on_meshes
-@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_with_sparse_gradients_are_named(mesh: fs.Mesh, cls: Any) -> None:
-    model = nn.ModuleDict({"words": cls(9, 6, sparse=True), "fc": nn.Linear(6, 3)})
-    said = refused(fs.plan, model, mesh)
-    assert said == (
-        "ValueError: plan: 1 problem\n"
-        f"  'words.weight': its gradient is sparse, and buffers are dense: build the {cls.__name__} with sparse=False\n"
-        "Nothing was planned."
-    )
-    assert "'weight': its gradient" in refused(fs.plan, cls(9, 6, sparse=True), mesh)
-    model["words"].requires_grad_(False)
-    fs.shard(model, fs.plan(model, mesh))
-    fs.plan(cls(9, 6), mesh)
-
-
-@on_meshes
 @pytest.mark.parametrize("lazy", [None, False])
 def test_a_sparse_gradient_of_a_gathered_parameter_is_an_error(mesh: fs.Mesh, lazy: bool | None) -> None:
     values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
