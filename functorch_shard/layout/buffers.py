@@ -205,12 +205,6 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
     return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
 
 
-def fill_shard(shard: Tensor, tensors: Mapping[str, Tensor], buffer: Buffer, rank: int) -> None:
-    """Write the parameters of shard ``rank`` to ``shard``, whose padding is zero already."""
-    for name, offset, numel, start in buffer.slices(rank):
-        shard[offset : offset + numel] = tensors[name].detach().reshape(-1)[start : start + numel]
-
-
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:
     """Set the padding of ``shard`` to zero; return it unchanged if ``buffer`` has no padding.
 

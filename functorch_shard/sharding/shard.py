@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..collectives.primitives import all_gather
 from ..collectives.sinks import prepare, without_derivative
-from ..layout.buffers import Buffer, Slot, fill_shard, of_rank, pack
+from ..layout.buffers import Buffer, Slot, of_rank, pack
 from ..layout.layout import Layout, merged, ranks_by_shard, select_buffers, shard_at, shard_axis, shard_index
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
@@ -202,8 +202,8 @@ def cut_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout) ->
     if mesh.in_spmd and (mesh.is_simulated or transformed):  # not written into plain tensors
         return _own_row(to_working_device(pack(tensors, buffer).detach(), mesh.device), buffer, layout)
     rows = blank_rows(buffer, layout)
-    for row, number in zip(rows, _numbers(buffer, layout), strict=True):
-        fill_shard(row, tensors, buffer, number)
+    for slot in buffer.slots:
+        fill_rows(rows, slot, tensors[slot.name], buffer, layout)
     return shard_of_rows(rows, buffer, layout)
 
 
@@ -243,7 +243,9 @@ def _copies(num_shards: int, layout: Layout) -> list[list[int]]:
 def _stacked(rows: Tensor, layout: Layout) -> Tensor:
     """The shards of all simulated ranks, from a row for each shard."""
     shard_of = {rank: i for i, ranks in enumerate(_copies(len(rows), layout)) for rank in ranks}
-    return rows[[shard_of[rank] for rank in range(layout.mesh.size)]].view(*layout.mesh.axes.values(), -1)
+    of_ranks = [shard_of[rank] for rank in range(layout.mesh.size)]
+    each = rows if of_ranks == [*range(len(rows))] else rows[of_ranks]  # without a copy of what is there
+    return each.view(*layout.mesh.axes.values(), -1)
 
 
 def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int) -> Tensor:

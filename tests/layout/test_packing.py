@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad
 
 import functorch_shard as fs
-from functorch_shard.layout.buffers import Buffer, fill_shard, pack, unpack
+from functorch_shard.layout.buffers import Buffer, pack, unpack
 
 SHAPES = [(), (0,), (3, 3), (1,), (0, 2), (7,), (2, 3, 5), (17, 257)]
 ALIGNMENTS = [0, 2, 16, 64]
@@ -24,10 +24,10 @@ def tensors_of(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> dict[str, T
     return {f"p{i}": x.mT.contiguous().mT if x.ndim > 1 and i % 2 else x for i, x in enumerate(values)}
 
 
-def buffer_of(tensors: dict[str, Tensor], ranks: int = 3, align_bytes: int = 16) -> Buffer:
+def planned(tensors: dict[str, Tensor], ranks: int, align_bytes: int = 16) -> tuple[fs.Layout, Buffer]:
     layout = fs.plan(tensors, fs.simulated_mesh(ranks), units=10**9, align_bytes=align_bytes)
     (buffer,) = layout.buffers.values()
-    return buffer
+    return layout, buffer
 
 
 def padding_of(buffer: Buffer) -> Tensor:
@@ -56,15 +56,12 @@ def test_unpack_inverts_pack_which_is_zero_in_padding_alone_and_the_shards_side_
     shapes: list[tuple[int, ...]], dtype: torch.dtype, align_bytes: int, ranks: int
 ) -> None:
     tensors = tensors_of(shapes, dtype)
-    buffer = buffer_of(tensors, ranks, align_bytes)
+    layout, buffer = planned(tensors, ranks, align_bytes)
     flat = pack(tensors, buffer)
     assert (flat.shape, flat.dtype) == ((buffer.numel,), dtype)
     assert torch.equal(flat == 0, padding_of(buffer))
     assert_bitwise(unpack(flat, buffer), tensors)
-    shards = [torch.zeros(buffer.shard_numel, dtype=dtype) for _ in range(ranks)]
-    for rank, shard in enumerate(shards):
-        fill_shard(shard, tensors, buffer, rank)
-    assert torch.equal(torch.cat(shards), flat)
+    assert torch.equal(fs.shard(tensors, layout)[buffer.key].flatten(), flat)
 
 
 def energy(tensors: dict[str, Tensor]) -> Tensor:
@@ -78,7 +75,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def test_nan_in_padding_does_not_reach_any_value_and_its_gradient_is_zero(tensors: dict[str, Tensor]) -> None:
-    buffer = buffer_of(tensors, 5)
+    _, buffer = planned(tensors, 5)
     padding = padding_of(buffer)
     assert padding.any()
     flat = pack(tensors, buffer)
