@@ -7,7 +7,8 @@ that are registered in ``torch.utils._pytree``: :func:`opened` replaces each one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -138,7 +139,7 @@ def _filled(x: Any, entries: Sequence[Any], values: Sequence[Any]) -> Any:
     """A copy of the container ``x`` with other values."""
     if isinstance(x, tuple):
         return type(x)(values)
-    if isinstance(x, Mapping) and not isinstance(x, MutableMapping):
+    if isinstance(x, Mapping) and not isinstance(x, (dict, UserDict)):  # whose copy may share what it holds
         cls: Any = type(x)
         made = cls(dict(zip(entries, values, strict=True)))
     else:

@@ -44,6 +44,13 @@ def assert_unsharded(results: list[Any]) -> None:
             assert not mine.requires_grad
 
 
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_that_is_split_stays_as_it_is(name: str) -> None:
+    given = CONTAINERS[name](X, Y)
+    assert parts(MESH.split(given))[0].shape == (2, 2, 3)
+    assert parts(given)[0] is X
+
+
 def test_attributes_other_than_the_data_are_kept() -> None:
     split = MESH.split(Encoding({"x": X}, note="kept"))
     assert (split.note, split.x.shape, list(split)) == ("kept", (2, 2, 3), ["x"])

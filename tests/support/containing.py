@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,28 @@ class Frozen(Mapping[str, Any]):
         return len(self._data)
 
 
+class Held(MutableMapping[str, Any]):
+    """A mapping whose shallow copies share what they hold."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = dict(data)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._data[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._data[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._data)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
 @dataclass(frozen=True)
 class Batch:
     x: Tensor
@@ -106,6 +128,7 @@ CONTAINERS: dict[str, Callable[[Any, Any], Any]] = {
     "BatchEncoding": lambda x, y: Encoding({"x": x, "y": y}, note="kept"),
     "ModelOutput": lambda x, y: Output(x=x, y=y),
     "Mapping": lambda x, y: Frozen({"y": y, "x": x}),
+    "MutableMapping": lambda x, y: Held({"y": y, "x": x}),
     "dataclass": Batch,
     "slots": Slotted,
     "list": lambda x, y: Row([x, y]),
