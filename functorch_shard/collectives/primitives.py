@@ -81,7 +81,8 @@ def pmean(x: Tree, axis: Over, /) -> Tree:
         >>> mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1.0, 4.0]))
         tensor([2.5000, 2.5000])
     """
-    return on_leaves(lambda leaf: leaf / axis.size, psum(on_leaves(_averageable, x), axis))
+    total = _over("psum", "psum", on_leaves(_averageable, x), axis, mean=True)
+    return on_leaves(lambda leaf: leaf / axis.size, total)
 
 
 @eager
@@ -242,7 +243,7 @@ def axes_of(axis: Over) -> Sequence[Axis]:
     return [axis] if isinstance(axis, Axis) else list(axis)
 
 
-def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = None) -> Any:
+def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = None, mean: bool = False) -> Any:
     """The collective on every leaf of ``tree``, axis after axis; an axis of one rank communicates nothing."""
     axes = [one for one in axes_of(axis) if one.size > 1]
     check(kind, tree, dim, axis.size if kind == "psum_scatter" else 1)
@@ -255,7 +256,7 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
                 x = Maximum.apply(x, *place_of(one), LinearMap(one))
             else:
                 from_last = 0 if dim is None else dim % x.ndim - x.ndim
-                x = linear_map_of(x, LinearMap(one, kind, transposed, from_last))
+                x = linear_map_of(x, LinearMap(one, kind, transposed, from_last, mean=mean))
         return x
 
     return on_leaves(on_leaf, tree)

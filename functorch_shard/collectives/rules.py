@@ -49,6 +49,7 @@ class LinearMap:
         dim: along which it gathers or scatters, from the last, as batch dims are in front; 0 if it does neither.
         source, splits: see :class:`Collective`. A broadcast is the transpose of a sum if its operand is zero on all
             ranks but the source, where it is a sum itself. A ragged exchange pads to the longest result of any rank.
+        mean: whether the sum is divided by the number of ranks behind it.
     """
 
     axis: Axis
@@ -57,6 +58,7 @@ class LinearMap:
     dim: int = 0
     source: int = 0
     splits: Splits = ()
+    mean: bool = False
 
     @property
     def derivative(self) -> LinearMap:

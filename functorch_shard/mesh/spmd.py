@@ -23,7 +23,7 @@ from ..communication.backend import Axis, Backend
 from ..communication.simulated import Index, StackedBackend, axes_over, default_group, running, writes_refused
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject
-from ..torch_internals.autograd import is_number, without_batches
+from ..torch_internals.autograd import WATCHER, is_number, without_batches
 
 LIST = "list"  # in place of out_dims: a list with the result of each rank
 
@@ -82,6 +82,8 @@ class BatchedRanks(Simulated):
                 rank_args, rank_kwargs = call.of_rank(rows)
                 result = opened(fn(*rank_args, **rank_kwargs))
                 refuse_opaque("spmd", result, "the result", matters=_is_of_one_rank)
+                if watcher := WATCHER.get():
+                    watcher.ran(rank_args, rank_kwargs, result)
                 leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
                 asked = [] if isinstance(out_dims, int) else leaves  # an int is not None for any of them
                 made[:] = leaves, treedef, [axes_over(x) if isinstance(x, Tensor) else () for x in asked]
@@ -112,8 +114,12 @@ def _over_axis(
 
     def all_ranks(*tensors: Tensor) -> Any:
         where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
-        batched = vmap(one_rank, in_dims=(0, *starts), randomness=randomness)
-        return batched(torch.arange(axis.size, device=where), *tensors)
+        # for fs.debug.types rows that are one memory are one value, which does not vary
+        one = [WATCHER.get() and x.shape[at] > 1 and not x.stride(at) for x, at in zip(tensors, starts, strict=True)]
+        dims = [None if same else at for same, at in zip(one, starts, strict=True)]
+        rows = [x.select(at, 0) if same else x for x, same, at in zip(tensors, one, starts, strict=True)]
+        batched = vmap(one_rank, in_dims=(0, *dims), randomness=randomness)
+        return batched(torch.arange(axis.size, device=where), *rows)
 
     return all_ranks
 

@@ -55,6 +55,8 @@ profiler_enabled: Callable[[], bool] = _profiler_enabled
 # The id of the backward pass that runs in this thread, or NO_PASS outside of one; no public function tells.
 backward_pass: Callable[[], int] = _current_graph_task_id
 NO_PASS = -1
+# What fs.debug.types shows each Function under a transform to, and what batched ranks take and return.
+WATCHER: ContextVar[Any] = ContextVar("what sees over which axes values vary", default=None)
 # Whether the backward pass that runs in this thread runs a node.
 backward_comes_to: Callable[[Any], bool] = _will_engine_execute_node
 # A context that disables torch.func for computations with plain tensors: a vmap refuses in-place random operations on
@@ -99,7 +101,8 @@ class Function(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """Torch's, which outside of transforms also binds ``args`` to the signature of forward, at every call."""
         if in_transform():
-            return super().apply(*args)
+            watcher = WATCHER.get()
+            return watcher.apply(super().apply, args) if watcher else super().apply(*args)
         alive = [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args]
         above: Any = super(torch.autograd.Function, cls)
         return above.apply(*alive)
