@@ -118,6 +118,7 @@ class GlooBackend(GroupBackend):
         else:
             numels, shapes = [[parts[0].numel()] * len(parts)] * size, [parts[0].shape] * size
         column, longest = me if law.parts else 0, max(map(max, numels))
+        keeps = not (law.parts or law.reduces or op.dim)  # side by side as they are
         is_short = longest * dtype.itemsize <= self._guard.capacity
         memory = None if is_short or size == 1 else self._memory  # it may have to be opened, which is a collective
         call = self._guard.call(op, op.numel if law.shape else x.numel())
@@ -134,8 +135,8 @@ class GlooBackend(GroupBackend):
 
             def read() -> Tensor | list[Tensor]:
                 all_bytes = region.open()
-                if op.transient and not (law.parts or law.reduces or op.dim):
-                    return all_bytes.view(dtype).view(-1, *x.shape[1:])  # side by side as they are
+                if op.transient and keeps:
+                    return all_bytes.view(dtype).view(-1, *x.shape[1:])
                 starts = [ends[i * len(parts) + column] for i in range(size)]
                 rows = [
                     all_bytes[start : start + dtype.itemsize * shape.numel()].view(dtype).view(shape)
@@ -144,12 +145,16 @@ class GlooBackend(GroupBackend):
                 return [parts[me] if law.parts and i == me else row for i, row in enumerate(rows)]
 
         else:
-            sent = [in_memory(part, dtype) for part in parts] if law.parts else [in_memory(x, dtype).clone()] * size
+            if law.parts:
+                whole, sent = None, [in_memory(part, dtype) for part in parts]
+                rows = [sent[i] if i == me else torch.empty(shapes[i], dtype=dtype, device="cpu") for i in range(size)]
+            else:
+                whole = torch.empty((size, *x.shape), dtype=dtype, device="cpu")
+                whole[me].copy_(x)
+                rows, sent = [*whole], [whole[me]] * size
             peers = [(me + i) % size for i in range(1, size)]  # nearest first, so that not all send to one first
-            rows = {rank: torch.empty(shapes[rank], dtype=dtype, device="cpu") for rank in peers}
-            call.post(None, {rank: sent[rank] for rank in peers}, rows)
-            rows[me] = sent[me]
-            read = lambda: [rows[rank] for rank in range(size)]  # noqa: E731
+            call.post(None, {rank: sent[rank] for rank in peers}, {rank: rows[rank] for rank in peers})
+            read = lambda: whole.flatten(0, 1) if keeps and whole is not None else rows  # noqa: E731
 
         def finish() -> Tensor:
             rows = read()

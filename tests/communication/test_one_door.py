@@ -26,6 +26,10 @@ def test_every_collective_of_every_thread_is_seen_once() -> None:
     assert Multiset(seen) == Multiset(3 * recorded)
 
 
+# The door, and mutants, which have an axis do what another one was asked for after it was recorded.
+ALLOWED = ["communication/backend.py", "testing/invariance.py"]
+
+
 def issues_past_the_door(tree: ast.AST) -> list[int]:
     """Where ``backend.issue`` is called, or handed on to be called."""
     issues = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "issue"]
@@ -35,7 +39,7 @@ def issues_past_the_door(tree: ast.AST) -> list[int]:
 def test_an_axis_alone_hands_collectives_to_its_backend() -> None:
     package = Path(fs.__file__).parent
     trees = {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in package.rglob("*.py")}
-    assert [name for name, tree in trees.items() if issues_past_the_door(tree)] == ["communication/backend.py"]
+    assert sorted(name for name, tree in trees.items() if issues_past_the_door(tree)) == ALLOWED
 
 
 def test_a_work_is_waited_for_once_and_may_be_changed() -> None:
