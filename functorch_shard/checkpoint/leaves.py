@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout.buffers import Buffer, Slot
-from ..layout.layout import Layout, ranks_by_shard, shards_of_ranks
+from ..layout.layout import Layout, holders_of, shards_of_ranks
 from ..layout.trees import Sharded, is_number, rows_here
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
@@ -178,10 +178,10 @@ def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[Chunk]:
 
 def _of_buffer(leaf: Leaf, buffer: Buffer, layout: Layout, x: Tensor, participants: Mesh) -> Iterator[Chunk]:
     paths = {slot.name: paths for slot, paths in zip(buffer.slots, leaf.paths, strict=True)}
-    by_shard, shard_of, first = ranks_by_shard(layout), shards_of_ranks(layout), _is_first_sibling(layout, buffer)
+    shard_of, first = shards_of_ranks(layout), _is_first_sibling(layout, buffer)
     for rank, row in rows_here(x, layout.mesh).items():
         writer = rank if participants.is_simulated else participants.rank
-        holders = by_shard[shard_of[rank]] if buffer.num_shards > 1 else range(layout.mesh.size)
+        holders = holders_of(buffer, layout)[shard_of[rank] if buffer.num_shards > 1 else 0]
         for part in buffer.slices(shard_of[rank]):
             slot, at = layout.slots[part.name], part.offset
             writes = holders[slot.index % len(holders)] == rank and first[slot.name]

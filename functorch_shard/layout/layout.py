@@ -309,12 +309,14 @@ def shards_of_ranks(layout: Layout) -> list[int]:
     return [shard_at(dict(zip(dict(layout.axes), each, strict=True)), layout) for each in coordinates]
 
 
-def ranks_by_shard(layout: Layout) -> list[list[int]]:
-    """The ranks, in row-major order of the axes, that hold each shard: one, or as many as there are replicas."""
-    ranks: list[list[int]] = [[] for _ in range(layout.num_shards)]
-    for rank, shard in enumerate(shards_of_ranks(layout)):
-        ranks[shard].append(rank)
-    return ranks
+def holders_of(buffer: Buffer, layout: Layout) -> list[list[int]]:
+    """The ranks that hold each shard of ``buffer``, in row-major order of the axes: one, or as many as have copies."""
+    if (holders_of, buffer.num_shards) not in layout.derived:
+        ranks: list[list[int]] = [[] for _ in range(buffer.num_shards)]
+        for rank, shard in enumerate(shards_of_ranks(layout)):
+            ranks[shard if buffer.num_shards > 1 else 0].append(rank)
+        layout.derived[holders_of, buffer.num_shards] = ranks
+    return layout.derived[holders_of, buffer.num_shards]
 
 
 def shard_axis(layout: Layout) -> Axis:

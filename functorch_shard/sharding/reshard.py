@@ -16,7 +16,7 @@ from ..communication.process_group import connect, exchange, lost_ranks_named
 from ..communication.simulated import RUN
 from ..containers import place
 from ..errors import first_difference, name_problems, reject
-from ..layout.layout import Layout, lines_of, ranks_by_shard
+from ..layout.layout import Layout, holders_of, lines_of
 from ..layout.trees import Sharded, check_layout, is_node, is_number, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
@@ -107,12 +107,11 @@ def copy_plan(old: Layout, new: Layout, old_ranks: Sequence[int] = ()) -> Iterat
     is not written. ``old_ranks``: the rank of ``old`` that each rank of ``new`` is; it copies from itself what it holds
     already. Of several other holders (replicas, or parameters that are whole on every rank) ranks use different ones.
     """
-    owners, takers_of = ranks_by_shard(old), ranks_by_shard(new)
     for buffer in new.buffers.values():
-        takers = takers_of if buffer.num_shards > 1 else [range(new.mesh.size)]
+        takers = holders_of(buffer, new)
         for slot in (slot for slot in buffer.slots if slot.name in old.slots):
             source, taken, start = old.buffers[old.key_of[slot.name]], old.slots[slot.name], 0
-            holders = owners if source.num_shards > 1 else [range(old.mesh.size)]
+            holders = holders_of(source, old)
             while start < slot.numel:  # cut wherever either layout cuts
                 source_shard, source_offset = divmod(taken.offset + start, source.shard_numel)
                 shard, offset = divmod(slot.offset + start, buffer.shard_numel)

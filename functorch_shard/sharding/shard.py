@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..collectives.primitives import all_gather
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, of_rank, pack
-from ..layout.layout import Layout, merged, ranks_by_shard, select_buffers, shard_at, shard_axis, shard_index
+from ..layout.layout import Layout, holders_of, merged, select_buffers, shard_at, shard_axis, shard_index
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
@@ -226,7 +226,7 @@ def shard_of_rows(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     mesh = layout.mesh
     if mesh.in_spmd:
         return _own_row(rows.flatten(), buffer, layout) if mesh.is_simulated else rows[0]
-    return _stacked(rows, layout)
+    return _stacked(rows, buffer, layout)
 
 
 def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
@@ -235,15 +235,10 @@ def _numbers(buffer: Buffer, layout: Layout) -> Sequence[int]:
     return [int(shard_index(buffer, layout))] if own else range(buffer.num_shards)
 
 
-def _copies(num_shards: int, layout: Layout) -> list[list[int]]:
-    """The ranks that hold each shard of a buffer with so many shards."""
-    return ranks_by_shard(layout) if num_shards > 1 else [[*range(layout.mesh.size)]]
-
-
-def _stacked(rows: Tensor, layout: Layout) -> Tensor:
+def _stacked(rows: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The shards of all simulated ranks, from a row for each shard."""
-    shard_of = {rank: i for i, ranks in enumerate(_copies(len(rows), layout)) for rank in ranks}
-    of_ranks = [shard_of[rank] for rank in range(layout.mesh.size)]
+    shard_of = dict(sorted((rank, i) for i, ranks in enumerate(holders_of(buffer, layout)) for rank in ranks))
+    of_ranks = [*shard_of.values()]
     each = rows if of_ranks == [*range(len(rows))] else rows[of_ranks]  # without a copy of what is there
     return each.view(*layout.mesh.axes.values(), -1)
 
@@ -295,7 +290,7 @@ def copy_dims(buffer: Buffer, layout: Layout) -> list[int]:
 
 def whole_of_stack(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
     """The whole buffer from the shards of all ranks; of copies, the first."""
-    return _FirstCopies.apply(x.reshape(layout.mesh.size, -1), buffer.num_shards, layout).flatten()
+    return _FirstCopies.apply(x.reshape(layout.mesh.size, -1), buffer, layout).flatten()
 
 
 class _FirstCopies(Function):
@@ -307,8 +302,8 @@ class _FirstCopies(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, num_shards: int, layout: Layout) -> Tensor:
-        return x[[ranks[0] for ranks in _copies(num_shards, layout)]]
+    def forward(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
+        return x[[ranks[0] for ranks in holders_of(buffer, layout)]]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -322,7 +317,7 @@ class _FirstCopies(Function):
         if ctx.averages:
             averages, (grad,) = ctx.sink.start(ctx, [grad])
         zeros = torch.zeros_like(grad)
-        places = sorted((rank, ranks[0], i) for i, ranks in enumerate(_copies(*ctx.of)) for rank in ranks)
+        places = sorted((rank, ranks[0], i) for i, ranks in enumerate(holders_of(*ctx.of)) for rank in ranks)
         rows = [(grad if averages or rank == first else zeros)[i] for rank, first, i in places]
         return torch.stack(rows), None, None
 
