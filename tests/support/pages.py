@@ -46,7 +46,7 @@ def run(page: str, capsys: pytest.CaptureFixture[str], wanted: Callable[[str], b
     for i, block in enumerate(blocks(page)):
         if wanted(block):
             exec(compile(block, f"{page}, block {i}", "exec"), namespace)
-            printed, said = capsys.readouterr().out, re.findall(r"# > (.*)", block)
+            printed, said = capsys.readouterr().out, re.findall(r"# > ?(.*)", block)
             assert not said or [line.rstrip() for line in printed.splitlines()] == said, f"block {i}: {printed!r}"
 
 
