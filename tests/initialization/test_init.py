@@ -1,0 +1,282 @@
+"""From the meta device to shards: the values of ``model.apply`` of resets or of a function, wherever parameters lie."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.live_bytes import LiveBytes
+from tests.support.models import initialized, on_meta
+from tests.support.ranks import Ranks, gloo
+
+
+class Scale(nn.Module):
+    """Lists of parameters, integers, a complex and an empty parameter, and buffers with and without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(()))
+        self.pair = nn.ParameterList([torch.empty(2), torch.empty(3)])
+        self.named = nn.ParameterDict({"w": torch.empty(3, dtype=torch.bfloat16)})
+        self.phase = nn.Parameter(torch.empty(2, dtype=torch.complex64))
+        self.steps = nn.Parameter(torch.empty(3, dtype=torch.int64), requires_grad=False)
+        self.mask = nn.Parameter(torch.empty(3, dtype=torch.bool), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.table: Tensor
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def reset_parameters(self) -> None:
+        for x in (self.scale, *self.pair, self.named["w"], torch.view_as_real(self.phase.data)):
+            nn.init.normal_(x)
+        self.steps.data = torch.randint(0, 2, (3,))
+        self.mask[:2], self.mask[2] = False, True
+        self.table.mul_(torch.rand(()))
+
+
+class Model(nn.Module):
+    """Tied weights, a module that is there twice, modules of torch that reset in ways of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.std = 0.02
+        self.position = nn.Parameter(torch.empty(1, 8))
+        self.embed = nn.Embedding(11, 8, padding_idx=2)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2)])
+        self.again = self.layers[1].linear2
+        self.rnn = nn.LSTM(8, 5, proj_size=2)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = Scale()
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embed.weight
+
+    def reset_parameters(self) -> None:
+        nn.init.trunc_normal_(self.position, std=0.02)
+
+    def init(self, module: Any) -> None:
+        """As models of transformers have it."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(std=self.std)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding):
+            module.weight.data[module.padding_idx].zero_()
+        if isinstance(module, nn.LayerNorm):
+            module.weight.data.fill_(1.0)
+            module.bias.data = torch.rand(module.bias.shape)
+        if isinstance(module, (nn.BatchNorm1d, nn.LSTM, Scale)):
+            module.reset_parameters()
+        if isinstance(module, nn.MultiheadAttention):  # fills what is inside too
+            nn.init.orthogonal_(module.in_proj_weight)
+            module.in_proj_bias.data.view(-1).uniform_()
+            torch.eye(8, out=module.out_proj.weight)
+        if isinstance(module, Model):
+            module.position.copy_(torch.randn(1, 8))
+
+
+WAYS = ["resets", "function"]
+
+
+def meta_model() -> Any:
+    """On the meta device, but for a table that only the constructor computes."""
+    model = on_meta(Model)
+    model.scale.table = torch.arange(3.0)
+    return model
+
+
+def started(how: str, model: Any, layout: fs.Layout) -> Any:
+    """Fill ``model``, which is not touched, nor are torch's random numbers."""
+    tensors, state = [*model.parameters(), *model.buffers(), *model.rnn._flat_weights], torch.get_rng_state()
+    versions = [x._version for x in tensors]
+    made = fs.init(model, layout, seed=7, init=None if how == "resets" else model.init)
+    assert torch.equal(state, torch.get_rng_state())
+    after = [*model.parameters(), *model.buffers(), *model.rnn._flat_weights]
+    assert all(a is b and a._version == version for a, b, version in zip(after, tensors, versions, strict=True))
+    return made
+
+
+def expected(how: str) -> nn.Module:
+    """The model as plain torch initialises it; a reset draws from the stream of its module's name."""
+    model = Model()
+    if how == "resets":  # they fill what is tied by its first name; on meta drawing takes no random numbers
+        model.head.weight = nn.Parameter(torch.empty(11, 8, device="meta"))
+    names = {module: name for name, module in model.named_modules()}
+
+    def reset(module: Any) -> None:
+        digest = hashlib.sha256(f"7 {names[module]}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+        for name in ("reset_parameters", "_reset_parameters"):
+            getattr(module, name, lambda: None)()
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(7)
+        model.apply(reset if how == "resets" else model.init)
+    model.head.weight = model.embed.weight
+    return model
+
+
+LAYOUTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "replicas": ({"replicate": 2, "shard": 3}, {}),
+    "one parameter each": (2, {"units": 1}),
+    "one unit": (3, {"units": 10**9, "align_bytes": 0}),
+    "lists": (2, {"units": [["layers.0.self_attn.in_proj_weight", "rnn.bias_hh_l0"], ["head", "scale.pair.1"]]}),
+    "labels, whole": (8, {"labels": lambda name, p: "vector" if p.ndim < 2 else None, "ignored": ["layers.1"]}),
+}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_values_are_bitwise_those_of_apply_for_every_layout_and_inside_spmd(how: str, case: str) -> None:
+    axes, options = LAYOUTS[case]
+    model, mesh, whole = meta_model(), fs.simulated_mesh(axes), expected(how)
+    layout = fs.plan(model, mesh, **options)
+    params, buffers = started(how, model, layout)
+    assert_trees_close(dict(fs.gather(params)), dict(whole.named_parameters()), rtol=0, atol=0)
+    assert_trees_close(params, fs.shard(whole, layout), rtol=0, atol=0)  # padding too
+    rows = {name: x.expand((*mesh.axes.values(), *x.shape)) for name, x in whole.named_buffers()}
+    assert list(buffers) == list(rows)
+    assert_trees_close(buffers, rows, rtol=0, atol=0)
+    buffers["scale.table"].fill_(9)  # has memory of its own
+    inside = mesh.spmd(lambda: started(how, model, layout))()
+    assert_trees_close(inside, (params, rows), rtol=0, atol=0)
+
+
+def started_both_ways(mesh: fs.Mesh) -> Any:
+    model = meta_model()
+    layout = fs.plan(model, mesh, units=500)
+    return [(dict(params), buffers) for params, buffers in (started(how, model, layout) for how in WAYS)]
+
+
+@pytest.mark.parametrize("ranks", gloo(2, {"replicate": 2}), ids=str)
+def test_real_ranks_make_what_simulated_ones_make(ranks: Ranks) -> None:
+    assert_trees_close(ranks.run(started_both_ways), ranks.simulated.run(started_both_ways), rtol=0, atol=0)
+
+
+def test_what_is_around_the_call_changes_nothing() -> None:
+    model, x, found = meta_model(), torch.ones(3), list[Any]()
+    layout = fs.plan(model, fs.simulated_mesh(2))
+    expected = started("resets", model, layout)
+    with torch.device("meta"), torch.inference_mode():
+        params, buffers = made = started("resets", model, layout)
+    assert not any(x.is_inference() for x in [*params.values(), *buffers.values()])
+    assert_trees_close(made, expected, rtol=0, atol=0)
+    torch.func.grad(lambda x: found.append(fs.gather(started("resets", model, layout)[0])["position"] * 1) or x.sum())(
+        x
+    )
+    torch.vmap(lambda x: found.append(fs.gather(started("resets", model, layout)[0])["position"]) or x)(x)
+    assert all(y.shape == (1, 8) for y in found)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv2d(32, 16, 3, bias=False),
+    "embedding": lambda: nn.Embedding(80, 64, padding_idx=3),
+    "prelu": lambda: nn.PReLU(3),
+    "lstm": lambda: nn.LSTM(48, 48, bidirectional=True, proj_size=40),
+    "attention of three sizes": lambda: nn.MultiheadAttention(64, 4, kdim=48, vdim=80),
+    "decoder": lambda: nn.TransformerDecoderLayer(64, 4, 128, batch_first=True),
+    "transformer": lambda: nn.Transformer(64, 4, 1, 1, 256, batch_first=True),
+    "adaptive": lambda: nn.AdaptiveLogSoftmaxWithLoss(64, 200, [50, 100], div_value=2.0),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_modules_of_torch_start_as_their_constructors_leave_them(case: str) -> None:
+    make = MODULES[case]
+    model, torch_made = on_meta(make), make()
+    actual, made = initialized(model), dict(torch_made.named_parameters())
+    assert list(actual) == list(made)
+    for name, x in made.items():
+        if len(x.unique()) == 1:
+            assert torch.equal(actual[name], x), name
+        elif x.numel() > 1000:
+            assert 0.9 < actual[name].std() / x.std() < 1.1, name
+            assert actual[name].mean().abs() < 0.2 * x.std(), name
+        assert 0.5 < actual[name].abs().max() / x.abs().max() < 2 if x.any() else not actual[name].any(), name
+
+
+def test_a_method_of_the_model_is_called_as_that_of_the_copy() -> None:
+    called = []
+
+    class Owner(nn.Linear):
+        def init(self, module: Any) -> None:
+            called.append(self)
+            module.touched = True
+            model.init(module)
+
+    model = meta_model()
+    model.head.__class__ = Owner
+    fs.init(model, fs.plan(model, fs.simulated_mesh(2)), init=model.head.init)
+    assert not any(hasattr(module, "touched") for module in model.modules())
+    assert called
+    assert all(owner is not model.head and isinstance(owner, Owner) for owner in called)
+
+
+WIDTH, UNITS = 128, 6
+UNIT = 4 * WIDTH * (WIDTH + 1)
+
+
+def each(module: Any) -> None:
+    if isinstance(module, nn.Linear):
+        all_inside(module)
+
+
+def all_inside(module: Any) -> None:
+    for x in module.parameters():
+        nn.init.ones_(x)
+
+
+@pytest.mark.parametrize("init", [None, each, all_inside])
+def test_no_more_than_the_shards_and_one_unit_is_ever_there(init: Any) -> None:
+    model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))))
+    layout = fs.plan(model, fs.simulated_mesh(3))
+    with LiveBytes() as live:
+        live.mark("start")
+        params, _ = fs.init(model, layout, init=init)
+        live.mark("end")
+    shards = sum(x.nbytes for x in params.values())
+    assert shards >= UNITS * UNIT
+    assert shards + UNIT <= live.growth("start", "end") <= shards + UNIT + 20_000  # the state of the random numbers
+
+
+def test_a_tied_parameter_has_the_last_values_and_may_not_be_filled_again_in_part() -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
+        model[1].weight = model[0].weight
+        return model
+
+    def only(kind: type, row: int | None = None) -> Callable[[Any], None]:
+        def init(module: Any) -> None:
+            if isinstance(module, nn.Embedding):
+                nn.init.zeros_(module.weight)
+            if isinstance(module, kind):
+                nn.init.ones_(module.weight if row is None else module.weight[row])
+
+        return init
+
+    model = on_meta(make)
+    layout = fs.plan(model, fs.simulated_mesh(2))
+    for kind in (nn.Embedding, nn.Linear):
+        assert fs.gather(fs.init(model, layout, init=only(kind))[0])["0.weight"].eq(1).all()
+    with pytest.raises(ValueError, match=r"'0.weight': 4 of 6 elements left unfilled by init, called with Linear '1'"):
+        fs.init(model, layout, init=only(nn.Linear, 0))
+
+
+def test_a_buffer_that_is_filled_twice_starts_from_the_first_values() -> None:
+    def init(module: Any) -> None:
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_parameters()
+        else:
+            module[0].running_mean.add_(3)
+            module[0].running_var[1].fill_(5)
+
+    model = on_meta(lambda: nn.Sequential(nn.BatchNorm1d(2)))
+    _, buffers = fs.init(model, fs.plan(model, fs.simulated_mesh(1)), init=init)
+    assert buffers["0.running_mean"].tolist() == [[3.0, 3.0]]
+    assert buffers["0.running_var"].tolist() == [[1.0, 5.0]]
