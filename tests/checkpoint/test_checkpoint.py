@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,9 +128,8 @@ def test_momentum_that_is_not_there_yet_stays_none_and_is_loaded_where_the_check
 
 
 def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
-    params = fs.shard(two_layers(), fs.plan(two_layers(), mesh))
-    tree = {
+    params = fs.shard(two_layers(), planned({"replicate": 2, "shard": 3}, two_layers()))
+    tree: Any = {
         "model": params,
         "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
         "numbers": [1, 2.5, None, "text", (True, b"bytes")],
@@ -140,18 +137,8 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
         "scale": fs.LossScale.dynamic().init(params),
     }
     save(tmp_path / "x", tree)
-    like = {
-        **tree,
-        "rng": {"torch": torch.zeros_like(tree["rng"]["torch"]), "python": 0},
-    }
-    loaded = load(tmp_path / "x", like)
-    assert random.getstate() == loaded["rng"]["python"]
-    assert torch.equal(loaded["rng"]["torch"], tree["rng"]["torch"])
-    assert loaded["numbers"] == tree["numbers"]
-    assert loaded["tensors"][0] == 3
-    assert torch.equal(loaded["tensors"][1]["deep"], tree["tensors"][1]["deep"])
-    assert torch.equal(loaded["tensors"][3], tree["tensors"][3])
-    assert torch.equal(loaded["scale"]["scale"], tree["scale"]["scale"])
+    blank = optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, Tensor) else x, tree)
+    assert_trees_close(load(tmp_path / "x", blank), tree, rtol=0, atol=0)
 
 
 def test_partitions_and_buffers_of_a_model_are_saved_under_one_name(tmp_path: Path) -> None:
@@ -175,16 +162,12 @@ def test_the_memory_of_like_is_used_only_when_it_is_donated(four: Any) -> None:
     before = {key: x.clone() for key, x in like.items()}
     assert_equal(load(path, {"model": like})["model"], params)
     assert all(torch.equal(like[key], before[key]) for key in like)
+    without = fs.Sharded({key: x.to("meta") for key, x in params.items()}, params.layout)
+    assert_equal(load(path, {"model": without})["model"], params)
+    assert "no memory to load into" in refused(load, path, {"model": without}, donate=True)
     loaded = load(path, {"model": like}, donate=True)["model"]
     assert all(loaded[key].data_ptr() == like[key].data_ptr() for key in like if like[key].numel())
     assert_equal(like, params)
-
-
-def test_a_tree_without_values_is_enough_to_load_into(four: Any) -> None:
-    path, params, _ = four
-    like = fs.Sharded({key: x.to("meta") for key, x in params.items()}, params.layout)
-    assert_equal(load(path, {"model": like})["model"], params)
-    assert "no memory to load into" in refused(load, path, {"model": like}, donate=True)
 
 
 # other programs
@@ -265,7 +248,9 @@ def test_wrong_paths_and_numbers_are_refused(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_and_what_only_looks_like_a_staging_directory_are_left_alone(tmp_path: Path) -> None:
+def test_keep_removes_the_oldest_and_nothing_of_others(tmp_path: Path) -> None:
+    dcp.save({"x": torch.zeros(2)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    (tmp_path / "notes").mkdir()
     (tmp_path / ".novel.staging").mkdir()
     os.mkfifo(tmp_path / ".pipe.functorch_shard.staging")
     (tmp_path / ".link.functorch_shard.staging").symlink_to(tmp_path / ".novel.staging")
@@ -275,14 +260,6 @@ def test_links_and_what_only_looks_like_a_staging_directory_are_left_alone(tmp_p
         save(tmp_path / f"step-{step}", tiny(step), keep=2)
     assert files_of(tmp_path) == sorted([*there, "step-2", "step-3"])
     assert latest(tmp_path) == tmp_path / "step-3"
-
-
-def test_keep_removes_the_oldest_and_nothing_of_others(tmp_path: Path) -> None:
-    dcp.save({"x": torch.zeros(2)}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    (tmp_path / "notes").mkdir()
-    for step in range(5):
-        save(tmp_path / f"step-{step}", tiny(step), keep=2)
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["notes", "step-3", "step-4", "theirs"]
 
 
 KILLED = """
@@ -415,32 +392,6 @@ def test_programs_that_save_into_one_directory_do_not_disturb_each_other(tmp_pat
 # faults
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Path:
-    """A good checkpoint, and a newer one to be damaged."""
-    for step in (1, 2):
-        save(tmp_path / f"step-{step}", tiny(step))
-    return tmp_path
-
-
-def test_metadata_that_points_out_of_the_directory_is_refused(pair: Path) -> None:
-    folder = pair / "step-2"
-    shutil.copy(folder / "__0_0.distcp", pair / "stolen.distcp")
-    (folder / "functorch_shard.json").unlink()
-    raw = (folder / ".metadata").read_bytes()
-    assert b"\x8c\x0c__0_0.distcp" in raw  # with its length
-    (folder / ".metadata").write_bytes(pickle.dumps(stored_metadata(raw, "__0_0.distcp", "../stolen.distcp")))
-    text = refused(load, folder, {"step": 0})
-    assert "../stolen.distcp: missing, or not a regular file in this folder" in text
-
-
-def stored_metadata(raw: bytes, old: str, new: str) -> Any:
-    read = pickle.loads(raw)
-    for info in read.storage_data.values():
-        info.relative_path = info.relative_path.replace(old, new)
-    return read
-
-
 def test_other_models_and_dtypes_are_refused_with_every_difference(four: Any) -> None:
     path, _, _ = four
     model = awkward().float()
@@ -555,18 +506,6 @@ def test_inside_spmd_nothing_is_saved_or_loaded(tmp_path: Path) -> None:
         assert "Call it outside" in text
 
 
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "first", tiny(1))
-
-    def fail(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saving, "write_durably", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path / "second", tiny(2))
-    assert [x.name for x in tmp_path.iterdir()] == ["first"]
-
-
 # the command line
 
 
@@ -593,11 +532,3 @@ def test_consolidate_writes_the_model_for_others(four: Any, tmp_path: Path, caps
     reported = capsys.readouterr().err
     assert "names begin with model, optim, step" in reported
     assert not (tmp_path / "new").exists()
-
-
-def test_the_command_line_refuses_what_is_damaged(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.truncate(pair / "step-2" / "__0_0.distcp", 100)
-    for arguments in (["inspect"], ["consolidate"]):
-        out = [str(pair / "out")] if arguments == ["consolidate"] else []
-        assert command([*arguments, str(pair / "step-2"), *out]) == 1
-        assert "__0_0.distcp: 100 bytes, expected" in capsys.readouterr().err

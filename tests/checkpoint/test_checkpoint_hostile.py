@@ -218,6 +218,16 @@ def test_values_that_are_compressed_or_claim_gigabytes_of_a_sparse_file_are_not_
     assert resident() - before < 1 << 26
 
 
+def test_metadata_that_points_out_of_the_directory_is_refused(tmp_path: Path) -> None:
+    folder = one(tmp_path / "x", saved(torch.ones(4)))
+    (folder / FILE).rename(tmp_path / "stolen.distcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../stolen.distcp"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "../stolen.distcp: missing, or not a regular file in this folder" in refusal(folder)
+
+
 def mutate(raw: bytearray, draw: random.Random) -> None:
     """Change, remove, insert or repeat some bytes."""
     for _ in range(draw.choice([1, 2, 8, 64])):

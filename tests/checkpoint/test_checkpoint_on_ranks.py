@@ -392,19 +392,13 @@ def first_of_two(folder: Path) -> dict[str, Any]:
 
 def then_three(folder: Path) -> dict[str, Any]:
     moved_on = move(folder / "two", folder / "three", None, "other units and labels", donate=True)
-    return {"loaded": moved_on, "go on": go_on(folder, 1)}
+    simulated = by_name(load(folder / "simulated", fresh(fs.init_mesh())))
+    return {"loaded": moved_on, "go on": go_on(folder, 1), "simulated": simulated}
 
 
 def then_four(folder: Path) -> dict[str, Any]:
     moved_on = move(folder / "three", folder / "four", {"replicate": 2, "shard": 2}, "some whole")
     return {"loaded": moved_on, "parallel": tensor_parallel(folder)}
-
-
-def then_two(folder: Path) -> dict[str, Any]:
-    moved_on = move(folder / "four", folder / "two again", None, "as planned")
-    mesh = fs.init_mesh()
-    simulated = by_name(load(folder / "simulated", fresh(mesh)))
-    return {"loaded": moved_on, "go on": go_on(folder, 2), "simulated": simulated}
 
 
 KILLED = """
@@ -434,6 +428,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def three(folder: Path, two: Any) -> list[dict[str, Any]]:
+    save(folder / "simulated", started(fs.simulated_mesh(2)))
     return run_ranks(then_three, 3, folder)
 
 
@@ -443,44 +438,36 @@ def four(folder: Path, three: Any) -> list[dict[str, Any]]:
     return run_ranks(then_four, 4, folder)
 
 
-@pytest.fixture(scope="module")
-def two_again(folder: Path, four: Any) -> list[dict[str, Any]]:
-    save(folder / "simulated", started(fs.simulated_mesh(2)))
-    return run_ranks(then_two, 2, folder)
-
-
 def same_values(loaded: Any, saved: Any) -> None:
     exactly(loaded["model"], saved["model"])
     exactly(loaded["optim"]["state"], saved["optim"]["state"])
     assert (loaded["step"], loaded["list"]) == (saved["step"], saved["list"]) == (1, [1, "two"])
 
 
-def test_every_bit_goes_from_2_ranks_to_3_to_a_grid_of_4_to_2_to_1(
-    folder: Path, two: Any, three: Any, four: Any, two_again: Any
-) -> None:
+def test_every_bit_goes_from_2_ranks_to_3_to_a_grid_of_4_to_1(folder: Path, two: Any, three: Any, four: Any) -> None:
     saved = two[0]["saved"]
     assert len(saved["model"][0]) == 21
-    for answer in (*two[1:], *three, *four, *two_again):
+    for answer in (*two[1:], *three, *four):
         same_values(answer.get("loaded", answer.get("saved")), saved)
-    for name in ("two", "three", "four", "two again"):
+    for name in ("two", "three", "four"):
         for mesh in (fs.init_mesh(), fs.simulated_mesh(5)):
             same_values(by_name(load(folder / name, fresh(mesh, "other units and labels"))), saved)
 
 
-def test_real_and_simulated_ranks_write_the_same_files(folder: Path, two: Any, two_again: Any) -> None:
+def test_real_and_simulated_ranks_write_the_same_files(folder: Path, two: Any, three: Any) -> None:
     real, simulated = files_of(folder / "two"), files_of(folder / "simulated")
     assert {name for name in real if name.endswith(".distcp")} == {"__0_0.distcp", "__1_0.distcp"}
     assert real.keys() == simulated.keys()
     assert [name for name in real if name != "functorch_shard.json" and real[name] != simulated[name]] == []
-    for answer in two_again:
+    for answer in three:
         same_values(answer["simulated"], two[0]["saved"])
 
 
-@pytest.mark.parametrize("last", PROGRAMS)
-def test_training_goes_on_in_the_other_program_on_other_ranks(last: str, two: Any, three: Any, two_again: Any) -> None:
-    """2 ranks of one program, 3 of the other, 2 of the first: the losses of one process that nobody interrupted."""
-    expected = train_alone(3)
-    for ranks, name, phase in ((two, last, 0), (three, OTHER[last], 1), (two_again, last, 2)):
+@pytest.mark.parametrize("first", PROGRAMS)
+def test_training_goes_on_in_the_other_program_on_other_ranks(first: str, two: Any, three: Any) -> None:
+    """2 ranks of one program, then 3 of the other: the losses of one process that nobody interrupted."""
+    expected = train_alone(2)
+    for ranks, name, phase in ((two, first, 0), (three, OTHER[first], 1)):
         for answer in ranks:
             assert answer["go on"][name] == pytest.approx(expected[phase], rel=1e-10)
 
