@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterable, Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -250,11 +250,124 @@ def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
     return below[name].union(*(_all_below(other, below) for other in below[name]))
 
 
+def moe() -> str:
+    """Where tokens go over training, with and without a loss for the load, as ``expert_loads.py`` has measured it."""
+    runs = json.loads((PLACE / "moe.json").read_text(encoding="utf-8"))
+    titles = {"0.0": "no loss for the load", "0.01": "with the loss for the load, a hundredth of its weight"}
+    body = [svg.text(16, 22, "Part of tokens that goes to each of 8 experts, over training of examples/moe.py")]
+    top, high, strip, width = 62, 200, 60, 372
+    for panel, (name, steps) in enumerate(runs.items()):
+        left, last = 48 + panel * (width + 76), len(steps) - 1
+        x = [left + width * i / last for i in range(len(steps))]
+        body += [svg.text(left, top - 10, titles[name])]
+        below = [0.0] * len(steps)
+        for expert in range(len(steps[0]["load"])):
+            above = [y + step["load"][expert] for y, step in zip(below, steps, strict=True)]
+            edge = [*zip(x, above, strict=True), *reversed([*zip(x, below, strict=True)])]
+            corners = _corners((a, top + high * (1 - min(b, 1.0))) for a, b in edge)
+            tip = f"expert {expert}: {steps[0]['load'][expert]:.0%} at first, {steps[-1]['load'][expert]:.0%} at last"
+            body += [f'<polygon class="fs-hue{expert}" points="{corners}"><title>{tip}</title></polygon>']
+            at = top + high * (1 - (above[-1] + below[-1]) / 2) + 4
+            body += [svg.text(x[-1] + 4, at, f"{steps[-1]['load'][expert]:.0%}", "fs-faint")]
+            below = above
+        floor = top + high + 34 + strip
+        body += [svg.rectangle(left, floor - strip, width, strip, "fs-rest")]
+        body += [
+            svg.text(left, floor - strip - 6, "choices without a place: experts have 125 % of the mean", "fs-faint")
+        ]
+        line = "L".join(
+            f"{svg.number(a)} {svg.number(floor - strip * s['dropped'] / 0.4)}" for a, s in zip(x, steps, strict=True)
+        )
+        body += [f'<path class="fs-mark-line" d="M{line}"/>']
+        body += [
+            svg.text(
+                x[-1] + 4, floor - strip * steps[-1]["dropped"] / 0.4 + 4, f"{steps[-1]['dropped']:.0%}", "fs-faint"
+            )
+        ]
+        body += [
+            svg.text(left - 6, floor - strip + 8, "40%", "fs-faint", "end"),
+            svg.text(left - 6, floor, "0", "fs-faint", "end"),
+        ]
+        body += [
+            svg.text(left - 6, top + 8, "100%", "fs-faint", "end"),
+            svg.text(left - 6, top + high, "0", "fs-faint", "end"),
+        ]
+        body += [
+            svg.text(left, floor + 16, "step 1", "fs-faint"),
+            svg.text(x[-1], floor + 16, str(last + 1), "fs-faint", "end"),
+        ]
+    return svg.document(920, top + high + strip + 64, "Load of experts over training", body)
+
+
+def long_context() -> str:
+    """Which rank attends to what and when, by ring and by Ulysses, and what each sends."""
+    ranks, cell, top = 4, 44, 92
+    body = [
+        svg.text(
+            16,
+            22,
+            "Two ways of attention to a sequence that is divided among 4 ranks",
+        )
+    ]
+    body += [
+        svg.text(16, 44, "Ring: keys and values travel"),
+        svg.text(16, 60, "queries stay, grey is masked", "fs-faint"),
+    ]
+    for i, j in product(range(ranks), range(ranks)):
+        hop = (i - j) % ranks
+        x, y = 70 + cell * j, top + cell * i
+        tip = f"queries of rank {i}, keys of rank {j}: at hop {hop}" + (", all of them later: masked" if j > i else "")
+        body += [svg.rectangle(x + 1, y + 1, cell - 2, cell - 2, f"fs-hue{hop}" if j <= i else "fs-rest", tip)]
+        body += [svg.text(x + cell / 2, y + cell / 2 + 4, f"hop {hop}", "fs-ink" if j <= i else "fs-faint", "middle")]
+    for i in range(ranks):
+        body += [svg.text(62, top + cell * i + cell / 2 + 4, f"rank {i}", "fs-faint", "end")]
+        body += [svg.text(70 + cell * (i + 0.5), top + cell * ranks + 16, f"k, v {i}", "fs-faint", "middle")]
+
+    start = 300
+    body += [
+        svg.text(start, 44, "Ulysses: heads are exchanged"),
+        svg.text(start, 60, "before, and at attention", "fs-faint"),
+    ]
+    for panel in range(2):
+        left = start + panel * 152
+        for head, part in product(range(ranks), range(ranks)):
+            owner = head if panel else part
+            tip = f"head {head}, part {part} of the sequence: on rank {owner}"
+            body += [svg.rectangle(left + 32 * part + 1, top + cell * head + 1, 30, cell - 2, f"fs-hue{owner}", tip)]
+            body += [svg.text(left + 32 * part + 16, top + cell * head + cell / 2 + 4, str(owner), "fs-ink", "middle")]
+        body += [svg.text(left + 64, top + cell * ranks + 16, "parts of the sequence", "fs-faint", "middle")]
+    body += [svg.text(start, top + cell * ranks + 32, "number: the rank; rows: heads", "fs-faint")]
+
+    left, right, high, most = 650, 884, cell * ranks, 2.0
+    body += [
+        svg.text(left, 44, "Sent by a rank, for one layer"),
+        svg.text(left, 60, "1: queries of the whole sequence", "fs-faint"),
+    ]
+    sizes = range(1, 17)
+    curves = {"ring": [2 * (n - 1) / n for n in sizes], "ulysses": [4 * (n - 1) / n**2 for n in sizes]}
+    for level in (0, 1, 2):
+        y = top + high * (1 - level / most)
+        body += [svg.line(left, y, right, y, "fs-rest-line"), svg.text(left - 6, y + 4, str(level), "fs-faint", "end")]
+    for (name, values), look in zip(curves.items(), ("fs-edge-line", "fs-mark-line"), strict=True):
+        points = [
+            (left + (right - left) * (n - 1) / 15, top + high * (1 - v / most))
+            for n, v in zip(sizes, values, strict=True)
+        ]
+        body += [f'<path class="{look}" d="M{"L".join(f"{svg.number(x)} {svg.number(y)}" for x, y in points)}"/>']
+        body += [svg.text(right, points[-1][1] - 8 if name == "ulysses" else points[-1][1] + 18, name, anchor="end")]
+    for n in (1, 4, 8, 16):
+        body += [svg.text(left + (right - left) * (n - 1) / 15, top + high + 16, str(n), "fs-faint", "middle")]
+    body += [svg.text((left + right) / 2, top + high + 32, "ranks of the axis", "fs-faint", "middle")]
+    return svg.document(920, top + high + 48, "Attention over a sequence on several ranks", body)
+
+
 PICTURES = {
     "layout.svg": layout,
     "step.svg": step,
     "memory.svg": memory,
     "packages.svg": packages,
+    "moe.svg": moe,
+    "long_context.svg": long_context,
 }
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,18 @@ def arguments(doc: str | None, **defaults: float | str) -> Any:
     return parser.parse_args()
 
 
-def ranks(simulated: int, kind: str = "batched") -> fs.Mesh:
-    """The ranks that torchrun started; without it, simulated ranks in this process, of this kind."""
-    mesh = fs.init_mesh()
-    return mesh if dist.is_initialized() else fs.simulated_mesh(simulated, kind=kind, device=mesh.device)
+def ranks(simulated: int, kind: str = "batched", **axes: int) -> fs.Mesh:
+    """The ranks that torchrun started; without it, simulated ranks in this process, of this kind.
+
+    Args:
+        axes: sizes by name, outermost first; one may be -1, what is left, and one of size 1 is left out.
+    """
+    mesh, axes = fs.init_mesh(), {name: size for name, size in axes.items() if size != 1}
+    if dist.is_initialized():
+        return fs.init_mesh(axes) if axes else mesh
+    given = math.prod(size for size in axes.values() if size > 0)
+    sizes = {name: size if size > 0 else simulated // given for name, size in axes.items()}
+    return fs.simulated_mesh(sizes or simulated, kind=kind, device=mesh.device)
 
 
 @dataclass(frozen=True)

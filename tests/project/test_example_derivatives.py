@@ -1,0 +1,132 @@
+"""Every derivative of the examples in several dimensions is that of the whole program, on simulated and gloo ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, grad_and_value, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_trees_close
+from tests.support.pool import run_ranks
+
+FOLDER = Path(__file__).parents[2] / "examples"
+Full = dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """A program on a mesh, and the same on whole tensors: its loss, and those of all sequences."""
+
+    model: Any
+    batch: tuple[Tensor, ...]
+    on: Callable[[fs.Mesh], Any]  # has params, loss, losses and split
+    loss: Callable[[Full], Tensor]
+    losses: Callable[..., Tensor]
+    axes: tuple[str, str]
+
+
+@cache
+def case(name: str) -> Case:
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))  # where examples find what they share
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (8, 13))
+    if name == "moe":
+        moe = import_module("moe")
+        model = moe.Model().double()
+        return Case(
+            model,
+            (tokens,),
+            lambda mesh: moe.Program(mesh, model),
+            lambda full: model.loss(full, tokens, moe.on_whole_tensors, lambda x: x),
+            lambda full, tokens: functional_call(model, full, (tokens, moe.on_whole_tensors))[0],
+            ("expert", "shard"),
+        )
+    long_context = import_module("long_context")
+    model, batch = long_context.Model().double(), (tokens[:, :-1], tokens[:, 1:])
+
+    def losses(full: Full, *batch: Tensor) -> Tensor:
+        return functional_call(model, full, (*batch, 0, long_context.on_whole_sequence))
+
+    on = lambda mesh: long_context.Program(mesh, model, getattr(long_context, name))  # noqa: E731
+    return Case(model, batch, on, lambda full: losses(full, *batch).mean(), losses, ("shard", "context"))
+
+
+def whole(model: torch.nn.Module) -> Full:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
+    """Derivatives on ``mesh``, as whole values."""
+    program = case(name).on(mesh)
+    direction, loss = fs.curvature.randn_like(program.params, seed=1), program.loss
+
+    @mesh.spmd(out_dims=(0, None, None, 0, 0))
+    def derivatives(params: fs.Sharded, v: fs.Sharded, *batch: Tensor) -> Any:
+        grads, value = fs.grad_and_value(loss)(params, *batch)
+        hvp = jvp(lambda params: fs.grad(loss)(params, *batch), (params,), (v,))[1]
+        pushed = jvp(lambda params: loss(params, *batch), (params,), (v,))[1]
+        scalars = (fs.collectives.pmean(x, mesh) for x in (value, pushed))
+        return grads, *scalars, hvp, fs.jacrev(program.losses)(params, *batch)
+
+    with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+        grads, value, pushed, hvp, rows = derivatives(program.params, direction, *program.split(case(name).batch))
+    axes = len(mesh.axes) if mesh.is_simulated else 0
+    of_samples = [fs.Sharded({key: x.select(axes, i) for key, x in rows.items()}, rows.layout) for i in range(8)]
+    trees = {"gradient": grads, "hvp": hvp, **{f"sample {i}": tree for i, tree in enumerate(of_samples)}}
+    return {"loss": value, "jvp": pushed, **{key: dict(fs.gather(x, lazy=False)) for key, x in trees.items()}}
+
+
+def expected(name: str) -> dict[str, Any]:
+    model, batch, on, loss, losses, axes = case(name)
+    full, one = whole(model), fs.simulated_mesh(dict.fromkeys(axes, 1))
+    drawn = fs.gather(fs.curvature.randn_like(on(one).params, seed=1))
+    v = {name: drawn[name].detach() for name in full}
+    with sdpa_kernel(SDPBackend.MATH):
+        grads, value = grad_and_value(loss)(full)
+        (_, hvp), (_, pushed) = jvp(grad(loss), (full,), (v,)), jvp(loss, (full,), (v,))
+        of_one = lambda full, *sample: losses(full, *(x[None] for x in sample))[0]  # noqa: E731
+        rows = vmap(grad(of_one), (None, *[0] * len(batch)))(full, *batch)
+    of_samples = {f"sample {i}": {name: x[i] for name, x in rows.items()} for i in range(8)}
+    return {"loss": value, "jvp": pushed, "gradient": grads, "hvp": hvp, **of_samples}
+
+
+def check(name: str, mesh: fs.Mesh) -> None:
+    assert_trees_close(of_shards(name, mesh), expected(name), rtol=0, atol=1e-10)
+
+
+def on_this_rank(name: str) -> None:
+    check(name, fs.init_mesh(dict.fromkeys(case(name).axes, 2)))
+
+
+PROGRAMS = ["moe", "ring", "ulysses"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives_on_eight_simulated_ranks_are_those_of_the_whole_program(name: str) -> None:
+    check(name, fs.simulated_mesh({"replicate": 2, **dict.fromkeys(case(name).axes, 2)}))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_derivatives_on_four_gloo_ranks_are_those_of_the_whole_program(name: str) -> None:
+    run_ranks(on_this_rank, 4, name)
+
+
+def test_a_ring_of_four_ranks_attends_to_the_whole_sequence() -> None:
+    check("ring", fs.simulated_mesh({"shard": 1, "context": 4}))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("moe", "all_to_all"), ("ring", "ppermute"), ("ulysses", "all_to_all")])
+def test_a_dropped_collective_is_noticed(name: str, kind: str) -> None:
+    mesh = fs.simulated_mesh(dict.fromkeys(case(name).axes, 2))
+    with pytest.raises(AssertionError, match="leaves differ"):
+        check(name, mesh.with_backend(fs.communication.skip(kind)))
