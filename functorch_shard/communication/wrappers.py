@@ -144,7 +144,7 @@ def skip(*kinds: str) -> Callable[[Axis], Backend]:
 
     Stands for ``FSDP_USE_FAKE_ALL_GATHER`` and ``FSDP_USE_FAKE_REDUCE``.
     """
-    known = [kind for kind, law in KINDS.items() if not (law.begins or law.shape)]
+    known = [kind for kind, law in KINDS.items() if not law.begins and kind != "ragged_all_to_all"]
     unknown = [f"{kind!r}: expected one of {', '.join(known)}" for kind in kinds if kind not in known]
     reject("skip", unknown, "Name kinds of collectives, as skip('all_gather').")
 
@@ -161,6 +161,8 @@ def _own(op: Collective, x: Tensor, axis: Axis) -> Tensor:
     """What the ranks would get that have this rank's part for each other: of a reduction, that part alone."""
     law, size, copies = op.law, axis.size, 1 if op.law.reduces else axis.size
     x = x.to(op.device or x.device, op.dtype)
+    if law.shape:  # a permutation, or the value of one rank: results have the shape of the operand
+        return (x[0] if law.alike and axis.backend.simulated else x).clone()
     if not axis.backend.simulated:
         rank = int(axis.backend.index())
         return law.combine(op, [law.parts(op, x, rank, size, 0)[rank] if law.parts else x] * copies, 0)

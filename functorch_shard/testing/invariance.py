@@ -266,7 +266,7 @@ def mutants(program: Program, mesh: Mesh | None = None) -> list[Mutant]:
 
 
 def _changes(op: Collective, mesh: Mesh) -> Iterator[str]:
-    if not op.law.shape:  # of operands of different shapes, skip knows none to keep
+    if op.kind != "ragged_all_to_all":  # skip knows no result to keep, which would have another shape
         yield "dropped"
     yield "doubled"
     yield from (axis for axis, size in mesh.axes.items() if size > 1 and axis not in op.axis.split(","))
