@@ -55,7 +55,7 @@ def ring(axis: fs.Axis) -> Attention:
         for hop in range(axis.size):
             owner = (here - hop) % axis.size  # the first block is this rank's own, where each token attends to itself
             future = owner * len(steps) + steps > here * len(steps) + steps[:, None]
-            state = attend(state, q, *both, future)
+            state = attend(state, q, both[0], both[1], future)
             if hop < axis.size - 1:
                 both = fs.collectives.ppermute(both, axis, to_next)
         _, total, output = state
@@ -192,7 +192,7 @@ def main() -> None:
         costs[f"a rank passes in a step, by {way}"] = passed(seen)
     scores = 8 * args.batch_size * HEADS * LENGTH**2
     costs["loss"] = f"{expected[0]:.3f} at first, {expected[-1]:.3f} at last"
-    costs["a rank holds"] = f"{nbytes(params, mesh):,} bytes of {flat(whole).nbytes:,} bytes of parameters"
+    costs["a rank holds"] = f"{nbytes(found['ring'][0], mesh):,} bytes of {flat(whole).nbytes:,} bytes of parameters"
     costs["scores of a layer at a time"] = (
         f"{scores // mesh.size // size:,} bytes by ring, {scores // mesh.size:,} by ulysses, {scores:,} of all"
     )

@@ -93,7 +93,7 @@ def expected(name: str) -> dict[str, Any]:
     v = {name: drawn[name].detach() for name in full}
     with sdpa_kernel(SDPBackend.MATH):
         grads, value = grad_and_value(loss)(full)
-        (_, hvp), (_, pushed) = jvp(grad(loss), (full,), (v,)), jvp(loss, (full,), (v,))
+        hvp, pushed = jvp(grad(loss), (full,), (v,))[1], jvp(loss, (full,), (v,))[1]
         of_one = lambda full, *sample: losses(full, *(x[None] for x in sample))[0]  # noqa: E731
         rows = vmap(grad(of_one), (None, *[0] * len(batch)))(full, *batch)
     of_samples = {f"sample {i}": {name: x[i] for name, x in rows.items()} for i in range(8)}
