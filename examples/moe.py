@@ -1,4 +1,4 @@
-"""A mixture of experts on ranks that are experts x shards: tokens travel to their experts by all-to-all, and back.
+"""A mixture of experts on ranks that are experts x shards: tokens go to their experts by all-to-all, and back.
 
 python examples/moe.py                                   # 4 simulated ranks, 2 x 2; --ranks 8 --replicas 2: 2 x 2 x 2
 torchrun --nproc-per-node 4 examples/moe.py              # the same program on 4 real gloo ranks
