@@ -3,15 +3,95 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections import Counter as Multiset
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.communication import Collective, Finished, Work
-from tests.support.one_door import AXES, Seen, check_records, every_kind, in_threads, noting, records_of
+from functorch_shard.collectives import all_gather, pmax, psum, psum_scatter
+from functorch_shard.communication import Collective, Counter, Finished, Work, wrap
+from functorch_shard.testing import count_collectives
+from tests.support.models import loss_of
+from tests.support.pool import run_ranks
+
+Seen = list[tuple[Any, ...]]
+
+KINDS = {"psum", "pmax", "all_gather", "psum_scatter", "all_to_all"}
+
+
+def shown(op: Collective) -> tuple[Any, ...]:
+    return op.kind, op.axis, op.numel, op.dtype, op.key
+
+
+def noting(seen: Seen) -> Callable[[Any], Any]:
+    return wrap(lambda op, x, send: (seen.append(shown(op)), send(op, x))[1])
+
+
+def every_kind(mesh: fs.Mesh) -> None:
+    """A step, a copy from one rank, encoded gradients, and each collective by itself, in forward and backward."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
+    layout = fs.plan(model, mesh)
+    ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()
+    rows = torch.ones(*ranks, 2 * mesh.size, dtype=torch.float64)
+
+    def one_rank(x: Tensor) -> Any:
+        params = fs.shard(model, layout, from_rank=1)
+        inputs, targets = x[:1].expand(2, 5), x[:1].expand(2, 3)
+        grads = fs.grad(lambda p: loss_of(model, fs.gather(p), inputs, targets))(params)
+        encoded = fs.codecs.scatter_encoded_grads(fs.gather(params, lazy=False), fs.codecs.int8(), layout=layout)
+        each = psum(x, mesh), pmax(x, mesh), all_gather(x, mesh), psum_scatter(x, mesh)
+        slope = fs.grad(lambda x: psum(x.square(), mesh).sum())(x)
+        return dict(grads), encoded[0], each, slope
+
+    mesh.spmd(one_rank)(rows)
+
+
+def records_of(plain: fs.Mesh) -> tuple[Seen, Seen, Seen, int]:
+    """What the recorder, two wrappers and a counter saw of one program."""
+    first, last, counter = list[Any](), list[Any](), Counter()
+    mesh = plain.with_backend(noting(first)).with_backend(counter).with_backend(noting(last))
+    with count_collectives() as recorded:
+        every_kind(mesh)
+    return list(map(shown, recorded.issued)), first, last, counter.total.number
+
+
+def in_threads(*works: Callable[[], Any]) -> None:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+AXES = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
+
+
+def check_records(recorded: Seen, first: Seen, last: Seen, counted: int) -> None:
+    assert recorded == first == last
+    assert counted == len(recorded)
+    assert {kind for kind, *_ in recorded} >= KINDS
+
+
+def records_on_this_rank(axes: dict[str, int]) -> tuple[Any, ...]:
+    mesh, seen = fs.init_mesh(axes), list[Any]()
+    records = records_of(mesh)
+    in_threads(lambda: every_kind(mesh.with_backend(noting(seen))))
+    return *records, seen
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
+def test_every_collective_is_seen_once_on_real_ranks_and_in_another_thread(axes: dict[str, int]) -> None:
+    results = run_ranks(records_on_this_rank, fs.simulated_mesh(axes).size, axes)
+    for *records, in_a_thread in results:
+        check_records(*records)
+        assert Multiset(in_a_thread) == Multiset(records[0])
+    assert {"exchange", "scatter"} <= {kind for recorded, *_ in results for kind, *_ in recorded}
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)

@@ -30,7 +30,7 @@ from tests.laws.convention import (
     sharded_side,
     whole_parameters,
 )
-from tests.support.pairs import in_pairs
+from tests.support.covering import in_pairs
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import text_of
 

@@ -2,15 +2,203 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.own_programs import PROGRAMS
 from tests.support.ranks import HYBRID, Ranks, gloo, sequential, slow
+
+STEPS = 3
+ADAMW = fs.optimizer(torch.optim.AdamW, lr=1e-2)
+Loss = Callable[[fs.Sharded, Any], Tensor]
+
+
+def trained(mesh: fs.Mesh, model: nn.Module, loss: Loss, batches: Sequence[Sequence[Any]], **options: Any) -> Any:
+    """The loss of each step and the parameters; ``batches[step][rank]`` may have a shape of its own.
+
+    Simulated ranks return the losses of all ranks as a list for each step.
+    """
+    params = fs.shard(model, fs.plan(model, mesh, **options))
+    state = ADAMW.init(params)
+    results = []
+
+    def step(params: fs.Sharded, state: Any, of_ranks: Any, number: int) -> Any:
+        torch.manual_seed(100 * number + mesh.rank)  # ranks draw different numbers, and not equally many
+        grads, value = fs.grad_and_value(loss)(params, of_ranks[mesh.rank])
+        grads, _ = fs.clip_by_global_norm(grads, 1.0)
+        return *ADAMW.step(params, grads=grads, state=state), value.detach()
+
+    run = mesh.spmd(step, in_dims=(0, 0, None, None))
+    for number, batch in enumerate(batches):
+        params, state, value = run(params, state, batch, number)
+        results.append(value.flatten().tolist() if value.ndim else value.item())
+    return results, dict(params)
+
+
+def tokens(mesh: fs.Mesh, *, ragged: bool = False) -> list[list[tuple[Tensor, Tensor]]]:
+    """For each step and rank ids and how many of them count; on even ranks of the first step all of them do."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for step in range(STEPS):
+        ranks = []
+        for rank in range(mesh.size):
+            rows, columns = (2 + (rank + step) % 3, 5 + rank) if ragged else (3, 6)
+            ids = torch.randint(1, 20, (rows, columns), generator=generator)
+            full = rank % 2 == 0 and step == 0
+            lengths = torch.full((rows,), columns) if full else torch.randint(1, columns, (rows,), generator=generator)
+            ranks.append((ids, lengths))
+        batches.append(ranks)
+    return batches
+
+
+class PaddedEncoder(nn.Module):
+    """As BERT: a mask that is left out where it hides nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = None if mask.all() else ~mask
+        return self.head(self.layers(self.embed(ids), src_key_padding_mask=hidden))
+
+
+def _of_language(model: nn.Module) -> Loss:
+    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, lengths = batch
+        mask = torch.arange(ids.shape[1]) < lengths[:, None]
+        logits = functional_call(model, fs.gather(params), (ids, mask))
+        return F.cross_entropy(logits[mask], ids[mask])
+
+    return loss
+
+
+def padding_mask(mesh: fs.Mesh) -> Any:
+    model = _seeded(PaddedEncoder)
+    return trained(mesh, model, _of_language(model), tokens(mesh))
+
+
+def ragged_batches(mesh: fs.Mesh) -> Any:
+    model = _seeded(PaddedEncoder)
+    return trained(mesh, model, _of_language(model), tokens(mesh, ragged=True))
+
+
+class Routed(nn.Module):
+    """Each row goes to the expert that a router chooses; an expert that no row of this rank chose does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Embedding(20, 8), nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).mean(1)
+        weights = self.router(x).softmax(-1)
+        best = weights.argmax(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (best == number).nonzero().flatten()
+            if len(rows):
+                y = y.index_copy(0, rows, expert(x[rows]) * weights[rows, number, None])
+        return self.head(x + y)
+
+
+def routing(mesh: fs.Mesh) -> Any:
+    model = _seeded(Routed)
+
+    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
+        full = fs.gather(params, lazy=False)  # ranks use different experts
+        return F.cross_entropy(functional_call(model, full, (batch[0],)), batch[0][:, 0])
+
+    return trained(mesh, model, loss, tokens(mesh))
+
+
+def values_of_tensors(mesh: fs.Mesh) -> Any:
+    """Numbers of tensors in Python: a loss that is scaled until it is small, each rank by its own number of times."""
+    model = _seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, lengths = batch
+        value = functional_call(model, fs.gather(params), (ids / lengths.max().item(),)).square().mean()
+        while value.item() > 0.01:
+            value = value * 0.5
+        return value * float(value.detach())
+
+    return trained(mesh, model, loss, tokens(mesh))
+
+
+class AverageOverRanks(nn.Module):
+    """A model that communicates between two of its layers, as a synchronized BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.before, self.after = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.calls: list[int] = []
+
+    def forward(self, ids: Tensor, mesh: fs.Mesh) -> Tensor:
+        x = self.before(self.embed(ids)).tanh()
+        self.calls.append(len(x))
+        center = fs.collectives.pmean(x.mean((0, 1)), mesh)
+        assert self.calls[-1] == len(x)
+        return self.after(x - center)
+
+
+def collective_in_a_model(mesh: fs.Mesh) -> Any:
+    model = _seeded(AverageOverRanks)
+
+    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
+        ids, _ = batch
+        logits = fs.bind(model, params)(ids, mesh)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    return trained(mesh, model, loss, tokens(mesh, ragged=True))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2)) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def checkpointed(mesh: fs.Mesh) -> Any:
+    model = _seeded(Checkpointed)
+
+    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
+        logits = fs.bind(model, fs.gather(params, lazy=True))(batch[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch[0].flatten())
+
+    return trained(mesh, model, loss, tokens(mesh, ragged=True))
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+PROGRAMS = {
+    fn.__name__: fn
+    for fn in (*(padding_mask, ragged_batches, routing, values_of_tensors, collective_in_a_model, checkpointed),)
+}
 
 
 def every_program(mesh: fs.Mesh) -> dict[str, Any]:

@@ -2,11 +2,64 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import Context
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
 
+import pytest
+from torch import autograd
+
+import functorch_shard as fs
 from functorch_shard.torch_internals.autograd import Function
-from tests.laws.nestings import COLUMNS, Row, verdict
-from tests.support.empty_context import functions, on_mesh_in_empty_contexts
+from tests.laws.nestings import COLUMNS, Column, Row, on_mesh, verdict
+
+
+def functions() -> list[type[autograd.Function]]:
+    """The autograd Functions of the library."""
+    found, waiting = [], [autograd.Function]
+    while waiting:
+        for cls in waiting.pop().__subclasses__():
+            waiting.append(cls)
+            if cls.__module__.startswith(fs.__name__) and "backward" in vars(cls):
+                found.append(cls)
+    return found
+
+
+@contextmanager
+def in_empty_contexts() -> Iterator[list[str]]:
+    """A context in which every backward of :func:`functions` runs in a new context; yields the names of those that did.
+
+    Autograd runs nodes of a device in threads of its own, to which it carries modes and the levels of ``torch.func``,
+    and no context variables.
+    """
+    ran: list[str] = []
+
+    def alone(cls: type[autograd.Function]) -> Any:
+        backward = cls.backward
+
+        @wraps(backward)
+        def in_thread(*args: Any) -> Any:
+            ran.append(cls.__name__)
+            return Context().run(backward, *args)
+
+        return staticmethod(in_thread)
+
+    with ExitStack() as stack:
+        for cls in functions():
+            stack.enter_context(patch.object(cls, "backward", alone(cls)))
+        yield ran
+
+
+def on_mesh_in_empty_contexts(mesh: fs.Mesh, column: Column, rows: list[Row]) -> list[Any]:
+    """Return what each row gives, whole, or the text of its error."""
+    with in_empty_contexts() as ran:
+        results = on_mesh(mesh, column, rows)
+    assert ran
+    return results
+
 
 ROWS: list[Row] = [
     ("grad", "the loss"),

@@ -2,25 +2,299 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close
+from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.pool import run_ranks
-from tests.support.recomputing import (
-    STYLES,
-    WITHOUT_REENTRY,
-    bound,
-    build,
-    by_functional_call,
-    inputs,
-    train,
-)
+from tests.support.refusals import refused
+
+WIDTH = 6
+Run = Callable[[nn.Module, fs.Sharded, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """A direct use of a parameter, a submodule's, statistics, and a mask that has to be drawn alike twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.gate = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.gate * nn.functional.dropout(self.norm(self.fc(x)).tanh(), 0.2)
+
+
+class Layer(Block):
+    """As transformers' ``GradientCheckpointingLayer``: the call itself is checkpointed, keywords go in beforehand."""
+
+    how: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.how is None:
+            return super().__call__(*args, **kwargs)
+        return self.how(partial(super().__call__, **kwargs), *args)
+
+
+class Model(nn.Module):
+    """Three blocks between an embedding and a head that is tied to it."""
+
+    def __init__(self, style: str, how: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+        kind = Layer if style == "layer" else Block
+        self.blocks = nn.Sequential(*(kind() for _ in range(3)))
+        self.style, self.how = style, how
+        for block in self.blocks:
+            if isinstance(block, Layer):
+                block.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(STYLES[self.style](self, x) if self.how else self.blocks(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+def _in_layers(model: Model, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block(x, scale=1.0)
+    return x
+
+
+def _modules(model: Any, x: Tensor) -> Tensor:  # timm
+    for block in model.blocks:
+        x = model.how(block, x)
+    return x
+
+
+def _calls(model: Any, x: Tensor) -> Tensor:  # diffusers
+    for block in model.blocks:
+        x = model.how(block.__call__, x, 1.0)
+    return x
+
+
+def _closures(model: Any, x: Tensor) -> Tensor:  # timm's checkpoint_seq, torch's checkpoint_sequential
+    def run(start: int, end: int) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            for block in model.blocks[start:end]:
+                x = block(x)
+            return x
+
+        return forward
+
+    return run(2, 3)(model.how(run(0, 2), x))
+
+
+def _method(model: Any, x: Tensor) -> Tensor:
+    return model.blocks[2](model.how(model.inner, x))
+
+
+def _nested(model: Any, x: Tensor) -> Tensor:
+    return model.how(lambda x: model.how(model.blocks[2], model.how(model.inner, x)), x)
+
+
+STYLES: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "layer": _in_layers,
+    "modules": _modules,
+    "calls": _calls,
+    "closures": _closures,
+    "method": _method,
+    "nested": _nested,
+}
+
+WITHOUT_REENTRY, WITH_REENTRY = (partial(checkpoint, use_reentrant=flag) for flag in (False, True))
+
+
+def build(style: str, how: Callable[..., Any] | None = None) -> Model:
+    torch.manual_seed(0)
+    return Model(style, how).double()
+
+
+def inputs(num_rows: int = 8) -> Tensor:
+    return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def by_functional_call(model: nn.Module, params: fs.Sharded, x: Tensor, lazy: bool | None = None) -> Tensor:
+    return functional_call(model, fs.gather(params, lazy=lazy), (x,))
+
+
+def bound(model: nn.Module, params: Any, x: Tensor) -> Tensor:
+    return fs.bind(model, params)(x)
+
+
+def train(mesh: fs.Mesh, model: nn.Module, run: Run, steps: int = 10, rate: float = 0.3) -> Any:
+    """SGD: losses, parameters, the model's buffers, and the collectives of each step."""
+    layout = fs.plan(model, mesh)
+    params, losses, kinds = fs.shard(model, layout), [], []
+    for step in range(steps):
+        torch.manual_seed(step)
+        with count_collectives() as seen:
+            grads, loss = fs.grad_and_value(lambda p, x: run(model, p, x).square().mean())(params, mesh.split(inputs()))
+        kinds.append(dict(seen.by_kind))
+        params = fs.Sharded({key: params[key] - rate * grads[key] for key in params}, layout)
+        losses.append(fs.collectives.pmean(loss, mesh).item())
+    buffers = {name: x.clone() for name, x in model.named_buffers()}
+    return losses, dict(fs.gather(params, lazy=False)), buffers, kinds
+
+
+def own_state(model: nn.Module) -> list[tuple[str, int, int]]:
+    """Which tensors the model has, and how often they were written to."""
+    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [(name, id(x), x._version) for name, x in held]
+
+
+again = partial(checkpoint, use_reentrant=False)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_ten_steps_are_bitwise_those_without_checkpointing(style: str) -> None:
+    mesh, model = fs.init_mesh(), build(style, WITHOUT_REENTRY)
+    before = own_state(model)
+    expected, actual = train(mesh, build(style), bound), train(mesh, model, bound)
+    assert expected[0][-1] < expected[0][0]
+    assert actual[0] == expected[0]
+    assert_trees_close(actual[1], expected[1], rtol=0, atol=0)
+    assert own_state(model) == before
+
+
+@pytest.mark.parametrize("lazy", [None, True])
+@pytest.mark.parametrize("style", STYLES)
+def test_functional_call_of_them_is_refused_inside_of_grad_and_the_error_names_bind(
+    style: str, lazy: bool | None
+) -> None:
+    model = build(style, WITHOUT_REENTRY)
+    text = refused(train, fs.init_mesh(), model, partial(by_functional_call, lazy=lazy))
+    assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
+    assert "functorch_shard.bind(model, params)(...)" in text
+
+
+def _as_it_is(fn: Callable[..., Tensor], *args: Any) -> Tensor:
+    return fn(*args)
+
+
+class Plain(nn.Module):
+    """Without buffers or chance: it may be on the meta device."""
+
+    def __init__(self, how: Callable[..., Any] = again) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(6, 6).double() for _ in range(3))
+        self.how: Any = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.how(lambda x: self.layers[1](self.layers[0](x).tanh()).tanh(), x)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("trained", ["all", "none", "last"])
+def test_modules_that_run_with_their_own_parameters_are_accepted(trained: str) -> None:
+    """Trainable, frozen, and the rest of a model of which a part is bound."""
+    model, critic = Plain(_as_it_is), Plain().requires_grad_(trained == "all")
+    critic.layers[2].requires_grad_(trained != "none")
+    mesh = fs.init_mesh()
+    params = fs.shard(model, fs.plan(model, mesh))
+    rest = {"layers.0.weight": 2 * critic.get_parameter("layers.0.weight").detach()}
+
+    def loss(how: Any, params: fs.Sharded) -> Tensor:
+        critic.how = how
+        x = bound(model, params, inputs())
+        return (critic(x) + fs.bind(critic, rest)(x)).square().mean()
+
+    expected, actual = (fs.grad(partial(loss, how))(params) for how in (_as_it_is, again))
+    assert_trees_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lazy", [None, True, False])
+def test_a_checkpointed_function_of_the_parameters_is_accepted(lazy: bool | None) -> None:
+    mesh, block = fs.init_mesh(), nn.Linear(6, 6).double()
+    params = fs.shard(block, fs.plan(block, mesh))
+
+    def passed(full: Any, x: Tensor) -> Tensor:
+        return again(lambda p, x: functional_call(block, p, x), full, x)
+
+    def closed_over(full: Any, x: Tensor) -> Tensor:
+        return again(lambda x: functional_call(block, full, x), x)
+
+    def bound_inside(full: Any, x: Tensor) -> Tensor:
+        return again(lambda x: fs.bind(block, full)(x), x)
+
+    def plain(full: Any, x: Tensor) -> Tensor:
+        return functional_call(block, full, x)
+
+    expected, *others = (
+        fs.grad(lambda p, run=run: run(fs.gather(p, lazy=lazy), inputs()).tanh().square().sum())(params)
+        for run in (plain, passed, closed_over, bound_inside)
+    )
+    for actual in others:
+        assert_trees_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["passed", "closed over", "partial"])
+def test_a_weight_that_a_checkpoint_is_given_is_accepted_under_functional_call(how: str) -> None:
+    class Given(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight
+            if how == "passed":
+                return again(lambda x, weight: (x @ weight).tanh(), x, weight)
+            if how == "partial":
+                return again(partial(lambda weight, x: (x @ weight).tanh(), weight), x)
+            return again(lambda x: (x @ weight).tanh(), x)
+
+    mesh, model = fs.init_mesh(), Given(6, 6, bias=False).double()
+    params = fs.shard({"weight": 2 * model.weight.detach()}, fs.plan(model, mesh))
+    expected = fs.grad(lambda p: (inputs() @ fs.gather(p)["weight"]).tanh().square().sum())(params)
+    for lazy in (None, True):
+        actual = fs.grad(lambda p, lazy=lazy: by_functional_call(model, p, inputs(), lazy).square().sum())(params)
+        assert_trees_close(actual, expected, rtol=0, atol=0)
+
+
+Meta = Callable[[Callable[..., Tensor], dict[str, Tensor], Tensor], Tensor]
+
+
+def _teacher_and_student(run: Callable[..., Tensor], p: dict[str, Tensor], x: Tensor) -> Tensor:
+    ahead = {name: 0.9 * value + 0.01 for name, value in p.items()}
+    return (run(p, x) * run(ahead, x)).sum() + run(p, x + 1).square().sum()
+
+
+def _one_inner_step(run: Callable[..., Tensor], p: dict[str, Tensor], x: Tensor) -> Tensor:
+    leaves = list(p.values())
+    grads = torch.autograd.grad(run(p, x).square().mean(), leaves, create_graph=True)
+    stepped = {name: value - 0.1 * grad for (name, value), grad in zip(p.items(), grads, strict=True)}
+    return run(stepped, x + 1).square().mean()
+
+
+@pytest.mark.parametrize("loss", [_teacher_and_student, _one_inner_step])
+@pytest.mark.parametrize("order", ["once", "retained", "penalty", "in another thread"])
+def test_each_copy_of_one_module_is_recomputed_with_its_own_parameters(loss: Meta, order: str) -> None:
+    def gradients(model: nn.Module) -> list[Tensor]:
+        p = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+        value = loss(lambda p, x: fs.bind(model, p)(x), p, inputs())
+        leaves, results = list(p.values()), []
+        if order == "penalty":
+            value = sum((g.square().sum() for g in torch.autograd.grad(value, leaves, create_graph=True)), value)
+        thread = Thread(
+            target=lambda: results.extend(torch.autograd.grad(value, leaves, retain_graph=order == "retained"))
+        )
+        thread.start() if "thread" in order else thread.run()
+        if "thread" in order:
+            thread.join()
+        return [*results, *(torch.autograd.grad(value, leaves) if order == "retained" else ())]
+
+    expected = gradients(Plain(_as_it_is))
+    assert len(expected) == (12 if order == "retained" else 6)
+    assert_trees_close(gradients(Plain()), expected, rtol=1e-12, atol=1e-12)
 
 
 def _bound(model: Any, params: fs.Sharded, x: Tensor, lazy: bool | None) -> Tensor:

@@ -13,10 +13,9 @@ from torch.func import grad, jvp
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.laws.tasks import whole
-from tests.support.looped import looped
 from tests.support.norms import DTYPES, IGNORED, NAN, POWERS, first, padded, total, values, with_padding
 
-every_power = looped("p", POWERS)
+every_power = pytest.mark.parametrize("p", POWERS)
 
 
 @every_power
