@@ -7,8 +7,8 @@ from itertools import cycle
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import functorch_shard as fs
 
@@ -99,6 +99,15 @@ def first(x: Tensor, mesh: fs.Mesh) -> Tensor:
     assert len(rows) == mesh.size
     assert all(torch.equal(row, rows[0]) or (row.isnan() and rows[0].isnan()) for row in rows)
     return rows[0]
+
+
+def clipped_by_torch(tensors: Mapping[str, Tensor], max_norm: float, p: float) -> tuple[dict[str, Tensor], Tensor]:
+    params = {name: nn.Parameter(torch.zeros_like(x)) for name, x in tensors.items() if x.numel() or p != INF}
+    for name, param in params.items():
+        param.grad = tensors[name].clone()
+    norm = clip_grad_norm_(params.values(), max_norm, p)
+    clipped = {name: params[name].grad if name in params else x for name, x in tensors.items()}
+    return {name: x for name, x in clipped.items() if x is not None}, norm
 
 
 def padded(mesh: fs.Mesh, ignored: str = "b whole") -> fs.Sharded:
