@@ -28,12 +28,6 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert found(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text()) == fs.__version__
 
 
-def test_a_release_compares_its_tag_with_the_version() -> None:
-    line = found(r"sed -n 's/(.*)/\\1/p' functorch_shard/__init__.py", RELEASE)
-    pattern = line.replace(r"\(", "(").replace(r"\)", ")")
-    assert re.findall(pattern, (PACKAGE / "__init__.py").read_text(), re.MULTILINE) == [fs.__version__]
-
-
 def test_links_of_a_release_are_addresses_of_files_that_are_there() -> None:
     addresses, home = program("addresses", ROOT / ".github"), "https://example.org/owner/name"
     readme = addresses.with_absolute_links((ROOT / "README.md").read_text(), home, "v1")
@@ -69,13 +63,6 @@ def test_the_program_is_the_command_line() -> None:
     assert set(installed) <= {f"{main.__name__}:{main.run.__name__}"}
 
 
-def test_security_names_tests_that_are_there() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "SECURITY.md").read_text())
-    assert len(named) >= 8
-    for path, name in named:
-        assert f"\ndef {name}(" in (ROOT / path).read_text(), name
-
-
 def test_documents_name_files_that_are_there() -> None:
     for page in ("CONTRIBUTING.md", "SECURITY.md"):
         text = (ROOT / page).read_text()
@@ -83,10 +70,3 @@ def test_documents_name_files_that_are_there() -> None:
         places = [*(ROOT / path for path in paths if not path.startswith("functorch_shard"))]
         places += [PACKAGE.parent / path for path in paths if path.startswith("functorch_shard")]
         assert [place for place in places if not place.exists()] == [], page
-
-
-def test_citation_and_package_have_one_license_and_the_same_keywords() -> None:
-    citation = (ROOT / "CITATION.cff").read_text()
-    assert found(r"^license: (\S+)$", citation) == found(r'^license = "(.*)"$', PYPROJECT)
-    keywords = re.findall(r'"([^"]+)"', found(r"^keywords = \[(.*)\]$", PYPROJECT))
-    assert re.findall(r"^  - ([\w-]+)$", citation, re.MULTILINE) == keywords

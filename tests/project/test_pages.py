@@ -32,7 +32,7 @@ def test_pages_of_examples_have_them() -> None:
 
 def test_tests_files_and_modules_that_pages_name_exist() -> None:
     wrong: list[tuple[str, str]] = []
-    for page in PAGES:
+    for page in (*PAGES, "SECURITY.md", "CONTRIBUTING.md"):
         text = (ROOT / page).read_text()
         tests = {path: (ROOT / path).read_text() if (ROOT / path).exists() else "" for path, _ in named(text)}
         wrong += [(page, f"{path}::{name}") for path, name in named(text) if f"def {name}(" not in tests[path]]

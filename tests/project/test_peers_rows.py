@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.layout.layout import select_buffers
 from functorch_shard.testing import assert_trees_close, count_collectives
-from tests.support.models import awkward, loss_of, two_layers
+from tests.support.models import awkward, two_layers
 from tests.support.ranks import gloo, on_each, simulated
 
 Tree = Any
@@ -43,13 +41,6 @@ def whole(tree: fs.Sharded) -> dict[str, Tensor]:
 
 def assert_close(actual: Tree, expected: Tree) -> None:
     assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-def gradients_on(mesh: fs.Mesh, model: nn.Module, params: fs.Sharded, x: Tensor, y: Tensor) -> fs.Sharded:
-    def gradient(p: fs.Sharded, x: Tensor, y: Tensor) -> Any:
-        return fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p)
-
-    return mesh.spmd(gradient)(params, *mesh.split((x, y)))
 
 
 IN_MEMORY: dict[str, Callable[[], Tensor]] = {
@@ -143,24 +134,6 @@ def test_a_part_of_the_tree_is_selected_and_gathered_alone(mesh: fs.Mesh) -> Non
 
 
 @every_mesh
-def test_a_copy_of_parameters_and_state_trains_by_itself(mesh: fs.Mesh) -> None:
-    """deepcopy and pickle of what is trained: no module, no hooks, nothing that remembers."""
-    model, opt = two_layers().double(), fs.optimizer(torch.optim.AdamW, lr=0.1)
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = samples(mesh, 5, 3)
-    params, state = opt.step(params, grads=gradients_on(mesh, model, params, x, y), state=opt.init(params))
-    copied = copy.deepcopy((params, state))
-    thawed = tree_map(lambda x: x, pickle.loads(pickle.dumps(params)))
-    thawed = fs.Sharded(thawed, params.layout)
-    before = whole(params)
-    stepped = opt.step(copied[0], grads=gradients_on(mesh, model, copied[0], x, y), state=copied[1], donate=True)[0]
-    for kept in (params, thawed):
-        assert_trees_close(whole(kept), before, rtol=0, atol=0)
-    expected = opt.step(params, grads=gradients_on(mesh, model, params, x, y), state=state)[0]
-    assert_trees_close(whole(stepped), whole(expected), rtol=0, atol=0)
-
-
-@every_mesh
 def test_a_moving_average_sends_nothing_and_is_evaluated_like_parameters(mesh: fs.Mesh) -> None:
     model = awkward()
     params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh)))
@@ -185,118 +158,3 @@ def mesh_rows(mesh: fs.Mesh, rows: Tensor) -> Tensor:
 
 
 # -- control over each parameter --------------------------------------------------------------------------------------
-
-
-class Autoencoder(nn.Module):
-    """Something with more to call than ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.out = nn.Linear(5, 3), nn.Linear(3, 5)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.inp(x).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.encode(x))
-
-
-@every_mesh
-def test_any_method_is_a_function_of_gathered_parameters(mesh: fs.Mesh) -> None:
-    torch.manual_seed(0)
-    model = Autoencoder().double()
-    params = fs.shard(model, fs.plan(model, mesh))
-    (x,) = samples(mesh, 5)
-
-    def loss(p: Any, x: Tensor) -> Tensor:
-        return fs.bind(model, p).encode(x).square().mean()
-
-    codes = mesh.spmd(lambda p, x: fs.bind(model, p).encode(x))(params, mesh.split(x))
-    assert_close(codes.flatten(0, -2), mesh_rows(mesh, model.encode(x).detach()))
-    grads = mesh.spmd(fs.grad(loss))(params, mesh.split(x))
-    assert_close(whole(grads), gradients_of(lambda p: loss(p, x), values_of(model)))
-    assert whole(grads)["inp.weight"].all()
-    assert not whole(grads)["out.weight"].any()
-
-
-class Mixture(nn.Module):
-    """A layer that everyone has, and an expert that a part of the ranks has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense, self.expert = nn.Linear(5, 7), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.expert(self.dense(x).tanh())
-
-
-def mixtures() -> list[Mixture]:
-    """One model an expert; the dense layer is the same in both."""
-    torch.manual_seed(0)
-    first, second = Mixture().double(), Mixture().double()
-    second.dense.load_state_dict(first.dense.state_dict())
-    return [first, second]
-
-
-def of(model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    return {name: x for name, x in values_of(model).items() if name.startswith(prefix)}
-
-
-def dense_and_experts(experts: fs.Mesh, inside: fs.Mesh) -> tuple[fs.Sharded, fs.Sharded, fs.Layout, fs.Layout]:
-    """Gradients of a dense layer cut over ``experts``, and of the experts, each cut over the ranks ``inside``."""
-    models = mixtures()
-    dense_layout = fs.plan(of(models[0], "dense"), experts, shard_axis="expert")
-    layout = fs.plan(of(models[0], "expert"), inside)
-    dense = fs.shard(of(models[0], "dense"), dense_layout)
-    if experts.is_simulated:
-        each = [fs.shard(of(model, "expert"), layout) for model in models]
-        expert: fs.Sharded = tree_map(lambda *rows: torch.stack(rows), *each)
-    else:
-        expert = fs.shard(of(models[experts.rank], "expert"), layout)
-    x, y = expert_samples()
-    rows = (x, y) if experts.is_simulated else (x[experts.rank, inside.rank], y[experts.rank, inside.rank])
-
-    def loss(dense: fs.Sharded, expert: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        full = {**fs.gather(dense), **fs.gather(expert)}
-        return loss_of(models[0], full, x, y)
-
-    def gradients(dense: fs.Sharded, expert: fs.Sharded, x: Tensor, y: Tensor) -> tuple[fs.Sharded, fs.Sharded]:
-        by_dense, by_expert = fs.grad(loss, argnums=(0, 1))(dense, expert, x, y)
-        # each gather has averaged over its own mesh: what is left is the mean over the other one, of zeros for experts
-        return fs.collectives.pmean(by_dense, inside), tree_map(lambda g: g / experts.size, by_expert)
-
-    each_rank = inside.spmd(gradients, in_dims=(None, 0, 0, 0))
-    return *experts.spmd(each_rank)(dense, expert, *rows), dense_layout, layout
-
-
-def expert_samples() -> tuple[Tensor, Tensor]:
-    """For each expert and each of its two ranks."""
-    generator = torch.Generator().manual_seed(8)
-    return tuple(torch.randn(2, 2, 4, n, generator=generator, dtype=torch.float64) for n in (5, 3))  # pyright: ignore[reportReturnType]
-
-
-def expected_of_experts() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """By a plain loop: the mean of four losses, by the dense layer and by each expert."""
-    models, (x, y) = mixtures(), expert_samples()
-    dense, experts = of(models[0], "dense"), [of(model, "expert") for model in models]
-
-    def total(dense: dict[str, Tensor], experts: list[dict[str, Tensor]]) -> Tensor:
-        losses = [
-            loss_of(models[0], {**dense, **experts[e]}, x[e, rank], y[e, rank]) for e in range(2) for rank in range(2)
-        ]
-        return torch.stack(losses).mean()
-
-    return torch.func.grad(total, argnums=(0, 1))(dense, experts)
-
-
-def test_dense_and_expert_parameters_live_on_meshes_of_their_own() -> None:
-    experts, inside = fs.simulated_mesh({"expert": 2}), fs.simulated_mesh(2)
-    by_dense, by_expert, dense_layout, layout = dense_and_experts(experts, inside)
-    dense, each = expected_of_experts()
-    for rank in range(2):  # pmean has made them equal
-        rows = fs.Sharded({key: x[:, rank] for key, x in by_dense.items()}, dense_layout)
-        assert_close(whole(rows), dense)
-    for expert in range(2):
-        rows = fs.Sharded({key: x[expert] for key, x in by_expert.items()}, layout)
-        assert_close(whole(rows), each[expert])
-    assert not torch.allclose(each[0]["expert.weight"], each[1]["expert.weight"])

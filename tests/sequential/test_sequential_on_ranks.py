@@ -85,11 +85,6 @@ def _of_language(model: nn.Module) -> Loss:
     return loss
 
 
-def padding_mask(mesh: fs.Mesh) -> Any:
-    model = _seeded(PaddedEncoder)
-    return trained(mesh, model, _of_language(model), tokens(mesh))
-
-
 def ragged_batches(mesh: fs.Mesh) -> Any:
     model = _seeded(PaddedEncoder)
     return trained(mesh, model, _of_language(model), tokens(mesh, ragged=True))
@@ -122,20 +117,6 @@ def routing(mesh: fs.Mesh) -> Any:
     def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
         full = fs.gather(params, lazy=False)  # ranks use different experts
         return F.cross_entropy(functional_call(model, full, (batch[0],)), batch[0][:, 0])
-
-    return trained(mesh, model, loss, tokens(mesh))
-
-
-def values_of_tensors(mesh: fs.Mesh) -> Any:
-    """Numbers of tensors in Python: a loss that is scaled until it is small, each rank by its own number of times."""
-    model = _seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
-
-    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
-        ids, lengths = batch
-        value = functional_call(model, fs.gather(params), (ids / lengths.max().item(),)).square().mean()
-        while value.item() > 0.01:
-            value = value * 0.5
-        return value * float(value.detach())
 
     return trained(mesh, model, loss, tokens(mesh))
 
@@ -195,10 +176,7 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-PROGRAMS = {
-    fn.__name__: fn
-    for fn in (*(padding_mask, ragged_batches, routing, values_of_tensors, collective_in_a_model, checkpointed),)
-}
+PROGRAMS = {fn.__name__: fn for fn in (ragged_batches, routing, collective_in_a_model, checkpointed)}
 
 
 def every_program(mesh: fs.Mesh) -> dict[str, Any]:

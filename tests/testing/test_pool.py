@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.testing import RankError
-from functorch_shard.testing.processes import start
-from tests.support import pool
 from tests.support.pool import run_ranks
 
 
@@ -69,18 +67,6 @@ def test_a_call_finds_what_a_new_process_finds(tmp_path: Path) -> None:
     assert pids(2) == before
 
 
-def test_ranks_see_the_environment_and_the_directory_of_the_call(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    run_ranks(who_am_i, 1)
-    monkeypatch.setenv("POOL_TEST", "here")
-    monkeypatch.chdir(tmp_path)
-    assert run_ranks(os.getenv, 2, "POOL_TEST") == ["here"] * 2
-    assert run_ranks(os.getcwd, 2) == [str(tmp_path)] * 2
-    monkeypatch.delenv("POOL_TEST")
-    assert run_ranks(os.getenv, 2, "POOL_TEST") == [None] * 2
-
-
 def fail(how: str) -> None:
     """Rank 1 does as told; the others wait for it in a collective."""
     if dist.get_rank() == 1:
@@ -105,10 +91,3 @@ def test_after_a_failure_there_are_new_processes(how: str, kind: type[Exception]
         assert "test_pool.py" in str(caught.value.__cause__)
     assert not [pid for pid in before[:3] if Path(f"/proc/{pid}").exists()]
     assert not {*before[:3]} & {*pids(4)}
-
-
-def test_a_process_ends_when_nobody_can_ask_it_any_more() -> None:
-    rank = start(pool._serve)
-    rank.connection.close()
-    rank.process.join(60)
-    assert rank.process.exitcode == 0

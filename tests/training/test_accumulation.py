@@ -18,7 +18,6 @@ import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
 from tests.support.ranks import Ranks, gloo, rows_of, simulated
-from tests.support.refusals import refused
 
 NUM_MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 3, 5, 7, 4
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
@@ -238,20 +237,3 @@ def test_losses_weighted_by_tokens_are_those_of_a_single_process(way: str, ranks
     assert all(grad.any() for grad in expected[0].values())
     for actual in ranks.run(weighted_by_tokens, way, cut):
         assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("axes", [{"replicate": 2, "shard": 2}, {"shard": 3, "replicate": 2}], ids=str)
-def test_replicas_are_averaged_once_for_all_microbatches(axes: dict[str, int]) -> None:
-    mesh, w = fs.simulated_mesh(axes), {"w": torch.arange(7.0).double()}
-    together, apart = (fs.plan(w, mesh, replicate_axis=axis) for axis in ("replicate", None))
-    params, x = fs.shard(w, together), torch.randn(mesh.size, 7, generator=torch.Generator().manual_seed(0)).double()
-    x = mesh.split(x)
-    grad = fs.grad(lambda p, x: (fs.gather(p)["w"] * x).square().sum())
-    within = mesh.spmd(lambda p, x: grad(fs.Sharded(p, apart), x))(params, x)
-    first, second = within["(root)"].unbind([*axes].index("replicate"))
-    assert not torch.allclose(first, second)
-    total = mesh.spmd(lambda g: fs.collectives.pmean(g, mesh["replicate"]))(within)
-    assert_trees_close(dict(total), dict(mesh.spmd(grad)(params, x)), rtol=1e-12, atol=1e-14)
-    opt = fs.optimizer(torch.optim.SGD, lr=1.0)
-    assert "layout" in refused(opt.step, params, grads=within, state=opt.init(params))
-    opt.step(params, grads=fs.Sharded(total, together), state=opt.init(params))
