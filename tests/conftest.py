@@ -22,7 +22,7 @@ LONG = (
     "test_examples.py",
     "test_nestings.py",
     "test_launching_on_ranks.py",
-    "test_memory_curve_on_ranks.py",
+    "test_benchmarks.py",
     "test_lost_ranks_on_ranks.py",
 )
 

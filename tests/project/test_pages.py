@@ -7,7 +7,27 @@ from functools import cache
 
 import pytest
 
+from tests.referees.table import HEADER, referees
 from tests.support.pages import PAGES, ROOT, anchors, blocks, links, program, run
+
+REFEREES = (ROOT / "docs" / "referees.md").read_text()
+LINES = [line.strip("| ").split(" | ") for line in REFEREES.splitlines() if line.startswith("| ")]
+
+
+def test_the_page_of_referees_has_a_line_for_every_program_in_order() -> None:
+    assert REFEREES.count("| " + " | ".join(HEADER) + " |") == 1
+    assert [line[0] for line in LINES[1:]] == [str(referee) for referee in referees()]
+
+
+def test_the_page_of_referees_says_how_a_program_is_refused() -> None:
+    words = {str(referee): [referee.batched, referee.refused, referee.gloo] for referee in referees()}
+    for line in LINES[1:]:
+        assert [word for word in words[line[0]] if word and word not in line[-1]] == []
+
+
+def test_the_page_of_referees_has_no_error_of_another_library() -> None:
+    assert "RAISES" not in "\n".join(" ".join(line) for line in LINES)
+
 
 OTHERS = re.compile(r"^(?:import|from) (?:torchopt|scipy)\b", re.MULTILINE)  # in tests/referees
 TUTORIALS = [str(page.relative_to(ROOT)) for page in program("notebooks").PAGES]  # tests/project/test_notebooks.py

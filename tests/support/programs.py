@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 import functorch_shard as fs
 from tests.support import reference
@@ -223,31 +223,7 @@ TRANSFORMS: dict[str, Any] = {
         lambda f, x, v, w: jvp(lambda x: vmap(f)(torch.stack([x, x * v])), (x,), (v,))[1],
         lambda f, x, v, w: torch.stack([jvp(f, (x,), (v,))[1], jvp(lambda x: f(x * v), (x,), (v,))[1]], 1),
     ),
-    # A rank sees the derivative by its own x of what it returns itself, and of what others do: jacrev sums over ranks.
-    "jacrev": (
-        lambda f, x, v, w: jacrev(f)(x).flatten(),
-        lambda f, x, v, w: _jacobian_summed_over_outputs(f, x),
-    ),
-    "jacfwd": (
-        lambda f, x, v, w: jacfwd(f)(x).flatten(),
-        lambda f, x, v, w: _jacobian_summed_over_inputs(f, x),
-    ),
 }
-
-
-def _jacobian_summed_over_outputs(f: Callable[..., Tensor], x: Tensor) -> Tensor:
-    # rank r pulls back basis vector j on every rank at once: d(sum over s of y[s, j]) / d x[r]
-    jacobian = jacrev(f)(x)
-    outputs = jacobian.ndim - x.ndim
-    summed = jacobian.sum(0).movedim(outputs - 1, 0)  # (out.., N, in..) -> (N, out.., in..)
-    return summed.flatten(1)
-
-
-def _jacobian_summed_over_inputs(f: Callable[..., Tensor], x: Tensor) -> Tensor:
-    # rank r pushes basis vector j forward on every rank at once: sum over s of d y[r] / d x[s, j]
-    jacobian = jacrev(f)(x)
-    outputs = jacobian.ndim - x.ndim
-    return jacobian.sum(outputs).flatten(1)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""Every example in a docstring runs, and every public name has one."""
+"""Every public name has a docstring whose example runs, and a page of the site."""
+
+from __future__ import annotations
 
 import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +14,30 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
+from tests.support.pages import ROOT
+
+API = (ROOT / "docs/reference/api.md").read_text()
+
+
+def listed() -> dict[str, list[str]]:
+    """The names that are listed for each module, from top to bottom."""
+    names: dict[str, list[str]] = {}
+    module = ""
+    for line in API.splitlines():
+        if current := re.match(r"\.\. currentmodule:: (.*)", line):
+            module = current.group(1)
+        elif entry := re.match(r"   (\w+)$", line):
+            names.setdefault(module, []).append(entry.group(1))
+    return names
+
+
+def test_every_public_name_has_a_page_of_its_own() -> None:
+    names = listed()
+    assert [name for name in fs.__all__ if name not in names["functorch_shard"]] == []
+    assert [name for name in names["functorch_shard"] if not hasattr(fs, name)] == []
+    for space in NAMESPACES:
+        assert sorted(names[f"functorch_shard.{space}"]) == sorted(getattr(fs, space).__all__), space
+
 
 MODULES = [importlib.import_module(module.name) for module in pkgutil.walk_packages(fs.__path__, "functorch_shard.")]
 FINDER = doctest.DocTestFinder(exclude_empty=True)
