@@ -121,7 +121,7 @@ def step(mesh: fs.Mesh, name: str, wrong: bool, **options: Any) -> tuple[Callabl
     w, experts = torch.randn(5, generator=draw).double(), torch.randn(EXPERTS, generator=draw).double()
     params = fs.shard({"layer.w": w}, fs.plan({"layer.w": w}, mesh))
     x = torch.randn(SAMPLES, 5, generator=draw).double()
-    batch = mesh.split((x, torch.arange(SAMPLES) * 7 % EXPERTS))
+    batch = mesh.split((x, torch.randint(EXPERTS, (SAMPLES,), generator=draw)))
 
     def of_rank(params: fs.Sharded, head: Tensor, experts: Tensor, x: Tensor, expert_of: Tensor) -> Any:
         return BUGS[name](Rank(mesh, params, head, experts, x, expert_of), wrong)

@@ -1,0 +1,24 @@
+"""``python -m tests.mutants [--only NAME] [--every N]``: exit with 1 if a mutant is not noticed and not listed."""
+
+import argparse
+import sys
+
+from tests.mutants.running import outcomes
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="programs whose name has this in it")
+    parser.add_argument("--every", type=int, default=1, help="one of so many mutants")
+    options = parser.parse_args()
+    total = noticed = listed = failed = 0
+    for each in outcomes(options.only, options.every):
+        counts = f"{each.number:5d} mutants, {len(each.noticed):5d} noticed, {len(each.equivalent):4d} equivalent"
+        print(f"{each.program:40.40s} {counts} {each.seconds:6.1f} s", flush=True)
+        for why in dict.fromkeys(each.equivalent.values()):
+            print(f"    {list(each.equivalent.values()).count(why)} equivalent: {why}")
+        for mutant in each.missed:
+            print(f"    neither noticed nor equivalent: {mutant}")
+        total, noticed, listed = total + each.number, noticed + len(each.noticed), listed + len(each.equivalent)
+        failed += len(each.missed)
+    print(f"{total} mutants: {noticed} noticed, {listed} equivalent, {failed} neither")
+    sys.exit(failed > 0)

@@ -1,0 +1,148 @@
+"""Programs of the examples, of the laws and of other libraries, each a function of a mesh that returns whole values."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from tests.laws import tasks, training
+from tests.laws.wrappers import WRAPPERS
+from tests.support import public_bugs
+from tests.support.models import awkward
+from tests.support.pages import ROOT
+
+sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
+maml, score_matching, dp_sgd, influence, tested = map(
+    import_module, ["maml", "score_matching", "dp_sgd", "influence", "unit_test_your_sharding"]
+)
+
+RANKS = 4  # on which there are the fewest samples for each
+HYBRID = {"replicate": 2, "shard": 2}
+Program = Callable[[fs.Mesh], Any]
+
+
+def law(mesh: fs.Mesh, task: str, wrapper: str = "plain") -> Any:
+    """A derivative of the table of laws, of all samples."""
+    data, model, wraps = tasks.Data(RANKS), awkward(0), WRAPPERS[wrapper]
+    layout = fs.plan(model, mesh, **wraps.plan)
+    params, frozen = fs.partition(wraps.tree(fs.shard(model, layout)))
+    v = fs.shard(data.direction(), params.layout)
+    batch = mesh.split(tuple(rows.flatten(0, 1) for rows in data.samples()))
+
+    def of_rank(p: Any, frozen: Any, v: Any, x: Tensor, y: Tensor) -> Any:
+        return tasks.ON_RANK[task](tasks.Sides(model, frozen, mesh, wraps), p, v, x, y)
+
+    result = wraps.step(mesh.spmd(of_rank))(params, frozen, v, *batch)
+    if isinstance(result, fs.Sharded):
+        whole = tasks.whole(result, mesh.axes["replicate"])
+        return {n: x.mean(0) for n, x in whole.items()} if task == "per-sample gradients, sharded" else whole
+    if task == "per-sample gradients, whole":  # samples in their order
+        return {n: x.flatten(0, len(mesh.axes)) for n, x in result.items()}
+    return result.flatten(0, len(mesh.axes) - 1).mean(0)
+
+
+def steps_of(mesh: fs.Mesh, case: str) -> Any:
+    """One step of a training of the laws: the gradient, the loss and the parameters."""
+    of = training.CASES[case]
+    model = of.build(torch.float64)
+    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh)))
+    opt = fs.optimizer(torch.optim.SGD, lr=training.LR, momentum=training.MOMENTUM)
+
+    @mesh.spmd(out_dims=(0, 0, None))
+    def step(params: fs.Sharded, frozen: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(lambda p: of.loss_of(model, fs.gather(p, frozen), x, y))(params)
+        return grads, opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
+
+    return step(params, frozen, opt.init(params), *mesh.split(of.batches(RANKS, torch.float64)[0]))
+
+
+def small(*widths: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in pairwise(widths[:-1])]
+    return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1])).double()
+
+
+def draw(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def of_digits(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.rand(rows, 5, generator=draw(), dtype=torch.float64), torch.randint(3, (rows,), generator=draw())
+
+
+def of_maml(mesh: fs.Mesh) -> Any:
+    return maml.train(mesh, small(1, 6, 1), [maml.sines(draw(), 8)])[0]
+
+
+def of_score_matching(mesh: fs.Mesh) -> Any:
+    return score_matching.train(mesh, small(2, 6, 1), [score_matching.samples(8, draw())])[:2]
+
+
+def of_dp_sgd(mesh: fs.Mesh) -> Any:
+    return dp_sgd.train(mesh, small(5, 6, 3), of_digits(8), 0.5, 1)[0]
+
+
+def of_influence(mesh: fs.Mesh) -> Any:
+    model = small(5, 4, 3)
+    params = fs.shard(model, fs.plan(model, mesh))
+    found, solution, _ = influence.by_shards(mesh, model, params, of_digits(8), of_digits(4), 2)
+    return found[:8], solution
+
+
+def of_transformers(mesh: fs.Mesh, name: str) -> Any:
+    from tests.referees.programs.transformers import task
+    from tests.referees.training import trained
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # attention without a batching rule is slow
+        made: Any = trained(task(name), mesh)
+    return {**made, "losses": [x.flatten()[0] for x in made["losses"]]}
+
+
+# Results that depend on how many samples a rank has, or have a dim of an ensemble in front of the shards.
+NOT_WHOLE = {"gradient penalty", "ensemble", "gradients of an ensemble"}
+PROGRAMS: dict[str, Program] = {
+    **{f"law: {task}": partial(law, task=task) for task in tasks.ON_RANK if task not in NOT_WHOLE},
+    **{
+        f"law: fs.grad, {name}": partial(law, task="fs.grad", wrapper=name)
+        for name in ("remat", "one parameter a unit")
+    },
+    **{f"training: {case}": partial(steps_of, case=case) for case in training.CASES},
+    **{f"repaired: {name}": partial(public_bugs.whole, name=name, wrong=False) for name in public_bugs.BUGS},
+    "example: unit_test_your_sharding": tested.first_step,
+    "example: maml": of_maml,
+    "example: score_matching": of_score_matching,
+    "example: dp_sgd": of_dp_sgd,
+    "example: influence": of_influence,
+}
+if find_spec("transformers"):
+    PROGRAMS["referee: transformers, Llama"] = partial(of_transformers, name="Llama")
+# Mutants that are the program: a pattern of its name, one of the mutant, and why.
+COUNTED = "of a step that is run to count what it sends, and thrown away"
+EQUIVALENT = [
+    ("law", r"of \d+ bool .*: doubled", "twice a bool is that bool"),
+    ("law: value", r"psum", "the gradient is thrown away"),
+    ("law: forward over", r"(1[3579]|2[13579]|31), psum", "of a gradient whose tangent alone is returned"),
+    ("law: reverse over reverse", r"(8|9|1[0-8]), psum", "of a gradient whose derivative alone is returned"),
+    ("law: reverse over reverse", r"19, psum .* over 'replicate'$", "the cotangent is one on every rank"),
+    ("law: gradient of a mean", r"[89], psum", "the mean itself is thrown away"),
+    ("law: gradient of a mean", r"1[01], psum .* over '\w+': over", "the cotangent is one on every rank"),
+    ("law: fs.grad, remat", r" [0-7], all_gather", "of a forward whose value is thrown away: backward gathers again"),
+    ("law: fs.grad, one parameter a unit", r"of 0 float64", "of no elements"),
+    ("law: fs.grad, one parameter a unit", r"all_gather .*norm.bias", "a bias of a normalization is zeros at first"),
+    ("example: maml", r" [0-5], ", COUNTED),
+    ("example: score_matching", r" [0-7], ", COUNTED),
+    ("example: dp_sgd", r" [0-7], ", COUNTED),
+    ("example: influence", r"3[23], psum of 1 ", "of the direction after the last step, which no step uses"),
+    ("referee", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
+]

@@ -1,0 +1,60 @@
+"""Whether other ranks show that a program has one wrong collective."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import functorch_shard as fs
+from functorch_shard.testing import assert_rank_invariant, mutants
+from tests.mutants.programs import EQUIVALENT, HYBRID, PROGRAMS
+
+ONE = {"one": 1, "replicate": 1, "shard": 1}
+FOUR = {"one": 1, **HYBRID}
+
+
+@dataclass
+class Outcome:
+    """The mutants of one program: those that were noticed, those that are the program, with why, and the others."""
+
+    program: str
+    noticed: list[str] = field(default_factory=list)
+    equivalent: dict[str, str] = field(default_factory=dict)
+    missed: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def number(self) -> int:
+        return len(self.noticed) + len(self.equivalent) + len(self.missed)
+
+
+def reason(program: str, mutant: str) -> str | None:
+    """Why a mutant is the program, if it is listed."""
+    found = (why for of, which, why in EQUIVALENT if re.search(of, program) and re.search(which, mutant))
+    return next(found, None)
+
+
+def outcomes(name: str = "", every: int = 1, first: int = 0) -> Iterator[Outcome]:
+    """Yield the outcome of each program whose name has ``name`` in it, of one of ``every`` mutants."""
+    for program, run in PROGRAMS.items():
+        if name not in program:
+            continue
+        outcome, start = Outcome(program), time.perf_counter()
+        close = (
+            {"rtol": 1e-4, "atol": 1e-6} if "referee" in program else {"rtol": 1e-9, "atol": 1e-11}
+        )  # float32 losses
+        check = partial(assert_rank_invariant, meshes=[ONE, FOUR], **close)
+        check(run)  # the program itself raises no alarm
+        for mutant in mutants(run, fs.simulated_mesh(FOUR))[first::every]:
+            why, noticed = reason(program, str(mutant)), mutant.is_noticed_by(check)
+            if noticed:
+                outcome.noticed.append(str(mutant))
+            elif why:
+                outcome.equivalent[str(mutant)] = why
+            else:
+                outcome.missed.append(str(mutant))
+        outcome.seconds = time.perf_counter() - start
+        yield outcome
