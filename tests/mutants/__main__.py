@@ -18,7 +18,9 @@ if __name__ == "__main__":
             print(f"    {list(each.equivalent.values()).count(why)} equivalent: {why}")
         for mutant in each.missed:
             print(f"    neither noticed nor equivalent: {mutant}")
+        for alarm in each.alarms:
+            print(f"    of the right program: {alarm}")
         total, noticed, listed = total + each.number, noticed + len(each.noticed), listed + len(each.equivalent)
-        failed += len(each.missed)
-    print(f"{total} mutants: {noticed} noticed, {listed} equivalent, {failed} neither")
+        failed += len(each.missed) + len(each.alarms)
+    print(f"{total} mutants: {noticed} noticed, {listed} equivalent, {failed} wrong")
     sys.exit(failed > 0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import functorch_shard as fs
+from functorch_shard.debug import types
 from functorch_shard.testing import assert_rank_invariant, mutants
 from tests.mutants.programs import EQUIVALENT, HYBRID, PROGRAMS
 
@@ -24,6 +25,7 @@ class Outcome:
     noticed: list[str] = field(default_factory=list)
     equivalent: dict[str, str] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)  # of types, about the program itself
     seconds: float = 0.0
 
     @property
@@ -48,6 +50,7 @@ def outcomes(name: str = "", every: int = 1, first: int = 0) -> Iterator[Outcome
         )  # float32 losses
         check = partial(assert_rank_invariant, meshes=[ONE, FOUR], **close)
         check(run)  # the program itself raises no alarm
+        outcome.alarms = [each for each in types(run, fs.simulated_mesh(FOUR)).problems if each.startswith("psum")]
         for mutant in mutants(run, fs.simulated_mesh(FOUR))[first::every]:
             why, noticed = reason(program, str(mutant)), mutant.is_noticed_by(check)
             if noticed:
