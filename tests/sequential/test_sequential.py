@@ -175,18 +175,6 @@ def test_spmd_inside_of_itself_is_refused_and_of_another_mesh_is_not() -> None:
 # arguments and results
 
 
-def test_tensors_of_one_shape_are_stacked_at_any_dim() -> None:
-    x = torch.arange(24.0).view(2, 2, 3, 2)  # two axes, and a value of two dims
-    for mesh in (mesh_of(HYBRID), fs.simulated_mesh(HYBRID)):
-        for dim, places in ((0, (0, 1)), (1, (1, 2)), (-1, (2, 3))):
-            moved = x.movedim((0, 1), places)
-            assert torch.equal(mesh.spmd(lambda x: 2 * x, in_dims=dim, out_dims=dim)(moved), 2 * moved)
-        shared = mesh.spmd(lambda x, y, mesh=mesh: psum(x + y, mesh), in_dims=(0, None), out_dims=None)(
-            x, torch.ones(3, 2)
-        )
-        assert torch.equal(shared, x.sum((0, 1)) + 4)
-
-
 def test_a_row_is_at_the_start_of_memory_as_the_argument_of_a_process() -> None:
     mesh, both = mesh_of(), torch.arange(24.0).view(2, 3, 4)
 

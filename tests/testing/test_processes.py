@@ -39,12 +39,6 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
-def test_ranks_see_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_ranks(identity, 1)  # later ranks come from a server that this started
-    monkeypatch.setenv("RUN_RANKS_TEST", "here")
-    assert run_ranks(variable, 2, "RUN_RANKS_TEST") == ["here", "here"]
-
-
 class CannotPickleError(Exception):
     def __init__(self, what: str) -> None:
         super().__init__(what)
