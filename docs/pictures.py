@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 from typing import Any
@@ -361,6 +363,35 @@ def long_context() -> str:
     return svg.document(920, top + high + 48, "Attention over a sequence on several ranks", body)
 
 
+def pipeline() -> str:
+    """The ticks of two schedules of examples/pipeline.py, and how many microbatches each stage holds."""
+    sys.path.append(str(PLACE.parents[1] / "examples"))
+    program: Any = import_module("pipeline")
+    stages, number, cell, left, top = 4, 6, 40, 76, 70
+    body = [svg.text(16, 22, f"{number} microbatches through {stages} stages: each tick, what a stage runs")]
+    for panel, (name, schedule) in enumerate((("GPipe", program.gpipe), ("1F1B", program.one_f_one_b))):
+        ticks, y0 = schedule(stages, number), top + panel * (cell * stages + 66)
+        held = f"holds the inputs of {program.slots(ticks)} microbatches at most"
+        body += [svg.text(16, y0 - 12, f"{name}: a stage {held}")]
+        for stage in range(stages):
+            y = y0 + cell * stage
+            body += [svg.text(left - 8, y + cell / 2 + 4, f"stage {stage}", "fs-faint", "end")]
+            for t, tick in enumerate(ticks):
+                x, ahead, back = left + cell * t, tick.forward[stage], tick.backward[stage]
+                look = f"fs-hue{max(ahead, back)}" if max(ahead, back) >= 0 else "fs-rest"
+                what = f"microbatch {ahead} forward" if ahead >= 0 else f"the gradient of microbatch {back}"
+                tip = f"tick {t}, stage {stage}: {what if look != 'fs-rest' else 'idle'}"
+                body += [svg.rectangle(x + 1, y + 1, cell - 2, cell - 2, look, tip)]
+                if look != "fs-rest":
+                    mark = str(ahead) if ahead >= 0 else f"{back}'"
+                    body += [svg.text(x + cell / 2, y + cell / 2 + 4, mark, "fs-ink", "middle")]
+                if back >= 0:  # the way back has a line below it
+                    body += [svg.line(x + 5, y + cell - 6, x + cell - 5, y + cell - 6)]
+    end = top + 2 * (cell * stages + 66) - 40
+    body += [svg.text(16, end, "3: microbatch 3 forward; 3', underlined: its gradient; gray: idle", "fs-faint")]
+    return svg.document(left + cell * len(ticks) + 24, end + 16, "Two schedules of a pipeline", body)
+
+
 PICTURES = {
     "layout.svg": layout,
     "step.svg": step,
@@ -368,6 +399,7 @@ PICTURES = {
     "packages.svg": packages,
     "moe.svg": moe,
     "long_context.svg": long_context,
+    "pipeline.svg": pipeline,
 }
 
 if __name__ == "__main__":

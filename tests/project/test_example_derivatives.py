@@ -51,6 +51,17 @@ def case(name: str) -> Case:
             lambda full, tokens: functional_call(model, full, (tokens, moe.on_whole_tensors))[0],
             ("expert", "shard"),
         )
+    if name == "pipeline":
+        pipeline = import_module("pipeline")
+        model = pipeline.Model().double()
+        return Case(
+            model,
+            (tokens,),
+            lambda mesh: pipeline.Program(mesh, model, microbatches=2),
+            lambda full: functional_call(model, full, (tokens,)).mean(),
+            lambda full, tokens: functional_call(model, full, (tokens,)),
+            ("stage", "shard"),
+        )
     long_context = import_module("long_context")
     model, batch = long_context.Model().double(), (tokens[:, :-1], tokens[:, 1:])
 
@@ -108,7 +119,7 @@ def on_this_rank(name: str) -> None:
     check(name, fs.init_mesh(dict.fromkeys(case(name).axes, 2)))
 
 
-PROGRAMS = ["moe", "ring", "ulysses"]
+PROGRAMS = ["moe", "ring", "ulysses", "pipeline"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -125,8 +136,53 @@ def test_a_ring_of_four_ranks_attends_to_the_whole_sequence() -> None:
     check("ring", fs.simulated_mesh({"shard": 1, "context": 4}))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("moe", "all_to_all"), ("ring", "ppermute"), ("ulysses", "all_to_all")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("moe", "all_to_all"), ("ring", "ppermute"), ("ulysses", "all_to_all"), ("pipeline", "ppermute")]
+)
 def test_a_dropped_collective_is_noticed(name: str, kind: str) -> None:
     mesh = fs.simulated_mesh(dict.fromkeys(case(name).axes, 2))
     with pytest.raises(AssertionError, match="leaves differ"):
         check(name, mesh.with_backend(fs.communication.skip(kind)))
+
+
+def by_schedule(mesh: fs.Mesh, schedule: str) -> None:
+    """The gradient that a schedule takes by itself, and its derivative, against the unsharded loss."""
+    program, ticks = case("pipeline").on(mesh), getattr(import_module("pipeline"), schedule)(2, 2)
+    direction = fs.curvature.randn_like(program.params, seed=1)
+
+    @mesh.spmd(out_dims=(0, 0, None))
+    def derivatives(params: fs.Sharded, v: fs.Sharded, tokens: Tensor) -> Any:
+        of = lambda params: program.gradients(ticks, params, tokens)  # noqa: E731
+        (grads, loss), (hvp, _), *_ = jvp(of, (params,), (v,))
+        return grads, hvp, fs.collectives.pmean(loss, mesh)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        grads, hvp, loss = derivatives(program.params, direction, *program.split(case("pipeline").batch))
+    found = {"loss": loss, **{key: dict(fs.gather(x, lazy=False)) for key, x in (("gradient", grads), ("hvp", hvp))}}
+    want = expected("pipeline")
+    assert_trees_close(found, {key: want[key] for key in found}, rtol=0, atol=1e-10)
+
+
+def by_schedule_on_this_rank(schedule: str) -> None:
+    by_schedule(fs.init_mesh({"stage": 2, "shard": 2}), schedule)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_gradients_by_a_schedule_are_those_of_the_whole_program(schedule: str) -> None:
+    by_schedule(fs.simulated_mesh({"replicate": 2, "stage": 2, "shard": 2}), schedule)
+    run_ranks(by_schedule_on_this_rank, 4, schedule)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 1), (4, 2), (4, 7)])
+def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages: int, microbatches: int) -> None:
+    case("pipeline")
+    pipeline = import_module("pipeline")
+    for schedule, held in ((pipeline.gpipe, microbatches), (pipeline.one_f_one_b, min(stages, microbatches))):
+        ticks = schedule(stages, microbatches)
+        ahead = {(s, m): t for t, tick in enumerate(ticks) for s, m in enumerate(tick.forward) if m >= 0}
+        back = {(s, m): t for t, tick in enumerate(ticks) for s, m in enumerate(tick.backward) if m >= 0}
+        assert len(ticks) == 2 * (stages + microbatches - 1)
+        assert ahead.keys() == back.keys() == {(s, m) for s in range(stages) for m in range(microbatches)}
+        assert all(ahead[s, m] < back[s, m] and ahead.get((s - 1, m), -1) < ahead[s, m] for s, m in ahead)
+        assert all(back[s - 1, m] == back[s, m] + 1 for s, m in back if s), "a gradient is used as it arrives"
+        assert pipeline.slots(ticks) == held
