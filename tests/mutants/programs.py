@@ -22,12 +22,10 @@ from tests.support.models import awkward
 from tests.support.pages import ROOT
 
 sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
-maml, score_matching, dp_sgd, influence, tested = map(
-    import_module, ["maml", "score_matching", "dp_sgd", "influence", "unit_test_your_sharding"]
-)
+NAMES = ["maml", "score_matching", "dp_sgd", "influence", "unit_test_your_sharding", "long_context", "moe"]
+maml, score_matching, dp_sgd, influence, tested, long_context, moe = map(import_module, NAMES)
 
 RANKS = 4  # on which there are the fewest samples for each
-HYBRID = {"replicate": 2, "shard": 2}
 Program = Callable[[fs.Mesh], Any]
 
 
@@ -99,6 +97,36 @@ def of_influence(mesh: fs.Mesh) -> Any:
     return found[:8], solution
 
 
+def bound(model: nn.Module, full: Any, args: Any) -> Any:
+    return fs.bind(model, full)(*args)
+
+
+for each in (long_context, moe):  # mutants run on sequential ranks, which share a model whose collectives wait
+    each.functional_call = bound  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def of_long_context(mesh: fs.Mesh, way: str) -> Any:
+    torch.manual_seed(0)
+    program = long_context.Program(mesh, long_context.Model().double(), getattr(long_context, way))
+    tokens = torch.randint(256, (2, long_context.LENGTH), generator=draw())
+    return gradient_and_losses(program, (tokens, tokens.roll(-1, 1)))
+
+
+def of_moe(mesh: fs.Mesh) -> Any:
+    torch.manual_seed(0)
+    return gradient_and_losses(
+        moe.Program(mesh, moe.Model().double()), (torch.randint(256, (4, moe.LENGTH), generator=draw()),)
+    )
+
+
+def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
+    @program.mesh.spmd(out_dims=(0, None))
+    def run(params: fs.Sharded, *batch: Tensor) -> Any:
+        return fs.grad(program.loss)(params, *batch), program.losses(params, *batch)
+
+    return run(program.params, *program.split(batch))
+
+
 def of_transformers(mesh: fs.Mesh, name: str) -> Any:
     from tests.referees.programs.transformers import task
     from tests.referees.training import trained
@@ -124,7 +152,11 @@ PROGRAMS: dict[str, Program] = {
     "example: score_matching": of_score_matching,
     "example: dp_sgd": of_dp_sgd,
     "example: influence": of_influence,
+    "example: long_context, ring": partial(of_long_context, way="ring"),
+    "example: long_context, ulysses": partial(of_long_context, way="ulysses"),
+    "example: moe": of_moe,
 }
+AXES = {"example: long_context": ("shard", "context"), "example: moe": ("expert", "shard")}  # others: replicate, shard
 if find_spec("transformers"):
     PROGRAMS["referee: transformers, Llama"] = partial(of_transformers, name="Llama")
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
@@ -144,5 +176,8 @@ EQUIVALENT = [
     ("example: score_matching", r" [0-7], ", COUNTED),
     ("example: dp_sgd", r" [0-7], ", COUNTED),
     ("example: influence", r"3[23], psum of 1 ", "of the direction after the last step, which no step uses"),
+    ("example: moe", r" (0|32), all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: moe", r" 1[45], psum .* over '\w+': over", "backward adds up over all ranks what differs between them"),
+    ("example: moe", r" 1[67], psum .* over '\w+': over", "the cotangent is one on every rank"),
     ("referee", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
 ]

@@ -11,10 +11,7 @@ from functools import partial
 import functorch_shard as fs
 from functorch_shard.debug import types
 from functorch_shard.testing import assert_rank_invariant, mutants
-from tests.mutants.programs import EQUIVALENT, HYBRID, PROGRAMS
-
-ONE = {"one": 1, "replicate": 1, "shard": 1}
-FOUR = {"one": 1, **HYBRID}
+from tests.mutants.programs import AXES, EQUIVALENT, PROGRAMS
 
 
 @dataclass
@@ -45,13 +42,13 @@ def outcomes(name: str = "", every: int = 1, first: int = 0) -> Iterator[Outcome
         if name not in program:
             continue
         outcome, start = Outcome(program), time.perf_counter()
-        close = (
-            {"rtol": 1e-4, "atol": 1e-6} if "referee" in program else {"rtol": 1e-9, "atol": 1e-11}
-        )  # float32 losses
-        check = partial(assert_rank_invariant, meshes=[ONE, FOUR], **close)
+        names = next((names for of, names in AXES.items() if of in program), ("one", "replicate", "shard"))
+        one, four = dict.fromkeys(names, 1), {name: 1 if name == "one" else 2 for name in names}
+        close = {"rtol": 1e-4, "atol": 1e-6} if "referee" in program else {}  # whose losses are float32
+        check = partial(assert_rank_invariant, meshes=[one, four], **{"rtol": 1e-9, "atol": 1e-11, **close})
         check(run)  # the program itself raises no alarm
-        outcome.alarms = [each for each in types(run, fs.simulated_mesh(FOUR)).problems if each.startswith("psum")]
-        for mutant in mutants(run, fs.simulated_mesh(FOUR))[first::every]:
+        outcome.alarms = [each for each in types(run, fs.simulated_mesh(four)).problems if each.startswith("psum")]
+        for mutant in mutants(run, fs.simulated_mesh(four))[first::every]:
             why, noticed = reason(program, str(mutant)), mutant.is_noticed_by(check)
             if noticed:
                 outcome.noticed.append(str(mutant))
