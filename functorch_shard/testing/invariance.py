@@ -228,7 +228,8 @@ def mutants(program: Program, mesh: Mesh | None = None) -> list[Mutant]:
 
     A test of a program should notice them, :meth:`Mutant.is_noticed_by`. One that it does not notice shows a
     collective that the test does not depend on, or that the program does not: where a factor has no effect, as one of
-    a gradient before Adam, or a value is the same on every rank anyway.
+    a gradient before Adam, or a value is the same on every rank anyway. Simulated mutants run on sequential ranks, so a
+    model with collectives inside is bound, ``fs.bind(model, full)(x)``, and not called by ``functional_call``.
 
     Args:
         program: as in :func:`assert_rank_invariant`.
