@@ -1,4 +1,4 @@
-"""On one GPU: steps of a GPT-2 and a Llama, plain, by this library and by FSDP2.
+"""On one GPU: steps of a GPT-2 and a Llama, plain, by this library and by FSDP2; gradients of offloaded parameters.
 
 python -W default -m tests.benchmarks.gpu --json gpu.json    # ten minutes on one GPU; prints tables for the docs
 python -m tests.benchmarks.gpu --device cpu --tiny           # the same at toy size, in seconds: what would run
@@ -17,12 +17,12 @@ import gc
 import json
 import platform
 import statistics
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +30,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.func import functional_call
 
+import functorch_shard as fs
 from tests.benchmarks.contenders import Step, alone, fsdp2, ours
 from tests.benchmarks.decoders import SHAPES, Shape, toy, workload
 from tests.benchmarks.workloads import Workload
@@ -144,6 +147,98 @@ def steps(shape: Shape, tokens: int, device: Device, rounds: int) -> dict[str, d
     return rows
 
 
+def offloads(shape: Shape, tokens: int, device: Device, rounds: int) -> dict[str, dict[str, Any]]:
+    """Gradients of parameters on the device, of parameters on the CPU, and of FSDP2's there; with what was copied."""
+    work = workload(shape, device.device)
+    x, y = work.batch(0, tokens // shape.context)
+    policy = CPUOffloadPolicy(pin_memory=device.cuda)
+    made = {
+        "ours, on the device": lambda: our_gradient(work, device, x, y, offloaded=False),
+        'ours, fs.offload(params, "cpu")': lambda: our_gradient(work, device, x, y, offloaded=True),
+        "FSDP2, on the device": lambda: gradient_of_fsdp2(work, device, x, y, {}),
+        "FSDP2, CPUOffloadPolicy": lambda: gradient_of_fsdp2(work, device, x, y, {"offload_policy": policy}),
+    }
+    return {name: with_copies(build, device, rounds) for name, build in made.items()}
+
+
+def with_copies(build: Callable[[], Callable[[], Tensor]], device: Device, rounds: int) -> dict[str, Any]:
+    """What is ``measured``, and the copies of one more call, out of a trace of the profiler."""
+    trace: dict[str, Any] = {}
+
+    def traced() -> Callable[[], Tensor]:
+        step = build()
+        for _ in range(WARM_UP):
+            step()
+        trace.update(copies_in(step, device))
+        return step
+
+    return {**measured(traced, device, rounds), **trace}
+
+
+def our_gradient(work: Workload, device: Device, x: Tensor, y: Tensor, *, offloaded: bool) -> Callable[[], Tensor]:
+    model = work.model()
+    params = fs.shard(model, fs.plan(model, fs.init_mesh(device=device.device.type)))
+    if offloaded:
+        params = fs.offload(params, "cpu")
+    model.to("meta")
+    return lambda: fs.grad_and_value(lambda p: work.loss(functional_call(model, fs.gather(p), (x,)), y))(params)[1]
+
+
+def gradient_of_fsdp2(
+    work: Workload, device: Device, x: Tensor, y: Tensor, options: Mapping[str, Any]
+) -> Callable[[], Tensor]:
+    model: Any = work.model()
+    mesh = dist.init_device_mesh(device.device.type, (1,))
+    for part in [*model.blocks, model]:
+        fully_shard(part, mesh=mesh, **options)
+
+    def gradient() -> Tensor:
+        loss = work.loss(model(x), y)
+        loss.backward()
+        model.zero_grad()
+        return loss.detach()
+
+    return gradient
+
+
+def copies_in(step: Callable[[], Any], device: Device) -> dict[str, float]:
+    """GB that ``step`` copies between CPU and device, GB/s while it does, and the part of that time with a kernel."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    device.wait()
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        device.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return copied(json.loads(path.read_text())["traceEvents"])
+
+
+def copied(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Of events of a trace, whose times are in microseconds."""
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and ("HtoD" in e["name"] or "DtoH" in e["name"])]
+    if not copies:
+        return {}
+    busy = joined([(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"])
+    copying = joined([(e["ts"], e["ts"] + e["dur"]) for e in copies])
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in copying for b in busy)
+    seconds, gb = sum(end - start for start, end in copying) / 1e6, sum(e["args"]["bytes"] for e in copies) / 1e9
+    return {"gb": gb, "gb_per_s": gb / seconds, "overlap": both / 1e6 / seconds}
+
+
+def joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals, as disjoint ones."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
 def table(title: str, rows: Mapping[str, dict[str, Any]], reference: str) -> str:
     """Markdown."""
     plain = rows[reference]
@@ -176,6 +271,19 @@ def difference(row: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
     return "equal" if worst == 0 else f"within {worst:.0e}"
 
 
+def offload_table(title: str, rows: Mapping[str, dict[str, Any]]) -> str:
+    lines = [f"{title}, gradients:", "", "| | ms | peak GB | GB copied | GB/s | of it beside a kernel |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        if "error" in row:
+            lines.append(f"| {name} | {row['error']} | | | | |")
+            continue
+        figures = [statistics.median(row["ms"]), *(row.get(key) for key in ("peak", "gb", "gb_per_s", "overlap"))]
+        cells = ["-" if x is None else f"{x:.{digits}f}" for x, digits in zip(figures, (1, 2, 2, 1, 2), strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, *_said(rows)])
+
+
 def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
     said = [f"- {name} warns: {text}" for name, row in rows.items() for text in row["warnings"]]
     return ["", *said] if said else []
@@ -199,13 +307,15 @@ def run(chosen: argparse.Namespace) -> None:
     results: dict[str, Any] = {"device": device.name, "torch": torch.__version__, "tables": {}}
     print(f"{device.name}, torch {torch.__version__}, bfloat16, {WARM_UP} + {rounds} steps, one rank\n")
     with one_rank(device):
-        for n, shape in product(tokens, shapes):
+        jobs = [(shape, n, False) for shape in shapes for n in tokens] + [(shape, tokens[1], True) for shape in shapes]
+        for shape, n, offloaded in sorted(jobs, key=lambda job: (job[1] == tokens[2], job[0] is shapes[1], job[2])):
             title = f"{shape.name}, {n} tokens"
             if time.monotonic() - begin > 60 * chosen.minutes:
-                print(f"{title}: not begun after {chosen.minutes:g} minutes")
+                print(f"{title}{', gradients' * offloaded}: not begun after {chosen.minutes:g} minutes")
                 continue
-            rows = results["tables"][title] = steps(shape, n, device, rounds)
-            print(table(title, rows, PLAIN), flush=True, end="\n\n")
+            rows = (offloads if offloaded else steps)(shape, n, device, rounds)
+            print(offload_table(title, rows) if offloaded else table(title, rows, PLAIN), flush=True, end="\n\n")
+            results["tables"][title + " offloaded" * offloaded] = rows
             if chosen.json:
                 Path(chosen.json).write_text(json.dumps(results, indent=1))
 
