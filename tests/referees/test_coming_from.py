@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -170,30 +170,45 @@ def test_mixed_precision_of_fabric_and_accelerate_is_autocast_around_the_model()
         assert (theirs["0.weight"] - here()["0.weight"]).abs().max() > 1e-5
 
 
-ROWS = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]])  # row r = rank r
-W = torch.tensor([1.0, -2.0, 3.0, 0.5])
-COLLECTIVES = ("psum", "pmean", "pmax", "all_gather", "psum_scatter")
+ROWS = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 30.0, 40.0]], dtype=torch.float64)  # row r = rank r
+W = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64)
+TILED: dict[str, Any] = {"tiled": True}
+COLLECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # options here and there
+    *((name, {}, {}) for name in ("psum", "pmean", "pmax", "pmin")),
+    *((name, {}, TILED) for name in ("all_gather", "psum_scatter")),
+    ("all_to_all", {"split_dim": 0, "concat_dim": 0}, {"split_axis": 0, "concat_axis": 0, **TILED}),
+    ("ppermute", {"perm": [(0, 1)]}, {"perm": [(0, 1)]}),
+]
 
 
-def test_collectives_and_their_transposes_are_those_of_jax_under_an_axis_name() -> None:
+def same(ours: Any, theirs: Any) -> None:
+    np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def jax() -> Iterator[Any]:
     jax = pytest.importorskip("jax")
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield jax
+    jax.config.update("jax_enable_x64", before)
+
+
+def test_collectives_and_their_transposes_are_those_of_jax_under_an_axis_name(jax: Any) -> None:
+    mesh, rows = fs.simulated_mesh(2), jax.numpy.asarray(ROWS)
+    for name, ours, theirs in COLLECTIVES:
+        mapped = jax.vmap(lambda x, name=name, o=theirs: getattr(jax.lax, name)(x, "i", **o), axis_name="i")
+        program = mesh.spmd(lambda x, name=name, o=ours: getattr(fs.collectives, name)(x, mesh["shard"], **o))
+        out, back, *_ = torch.func.vjp(program, ROWS)
+        same(out, mapped(rows))
+        if name not in ("pmax", "pmin"):  # which have no derivative there
+            cotangent = torch.arange(1.0, out.numel() + 1, dtype=out.dtype).view(out.shape)
+            same(back(cotangent)[0], jax.vjp(mapped, rows)[1](jax.numpy.asarray(cotangent))[0])
+
+
+def test_derivatives_are_those_of_the_mean_over_ranks_in_jax(jax: Any) -> None:
     jnp, mesh = jax.numpy, fs.simulated_mesh(2)
-    for name in COLLECTIVES:
-        options = {"tiled": True} if name in ("all_gather", "psum_scatter") else {}
-        mapped = jax.vmap(lambda x, name=name, o=options: getattr(jax.lax, name)(x, "i", **o), axis_name="i")
-        ours = mesh.spmd(lambda x, name=name: getattr(fs.collectives, name)(x, mesh["shard"]))
-        out, back, *_ = torch.func.vjp(ours, ROWS)
-        np.testing.assert_allclose(np.asarray(out), np.asarray(mapped(jnp.asarray(ROWS))))
-        if name == "pmax":  # not differentiable there
-            continue
-        cotangent = torch.arange(1.0, out.numel() + 1).view(out.shape)
-        theirs = jax.vjp(mapped, jnp.asarray(ROWS))[1](jnp.asarray(cotangent))
-        np.testing.assert_allclose(np.asarray(back(cotangent)[0]), np.asarray(theirs[0]))
-
-
-def test_derivatives_are_those_of_the_mean_over_ranks_in_jax() -> None:
-    jax, mesh = pytest.importorskip("jax"), fs.simulated_mesh(2)
-    jnp, params = jax.numpy, fs.shard({"w": W}, fs.plan({"w": W}, mesh, align_bytes=0))
+    params = fs.shard({"w": W}, fs.plan({"w": W}, mesh, align_bytes=0))
     direction = fs.shard({"w": W.square()}, params.layout)
 
     def loss_fn(params: fs.Sharded, x: Tensor) -> Tensor:
@@ -204,9 +219,6 @@ def test_derivatives_are_those_of_the_mean_over_ranks_in_jax() -> None:
 
     def mean(w: Any) -> Any:
         return jax.vmap(of_rank, axis_name="i")(w.reshape(2, 2), jnp.asarray(ROWS)).mean()
-
-    def same(ours: Any, theirs: Any) -> None:
-        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-4, atol=1e-3)
 
     w, v = jnp.asarray(W), jnp.asarray(W.square())
     grads, values = mesh.spmd(fs.grad_and_value(loss_fn))(params, ROWS)
