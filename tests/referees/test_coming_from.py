@@ -177,7 +177,7 @@ COLLECTIVES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # options her
     *((name, {}, {}) for name in ("psum", "pmean", "pmax", "pmin")),
     *((name, {}, TILED) for name in ("all_gather", "psum_scatter")),
     ("all_to_all", {"split_dim": 0, "concat_dim": 0}, {"split_axis": 0, "concat_axis": 0, **TILED}),
-    ("ppermute", {"perm": [(0, 1)]}, {"perm": [(0, 1)]}),
+    ("ppermute", {"perm": [(0, 1), (1, 0)]}, {"perm": [(0, 1), (1, 0)]}),
 ]
 
 
