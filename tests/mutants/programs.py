@@ -22,8 +22,9 @@ from tests.support.models import awkward
 from tests.support.pages import ROOT
 
 sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
-NAMES = ["maml", "score_matching", "dp_sgd", "influence", "unit_test_your_sharding", "long_context", "moe"]
-maml, score_matching, dp_sgd, influence, tested, long_context, moe = map(import_module, NAMES)
+NAMES = ["maml", "score_matching", "dp_sgd", "influence", "unit_test_your_sharding"]
+maml, score_matching, dp_sgd, influence, tested = map(import_module, NAMES)
+long_context, moe, pipeline = map(import_module, ["long_context", "moe", "pipeline"])
 
 RANKS = 4  # on which there are the fewest samples for each
 Program = Callable[[fs.Mesh], Any]
@@ -119,6 +120,16 @@ def of_moe(mesh: fs.Mesh) -> Any:
     )
 
 
+def of_pipeline(mesh: fs.Mesh, schedule: str = "") -> Any:
+    torch.manual_seed(0)
+    program, tokens = pipeline.Program(mesh, pipeline.Model().double(), 2), torch.randint(256, (4, 9), generator=draw())
+    if not schedule:
+        return gradient_and_losses(program, (tokens,))
+    ticks = getattr(pipeline, schedule)(mesh.axes["stage"], 2)
+    run = mesh.spmd(lambda p, x: program.gradients(ticks, p, x)[0])
+    return run(program.params, program.split(tokens))
+
+
 def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
     @program.mesh.spmd(out_dims=(0, None))
     def run(params: fs.Sharded, *batch: Tensor) -> Any:
@@ -155,8 +166,14 @@ PROGRAMS: dict[str, Program] = {
     "example: long_context, ring": partial(of_long_context, way="ring"),
     "example: long_context, ulysses": partial(of_long_context, way="ulysses"),
     "example: moe": of_moe,
+    "example: pipeline": of_pipeline,
+    "example: pipeline, 1F1B": partial(of_pipeline, schedule="one_f_one_b"),
 }
-AXES = {"example: long_context": ("shard", "context"), "example: moe": ("expert", "shard")}  # others: replicate, shard
+AXES = {  # of others: replicate, shard
+    "example: long_context": ("shard", "context"),
+    "example: moe": ("expert", "shard"),
+    "example: pipeline": ("stage", "shard"),
+}
 if find_spec("transformers"):
     PROGRAMS["referee: transformers, Llama"] = partial(of_transformers, name="Llama")
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
@@ -179,5 +196,9 @@ EQUIVALENT = [
     ("example: moe", r" (0|32), all_gather .*'.root.'", "positions are zeros at first"),
     ("example: moe", r" 1[45], psum .* over '\w+': over", "backward adds up over all ranks what differs between them"),
     ("example: moe", r" 1[67], psum .* over '\w+': over", "the cotangent is one on every rank"),
+    ("example: pipeline", r" (0|22), all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: pipeline$", r" 10, psum", "the loss itself is thrown away"),
+    ("example: pipeline$", r" 11, psum .* over '\w+': over", "the cotangent is one on every rank"),
+    ("example: pipeline, 1F1B", r" 12, psum", "the loss itself is thrown away"),
     ("referee", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
 ]
