@@ -76,13 +76,16 @@ class BatchedRanks(Simulated):
         def every_rank(*args: Any, **kwargs: Any) -> Any:
             if any(axis.backend.in_rank for axis in self.axes):
                 raise RuntimeError(NESTED)
+            watcher = WATCHER.get()
+            if watcher:
+                args, kwargs = watcher.given(args, kwargs)
             call, made = mapped_call(args, kwargs, in_dims, sizes), list[Any]()
 
             def one_rank(*rows: Tensor) -> tuple[Tensor, ...]:
                 rank_args, rank_kwargs = call.of_rank(rows)
                 result = opened(fn(*rank_args, **rank_kwargs))
                 refuse_opaque("spmd", result, "the result", matters=_is_of_one_rank)
-                if watcher := WATCHER.get():
+                if watcher:
                     watcher.ran(rank_args, rank_kwargs, result)
                 leaves, treedef = optree.tree_flatten(result, none_is_leaf=True)
                 asked = [] if isinstance(out_dims, int) else leaves  # an int is not None for any of them

@@ -183,7 +183,7 @@ def types(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Types:
     token = WATCHER.set(seen)
     try:
         with seen:
-            step(*_without_data(args), **_without_data(kwargs))
+            step(*_with_one_copy(args, _meta), **_with_one_copy(kwargs, _meta))
     finally:
         WATCHER.reset(token)
     if not seen.has_run:
@@ -217,6 +217,12 @@ class _Watcher(RecordMode):
         self.drifting: list[str] = []
         self.has_run = False
         self._frame: _Frame | None = None
+
+    def given(self, args: Any, kwargs: Any) -> Any:
+        """Return what ranks get in place of these arguments, which may be results of an earlier step."""
+        given: Any = (args, kwargs)
+        without_data = any(isinstance(x, Tensor) and x.is_meta for x in optree.tree_leaves(given))
+        return _with_one_copy(given, _meta if without_data else lambda x: x)
 
     def ran(self, args: Any, kwargs: Any, result: Any) -> None:
         """Note what each rank got and returned."""
@@ -260,24 +266,23 @@ def _meta(x: Any) -> Any:
     return x.detach().to("meta") if isinstance(x, Tensor) and not (x.is_meta or is_number(x)) else x
 
 
-def _without_data(tree: Any) -> Any:
-    """Return ``tree`` without data, where copies of one value are one memory; numbers of an optimizer stay."""
+def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
+    """Return ``tree`` with ``put`` of its leaves but numbers of an optimizer, and copies of one value as one memory."""
+
+    def of_shard(key: str, tree: Sharded) -> Any:
+        x = tree[key]
+        if x is None:
+            return None
+        number = _is_number(key, tree)
+        x = x if number else put(x)
+        for dim in range(x.ndim) if number else _dims_of_copies(key, tree):
+            x = x.select(dim, 0).unsqueeze(dim).expand(x.shape)
+        return x
 
     def of_leaf(x: Any) -> Any:
-        return Sharded({key: _as_one(key, x) for key in x}, x.layout) if isinstance(x, Sharded) else _meta(x)
+        return Sharded({key: of_shard(key, x) for key in x}, x.layout) if isinstance(x, Sharded) else put(x)
 
     return optree.tree_map(of_leaf, opened(tree), is_leaf=lambda x: isinstance(x, Sharded), none_is_leaf=True)
-
-
-def _as_one(key: str, tree: Sharded) -> Any:
-    x = tree[key]
-    if x is None:
-        return None
-    number = _is_number(key, tree)
-    x = x if number else _meta(x)
-    for dim in range(x.ndim) if number else _dims_of_copies(key, tree):
-        x = x.select(dim, 0).unsqueeze(dim).expand(x.shape)
-    return x
 
 
 def _is_number(key: str, tree: Sharded) -> bool:

@@ -159,6 +159,23 @@ def test_copies_that_drift_apart_are_a_problem() -> None:
     ]
 
 
+def test_copies_that_a_step_returns_are_one_value_for_the_next_one() -> None:
+    mesh, model = fs.simulated_mesh(HYBRID), nn.Linear(3, 2)
+    opt = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor) -> Any:
+        grads = fs.grad(lambda p: functional_call(model, fs.gather(p), (x,)).square().mean())(params)
+        return opt.step(params, grads=grads, state=state)
+
+    def training(x: Tensor) -> Any:
+        params = fs.shard(model, fs.plan(model, mesh))
+        params, state = step(params, opt.init(params), x)
+        return step(params, state, x)
+
+    assert types(training, mesh.split(torch.ones(8, 3))).problems == []
+
+
 @pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(2, kind="sequential")], ids=["real", "sequential"])
 def test_a_step_that_no_batched_rank_runs_is_refused(mesh: fs.Mesh) -> None:
     with pytest.raises(RuntimeError, match=r"types: nothing ran as batched ranks"):

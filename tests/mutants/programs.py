@@ -127,7 +127,9 @@ def of_pipeline(mesh: fs.Mesh, schedule: str = "") -> Any:
         return gradient_and_losses(program, (tokens,))
     ticks = getattr(pipeline, schedule)(mesh.axes["stage"], 2)
     run = mesh.spmd(lambda p, x: program.gradients(ticks, p, x)[0])
-    return run(program.params, program.split(tokens))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run(program.params, program.split(tokens))
 
 
 def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
@@ -135,17 +137,29 @@ def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
     def run(params: fs.Sharded, *batch: Tensor) -> Any:
         return fs.grad(program.loss)(params, *batch), program.losses(params, *batch)
 
-    return run(program.params, *program.split(batch))
-
-
-def of_transformers(mesh: fs.Mesh, name: str) -> Any:
-    from tests.referees.programs.transformers import task
-    from tests.referees.training import trained
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # attention without a batching rule is slow
-        made: Any = trained(task(name), mesh)
-    return {**made, "losses": [x.flatten()[0] for x in made["losses"]]}
+        return run(program.params, *program.split(batch))
+
+
+def of_referee(mesh: fs.Mesh, library: str, name: str) -> Any:
+    """Three steps of a program of another library."""
+    from tests.referees.programs import timm, transformers
+    from tests.referees.training import trained
+
+    made = {
+        "Llama": lambda: transformers.task("Llama"),
+        "BERT": lambda: transformers.task("BERT"),
+        "ViT": lambda: (
+            transformers.task("ViT", transformers.pixels)
+            if library == "transformers"
+            else timm.task("vit_tiny_patch16_224", 16, **timm.VIT)
+        ),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # attention without a batching rule is slow
+        result: Any = trained(made[name](), mesh)
+    return {**result, "losses": [x.flatten()[0] for x in result["losses"]]}
 
 
 # Results that depend on how many samples a rank has, or have a dim of an ensemble in front of the shards.
@@ -174,8 +188,9 @@ AXES = {  # of others: replicate, shard
     "example: moe": ("expert", "shard"),
     "example: pipeline": ("stage", "shard"),
 }
-if find_spec("transformers"):
-    PROGRAMS["referee: transformers, Llama"] = partial(of_transformers, name="Llama")
+for library, name in (("transformers", "Llama"), ("transformers", "BERT"), ("transformers", "ViT"), ("timm", "ViT")):
+    if find_spec(library):
+        PROGRAMS[f"referee: {library}, {name}"] = partial(of_referee, library=library, name=name)
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
 COUNTED = "of a step that is run to count what it sends, and thrown away"
 EQUIVALENT = [
