@@ -238,3 +238,15 @@ def test_importing_leaves_the_slow_parts_of_torch_alone() -> None:
     code = "import sys, torch; before = set(sys.modules); import functorch_shard; "
     code += f"assert not {slow!r} & (set(sys.modules) - before)".replace("[", "{").replace("]", "}")
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120, cwd=PACKAGE.parent)
+
+
+# What makes an object that can be written to, as the value of a name of a module.
+MADE = r"ContextVar|R?Lock|local|Weak\w+|_Backends|dict|list|set|deque|defaultdict"
+WRITTEN = rf"^(\w+)(?:: .+)? = (?:\w+\.)?(?:{MADE})(?:\[.*\])?\("
+
+
+def test_the_map_lists_each_object_of_a_module_that_a_program_writes() -> None:
+    texts = [(PACKAGE / f"{module.replace('.', '/')}.py").read_text() for module in MODULES]
+    found = {name for text in texts for name in re.findall(WRITTEN, text, re.MULTILINE)}
+    listed = (PACKAGE.parent / "docs/architecture.md").read_text()
+    assert {name for name in found if f"`{name}`" not in listed} == {"_ONE_AT_A_TIME"}, "a lock, twice"
