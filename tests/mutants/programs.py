@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import functorch_shard as fs
 from tests.laws import tasks, training
@@ -22,8 +23,8 @@ from tests.support.models import awkward
 from tests.support.pages import ROOT
 
 sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
-NAMES = ["maml", "score_matching", "dp_sgd", "influence", "unit_test_your_sharding"]
-maml, score_matching, dp_sgd, influence, tested = map(import_module, NAMES)
+NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "unit_test_your_sharding"]
+maml, score_matching, dp_sgd, influence, lanczos, tested = map(import_module, NAMES)
 long_context, moe, pipeline = map(import_module, ["long_context", "moe", "pipeline"])
 
 RANKS = 4  # on which there are the fewest samples for each
@@ -96,6 +97,19 @@ def of_influence(mesh: fs.Mesh) -> Any:
     params = fs.shard(model, fs.plan(model, mesh))
     found, solution, _ = influence.by_shards(mesh, model, params, of_digits(8), of_digits(4), 2)
     return found[:8], solution
+
+
+def of_lanczos(mesh: fs.Mesh) -> Any:
+    model, (x, y) = small(5, 4, 3), of_digits(8)
+    params = fs.shard(model, fs.plan(model, mesh))
+
+    @mesh.spmd(out_dims=None)
+    def spectrum(params: fs.Sharded, x: Tensor, y: Tensor) -> Any:
+        loss = lambda p, x, y: nn.functional.cross_entropy(functional_call(model, fs.gather(p), (x,)), y)  # noqa: E731
+        hessian = fs.curvature.hessian(loss)(params, x, y)
+        return lanczos.lanczos(hessian.matvec, fs.curvature.randn_like(params, seed=1), fs.curvature.vdot, 3)[:2]
+
+    return spectrum(params, *mesh.split((x, y)))
 
 
 def bound(model: nn.Module, full: Any, args: Any) -> Any:
@@ -177,6 +191,7 @@ PROGRAMS: dict[str, Program] = {
     "example: score_matching": of_score_matching,
     "example: dp_sgd": of_dp_sgd,
     "example: influence": of_influence,
+    "example: lanczos": of_lanczos,
     "example: long_context, ring": partial(of_long_context, way="ring"),
     "example: long_context, ulysses": partial(of_long_context, way="ulysses"),
     "example: moe": of_moe,
@@ -208,6 +223,9 @@ EQUIVALENT = [
     ("example: score_matching", r" [0-7], ", COUNTED),
     ("example: dp_sgd", r" [0-7], ", COUNTED),
     ("example: influence", r"3[23], psum of 1 ", "of the direction after the last step, which no step uses"),
+    ("example: lanczos", r" (5|7|9|11|2[2468]|4[1357]), psum", "of a gradient whose tangent alone is returned"),
+    ("example: lanczos", r" (14|15|3[1-4]), psum .*doubled", "the second pass takes away what the first one left"),
+    ("example: lanczos", r" 5[0-7], psum", "of the vector after the last step, which no step uses"),
     ("example: moe", r" (0|32), all_gather .*'.root.'", "positions are zeros at first"),
     ("example: moe", r" 1[45], psum .* over '\w+': over", "backward adds up over all ranks what differs between them"),
     ("example: moe", r" 1[67], psum .* over '\w+': over", "the cotangent is one on every rank"),
