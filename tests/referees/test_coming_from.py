@@ -226,5 +226,7 @@ def test_derivatives_are_those_of_the_mean_over_ranks_in_jax(jax: Any) -> None:
     same(fs.gather(grads)["w"], jax.grad(mean)(w))
     product = mesh.spmd(lambda p, v, x: torch.func.jvp(lambda p: fs.grad(loss_fn)(p, x), (p,), (v,))[1])
     same(fs.gather(product(params, direction, ROWS))["w"], jax.jvp(jax.grad(mean), (w,), (v,))[1])
+    rows = mesh.spmd(lambda p, x: fs.jacfwd(loss_fn)(p, x))(params, ROWS)
+    same(fs.gather(rows)["w"], jax.jacfwd(mean)(w))
     (columns,) = mesh.spmd(fs.hessian(loss_fn))(params, ROWS)["w"].values()  # (ranks, rows, elements of a shard)
     same(columns.transpose(0, 1).flatten(1), jax.hessian(mean)(w))
