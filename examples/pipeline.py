@@ -147,7 +147,7 @@ class Program:
 
     def losses_of_rank(self, params: fs.Sharded, tokens: Tensor) -> Tensor:
         """Of each sequence of this rank: the ticks of GPipe that run forward."""
-        full, parts = self.local(params), torch.stack(tokens.chunk(self.microbatches))
+        full, parts = self.local(params), tokens.unflatten(0, (self.microbatches, -1))
         arrived, found = full["position"].new_zeros(*parts.shape[1:], WIDTH), []
         for tick in gpipe(self.axis.size, len(parts))[: self.axis.size + len(parts) - 1]:
             made, losses = self.stage(full, arrived, self.pick(parts, tick.forward))
@@ -184,7 +184,7 @@ class Program:
         def of_local(params: fs.Sharded) -> tuple[Tensor, Tensor]:
             full = self.local(params)
             with torch.no_grad():  # the derivative is taken inside; fs.grad takes that of local
-                grads, loss = self.run(schedule, full, torch.stack(tokens.chunk(self.microbatches)))
+                grads, loss = self.run(schedule, full, tokens.unflatten(0, (self.microbatches, -1)))
             # A mean over ranks counts each stage as one of them, and the loss is a sum over stages.
             products = [(full[name] * grads[name]).sum() for name in full]
             return self.axis.size * torch.stack(products).sum(), loss

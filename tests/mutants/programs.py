@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from tests.support.models import awkward
 from tests.support.pages import ROOT
 
 sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
-NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "unit_test_your_sharding"]
-maml, score_matching, dp_sgd, influence, lanczos, tested = map(import_module, NAMES)
+NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "lora", "unit_test_your_sharding"]
+maml, score_matching, dp_sgd, influence, lanczos, lora, tested = map(import_module, NAMES)
 long_context, moe, pipeline = map(import_module, ["long_context", "moe", "pipeline"])
 
 RANKS = 4  # on which there are the fewest samples for each
@@ -112,6 +113,23 @@ def of_lanczos(mesh: fs.Mesh) -> Any:
     return spectrum(params, *mesh.split((x, y)))
 
 
+SMALL: dict[str, Any] = {"WIDTH": 8, "HEADS": 2, "DEPTH": 1, "CONTEXT": 9}
+
+
+def of_text() -> list[tuple[Tensor, Tensor]]:
+    text = torch.randint(256, (4, 10), generator=draw())
+    return [(text[:, :-1], text[:, 1:])]
+
+
+def of_lora(mesh: fs.Mesh) -> Any:
+    with patch.multiple(lora, **SMALL), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = lora.adapted(lora.GPT(), 2, torch.float32)
+        full, cost = lora.adapt(model, mesh, 2 * of_text(), 1e-2, lambda *_: None)
+    return full, cost["losses"]
+
+
 def bound(model: nn.Module, full: Any, args: Any) -> Any:
     return fs.bind(model, full)(*args)
 
@@ -192,6 +210,7 @@ PROGRAMS: dict[str, Program] = {
     "example: dp_sgd": of_dp_sgd,
     "example: influence": of_influence,
     "example: lanczos": of_lanczos,
+    "example: lora": of_lora,
     "example: long_context, ring": partial(of_long_context, way="ring"),
     "example: long_context, ulysses": partial(of_long_context, way="ulysses"),
     "example: moe": of_moe,
@@ -203,6 +222,7 @@ AXES = {  # of others: replicate, shard
     "example: moe": ("expert", "shard"),
     "example: pipeline": ("stage", "shard"),
 }
+FLOAT32 = ("referee", "lora")  # whose losses are
 for library, name in (("transformers", "Llama"), ("transformers", "BERT"), ("transformers", "ViT"), ("timm", "ViT")):
     if find_spec(library):
         PROGRAMS[f"referee: {library}, {name}"] = partial(of_referee, library=library, name=name)
@@ -226,6 +246,7 @@ EQUIVALENT = [
     ("example: lanczos", r" (5|7|9|11|2[2468]|4[1357]), psum", "of a gradient whose tangent alone is returned"),
     ("example: lanczos", r" (14|15|3[1-4]), psum .*doubled", "the second pass takes away what the first one left"),
     ("example: lanczos", r" 5[0-7], psum", "of the vector after the last step, which no step uses"),
+    ("example: lora", r" (0|11), all_gather .*'.root./frozen'", "positions are zeros at first"),
     ("example: moe", r" (0|32), all_gather .*'.root.'", "positions are zeros at first"),
     ("example: moe", r" 1[45], psum .* over '\w+': over", "backward adds up over all ranks what differs between them"),
     ("example: moe", r" 1[67], psum .* over '\w+': over", "the cotangent is one on every rank"),

@@ -11,7 +11,7 @@ from functools import partial
 import functorch_shard as fs
 from functorch_shard.debug import types
 from functorch_shard.testing import assert_rank_invariant, mutants
-from tests.mutants.programs import AXES, EQUIVALENT, PROGRAMS
+from tests.mutants.programs import AXES, EQUIVALENT, FLOAT32, PROGRAMS
 
 
 @dataclass
@@ -44,7 +44,7 @@ def outcomes(name: str = "", every: int = 1, first: int = 0) -> Iterator[Outcome
         outcome, start = Outcome(program), time.perf_counter()
         names = next((names for of, names in AXES.items() if of in program), ("one", "replicate", "shard"))
         one, four = dict.fromkeys(names, 1), {name: 1 if name == "one" else 2 for name in names}
-        close = {"rtol": 1e-4, "atol": 1e-6} if "referee" in program else {}  # whose losses are float32
+        close = {"rtol": 1e-4, "atol": 1e-6} if any(name in program for name in FLOAT32) else {}
         check = partial(assert_rank_invariant, meshes=[one, four], **{"rtol": 1e-9, "atol": 1e-11, **close})
         check(run)  # the program itself raises no alarm
         outcome.alarms = [*types(run, fs.simulated_mesh(four)).problems]

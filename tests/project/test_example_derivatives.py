@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,9 +145,11 @@ def test_a_dropped_collective_is_noticed(name: str, kind: str) -> None:
         check(name, mesh.with_backend(fs.communication.skip(kind)))
 
 
-def by_schedule(mesh: fs.Mesh, schedule: str) -> None:
+def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
     """The gradient that a schedule takes by itself, and its derivative, against the unsharded loss."""
-    program, ticks = case("pipeline").on(mesh), getattr(import_module("pipeline"), schedule)(2, 2)
+    model, pipeline = case("pipeline").model, import_module("pipeline")
+    program = pipeline.Program(mesh, model, microbatches)
+    ticks = getattr(pipeline, schedule)(mesh.axes["stage"], microbatches)
     direction = fs.curvature.randn_like(program.params, seed=1)
 
     @mesh.spmd(out_dims=(0, 0, None))
@@ -170,6 +172,7 @@ def by_schedule_on_this_rank(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_gradients_by_a_schedule_are_those_of_the_whole_program(schedule: str) -> None:
     by_schedule(fs.simulated_mesh({"replicate": 2, "stage": 2, "shard": 2}), schedule)
+    by_schedule(fs.simulated_mesh({"stage": 4, "shard": 1}), schedule, microbatches=8)  # of which 1F1B holds 4
     run_ranks(by_schedule_on_this_rank, 4, schedule)
 
 
@@ -186,3 +189,13 @@ def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages
         assert all(ahead[s, m] < back[s, m] and ahead.get((s - 1, m), -1) < ahead[s, m] for s, m in ahead)
         assert all(back[s - 1, m] == back[s, m] + 1 for s, m in back if s), "a gradient is used as it arrives"
         assert pipeline.slots(ticks) == held
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_a_batch_that_microbatches_do_not_divide_is_refused(schedule: str) -> None:
+    model, batch, *_ = case("pipeline")
+    mesh, pipeline = fs.simulated_mesh({"stage": 2, "shard": 2}), import_module("pipeline")
+    program = pipeline.Program(mesh, model, microbatches=3)  # of the 4 samples of a rank
+    gradients = partial(program.gradients, getattr(pipeline, schedule)(2, 3))
+    with pytest.raises(RuntimeError, match="unflatten"):
+        mesh.spmd(gradients, out_dims=0)(program.params, *program.split(batch))

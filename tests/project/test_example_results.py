@@ -29,7 +29,7 @@ TOY = {
     "maml.py": ["--steps", "2"],
     "moe.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "muon_gpt.py": ["--steps", "2", "--batch-size", "2", *TEXT],
-    "pipeline.py": ["--steps", "2", "--batch-size", "4", "--microbatches", "2", *TEXT],
+    "pipeline.py": ["--steps", "2", "--batch-size", "4", "--microbatches", "4", *TEXT],
     "score_matching.py": ["--steps", "2", "--batch-size", "16"],
 }
 ELSEWHERE = {
