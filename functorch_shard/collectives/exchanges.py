@@ -156,9 +156,9 @@ def ppermute(x: Tree, axis: Over, /, perm: Iterable[tuple[int, int]]) -> Tree:
     linear = LinearMap(one, "ppermute", "ppermute", splits=pairs)
 
     def sent(x: Tensor) -> Tensor:
-        return (
-            linear_map_of(x, linear) if pairs else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
-        )
+        if pairs:
+            return linear_map_of(x, linear)
+        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)  # which depends on x, as others do
 
     return on_leaves(sent, x)
 
