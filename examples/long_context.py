@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpt import read_text
-from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks, train, train_unsharded
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -134,35 +134,6 @@ class Program:
         return losses
 
 
-def train(program: Program, batches: list[tuple[Tensor, Tensor]]) -> Any:
-    params, opt = program.params, fs.optimizer(torch.optim.AdamW, lr=LR)
-
-    @program.mesh.spmd(out_dims=(0, 0, None))
-    def train_step(params: fs.Sharded, state: Any, tokens: Tensor, targets: Tensor) -> Any:
-        grads, loss = fs.grad_and_value(program.loss)(params, tokens, targets)
-        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, program.mesh)
-
-    state, losses = opt.init(params), []
-    with fs.testing.count_collectives() as seen:
-        train_step(params, state, *program.split(batches[0]))  # a step is pure: this one is for the count
-    for batch in batches:
-        params, state, loss = train_step(params, state, *program.split(batch))
-        losses.append(loss)
-    return params, torch.stack(losses), seen
-
-
-def train_unsharded(model: Model, batches: list[tuple[Tensor, Tensor]]) -> tuple[Full, Tensor]:
-    """The same in plain torch, by ``scaled_dot_product_attention`` of the whole sequence."""
-    opt, losses = torch.optim.AdamW(model.parameters(), lr=LR), []
-    for batch in batches:
-        loss = model(*batch, 0, on_whole_sequence).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.detach())
-    return {name: p.detach() for name, p in model.named_parameters()}, torch.stack(losses)
-
-
 def main() -> None:
     args = arguments(__doc__, steps=30, batch_size=8, replicas=1, text="")
     mesh = ranks(args.ranks, replicate=args.replicas, shard=-1, context=2)
@@ -172,8 +143,14 @@ def main() -> None:
     batches = [(each[:, :-1], each[:, 1:]) for each in windows]
     torch.manual_seed(0)
     model = Model().double()
-    found = {way.__name__: train(Program(mesh, model, way), batches) for way in (ring, ulysses)}
-    whole, expected = train_unsharded(model, batches)
+    found = {}
+    for way in (ring, ulysses):
+        program = Program(mesh, model, way)
+        parts = [program.split(batch) for batch in batches]
+        found[way.__name__] = train(mesh, program.params, fs.grad_and_value(program.loss), parts, LR)
+    # by scaled_dot_product_attention of the whole sequence
+    loss_of = lambda batch: model(*batch, 0, on_whole_sequence).mean()  # noqa: E731
+    whole, expected = train_unsharded(model, loss_of, batches, LR)
 
     size = mesh.axes["context"]
     part = args.batch_size * LENGTH // mesh.size * WIDTH  # elements of a rank of keys, of values, of queries

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpt import read_text
-from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks, train, train_unsharded
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -159,35 +159,6 @@ class Program:
         return fs.collectives.all_gather(losses, self.mesh)
 
 
-def train(program: Program, batches: list[Tensor]) -> Any:
-    params, opt = program.params, fs.optimizer(torch.optim.AdamW, lr=LR)
-
-    @program.mesh.spmd(out_dims=(0, 0, None))
-    def train_step(params: fs.Sharded, state: Any, tokens: Tensor) -> Any:
-        grads, loss = fs.grad_and_value(program.loss)(params, tokens)
-        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, program.mesh)
-
-    state, losses = opt.init(params), []
-    with fs.testing.count_collectives() as seen:
-        train_step(params, state, program.split(batches[0]))  # a step is pure: this one is for the count
-    for batch in batches:
-        params, state, loss = train_step(params, state, program.split(batch))
-        losses.append(loss)
-    return params, torch.stack(losses), seen
-
-
-def train_unsharded(model: Model, batches: list[Tensor]) -> tuple[Full, Tensor]:
-    """The same in plain torch."""
-    opt, losses = torch.optim.AdamW(model.parameters(), lr=LR), []
-    for batch in batches:
-        loss = model.loss(dict(model.named_parameters()), batch, on_whole_tensors, lambda x: x)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.detach())
-    return {name: p.detach() for name, p in model.named_parameters()}, torch.stack(losses)
-
-
 def main() -> None:
     args = arguments(__doc__, steps=60, batch_size=16, capacity=1.25, balance=1e-2, replicas=1, text="")
     mesh = ranks(args.ranks, replicate=args.replicas, expert=2, shard=-1)
@@ -197,9 +168,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model(args.capacity, args.balance).double()
     program = Program(mesh, model)
-    params, losses, seen = train(program, batches)
+    parts = [(program.split(batch),) for batch in batches]
+    params, losses, seen = train(mesh, program.params, fs.grad_and_value(program.loss), parts, LR)
     full = fs.gather(params, lazy=False)
-    whole, expected = train_unsharded(model, batches)
+    loss_of = lambda batch: model.loss(dict(model.named_parameters()), batch, on_whole_tensors, lambda x: x)  # noqa: E731
+    whole, expected = train_unsharded(model, loss_of, batches, LR)
 
     sent = args.batch_size // mesh.size * EXPERTS * model.places(LENGTH) * WIDTH  # by a rank to experts, in a layer
     by_formula = 8 * 4 * DEPTH * sent if mesh.axes["expert"] > 1 else 0  # and back, and as much in backward

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from gpt import read_text
-from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks, train, train_unsharded
 from torch import Tensor, nn
 from torch.func import vjp
 
@@ -214,36 +214,6 @@ class Program:
         return {name: x / len(parts) for name, x in grads.items()}, fs.collectives.psum(total, self.axis) / len(parts)
 
 
-def train(program: Program, schedule: list[Tick] | None, batches: list[Tensor]) -> Any:
-    params, opt = program.params, fs.optimizer(torch.optim.AdamW, lr=LR)
-    by_loss = fs.grad_and_value(program.loss)
-
-    @program.mesh.spmd(out_dims=(0, 0, None))
-    def train_step(params: fs.Sharded, state: Any, tokens: Tensor) -> Any:
-        grads, loss = program.gradients(schedule, params, tokens) if schedule else by_loss(params, tokens)
-        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, program.mesh)
-
-    state, losses = opt.init(params), []
-    with fs.testing.count_collectives() as seen:
-        train_step(params, state, program.split(batches[0]))  # a step is pure: this one is for the count
-    for batch in batches:
-        params, state, loss = train_step(params, state, program.split(batch))
-        losses.append(loss)
-    return params, torch.stack(losses), seen
-
-
-def train_unsharded(model: Model, batches: list[Tensor]) -> tuple[Full, Tensor]:
-    """The same in plain torch."""
-    opt, losses = torch.optim.AdamW(model.parameters(), lr=LR), []
-    for batch in batches:
-        loss = model(batch).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.detach())
-    return {name: p.detach() for name, p in model.named_parameters()}, torch.stack(losses)
-
-
 def main() -> None:
     args = arguments(__doc__, steps=15, batch_size=16, microbatches=4, replicas=1, text="")
     mesh = ranks(args.ranks, replicate=args.replicas, stage=2, shard=-1)
@@ -253,9 +223,12 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model().double()
     program, stages, number = Program(mesh, model, args.microbatches), mesh.axes["stage"], args.microbatches
-    ways = {"the loss": None, "GPipe": gpipe(stages, number), "1F1B": one_f_one_b(stages, number)}
-    found = {way: train(program, schedule, batches) for way, schedule in ways.items()}
-    whole, expected = train_unsharded(model, batches)
+    schedules = {"GPipe": gpipe(stages, number), "1F1B": one_f_one_b(stages, number)}
+    by_schedule = {name: partial(program.gradients, schedule) for name, schedule in schedules.items()}
+    ways = {"the loss": fs.grad_and_value(program.loss), **by_schedule}
+    parts = [(program.split(batch),) for batch in batches]
+    found = {way: train(mesh, program.params, gradient, parts, LR) for way, gradient in ways.items()}
+    whole, expected = train_unsharded(model, lambda batch: model(batch).mean(), batches, LR)
 
     part = args.batch_size // (mesh.size // stages) * LENGTH * WIDTH  # elements of all microbatches of a rank
     by_formula = 8 * 2 * part * (stages - 1) // stages  # forward and back, from all stages but one; on average
@@ -271,10 +244,10 @@ def main() -> None:
             Row(f"gathers, and by formula, {way}", seen["all_gather"], gathers, 0),
         ]
         costs[f"a rank passes in a step, by {way}"] = passed(seen)
-    for (name, schedule), held in zip([*ways.items()][1:], (number, min(stages, number)), strict=True):
-        rows += [Row(f"microbatches held, and by formula, {name}", slots(schedule or []), held, 0)]
-        busy = sum(m != NONE for tick in schedule or [] for row in tick for m in row)
-        costs[f"stages idle, {name}"] = f"{1 - busy / stages / len(schedule or []):.0%} of {len(schedule or [])} ticks"
+    for (name, schedule), held in zip(schedules.items(), (number, min(stages, number)), strict=True):
+        rows += [Row(f"microbatches held, and by formula, {name}", slots(schedule), held, 0)]
+        busy = sum(m != NONE for tick in schedule for row in tick for m in row)
+        costs[f"stages idle, {name}"] = f"{1 - busy / stages / len(schedule):.0%} of {len(schedule)} ticks"
     costs["loss"] = f"{expected[0]:.3f} at first, {expected[-1]:.3f} at last"
     costs["a rank holds"] = f"{nbytes(program.params, mesh):,} bytes of {flat(whole).nbytes:,} bytes of parameters"
     finish(mesh, rows, costs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -62,6 +62,36 @@ class Row:
     def __str__(self) -> str:
         ours, whole = (x.norm().item() if x.ndim else x.item() for x in self.numbers)
         return f"{self.name:44.44s} {ours:12.6g} {whole:12.6g} {self.difference:12.1e}"
+
+
+def train(mesh: fs.Mesh, params: fs.Sharded, gradient: Callable[..., Any], parts: Sequence[Any], lr: float) -> Any:
+    """Steps of AdamW by ``gradient(params, *part)``, a gradient and a loss; also what one rank passes in a step."""
+    opt = fs.optimizer(torch.optim.AdamW, lr=lr)
+
+    @mesh.spmd(out_dims=(0, 0, None))
+    def train_step(params: fs.Sharded, state: Any, *part: Tensor) -> Any:
+        grads, loss = gradient(params, *part)
+        return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
+
+    state, losses = opt.init(params), []
+    with fs.testing.count_collectives() as seen:
+        train_step(params, state, *parts[0])  # a step is pure: this one is for the count
+    for part in parts:
+        params, state, loss = train_step(params, state, *part)
+        losses.append(loss)
+    return params, torch.stack(losses), seen
+
+
+def train_unsharded(model: torch.nn.Module, loss_of: Callable[[Any], Tensor], batches: Sequence[Any], lr: float) -> Any:
+    """The same in plain torch, of ``loss_of(batch)``: parameters and losses."""
+    opt, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
+    for batch in batches:
+        loss = loss_of(batch)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.detach())
+    return {name: p.detach() for name, p in model.named_parameters()}, torch.stack(losses)
 
 
 def flat(tree: Mapping[str, Tensor]) -> Tensor:
