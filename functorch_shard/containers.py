@@ -1,8 +1,8 @@
 """Containers that are not registered with optree: a call opens them temporarily.
 
-Dataclasses, mappings (transformers' ``BatchEncoding`` and ``ModelOutput``), subclasses of list and tuple, and types
-that are registered in ``torch.utils._pytree``: :func:`opened` replaces each one that holds a tensor by an
-:class:`Opened` node, and unflattening that node makes the container again. One without a tensor stays a leaf.
+Dataclasses, ``UserDict`` (transformers' ``BatchEncoding``) and types that are registered in ``torch.utils._pytree``
+(``ModelOutput``): :func:`opened` replaces each one that holds a tensor by an :class:`Opened` node, and unflattening
+that node makes the container again. One without a tensor stays a leaf.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -26,8 +25,8 @@ from .torch_internals.tensors import GLOBAL_NAMESPACE, torch_node
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _DEPTH = 3  # levels of attributes that are searched for a tensor
 KNOWN = (
-    "Supported containers are those of optree, dataclasses, mappings, subclasses of list and tuple, and types that are "
-    "registered with torch.utils._pytree.register_pytree_node. Use one of them, or pass its tensors directly."
+    "Supported containers are those of optree, dataclasses, UserDict, and types that are registered with "
+    "torch.utils._pytree.register_pytree_node. Use one of them, or pass its tensors directly."
 )
 
 
@@ -44,14 +43,12 @@ class _Form:
     rebuild: Callable[[Sequence[Any]], Any] = field(compare=False)
 
 
+@dataclass
 class Opened:
     """A container as a node of optree; unflattening it makes the container again."""
 
-    __slots__ = ("children", "form")
-
-    def __init__(self, children: Sequence[Any], form: _Form) -> None:
-        self.children = children
-        self.form = form
+    children: Sequence[Any]
+    form: _Form
 
 
 _register: Any = optree.register_pytree_node  # typed for collections only
@@ -63,16 +60,16 @@ _register(
 )
 
 
-def opened(tree: Any, *, always: bool = False) -> Any:
-    """Open the unregistered containers of ``tree``: those that hold a tensor, or ``always`` all of them."""
+def opened(tree: Any) -> Any:
+    """Open the unregistered containers of ``tree`` that hold a tensor."""
     if not _others(optree.tree_leaves(tree, none_is_leaf=True)):
         return tree
 
     def open_leaf(x: Any) -> Any:
         if isinstance(x, (Tensor, Opened)) or type(x) in _PLAIN or (node := _take_apart(x)) is None:
             return x
-        node.children = [opened(child, always=always) for child in node.children]
-        return node if always or any(map(_has_tensor, node.children)) else x
+        node.children = [opened(child) for child in node.children]
+        return node if any(map(_has_tensor, node.children)) else x
 
     return optree.tree_map(open_leaf, tree, is_leaf=lambda x: type(x) is Opened, none_is_leaf=True)
 
@@ -87,8 +84,7 @@ def opaque_problem(x: Any, matters: Callable[[Any], bool] = lambda _: True) -> s
         return ""
     if is_array(x):
         return f"a {type(x).__name__}, which is not a tensor: convert it with torch.as_tensor" if matters(x) else ""
-    inside = _tensor_path(x, matters, set())
-    return f"a {type(x).__name__}, which is not a supported container, with a tensor in {inside}" if inside else ""
+    return f"a {type(x).__name__}, which is not a supported container, and holds tensors" if _holds(x, matters) else ""
 
 
 def refuse_opaque(
@@ -121,57 +117,40 @@ def _take_apart(x: Any) -> Opened | None:
         children, context = node.flatten_fn(x)
         entries = tuple(x) if isinstance(x, Mapping) and len(x) == len(children) else tuple(range(len(children)))
         return Opened(children, _Form(type(x), entries, lambda new: node.unflatten_fn(new, context)))
-    if isinstance(x, Mapping):
-        entries, children = tuple(x), [x[key] for key in x]
-    elif is_dataclass(x):
-        entries = tuple(part.name for part in fields(x) if hasattr(x, part.name))
-        if any(_has_tensor(value) for name, value in _attributes(x) if name not in entries):
-            return None  # what __post_init__ computed from the fields would not change
-        children = [getattr(x, name) for name in entries]
-    elif isinstance(x, (list, tuple)) and type(x) is not torch.Size:
-        entries, children = tuple(range(len(x))), [*x]
+    if isinstance(x, UserDict):
+        names = ("data",)
+    elif is_dataclass(x) and not isinstance(x, Mapping):
+        names = tuple(part.name for part in fields(x) if hasattr(x, part.name))
     else:
         return None
-    return Opened(children, _Form(type(x), entries, lambda new: _filled(x, entries, new)))
+    if any(_has_tensor(value) for name, value in _attributes(x).items() if name not in names):
+        return None  # what __post_init__ computed from the fields would not change
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        made = copy(x)  # not by __init__, which may check its arguments
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    return Opened([getattr(x, name) for name in names], _Form(type(x), names, rebuild))
 
 
-def _filled(x: Any, entries: Sequence[Any], values: Sequence[Any]) -> Any:
-    """A copy of the container ``x`` with other values."""
-    if isinstance(x, tuple):
-        return type(x)(values)
-    if isinstance(x, Mapping) and not isinstance(x, (dict, UserDict)):  # whose copy may share what it holds
-        cls: Any = type(x)
-        made = cls(dict(zip(entries, values, strict=True)))
-    else:
-        made = copy(x)  # a dataclass too: __init__ may check its arguments, and a transform puts any object in leaves
-        assign = made.__setitem__ if isinstance(x, (Mapping, list)) else partial(object.__setattr__, made)
-        for entry, value in zip(entries, values, strict=True):
-            assign(entry, value)
-    if isinstance(x, Mapping) and any(made[key] is not value for key, value in zip(entries, values, strict=True)):
-        raise TypeError(f"{type(x).__name__}: a copy made with other values does not contain them. {KNOWN}")
-    return made
+def _holds(x: Any, matters: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
+    """Whether an object has a tensor that ``matters`` in its attributes or items; callables are not searched."""
+    if isinstance(x, Tensor) or is_array(x):
+        return matters(x)
+    if not depth or callable(x) or isinstance(x, (*_PLAIN, Static, ModuleType, torch.optim.Optimizer)):
+        return False
+    items = x.values() if isinstance(x, Mapping) else x if isinstance(x, (list, tuple)) else ()
+    inside: Any = [*_attributes(x).values(), *items]
+    return any(_holds(leaf, matters, depth - 1) for leaf in optree.tree_leaves(inside, none_is_leaf=True))
 
 
-def _tensor_path(x: Any, matters: Callable[[Any], bool], seen: set[int], depth: int = _DEPTH) -> str:
-    """The path to a tensor that ``matters`` inside of an object, or an empty string; callables are not searched."""
-    ignored = isinstance(x, (*_PLAIN, Static, type, ModuleType, torch.optim.Optimizer)) or callable(x)
-    if ignored or not depth or id(x) in seen:
-        return ""
-    seen.add(id(x))
-    for name, value in _attributes(x):
-        for leaf in optree.tree_leaves(opened(value), none_is_leaf=True):
-            found = isinstance(leaf, Tensor) or is_array(leaf)
-            inside = "" if found else _tensor_path(leaf, matters, seen, depth - 1)
-            if inside or (found and matters(leaf)):
-                return f".{name}{inside}"
-    return ""
-
-
-def _attributes(x: Any) -> list[tuple[str, Any]]:
+def _attributes(x: Any) -> dict[str, Any]:
     declared = [getattr(cls, "__slots__", ()) for cls in type(x).__mro__]
     slots = [name for names in declared for name in ([names] if isinstance(names, str) else names)]
-    named = [(name, getattr(x, name)) for name in slots if not name.startswith("__") and hasattr(x, name)]
-    return named + list(getattr(x, "__dict__", {}).items())
+    named = {name: getattr(x, name) for name in slots if not name.startswith("__") and hasattr(x, name)}
+    return named | getattr(x, "__dict__", {})
 
 
 def is_hashable(x: Any) -> bool:

@@ -141,8 +141,7 @@ class Mesh(Static):
             A function whose tensors carry one rank dim per axis, in the mesh's order.
 
         Arguments and results may be any pytrees. Their containers are those that optree knows, and besides them
-        dataclasses, mappings (``UserDict``, ``OrderedDict`` and their subclasses), subclasses of list and tuple, and
-        what is registered in ``torch.utils._pytree``.
+        dataclasses, ``UserDict`` and what is registered in ``torch.utils._pytree``.
 
         Differentiate inside: a transform around ``spmd`` sees all ranks at once. There ``fs.grad`` is the derivative of
         what is returned, and under ``torch.func``'s own transforms the reduction of ``gather`` still applies, so the
@@ -180,7 +179,7 @@ class Mesh(Static):
 
         Args:
             tree: a tensor or a pytree; its tensors are split, everything else is passed through. Containers may be
-                dataclasses, mappings such as ``UserDict``, and others: see ``spmd``.
+                dataclasses, ``UserDict`` and others: see ``spmd``.
             dim: the dimension to split, divisible by ``mesh.size``. Or one for each axis by name, as
                 ``{"shard": 0, "context": 1}``: a dimension that several axes split is divisible by their product, and
                 ranks of an axis that is left out get the same.

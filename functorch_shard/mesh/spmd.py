@@ -241,7 +241,7 @@ def _broadcast(dims: Any, tree: Any, what: str) -> list[Any]:
             "simulated_mesh(..., kind='sequential'); an argument of each rank's own is args[mesh.rank] there."
         )
     try:
-        return optree.broadcast_prefix(opened(dims, always=True), tree, none_is_leaf=True)
+        return optree.broadcast_prefix(dims, tree, none_is_leaf=True)
     except (ValueError, TypeError) as error:
         raise ValueError(f"spmd: {what}={dims} does not match the tree it is for: {error}") from None
 

@@ -220,7 +220,7 @@ class Holder:
 
 def test_arguments_and_results_that_hide_tensors_or_have_no_hash_are_refused_by_name() -> None:
     x = torch.ones(2)
-    with pytest.raises(TypeError, match=r"the result\[0\]: a Holder, which is not a supported container.* in \.x"):
+    with pytest.raises(TypeError, match=r"the result\[0\]: a Holder, which is not a supported container"):
         fs.compile(lambda x: (Holder(x + 1), x), backend="replay")(x)
     compiled = fs.compile(lambda x, **others: x * len(others), backend="replay")
     with pytest.raises(TypeError) as error:
@@ -228,7 +228,7 @@ def test_arguments_and_results_that_hide_tensors_or_have_no_hash_are_refused_by_
     assert "compile: 3 problems" in str(error.value)
     assert "kwargs['a']: a ndarray, which is not a tensor: convert it with torch.as_tensor" in str(error.value)
     assert "kwargs['b']: a set, which is not hashable" in str(error.value)
-    assert "kwargs['d']: a Holder, which is not a supported container, with a tensor in .x" in str(error.value)
+    assert "kwargs['d']: a Holder, which is not a supported container, and holds tensors" in str(error.value)
 
 
 class Trainer:
