@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
+from ..communication.simulated import axes_over
 from ..errors import reject
 from ..layout.buffers import Buffer
 from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
@@ -24,10 +26,14 @@ from .step import WholeStep
 
 @dataclass(frozen=True, eq=False)
 class WholePart:
-    """The buffers that one optimizer updates as whole parameters, each on the rank that owns it."""
+    """The buffers that one optimizer updates as whole parameters: all sharded, and each has an owner, or none is."""
 
     opt: Any  # an Optimizer, whose module chooses this one
     buffers: Mapping[str, Buffer]
+
+    @property
+    def num_shards(self) -> int:
+        return next(iter(self.buffers.values())).num_shards
 
     def init(self, params: Sharded) -> dict[str, Leaves]:
         """The state before the first step, by key of a buffer, then by name."""
@@ -47,7 +53,7 @@ class WholePart:
             whole = torch.zeros(buffer.numel, **how)
             for slot, entry in zip(buffer.slots, entries, strict=True):
                 whole[slot.offset : slot.end] = entry.first
-            index = _place(layout)["index"] if buffer.num_shards > 1 else torch.zeros(rows, dtype=torch.int64)
+            index = self._place(layout)["index"] if self.num_shards > 1 else torch.zeros(rows, dtype=torch.int64)
             index = torch.as_tensor(index, device=whole.device)
             x = whole.view(buffer.num_shards, -1).index_select(0, index.reshape(-1)).view(*index.shape, -1)
         kind = memory_kind_of(params[next(iter(self.buffers))])
@@ -59,15 +65,16 @@ class WholePart:
         """New parameters and state, by key of a buffer, then by name."""
         layout, plan, rows = params.layout, self._plan(params), rank_dims(params.layout)
         active = {key: buffer for key, buffer in self.buffers.items() if grads[key] is not None}
-        axis = shard_axis(layout) if layout.num_shards > 1 else None
+        axis = shard_axis(layout) if self.num_shards > 1 else None
         call = WholeStep(
             self.opt.cls, self.opt.known, axis, plan, plan.rounds(active), options, self._device(params), donate
         )
         leaves = {key: {PARAM: params[key]} for key in active}
         for name, key in ((name, key) for name, buffers in plan.state.items() for key in buffers):
             leaves.setdefault(key, {})[name] = state[name][key]
-        gradients = {key: grads[key] for key in active}
-        return run_below_transforms(call, rows, leaves, gradients, _place(layout), tensors_among(options, rows))
+        trees: Any = leaves, {key: grads[key] for key in active}, tensors_among(options, rows)
+        over = {name for x in optree.tree_leaves(trees) if isinstance(x, Tensor) for name in axes_over(x)}
+        return run_below_transforms(call, rows, self._place(layout, over), *trees)
 
     def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
         """What is missing in ``state``, or has another owner or another shape."""
@@ -106,25 +113,27 @@ class WholePart:
             reject("optimizer: whole=True", [f"{name!r} is a DTensor" for name in parts], advice, TypeError)
             forms = {(b.label, b.dtype, slot.shape) for b in self.buffers.values() for slot in b.slots}
             options = self.opt.options_of(self.buffers)
-            specs = {form: find_spec(self.opt.cls, options[form[0]], form[2], form[1], device) for form in forms}
-            self._plans[device] = make_plan(params.layout, self.buffers, specs)
+            real = torch.device("cpu") if device.type == "meta" else device
+            specs = {form: find_spec(self.opt.cls, options[form[0]], form[2], form[1], real) for form in forms}
+            self._plans[device] = make_plan(params.layout, self.num_shards, self.buffers, specs)
         return self._plans[device]
 
     def _device(self, params: Sharded) -> torch.device:
         return working_device(params[next(iter(self.buffers))], params.layout.mesh.device)
 
+    def _place(self, layout: Layout, over: Collection[str] = ()) -> Leaves:
+        """This rank's index, and what differs on the ranks of other axes ``over`` which operands vary.
 
-def _place(layout: Layout) -> Leaves:
-    """This rank's index, and what differs on the ranks of other axes: as many values as there are ranks here."""
-    if layout.num_shards == 1:
-        return {"index": 0, "others": None}
-    if layout.mesh.in_spmd:
-        backend = shard_axis(layout).backend
-        index = backend.index()
-        return {"index": index, "others": backend.others() if isinstance(index, Tensor) else None}
-    sizes, names = axis_sizes(layout), [name for name, _ in layout.axes]
-    grids = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
-    along = dict(zip(names, grids, strict=True))
-    index = shard_at(along, layout)
-    along = {name: grid for name, grid in along.items() if name not in layout.shard_axes}
-    return {"index": index, "others": sum(along.values(), torch.zeros_like(index)) if along else None}
+        As many values as there are ranks here. What operands do not vary over, results do not vary over.
+        """
+        if self.num_shards == 1:
+            return {"index": 0, "others": None}
+        names = [name for name, _ in layout.axes]
+        if layout.mesh.in_spmd:
+            index = shard_axis(layout).backend.index()
+            along = {name: layout.mesh[name].backend.index() for name in names if name in over}
+        else:
+            along = dict(zip(names, torch.meshgrid(*map(torch.arange, axis_sizes(layout)), indexing="ij"), strict=True))
+            index = shard_at(along, layout)
+        others = [grid for name, grid in along.items() if name not in layout.shard_axes]
+        return {"index": index, "others": sum(others) if others else None}

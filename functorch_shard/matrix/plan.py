@@ -31,7 +31,6 @@ from ..layout.layout import Layout, select_buffers
 from .spec import Entry, Spec
 
 ROUND = 1 << 22  # bytes of parameters of one owner after which a round ends
-EVERY_RANK = -1  # the owner of a parameter that is not sharded
 Buffers = Mapping[str, Buffer]
 
 
@@ -92,7 +91,7 @@ class Plan:
     """What does not change from step to step.
 
     Args:
-        num_ranks: the ranks of the shard axis.
+        num_ranks: the ranks that update parameters for each other; one where each rank holds them whole.
         owned: each parameter, by name.
         state: the buffers that the state is in, by the name of an entry, then by key.
     """
@@ -123,15 +122,15 @@ class Plan:
         return {}
 
 
-def make_plan(layout: Layout, buffers: Buffers, specs: Mapping[Any, Spec]) -> Plan:
+def make_plan(layout: Layout, num_ranks: int, buffers: Buffers, specs: Mapping[Any, Spec]) -> Plan:
     """Owners and state of the parameters of ``buffers``; ``specs`` are by label, dtype and shape."""
-    owners = owners_of(layout.num_shards, buffers)
+    owners = owners_of(num_ranks, buffers)
     owned = {
         slot.name: Owned(slot, buffer.label, owners[slot.name], specs[buffer.label, buffer.dtype, slot.shape])
         for buffer in buffers.values()
         for slot in buffer.slots
     }
-    return Plan(layout.num_shards, owned, _state_buffers(layout, buffers, owned))
+    return Plan(num_ranks, owned, _state_buffers(layout, buffers, owned))
 
 
 def cost_of(shape: Sequence[int]) -> int:
@@ -161,17 +160,14 @@ def assign(costs: Sequence[int], num_ranks: int, held: Sequence[Sequence[int]]) 
 
 def owners_of(num_ranks: int, buffers: Buffers) -> dict[str, int]:
     """The owner of each parameter of ``buffers``, by work; of ranks with equal work, the one that has most of it."""
-    cut = [buffer for buffer in buffers.values() if buffer.num_shards > 1]
-    sharded = [slot for buffer in cut for slot in buffer.slots]
-    held = {slot.name: [0] * num_ranks for slot in sharded}
-    for buffer in cut:
-        for rank in range(buffer.num_shards):
+    slots = [slot for buffer in buffers.values() for slot in buffer.slots]
+    held = {slot.name: [0] * num_ranks for slot in slots}
+    for buffer in buffers.values():
+        for rank in range(num_ranks):
             for part in buffer.slices(rank):
                 held[part.name][rank] = part.numel
-    owners = assign([cost_of(slot.shape) for slot in sharded], num_ranks, [held[slot.name] for slot in sharded])
-    found = {slot.name: owner for slot, owner in zip(sharded, owners, strict=True)}
-    names = [slot.name for buffer in buffers.values() for slot in buffer.slots]
-    return {name: found.get(name, EVERY_RANK) for name in names}
+    owners = assign([cost_of(slot.shape) for slot in slots], num_ranks, [held[slot.name] for slot in slots])
+    return {slot.name: owner for slot, owner in zip(slots, owners, strict=True)}
 
 
 def rounds_of(num_ranks: int, buffers: Buffers, owners: Mapping[str, int]) -> list[Round]:
@@ -190,7 +186,7 @@ def _turns(num_ranks: int, buffers: Buffers, owners: Mapping[str, int]) -> list[
     """The names that each rank updates in each round: its next most expensive ones, until one rank has enough."""
     slots = [slot for buffer in buffers.values() for slot in buffer.slots]
     slots.sort(key=lambda slot: -cost_of(slot.shape))
-    queues = [[s for s in slots if owners[s.name] in (rank, EVERY_RANK)] for rank in range(num_ranks)]
+    queues = [[s for s in slots if owners[s.name] == rank] for rank in range(num_ranks)]
     turns: list[list[list[str]]] = []
     sizes = [ROUND]
     for turn in range(max(map(len, queues))):
@@ -212,8 +208,7 @@ def _parts(
     for key, buffer in buffers.items():
         for source in range(num_ranks):
             for name, offset, numel, start in buffer.slices(source):
-                owner = source if owners[name] == EVERY_RANK else owners[name]
-                if name in names[owner]:
+                if name in names[owner := owners[name]]:
                     parts[source][owner].append(Part(name, key, offset, numel, start))
     return parts
 
@@ -241,10 +236,9 @@ def _state_buffers(layout: Layout, buffers: Buffers, owned: Mapping[str, Owned])
         (dtype,), like, align = dtypes, group[0][0], layout.align_bytes
         taken, placed = [0] * like.num_shards, list[tuple[int, Slot]]()
         for _, each, entry in group:
-            rank = max(each.owner, 0)
-            offset, numel = aligned(taken[rank], dtype, align), prod(entry.shape)
-            placed.append((rank, replace(each.slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel)))
-            taken[rank] = offset + numel
+            offset, numel = aligned(taken[each.owner], dtype, align), prod(entry.shape)
+            placed.append((each.owner, replace(each.slot, shape=entry.shape, dtype=dtype, offset=offset, numel=numel)))
+            taken[each.owner] = offset + numel
         shard = aligned(max(taken), dtype, align)
         moved = [replace(slot, offset=rank * shard + slot.offset) for rank, slot in placed]
         moved.sort(key=lambda slot: (slot.offset, slot.end))

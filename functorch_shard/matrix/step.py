@@ -53,7 +53,7 @@ class WholeStep:
     donate: bool
 
     def __call__(
-        self, given: Mapping[str, Leaves], grads: Shards, place: Leaves, values: Any, rows: Rows
+        self, place: Leaves, given: Mapping[str, Leaves], grads: Shards, values: Any, rows: Rows
     ) -> dict[str, Leaves]:
         """``given`` has parameters and leaves of state, ``place`` what distinguishes simulated ranks."""
         if not same_in_rows(optree.tree_leaves(values), rows):
@@ -178,13 +178,13 @@ class _Run:
         for (of_grad, part), values in (*here, *arrived):
             part.of((grads if of_grad else params)[part.name], part.start).copy_(values)
         groups = {}
-        for name, param in params.items():
+        for name, param in params.items() if self.step.device.type != "meta" else ():  # a class may ask for numbers
             shape, options = plan.owned[name].slot.shape, self.options[plan.owned[name].label]
             groups[name] = Group(param.view(shape), grads[name].view(shape), self._state(name, place), options)
         update(self.step.cls, [*groups.values()], self.step.known)
         for name, group in groups.items():
             self._keep_state(name, place, group.state)
-        new = {name: group.param.detach().reshape(-1) for name, group in groups.items()}
+        new = params | {name: group.param.detach().reshape(-1) for name, group in groups.items()}
         for part in this.parts[rank][rank]:
             self._lay(part, place, part.of(new[part.name], part.start))
         return new

@@ -117,6 +117,8 @@ def _over_axis(
 
     def all_ranks(*tensors: Tensor) -> Any:
         where = next((x.device for x in tensors if not x.is_cpu), device)  # what is on the CPU may be offloaded
+        if WATCHER.get() and where.type == "meta":
+            where = torch.device("cpu")  # numbers of ranks stay known until they meet tensors without data
         # for fs.debug.types rows that are one memory are one value, which does not vary
         one = [WATCHER.get() and x.shape[at] > 1 and not x.stride(at) for x, at in zip(tensors, starts, strict=True)]
         dims = [None if same else at for same, at in zip(one, starts, strict=True)]

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..communication.collective import Collective, RecordMode
 from ..communication.simulated import RUN, axes_over
 from ..containers import opened, place
+from ..layout.layout import rank_dims
 from ..layout.trees import Sharded
 from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, is_number, levels
 from ..torch_internals.tensors import batch_levels
@@ -86,7 +87,8 @@ class Issued:
     Args:
         kind: that of the :class:`Collective`, or ``"pmean"``.
         axis: the name of the axis it is over.
-        before, after: what the operand, and the result, vary over; ``None`` inside of ``remat``, where it is not known.
+        before, after: what the operand, and the result, vary over; ``None`` where it is not known: inside of ``remat``,
+            and of a step of whole parameters.
         where: ``"buffers"`` of a gather or its reduction, ``"forward"``, or ``"derivative"``: a tangent or a cotangent.
     """
 
@@ -287,7 +289,7 @@ def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
 
 def _is_number(key: str, tree: Sharded) -> bool:
     """Return whether a leaf is one number for a buffer, as that of the steps of an optimizer, and no shard."""
-    return tree[key].shape[-1:] != (tree.layout.buffers[key].shard_numel,)
+    return tree[key].ndim == len(rank_dims(tree.layout))
 
 
 def _dims_of_copies(key: str, tree: Sharded) -> list[int]:

@@ -295,11 +295,12 @@ class Optimizer(Static):
         if layout not in self._planned:
             if len(self._planned) >= 8:  # whose parts are kept
                 self._planned.clear()
-            parts: dict[int, tuple[Optimizer, dict[str, Buffer]]] = {}
+            parts: dict[Any, tuple[Optimizer, dict[str, Buffer]]] = {}
             for key, buffer in layout.buffers.items():
                 if buffer.trainable:
                     opt = self._of(buffer.label)
-                    parts.setdefault(id(opt), (opt, {}))[1][key] = buffer
+                    owned = opt.whole and buffer.num_shards > 1  # what each rank holds whole, each rank updates
+                    parts.setdefault((id(opt), owned), (opt, {}))[1][key] = buffer
             self._planned[layout] = [opt.part(buffers) for opt, buffers in parts.values()]
         return self._planned[layout]
 

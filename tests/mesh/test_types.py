@@ -176,6 +176,31 @@ def test_copies_that_a_step_returns_are_one_value_for_the_next_one() -> None:
     assert types(training, mesh.split(torch.ones(8, 3))).problems == []
 
 
+@pytest.mark.parametrize("plan", [{}, {"ignored": ["0"]}, {"shard_axis": ("replicate", "shard")}], ids=str)
+def test_owners_of_whole_parameters_step_copies_alike(plan: Any) -> None:
+    mesh, model = fs.simulated_mesh(HYBRID), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    rest = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, whole=True)  # its first step makes its state
+    opt = fs.optimizer(torch.optim.Muon, lr=0.1, whole=True, labels={"rest": rest})
+
+    @mesh.spmd
+    def step(params: fs.Sharded, state: Any, x: Tensor) -> Any:
+        grads = fs.grad(lambda p: functional_call(model, fs.gather(p), (x,)).square().mean())(params)
+        return opt.step(params, grads=grads, state=state)
+
+    def training(**reduced: Any) -> Any:
+        labels = lambda name, p: None if p.ndim == 2 else "rest"  # noqa: E731
+        params = fs.shard(model, fs.plan(model, mesh, labels=labels, **plan, **reduced))
+        return params, opt.init(params), mesh.split(torch.rand(8, 4))
+
+    params, state, x = training()
+    assert types(step, params, state, x).problems == []
+    new, kept = step(params, state, x)
+    assert types(lambda: step(new, kept, x)).problems == []  # with their data
+    drifting = types(step, *training(replicate_axis=None)).problems  # gradients differ there
+    assert bool(drifting) == ("shard_axis" not in plan)
+    assert all("varies over replicate, where" in text for text in drifting)
+
+
 @pytest.mark.parametrize("mesh", [fs.init_mesh(), fs.simulated_mesh(2, kind="sequential")], ids=["real", "sequential"])
 def test_a_step_that_no_batched_rank_runs_is_refused(mesh: fs.Mesh) -> None:
     with pytest.raises(RuntimeError, match=r"types: nothing ran as batched ranks"):
