@@ -1,4 +1,4 @@
-"""One call of a step as a graph: the eager program, traced on tensors without data.
+"""One call of a step as a graph: the eager program, traced on tensors without data; and its schedule as a table.
 
 Note [Recording]: lazy gathers start, wait and gather again in backward as they do eagerly, so the graph has their
 schedule and frees what they free. Python runs once: whatever it decides is fixed in the graph.
@@ -7,8 +7,10 @@ schedule and frees what they free. Python runs once: whatever it decides is fixe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from math import prod
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -18,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..communication.collective import RECORD, START, Collective, is_watched, started_by
+from ..communication.collective import RECORD, START, WAIT, Collective, is_watched, started_by
 from ..communication.collective import record as mark
+from ..communication.wrappers import Traffic
 from ..containers import opened, refuse_opaque
+from ..errors import table
 from ..torch_internals.autograd import as_number
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, reads_values, trace
-from ..torch_internals.tensors import identity_of_storage, version_of, writes_nothing
+from ..torch_internals.tensors import identity_of_storage, tensors_of, version_of, writes_nothing
 from .signature import Call, is_traced, memory_outside
 
 
@@ -34,11 +38,7 @@ class Input:
     index: int
 
 
-@dataclass(frozen=True)
-class Computed:
-    """An output that the graph computes: the ``index``-th."""
-
-    index: int
+COMPUTED = object()  # stands for an output that the graph computes: the next one
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Recording:
     Args:
         graph: from the traced leaves of a call to its computed tensors.
         treedef: the structure of the result.
-        outputs: its leaves: :class:`Input`, :class:`Computed`, or a value that is always the same.
+        outputs: its leaves: ``COMPUTED``, an :class:`Input`, or a value that is always the same.
         written: the inputs that the graph writes to, by index.
         simulated: the collectives of simulated ranks, which are arithmetic in the graph.
     """
@@ -71,10 +71,8 @@ class Recording:
 
     def result(self, computed: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """The tree that the step returns, from what the graph computed."""
-        leaves = [
-            computed[x.index] if type(x) is Computed else inputs[x.index] if type(x) is Input else x
-            for x in self.outputs
-        ]
+        made = iter(computed)
+        leaves = [next(made) if x is COMPUTED else inputs[x.index] if type(x) is Input else x for x in self.outputs]
         return optree.tree_unflatten(self.treedef, leaves)
 
 
@@ -93,8 +91,10 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
         tree = opened(fn(*args, **kwargs))
         refuse_opaque("compile", tree, "the result", matters=lambda x: isinstance(x, Tensor))
         results, structure = optree.tree_flatten(tree, none_is_leaf=True)
-        found[:] = structure, _outputs(results, inputs)
-        return [x for x, kind in zip(results, found[1], strict=True) if type(kind) is Computed]
+        given = {_place(x): Input(i) for i, x in reversed([*enumerate(inputs)])}
+        outputs = [given.get(_place(x), COMPUTED) if isinstance(x, Tensor) else x for x in results]
+        found[:] = structure, outputs
+        return [x for x, output in zip(results, outputs, strict=True) if output is COMPUTED]
 
     outside = memory_outside(fn)
 
@@ -102,7 +102,13 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
         """What was assigned outside, and is not in memory that was there before."""
         return (each for memory, tensors in memory_outside(fn).items() if memory not in outside for each in tensors)
 
-    graph = _traced(flat, fakes, for_compiler, left)
+    try:
+        graph = trace(flat, fakes, for_compiler, left)
+    except RuntimeError as error:
+        if isinstance(error, RefusedError) or reads_values(error):
+            reason = str(error) if isinstance(error, RefusedError) else f"{ON_VALUES} torch: {error}"
+            raise NotImplementedError(_explained(reason, error)) from error
+        raise
     structure, outputs = found
     written = [i for i, (x, version) in enumerate(zip(fakes, versions, strict=True)) if version_of(x) != version]
     return Recording(graph, structure, outputs, written, simplify(graph))
@@ -111,27 +117,6 @@ def record(fn: Callable[..., Any], call: Call, for_compiler: bool) -> Recording:
 def as_inputs(values: Sequence[Any]) -> list[Tensor]:
     """The inputs of a graph: tensors, and floats as tensors without dims."""
     return [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in values]
-
-
-def _traced(flat: Callable[..., list[Tensor]], *how: Any) -> GraphModule:
-    try:
-        return trace(flat, *how)
-    except RuntimeError as error:
-        if isinstance(error, RefusedError) or reads_values(error):
-            reason = str(error) if isinstance(error, RefusedError) else f"{ON_VALUES} torch: {error}"
-            raise NotImplementedError(_explained(reason, error)) from error
-        raise
-
-
-def _outputs(results: Sequence[Any], inputs: Sequence[Tensor]) -> list[Any]:
-    """What each leaf of the result is."""
-    places = {_place(x): i for i, x in reversed([*enumerate(inputs)])}
-    kinds: list[Any] = []
-    for x in results:
-        i = places.get(_place(x)) if isinstance(x, Tensor) else None
-        num_computed = sum(type(kind) is Computed for kind in kinds)
-        kinds.append(x if not isinstance(x, Tensor) else Computed(num_computed) if i is None else Input(i))
-    return kinds
 
 
 def simplify(graph: GraphModule) -> list[Collective]:
@@ -177,3 +162,121 @@ def _explained(reason: str, error: Exception) -> str:
     line = next((line for line in lines if not line.filename.startswith((str(package), *others, "<"))), None)
     where = f"{line.filename}:{line.lineno}: {line.line}\n" if line else ""
     return f"compile: this step cannot be recorded as one graph.\n{where}{reason}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A start or a wait of a collective, or the last operation of a stretch of computation.
+
+    Args:
+        what: ``"start"``, ``"wait"`` or ``"compute"``.
+        collective: what is started or waited for.
+        operations: of a computation, how many operators.
+        alive: bytes that the graph holds after it, without its inputs.
+    """
+
+    what: str
+    collective: Collective | None
+    operations: int
+    alive: int
+
+
+@dataclass(frozen=True)
+class StepSchedule:
+    """What one recording does, in order.
+
+    Args:
+        events: starts, waits, and the computations between them.
+        inputs: bytes of the arguments.
+        peak: the most bytes alive at a time beside the inputs, messages of a backend not counted.
+        simulated: the collectives of simulated ranks, which are arithmetic and no events.
+    """
+
+    events: tuple[Event, ...]
+    inputs: int
+    peak: int
+    simulated: tuple[Collective, ...]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """What one rank issues, in order."""
+        started = [op for event in self.events if event.what == "start" and (op := event.collective) is not None]
+        return [*started, *self.simulated]
+
+    def number(self, kind: str) -> int:
+        """How many collectives of a kind one rank issues."""
+        return sum(op.kind == kind for op in self.collectives)
+
+    def traffic(self, axes: Mapping[str, int]) -> dict[tuple[str, str], Traffic]:
+        """What one rank sends over axes of these sizes, ``mesh.axes``, as ``communication.Counter`` counts it."""
+        total: dict[tuple[str, str], Traffic] = {}
+        for op in self.collectives:
+            size = prod(axes[name] for name in op.axis.split(","))
+            one = Traffic(1, op.nbytes, op.law.sent(op.nbytes, size))
+            total[op.axis, op.kind] = total.get((op.axis, op.kind), Traffic()) + one
+        return total
+
+    def __str__(self) -> str:
+        rows = [_row(event) for event in self.events]
+        kinds = dict.fromkeys(op.kind for op in self.collectives)
+        numbers = ", ".join(f"{self.number(kind)} {kind}" for kind in kinds) or "no collectives"
+        last = f"{numbers}; inputs {self.inputs:,} bytes, peak beside them {self.peak:,} bytes"
+        header = ("", "kind", "axis", "buffer", "bytes", "operations", "alive")
+        return "\n".join([table(rows, header, left=4), last])
+
+
+def _row(event: Event) -> tuple[Any, ...]:
+    op = event.collective
+    if op is None:
+        return event.what, "", "", "", "", event.operations, event.alive
+    return event.what, op.kind, op.axis, op.key, op.nbytes, "", event.alive
+
+
+def schedule_of(recording: Recording) -> StepSchedule:
+    """Read ``recording``; nothing runs."""
+    graph = recording.graph.graph
+    given: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            given |= _storages(node)
+    moments = list(_alive(graph, given))
+    peak = max((alive for _, alive in moments), default=0)
+    return StepSchedule(tuple(_events(moments)), sum(given.values()), peak, tuple(recording.simulated))
+
+
+def _events(moments: Iterable[tuple[Node, int]]) -> Iterator[Event]:
+    operations, alive = 0, 0
+    for node, now in moments:
+        if node.target not in (START, WAIT):
+            operations, alive = operations + 1, now
+            continue
+        if operations:
+            yield Event("compute", None, operations, alive)
+            operations = 0
+        if node.target is START:
+            yield Event("start", started_by(node.args), 0, now)
+        else:
+            (start,) = (each for each in node.all_input_nodes if each.target is START)
+            yield Event("wait", started_by(start.args), 0, now)
+    if operations:
+        yield Event("compute", None, operations, alive)
+
+
+def _alive(graph: Graph, given: Mapping[int, int]) -> Iterator[tuple[Node, int]]:
+    """Each operation and the bytes, without those given, of what was made before or by it and is used after it."""
+    last: dict[int, Node] = {}  # the node that reads or makes each memory last
+    for node in graph.nodes:
+        for seen in (node, *node.all_input_nodes):
+            last.update(zip(_storages(seen), repeat(node)))
+    held: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        held |= {key: size for key, size in _storages(node).items() if key not in given}
+        yield node, sum(held.values())
+        held = {key: size for key, size in held.items() if last.get(key) is not node}
+
+
+def _storages(node: Node) -> dict[int, int]:
+    """The memory of what ``node`` makes: identities and bytes."""
+    return {identity_of_storage(x): x.untyped_storage().nbytes() for x in tensors_of(node.meta.get("val"))}
