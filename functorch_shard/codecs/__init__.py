@@ -1,13 +1,381 @@
 """Compressed communication: all-gather shards as int8 or float8 blocks, or with your own ``(encode, decode)``.
 
 ``gather(params, codec=fs.codecs.int8())`` gathers encoded shards; ``scatter_encoded_grads`` reduces encoded gradients,
-with error feedback. A codec is any pair of pure functions: see :class:`Codec`.
+with error feedback. A codec is a pair of pure functions. ``encode`` takes 1-D elements and returns any pytree of
+tensors whose shapes depend on their number only; ``decode`` takes that tree and returns as many elements. Rows are sent
+as messages of bytes, over any backend. Blocks of int8 with a scale each are those of ZeRO++ (qwZ and qgZ,
+https://arxiv.org/abs/2306.10209).
 
-``encoding``: int8 and float8, and rows as messages of bytes, what a gather calls; ``gradients``: the encoded reduction.
 Imported by ``gather`` where a codec is given; imports ``sharding`` and what is below.
 """
 
-from .encoding import Codec, float8, int8
-from .gradients import scatter_encoded_grads
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..collectives.rules import across, aside, fold, place_of, stack
+from ..communication.backend import Axis, Work
+from ..errors import name_problems, reject
+from ..layout.buffers import Buffer, pack
+from ..layout.layout import Layout, shard_axis
+from ..layout.trees import Sharded
+from ..layout.validation import check_grads
+from ..sharding.scatter import complete, layout_of_grads, near_grads, reduced_and_cast
+from ..torch_internals.autograd import Function, traced_for_compiler, with_outer_tangents
 
 __all__ = ["Codec", "float8", "int8", "scatter_encoded_grads"]
+
+# Every message is a multiple of the largest item (complex128), so that each begins where any dtype may.
+_ALIGNMENT = 16
+
+
+class Codec(NamedTuple):
+    """Two pure functions that undo each other, more or less; any pair of callables serves."""
+
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any], Tensor]
+
+
+def int8(block: int = 256) -> Codec:
+    """Blocks of int8 and a float32 scale for each: ``1 + 4 / block`` bytes an element.
+
+    What comes back is off by at most ``1 / 254`` of the largest magnitude in its block. A NaN or an infinity makes its
+    block NaN.
+
+    Args:
+        block: elements that share a scale.
+
+    Example:
+        >>> encode, decode = int8(block=2)
+        >>> encode(torch.tensor([127.0, 1.0, 0.5]))
+        (tensor([127,   1, 127], dtype=torch.int8), tensor([1.0000, 0.0039]))
+        >>> decode(encode(torch.tensor([127.0, 1.4, 0.0])))
+        tensor([127.,   1.,   0.])
+    """
+    blocks = _Blocks(torch.int8, 127.0, block)
+    return Codec(blocks.encode, blocks.decode)
+
+
+def float8(block: int = 256, dtype: torch.dtype = torch.float8_e4m3fn) -> Codec:
+    """Blocks of float8 and a float32 scale for each: ``1 + 4 / block`` bytes an element, also where gloo has no float8.
+
+    What comes back keeps 3 bits behind the leading one (2 with ``float8_e5m2``).
+
+    Args:
+        block: elements that share a scale.
+        dtype: a float8 dtype with a sign.
+
+    Example:
+        >>> encode, decode = float8()
+        >>> decode(encode(torch.tensor([448.0, 17.0, -3.0])))
+        tensor([448.,  16.,  -3.])
+    """
+    blocks = _Blocks(dtype, torch.finfo(dtype).max, block)
+    return Codec(blocks.encode, blocks.decode)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Elements as multiples of their block's scale, none larger than ``largest``."""
+
+    dtype: torch.dtype
+    largest: float
+    block: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, int) or self.block < 1:
+            raise ValueError(f"block: got {self.block!r}, expected a positive number of elements")
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self._rows(x.float())
+        scales = torch.linalg.vector_norm(rows, torch.inf, 1) / self.largest
+        scales = torch.where(scales.isfinite(), scales, torch.nan)  # the values of the block are lost: show it
+        too_small = scales < torch.finfo(scales.dtype).tiny  # to be divided by
+        quotients = rows * torch.where(too_small, 0.0, 1 / scales).unsqueeze(1)
+        values = quotients if self.dtype.is_floating_point else quotients.round_()
+        return values.to(self.dtype).flatten()[: x.numel()], scales
+
+    def decode(self, encoded: tuple[Tensor, Tensor]) -> Tensor:
+        values, scales = encoded
+        rows = self._rows(values.float() if self.dtype.is_floating_point else values)
+        return (rows * scales.unsqueeze(1)).flatten()[: values.numel()]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        rest = -x.numel() % self.block
+        return (F.pad(x, (0, rest)) if rest else x).view(-1, self.block)  # (number of blocks, block)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the tensors of one encoded row lie side by side in a message."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    numel: int
+
+
+def encoding(verb: str, codec: Any) -> RowEncoding:
+    """Return the encoding of rows by ``codec``, a pair ``(encode, decode)``."""
+    if not (isinstance(codec, Sequence) and len(codec) == 2 and all(callable(half) for half in codec)):
+        raise TypeError(f"{verb}: codec: got {codec!r}, expected (encode, decode), two functions, as fs.codecs.int8()")
+    return RowEncoding(Codec(*codec))
+
+
+@dataclass(frozen=True)
+class RowEncoding:
+    """A codec of rows: what a gather or a reduction sends in place of elements."""
+
+    codec: Codec
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Form]:
+        """Encode each row of the last dim as one message: ``(*batch, n)`` to uint8 ``(*batch, bytes)``."""
+        if x.ndim == 1:
+            return self._message(_rows(x)[0])
+        messages, forms = zip(*map(self._message, _rows(x)), strict=True)
+        if any(form != forms[0] for form in forms):
+            raise ValueError(
+                f"codec: encode gave other shapes for other values: {forms}. They may depend on the size alone."
+            )
+        return torch.stack(messages).view(*x.shape[:-1], messages[0].numel()), forms[0]
+
+    def decode(self, messages: Tensor, form: Form) -> Tensor:
+        """Decode what :meth:`encode` returned: uint8 ``(*batch, bytes)`` to ``(*batch, n)``."""
+        rows = [self._row(message, form) for message in _rows(messages)]
+        return torch.stack(rows).view(*messages.shape[:-1], form.numel)
+
+    def gather(self, x: Tensor, size: int, send: Callable[[Tensor], Work]) -> Work:
+        """Gather the rows of ``size`` ranks; ``send`` lays messages side by side in the last dim."""
+        messages, form = self.encode(x)
+        sizes = size, messages.shape[-1]
+        return send(messages).then(lambda all_: self.decode(all_.unflatten(-1, sizes), form).flatten(-2))
+
+    def recode(self, x: Tensor) -> Tensor:
+        """Encode and decode rows of the last dim; the derivative passes straight through."""
+        return _Recode.apply(x, self.codec)
+
+    def _message(self, row: Tensor) -> tuple[Tensor, Form]:
+        leaves, treedef = optree.tree_flatten(self.codec.encode(row))
+        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            raise TypeError(f"codec: encode returned {leaves}, expected a pytree of tensors")
+        form = Form(treedef, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), row.numel())
+        message = torch.cat([_Bits.apply(x.contiguous().view(-1), torch.uint8) for x in leaves])
+        length = max(-(-message.numel() // _ALIGNMENT), 1) * _ALIGNMENT  # an empty row may have any offset
+        return F.pad(message, (0, length - message.numel())), form
+
+    def _row(self, message: Tensor, form: Form) -> Tensor:
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in zip(form.shapes, form.dtypes, strict=True)]
+        parts = message[: sum(sizes)].split(sizes)
+        bits: list[Any] = [_Bits.apply(part, dtype) for part, dtype in zip(parts, form.dtypes, strict=True)]
+        leaves = [x.view(shape) for x, shape in zip(bits, form.shapes, strict=True)]
+        x = self.codec.decode(optree.tree_unflatten(form.treedef, leaves))
+        if not isinstance(x, Tensor) or tuple(x.shape) != (form.numel,):
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"codec: decode returned {got}, expected a tensor of the shape ({form.numel},) that was encoded"
+            )
+        return x
+
+
+class _Recode(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, codec: Codec) -> Tensor:
+        return torch.stack([codec.decode(codec.encode(row)) for row in _rows(x)]).view(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:
+        with with_outer_tangents():
+            return tangent.view_as(tangent)
+
+
+class _Bits(Function):
+    """The bytes of rows of numbers as another dtype: torch 2.11 has no batching rule for that."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.resolve_conj().resolve_neg().contiguous()
+        strided = x.ndim > 0 and x.stride(-1) != 1  # a single number is contiguous, whatever its stride
+        copied = strided or x.storage_offset() * x.itemsize % dtype.itemsize  # bytes begin anywhere in a message
+        return (x.clone(memory_format=torch.contiguous_format) if copied else x).view(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> Any:
+        return _Bits.apply(x.movedim(in_dims[0], 0), dtype), 0
+
+
+def _rows(x: Tensor) -> Sequence[Tensor]:
+    if traced_for_compiler():
+        raise NotImplementedError(
+            "codec: a compiler would change what is sent: inductor (2.13, on the CPU) reads other bytes from parts of "
+            "a message. Use fs.compile(step, backend='replay'), or gather without a codec."
+        )
+    return x.flatten(0, -2).unbind(0) if x.ndim > 1 else (x,)
+
+
+Error = dict[str, Tensor]
+
+
+def scatter_encoded_grads(
+    grads: Mapping[str, Any],
+    codec: tuple[Callable[..., Any], Callable[..., Any]],
+    error: Error | None = None,
+    layout: Layout | None = None,
+) -> tuple[Sharded, Error]:
+    """:func:`scatter_grads` in the bytes of ``codec``, with error feedback: state in, state out.
+
+    Each rank encodes ``grads + error``, sends every other rank its part, decodes what it received and adds it up in
+    float32, in rank order. What the code lost is the new ``error``: added to the next gradients, nothing is lost for
+    good. Where gradients overflow, those that are returned show it, and what was owed before is owed still: an
+    overflow makes no later step NaN.
+
+    Args:
+        grads: this rank's full gradients, as for :func:`scatter_grads`.
+        codec: ``(encode, decode)``, for example ``fs.codecs.int8()``.
+        error: what the last call returned; ``None`` for zeros, at the start or for no feedback.
+        layout: the layout of the result; a ``Full`` brings its own.
+
+    Returns:
+        ``(grads, error)``: a ``Sharded`` as of :func:`scatter_grads`, and for each buffer that is sent encoded what
+        this rank still owes, in float32 and ``buffer.numel`` elements. Buffers that are whole on every rank and complex
+        ones are reduced exactly and owe nothing. Outside ``spmd`` all carry rank dims.
+
+    Raises:
+        TypeError, ValueError: as :func:`scatter_grads`; a codec that is not a pair; an ``error`` that does not fit.
+        NotImplementedError: it is differentiated.
+
+    Cost:
+        One all-to-all of encoded bytes per trainable buffer, one all-reduce of the shard where there are replicas; the
+        memory of ``error``, one whole model in float32.
+
+    Example:
+        >>> mesh = fs.simulated_mesh(2)
+        >>> layout = fs.plan({"w": torch.zeros(2)}, mesh, reduction="sum")
+        >>> rows = torch.tensor([[127.0, 1.4], [127.0, 0.0]])   # row r = rank r's gradient
+        >>> codec = fs.codecs.int8(block=2)
+        >>> grads, error = fs.codecs.scatter_encoded_grads({"w": rows}, codec, layout=layout)
+        >>> error["(root)"].shape
+        torch.Size([2, 2])
+
+    Stands for the quantized gradients of ZeRO++ (qgZ) and LoCo's error feedback.
+    """
+    encoder = encoding("scatter_encoded_grads", codec)
+    layout = layout_of_grads("scatter_encoded_grads", grads, layout)
+    check_grads(grads, layout)
+    if not layout.mesh.in_spmd:
+        inside = lambda grads, error: scatter_encoded_grads(grads, codec, error, layout)  # noqa: E731
+        return layout.mesh.spmd(inside)(dict(grads), error)
+    encoded = {
+        k: b for k, b in layout.buffers.items() if b.trainable and b.num_shards > 1 and b.dtype.is_floating_point
+    }
+    _check_error(error, {key: buffer.numel for key, buffer in encoded.items()})
+    parts = near_grads(grads, layout)
+    shards: dict[str, Tensor | None] = {}
+    owed: Error = {}
+    for key, buffer in layout.buffers.items():
+        if key in encoded:
+            before = error[key] if error else None
+            shards[key], lost = _reduced(parts, buffer, layout, encoder, before)
+            owed[key] = _finite(lost, before)
+        else:
+            shards[key] = reduced_and_cast(parts, buffer, layout) if buffer.trainable else None
+    return Sharded(shards, layout), owed
+
+
+def _reduced(
+    grads: Mapping[str, Tensor | None], buffer: Buffer, layout: Layout, codec: RowEncoding, error: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Reduce what ``codec`` makes of ``grads`` and last time's ``error``; and return what it lost of them."""
+    packed = pack(complete(grads, buffer, layout), buffer)
+    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    owed, axis = wide if error is None else wide + error, shard_axis(layout).of(buffer.key)
+    total, lost = _ScatterEncoded.apply(owed, *place_of(axis), axis, codec)
+    mean = across(total, layout.schedules[buffer.key, wide.dtype])
+    return mean.to(layout.schedules[buffer.key, None].returned), lost
+
+
+class _ScatterEncoded(Function):
+    """``psum_scatter`` of what a codec makes of each rank's part, and what it lost. Has no derivative."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: RowEncoding
+    ) -> tuple[Tensor, Tensor]:
+        return _exchange(x, axis, codec, 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_DERIVATIVE)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: RowEncoding
+    ) -> Any:
+        if in_dims[1] is None:
+            x, batch_dim = aside(x, in_dims[0])
+            return _ScatterEncoded.apply(x, index, others, fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
+        return _exchange(stack(x, in_dims[0], axis), axis, codec, 3), (0, 0)
+
+
+def _exchange(x: Tensor, axis: Axis, codec: RowEncoding, dims: int) -> tuple[Tensor, Tensor]:
+    """The sum, in rank order, of the rows that ranks encoded for this one; and what this rank's lost."""
+    parts = x.unflatten(-1, (axis.size, x.shape[-1] // axis.size))
+    messages, form = codec.encode(parts)
+    received = axis.issue("all_to_all", messages, dim=messages.ndim - dims).wait()
+    total, *addends = codec.decode(received, form).unbind(-2)
+    for addend in addends:
+        total = total + addend
+    return total, (parts - codec.decode(messages, form)).flatten(-2)
+
+
+_NO_DERIVATIVE = (
+    "a reduction of encoded gradients has no derivative: use scatter_grads where somebody differentiates it."
+)
+
+
+def _finite(lost: Tensor, before: Tensor | None) -> Tensor:
+    """What is owed now; what was owed before, or nothing, where a gradient overflowed and so arrived nowhere."""
+    kept = torch.zeros_like(lost) if before is None else before.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(lost.isfinite(), lost, kept)
+
+
+def _check_error(error: Any, numel: Mapping[str, int]) -> None:
+    if error is None:
+        return
+    if not isinstance(error, Mapping):
+        got = type(error).__name__
+        raise TypeError(f"scatter_encoded_grads: error: got {got}, expected what the last call returned, or None.")
+    problems = name_problems(error, numel)
+    for key in numel.keys() & error.keys():
+        shape = tuple(error[key].shape) if isinstance(error[key], Tensor) else type(error[key]).__name__
+        problems += [] if shape == (numel[key],) else [f"{key!r}: got {shape}, expected ({numel[key]},)"]
+    reject("scatter_encoded_grads: error", problems, "Pass what the last call returned for this layout, or None.")

@@ -121,7 +121,7 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"gather: dtype: got {dtype}, expected a floating-point dtype to compute in, or None")
     if codec is not None:
-        from ..codecs.encoding import encoding
+        from ..codecs import encoding
 
         codec = encoding("gather", codec)
     shards, layout = dict(params.items()), params.layout

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import functorch_shard as fs
-from functorch_shard.codecs.encoding import encoding
+from functorch_shard.codecs import encoding
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.codecs.coding import AXES, CODECS, values
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated, slow
