@@ -19,7 +19,7 @@ from ..layout.buffers import Buffer, Slot, of_rank, overlaid, without_padding
 from ..layout.layout import Layout, shard_index
 from ..layout.trees import Sharded, check_sharded, check_shards, map_items
 from ..torch_internals.autograd import eager
-from ..training.norms import Norm, wide
+from ..training.norms import Norm, own_totals, sums, wide
 
 Parts = list[tuple[int, Tensor]]
 _GAMMA = 0x9E3779B97F4A7C15
@@ -46,8 +46,8 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
         ValueError: trees of different layouts, or shards that do not fit them.
 
     Cost:
-        One psum of a number over the shard axis, and for each other set of axes that DTensors are sharded over one over
-        each of these.
+        One psum over the shard axis and each axis that DTensors are sharded over, of a number for each set of these
+        axes.
 
     Example:
         >>> layout = fs.plan({"w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -67,7 +67,8 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
                 x = without_padding(x, buffer, shard_index(buffer, layout))
                 yield buffer, wide(x).conj() * wide(y)
 
-    return Norm(1).over_ranks(products(), layout)
+    kind = Norm(1)
+    return kind.join(sums(kind, own_totals(kind, products(), layout), layout).values(), layout)
 
 
 @eager

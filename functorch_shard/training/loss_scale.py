@@ -19,9 +19,9 @@ from torch import Tensor
 from ..containers import Static
 from ..errors import reject
 from ..layout.layout import rank_dims
-from ..layout.trees import Sharded, check_sharded, check_shards, map_items
+from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import on_each_device, to_memory_kind_of
-from .norms import all_finite, wide
+from .norms import all_finite, scaled
 
 State = dict[str, Tensor]
 Tree = TypeVar("Tree")
@@ -145,15 +145,8 @@ class LossScale(Static):
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
         # rounded once, as torch.amp.GradScaler does
-        inverse = on_each_device(state["scale"].double().reciprocal().float())
-        buffers = grads.layout.buffers
-
-        def unscaled(key: str, x: Any) -> Any:
-            if x is None or not buffers[key].differentiable:
-                return x
-            return to_memory_kind_of((wide(x) * inverse(x.device)).to(x.dtype), x)
-
-        return map_items(unscaled, grads), all_finite(grads)
+        inverse = state["scale"].double().reciprocal().float()
+        return scaled(grads, inverse), all_finite(grads)
 
     def update(self, state: State, finite: Tensor) -> State:
         """Return the state for the next step, inside ``spmd`` or outside, by the rule of ``torch.amp.GradScaler``."""

@@ -18,11 +18,11 @@ from ..collectives.maximum import shared_max, shared_sum
 from ..collectives.primitives import pmax, psum
 from ..communication.backend import Axis
 from ..errors import reject
-from ..layout.buffers import Buffer, Slot, of_rank, slot_of_each, without_padding
+from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
 from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index, shards_of_ranks
 from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items, participants_of, ranks_here
 from ..sharding.gather import gather
-from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of, to_working_device
+from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of
 from ..torch_internals.autograd import eager
 
 
@@ -49,8 +49,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
         ValueError: shards that do not fit their layout, or ``p`` is below 1.
 
     Cost:
-        One all-reduce of a number over the shard axis, and for each other set of axes that DTensors are sharded over
-        one over each of these. Memory for the powers of one buffer's shard at a time, summed pairwise (on CPUs
+        One all-reduce over the shard axis and each axis that DTensors are sharded over, of a number for each set of
+        these axes. Memory for the powers of one buffer's shard at a time, summed pairwise (on CPUs
         ``torch.linalg.vector_norm`` sums sequentially, which is less accurate for long vectors).
 
     Example:
@@ -59,10 +59,8 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
         >>> global_norm(grads), global_norm(grads, float("inf"))
         (tensor(7.), tensor(6.))
     """
-    kind, layout = _checked("global_norm", tree, p), tree.layout
-    if not layout.mesh.in_spmd:
-        return kind.root(kind.join([kind.total(kind.powers(x)) for x in _whole(tree).values()], layout))
-    return kind.root(kind.over_ranks(((buffer, kind.powers(x)) for buffer, x in _shards(tree)), layout))
+    kind = _checked("global_norm", tree, p)
+    return kind.root(kind.join(_sums_of(kind, tree).values(), tree.layout))
 
 
 @eager
@@ -101,13 +99,19 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
     if not max_norm >= 0:
         raise ValueError(f"clip_by_global_norm: max_norm: got {max_norm}, expected 0 or more")
     norm = global_norm(grads, p)
-    factor = on_each_device((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    counted = _counted(grads)
+    return scaled(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0)), norm
 
-    def clipped(key: str, x: Any) -> Any:
-        return to_memory_kind_of((x * factor(x.device)).to(x.dtype), x) if key in counted else x
 
-    return map_items(clipped, grads), norm
+def scaled(tree: Sharded, factor: Tensor) -> Sharded:
+    """Multiply the leaves that are differentiable by a number, and round each product once, to the leaf's dtype."""
+    there, buffers = on_each_device(factor), tree.layout.buffers
+
+    def product(key: str, x: Any) -> Any:
+        if x is None or not buffers[key].differentiable:
+            return x
+        return to_memory_kind_of((wide(x) * there(x.device)).to(x.dtype), x)
+
+    return map_items(product, tree)
 
 
 def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
@@ -134,10 +138,9 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
         >>> param_norms(fs.shard(values, fs.plan(values, fs.simulated_mesh(2))))
         {'fc.w': tensor(7.), 'fc.b': tensor(5.)}
     """
-    kind, layout = _checked("param_norms", tree, p), tree.layout
-    if not layout.mesh.in_spmd:
-        return {name: kind.root(kind.total(kind.powers(x))) for name, x in _whole(tree).items()}
-    return {name: kind.root(total) for name, total in _totals(kind, tree).items()}
+    kind = _checked("param_norms", tree, p)
+    totals = {name: total for (name, _), total in _sums_of(kind, tree, by_name=True).items()}
+    return {name: kind.root(totals[name]) for name in tree.layout.slots if name in totals}
 
 
 def assert_finite(tree: Sharded, what: str = "tree") -> None:
@@ -220,33 +223,6 @@ def all_finite(tree: Sharded) -> Tensor:
     return found == 0
 
 
-def _totals(kind: Norm, tree: Sharded) -> dict[str, Tensor]:
-    """The sum or maximum of each parameter over all ranks, before the root, by name in the source's order."""
-    layout, counted = tree.layout, _counted(tree)
-    sums = {
-        key: to_working_device(_sums_by_slot(kind, tree[key], buffer, layout), layout.mesh.device)
-        for key, buffer in counted.items()
-    }
-    shared = [key for key, buffer in counted.items() if buffer.num_shards > 1]
-    if shared:
-        total = kind.across(torch.cat([sums[key] for key in shared]), shard_axis(layout), layout)
-        sizes = [len(counted[key].slots) for key in shared]
-        sums |= {key: x.to(sums[key].dtype) for key, x in zip(shared, total.split(sizes), strict=True)}
-    totals = {
-        slot.name: x
-        for key, buffer in counted.items()
-        for slot, x in zip(buffer.slots, sums[key].unbind(), strict=True)
-    }
-    cut: dict[Axis, list[str]] = {}  # all parameters that are sharded over an axis at once
-    for name in totals:
-        for axis in _cut_over(layout.slots[name], layout):
-            cut.setdefault(axis, []).append(name)
-    for axis, names in cut.items():
-        whole = kind.across(_stack([totals[name] for name in names], layout), axis, layout)
-        totals |= {name: x.to(totals[name].dtype) for name, x in zip(names, whole.unbind(), strict=True)}
-    return {name: totals[name] for name in layout.slots if name in totals}
-
-
 @dataclass(frozen=True)
 class Norm:
     """Sums over all ranks of ``|x|^p`` and their root; for ``p`` of infinity the largest ``|x|``."""
@@ -278,22 +254,10 @@ class Norm:
             return pmax(x, axis) if self.largest else psum(x, axis)
         return shared_max(x, axis) if self.largest else shared_sum(x, axis)
 
-    def over_ranks(self, values: Iterable[tuple[Buffer, Tensor]], layout: Layout) -> Tensor:
-        """The total of what is computed of each element of shards: one reduction for each set of axes."""
-        parts: dict[tuple[Axis, ...], list[Tensor]] = {}
-        for buffer, x in values:
-            for axes, part in _parts(x, buffer, layout):
-                parts.setdefault(axes, []).append(self.total(part))
-        whole, totals = parts.pop((), []), list[Tensor]()
-        for axes, each in parts.items():
-            total = self.join(each, layout)
-            for axis in axes:
-                total = self.across(total, axis, layout)
-            totals.append(total)
-        return self.join([*totals, *whole], layout)
-
-    def join(self, parts: Sequence[Tensor], layout: Layout) -> Tensor:
-        joined = _stack(parts, layout)
+    def join(self, parts: Iterable[Tensor], layout: Layout) -> Tensor:
+        parts, device = [*parts], layout.mesh.device
+        dtype = reduce(torch.promote_types, (x.dtype for x in parts), torch.float32)
+        joined = stacked([x.to(dtype) for x in parts], device) if parts else torch.zeros(1, device=device)
         return joined.amax() if self.largest else joined.sum()
 
     def root(self, total: Tensor) -> Tensor:
@@ -304,22 +268,54 @@ class Norm:
         return total.masked_fill(zero, 1.0).pow(1 / self.p).masked_fill(zero, 0.0)
 
 
-def _parts(x: Tensor, buffer: Buffer, layout: Layout) -> Iterator[tuple[tuple[Axis, ...], Tensor]]:
-    """A shard with the axes that it is sharded over; slot by slot for buffers with DTensors."""
-    sharded_over = (shard_axis(layout),) if buffer.num_shards > 1 else ()
-    if not any(slot.dtensor for slot in buffer.slots):
-        yield sharded_over, x
-        return
-    parts = {part.name: part for part in buffer.slices(int(shard_index(buffer, layout)))}
-    for slot in buffer.slots:
-        part = parts.get(slot.name)
-        own = x[part.offset : part.offset + part.numel] if part else x[:0]
-        yield (*sharded_over, *_cut_over(slot, layout)), own
+Over = tuple[str, tuple[Axis, ...]]  # a name, empty for several parameters, and the axes that they are sharded over
+OwnTotal = tuple[Over, Tensor]  # the total of this rank's part of them
 
 
-def _cut_over(slot: Slot, layout: Layout) -> list[Axis]:
-    form = slot.dtensor
-    return [layout.tensor_meshes[form.axes][name] for name in form.cut_over] if form else []
+def own_totals(
+    kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
+) -> Iterator[OwnTotal]:
+    """Yield the totals of shards on this rank, by name, or one for all slots that are sharded over the same axes."""
+    for buffer, x in shards:
+        axes = (shard_axis(layout),) if buffer.num_shards > 1 else ()
+        if not by_name and not any(slot.dtensor for slot in buffer.slots):
+            yield ("", axes), kind.total(x)
+            continue
+        for slot, total in zip(buffer.slots, _by_slot(kind, x, buffer, shard_index(buffer, layout)), strict=True):
+            form = slot.dtensor
+            cut = [layout.tensor_meshes[form.axes][name] for name in form.cut_over] if form else []
+            yield (slot.name if by_name else "", (*axes, *cut)), total
+
+
+def _by_slot(kind: Norm, x: Tensor, buffer: Buffer, rank: Tensor | int) -> Iterable[Tensor]:
+    if isinstance(rank, Tensor):
+        ids = of_rank(slot_of_each(buffer, x.device), rank)
+        return kind.by_segment(x, ids, len(buffer.slots) + 1)[:-1].unbind()
+    parts = {part.name: x[part.offset : part.offset + part.numel] for part in buffer.slices(rank)}
+    return [kind.total(parts.get(slot.name, x[:0])) for slot in buffer.slots]
+
+
+def sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout) -> dict[Over, Tensor]:
+    """Return the totals over all ranks: one reduction for each axis and dtype."""
+    found: dict[Over, list[Tensor]] = {}
+    for key, total in own:
+        found.setdefault(key, []).append(total)
+    totals = {key: kind.join(each, layout) for key, each in found.items()}
+    for axis, dtype in dict.fromkeys((axis, x.dtype) for (_, axes), x in totals.items() for axis in axes):
+        keys = [key for key, x in totals.items() if axis in key[1] and x.dtype == dtype]
+        whole = kind.across(torch.stack([totals[key] for key in keys]), axis, layout)
+        totals |= zip(keys, whole.unbind(), strict=True)
+    return totals
+
+
+def _sums_of(kind: Norm, tree: Sharded, by_name: bool = False) -> dict[Over, Tensor]:
+    """Return the totals over all ranks of a tree, or outside of ``spmd`` of the whole parameters."""
+    layout = tree.layout
+    if layout.mesh.in_spmd:
+        shards = ((buffer, kind.powers(x)) for buffer, x in _shards(tree))
+        return sums(kind, own_totals(kind, shards, layout, by_name), layout)
+    whole = (((name if by_name else "", ()), kind.total(kind.powers(x))) for name, x in _whole(tree).items())
+    return sums(kind, whole, layout)
 
 
 def _checked(verb: str, tree: Sharded, p: float) -> Norm:
@@ -349,27 +345,11 @@ def _whole(tree: Sharded) -> Full:
     return gather(Sharded(shards, as_stored(layout)))
 
 
-def _sums_by_slot(kind: Norm, x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    """The sum or maximum of this rank's part of each slot of ``buffer``."""
-    rank = shard_index(buffer, layout)
-    if isinstance(rank, Tensor):
-        ids = of_rank(slot_of_each(buffer, x.device), rank)
-        return kind.by_segment(kind.powers(x), ids, len(buffer.slots) + 1)[:-1]
-    slices = buffer.slices(rank)
-    pieces = {piece.name: x[piece.offset : piece.offset + piece.numel] for piece in slices}
-    return torch.stack([kind.total(kind.powers(pieces.get(slot.name, x[:0]))) for slot in buffer.slots])
-
-
 def wide(x: Tensor) -> Tensor:
     """``x`` in the dtype of sums: float32, or wider if it is."""
     if x.dtype in (torch.float64, torch.complex64, torch.complex128):
         return x
     return x.to(torch.complex64 if x.is_complex() else torch.float32)
-
-
-def _stack(parts: Sequence[Tensor], layout: Layout) -> Tensor:
-    dtype, device = reduce(torch.promote_types, (x.dtype for x in parts), torch.float32), layout.mesh.device
-    return stacked([x.to(dtype) for x in parts], device) if parts else torch.zeros(1, device=device)
 
 
 def _problems(tree: Sharded, named: Sequence[int]) -> Iterator[str]:
