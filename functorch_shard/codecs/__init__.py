@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..collectives.rules import across, aside, fold, place_of, stack
+from ..collectives.rules import across, aside, fold, stack
 from ..communication.backend import Axis, Work
 from ..errors import name_problems, reject
 from ..layout.buffers import Buffer, pack
@@ -310,7 +310,7 @@ def _reduced(
     packed = pack(complete(grads, buffer, layout), buffer)
     wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
     owed, axis = wide if error is None else wide + error, shard_axis(layout).of(buffer.key)
-    total, lost = _ScatterEncoded.apply(owed, *place_of(axis), axis, codec)
+    total, lost = _ScatterEncoded.apply(owed, *axis.backend.place(), axis, codec)
     mean = across(total, layout.schedules[buffer.key, wide.dtype])
     return mean.to(layout.schedules[buffer.key, None].returned), lost
 
@@ -343,7 +343,7 @@ class _ScatterEncoded(Function):
         if in_dims[1] is None:
             x, batch_dim = aside(x, in_dims[0])
             return _ScatterEncoded.apply(x, index, others, fold(axis, info, in_dims), codec), (batch_dim, batch_dim)
-        return _exchange(stack(x, in_dims[0], axis), axis, codec, 3), (0, 0)
+        return _exchange(stack(x, in_dims[0], info.batch_size), axis, codec, 3), (0, 0)
 
 
 def _exchange(x: Tensor, axis: Axis, codec: RowEncoding, dims: int) -> tuple[Tensor, Tensor]:

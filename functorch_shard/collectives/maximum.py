@@ -42,7 +42,7 @@ class Maximum(Function):
         if in_dims[1] is None:
             x, batch_dim = aside(x, in_dims[0])
             return Maximum.apply(x, index, others, replace(total, axis=fold(total.axis, info, in_dims))), batch_dim
-        return total.axis.issue("pmax", stack(x, in_dims[0], total.axis)).wait(), None
+        return total.axis.issue("pmax", stack(x, in_dims[0], info.batch_size)).wait(), None
 
 
 def _share(x: Tensor, largest: Tensor, place: Any, total: LinearMap) -> Tensor:

@@ -19,7 +19,7 @@ from ..errors import reject
 from ..mesh.mesh import Mesh
 from ..torch_internals.autograd import eager
 from .maximum import Maximum
-from .rules import Linear, LinearMap, place_of
+from .rules import Linear, LinearMap
 
 Tree = TypeVar("Tree")
 Over = Axis | Mesh
@@ -253,7 +253,7 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
             x = x.to(torch.int64)
         for one in reversed(axes) if kind == "all_gather" else axes:
             if kind == "pmax":
-                x = Maximum.apply(x, *place_of(one), LinearMap(one))
+                x = Maximum.apply(x, *one.backend.place(), LinearMap(one))
             else:
                 from_last = 0 if dim is None else dim % x.ndim - x.ndim
                 x = linear_map_of(x, LinearMap(one, kind, transposed, from_last, mean=mean))
@@ -269,7 +269,7 @@ def on_leaves(fn: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def linear_map_of(x: Tensor, linear: LinearMap) -> Tensor:
     """``linear`` of ``x``, which on one rank is ``x``."""
-    return Linear.apply(x, *place_of(linear.axis), linear) if linear.axis.size > 1 else x
+    return Linear.apply(x, *linear.axis.backend.place(), linear) if linear.axis.size > 1 else x
 
 
 def check(verb: str, tree: Any, dim: int | None = None, parts: int = 1, rows: int = 0) -> None:

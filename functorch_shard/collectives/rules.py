@@ -114,7 +114,7 @@ class Linear(Function):
         if in_dims[1] is None:
             x, batch_dim = aside(x, in_dims[0])
             return Linear.apply(x, index, others, replace(linear, axis=fold(linear.axis, info, in_dims))), batch_dim
-        rows = stack(x, in_dims[0], linear.axis)
+        rows = stack(x, in_dims[0], info.batch_size)
         return linear(rows, rows.ndim - 1), 0 if linear.is_scattered else None
 
 
@@ -209,7 +209,7 @@ def gathered(x: Tensor, schedule: Schedule, codec: Encoding | None = None) -> Te
     axis = schedule.shard_axis
     if axis is None:
         return x.to(schedule.gathered)
-    return Linear.apply(x, *place_of(axis), _Map(axis, schedule, False, codec))
+    return Linear.apply(x, *axis.backend.place(), _Map(axis, schedule, False, codec))
 
 
 def within(x: Tensor, schedule: Schedule) -> Tensor:
@@ -217,12 +217,12 @@ def within(x: Tensor, schedule: Schedule) -> Tensor:
     axis = schedule.shard_axis
     if axis is None:
         return x.to(schedule.carried)
-    return Linear.apply(x, *place_of(axis), _Map(axis, schedule, True))
+    return Linear.apply(x, *axis.backend.place(), _Map(axis, schedule, True))
 
 
 def across(x: Tensor, schedule: Schedule) -> Tensor:
     """The mean over all ranks (or the sum) of what ``within`` returned."""
-    return schedule.across(x, lambda x, axis: _sum(x, axis, *place_of(axis)))
+    return schedule.across(x, lambda x, axis: _sum(x, axis, *axis.backend.place()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,7 @@ def averaged(x: Tensor, schedule: Schedule) -> Tensor:
         return x
     axes = schedule.copies or (None,)
     for i, axis in reversed([*enumerate(axes)]):  # backward goes from the first to the last
-        place, copies = ((None, None), ()) if axis is None else (place_of(axis), (axis,))
+        place, copies = ((None, None), ()) if axis is None else (axis.backend.place(), (axis,))
         before, after = 1 if i else schedule.before, schedule.after if i == len(axes) - 1 else 1
         part = replace(schedule, copies=copies, before=before, after=after)
         takes = i == 0 and schedule.has_mean
@@ -323,7 +323,7 @@ class _Averaged(Function):
             folded = replace(mean, axis=fold(mean.axis, info, in_dims))
             return _Averaged.apply(x, index, others, folded), batch_dim
         assert isinstance(mean.axis, Axis)
-        return _Averaged.apply(stack(x, in_dims[0], mean.axis), None, None, replace(mean, axis=_Rows())), 0
+        return _Averaged.apply(stack(x, in_dims[0], info.batch_size), None, None, replace(mean, axis=_Rows())), 0
 
 
 class _Rows:
@@ -336,12 +336,6 @@ class _Rows:
 def resized(x: Tensor, longest: int) -> Tensor:
     """``x`` with ``longest`` elements in its last dim: the first ones, or followed by zeros."""
     return pad(x, (0, longest - x.shape[-1])) if x.shape[-1] != longest else x
-
-
-def place_of(axis: Axis) -> tuple[Tensor | None, Tensor | None]:
-    """The operands that distinguish vmap levels; real ranks need neither."""
-    index = axis.backend.level()
-    return (index, axis.backend.others()) if isinstance(index, Tensor) else (None, None)
 
 
 def save_static(ctx: Any, inputs: tuple[Any, ...]) -> None:
@@ -371,6 +365,6 @@ def fold(axis: Any, info: Any, in_dims: Any) -> Any:
     return replace(axis, folded=axis.folded * info.batch_size) if of_ranks else axis
 
 
-def stack(x: Tensor, dim: int | None, axis: Axis) -> Tensor:
+def stack(x: Tensor, dim: int | None, num_rows: int) -> Tensor:
     """The values of all ranks in dim 0; a value without a batch dim is the same on every rank."""
-    return x.expand(axis.backend.rows(axis.size), *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(num_rows, *x.shape) if dim is None else x.movedim(dim, 0)

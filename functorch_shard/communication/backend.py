@@ -119,11 +119,6 @@ class Backend(ABC):
         """Whether code here runs as one of the ranks: on simulated ones, inside of ``spmd`` alone."""
         return True
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether a :class:`Counter` counts what is issued here: of ranks that share it, what one of them issues."""
-        return True
-
     @abstractmethod
     def index(self) -> Tensor | int:
         """This rank's position on the axis."""
@@ -132,17 +127,12 @@ class Backend(ABC):
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         """Start the collective ``op``; see the class."""
 
-    def level(self) -> Tensor | int:
-        """Simulated ranks: a tensor that is batched at the level at which operands get their rows."""
-        return self.index()
+    def place(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return operands that tell levels of vmap apart: batched ones for that of this axis, and for those of others.
 
-    def rows(self, size: int) -> int:
-        """The rows of an operand, on an axis of ``size`` simulated ranks; less than that where axes are joint."""
-        return size
-
-    def others(self) -> Tensor | None:
-        """Simulated ranks: a tensor that is batched at the levels of the mesh's other axes."""
-        return None
+        Batched ranks alone have them, see Note [Ranks as a batch axis] in mesh/mesh.py.
+        """
+        return None, None
 
     def ready(self) -> object:
         """Raise unless the ranks are there; return which one this is where they are threads of this process."""
@@ -175,51 +165,6 @@ Issue = Callable[[Collective, Tensor], Work]
 Wrap = Callable[[Collective, Tensor, Issue], Work]
 
 
-@dataclass(frozen=True)
-class Wrapped(Backend):
-    """``inner``, whose collectives go through ``fn``."""
-
-    inner: Backend
-    fn: Wrap
-
-    @property
-    def simulated(self) -> bool:
-        return self.inner.simulated
-
-    @property
-    def in_rank(self) -> bool:
-        return self.inner.in_rank
-
-    @property
-    def is_counted(self) -> bool:
-        return self.inner.is_counted
-
-    def index(self) -> Tensor | int:
-        return self.inner.index()
-
-    def level(self) -> Tensor | int:
-        return self.inner.level()
-
-    def rows(self, size: int) -> int:
-        return self.inner.rows(size)
-
-    def others(self) -> Tensor | None:
-        return self.inner.others()
-
-    def ready(self) -> object:
-        return self.inner.ready()
-
-    def issue(self, op: Collective, x: Tensor, /) -> Work:
-        return self.fn(op, x, self.inner.issue)
-
-
-def transport(backend: Backend) -> Backend:
-    """What moves the bytes in the end, behind all wrappers."""
-    while isinstance(backend, Wrapped):
-        backend = backend.inner
-    return backend
-
-
 @dataclass(frozen=True, eq=False)
 class Axis(Static):
     """One named direction of a mesh, for example ``mesh["shard"]``: what a collective communicates over."""
@@ -227,13 +172,23 @@ class Axis(Static):
     name: str
     size: int
     backend: Backend = field(repr=False)
+    send: Issue = field(default=None, repr=False)  # pyright: ignore[reportAssignmentType]  # backend.issue, if unwrapped
     folded: int = field(default=1, repr=False)  # values of other simulated ranks inside an operand; see collectives
     key: str = field(default="", repr=False)  # of the buffer that is communicated
+
+    def __post_init__(self) -> None:
+        if self.send is None:
+            object.__setattr__(self, "send", self.backend.issue)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process group is not pickled; a simulated axis is pickled with its mesh.
         rank = 0 if self.backend.simulated else int(self.backend.index())
         return Axis, (self.name, self.size, DetachedBackend(rank))
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether something stands before the backend."""
+        return self.send != self.backend.issue
 
     def of(self, key: str) -> Axis:
         """The same ranks, for what belongs to buffer ``key``."""
@@ -262,7 +217,7 @@ class Axis(Static):
                 unless given.
         """
         simulated = self.backend.simulated
-        numel = x.numel() // max(self.backend.rows(self.size) * self.folded, 1) if simulated else x.numel()
+        numel = x.numel() // max(len(x) * self.folded, 1) if simulated else x.numel()
         what = kind, self.name, numel, dtype or x.dtype, key or self.key
         op = collective(*what, dim, device, source, transient, splits)
         if kind in KINDS and KINDS[kind].shape:
@@ -271,9 +226,9 @@ class Axis(Static):
             if being_traced() and not simulated:
                 from .recorded import start_recorded
 
-                return Work(start_recorded(op, x, self.size, self.backend))
+                return Work(start_recorded(op, x, self))
             record(op)
-        return self.backend.issue(op, x)
+        return self.send(op, x)
 
 
 @lru_cache(maxsize=4096)
@@ -284,7 +239,7 @@ def _mean_sent(op: Collective, shape: torch.Size, size: int, folded: int) -> int
     return -(-sum(prod(of(op, shape, i, j)) for i, j in pairs) // (size * folded))
 
 
-def wrap(fn: Wrap) -> Callable[[Axis], Backend]:
+def wrap(fn: Wrap) -> Callable[[Axis], Axis]:
     """Have ``fn`` called for every collective of a mesh, in whatever thread: ``mesh.with_backend(wrap(fn))``.
 
     Args:
@@ -293,7 +248,7 @@ def wrap(fn: Wrap) -> Callable[[Axis], Backend]:
             one of its own. :class:`Backend` says what ``x`` and the result are, on real and on simulated ranks.
 
     Returns:
-        A function for :meth:`Mesh.with_backend`, from an axis to its backend behind ``fn``. Derivatives are those of
+        A function for :meth:`Mesh.with_backend`, from an axis to the same ranks behind ``fn``. Derivatives are those of
         the true collectives, whose transposes go through ``fn`` as well.
 
     Cost:
@@ -310,4 +265,9 @@ def wrap(fn: Wrap) -> Callable[[Axis], Backend]:
         >>> mesh.spmd(lambda x: fs.collectives.psum(x, mesh))(rows)
         tensor([256., 256.])
     """
-    return lambda axis: Wrapped(axis.backend, fn)
+
+    def before(axis: Axis) -> Axis:
+        send = axis.send
+        return replace(axis, send=lambda op, x: fn(op, x, send))
+
+    return before

@@ -32,17 +32,8 @@ class JointStackedBackend(Backend):
             index = index * part.size + part.index()
         return index
 
-    def level(self) -> Tensor:
-        return self.parts[-1].index()
-
-    def rows(self, size: int) -> int:
-        return self.parts[-1].size
-
-    def others(self) -> Tensor | None:
-        return sum_of(self.siblings)
-
-    def ready(self) -> None:
-        self.level()
+    def place(self) -> tuple[Tensor, Tensor | None]:
+        return self.parts[-1].index(), sum_of(self.siblings)
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         if len(x) == self._flat.size:  # all rows: of what runs below every level

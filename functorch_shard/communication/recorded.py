@@ -9,7 +9,7 @@ check each run. Both operators are pure, so a compiler keeps them in the order o
 
 ``wait`` takes the operand too, because a compiler reuses the memory of what it sees no use of. They are not
 differentiated: the Functions of ``collectives`` stay opaque to compilers, and what their forward and backward issue is
-recorded. Operators take numbers and strings alone, so ``ranks`` is a name of the backend, as process groups have one.
+recorded. Operators take numbers and strings alone, so ``ranks`` is a name of ``Axis.send``, as process groups have one.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from .collective import LIBRARY, START, WAIT, Collective, record
 _RECORDING = ContextVar("a collective is recorded and not issued", default=False)
 
 
-class _Backends(WeakValueDictionary[str, Any]):
-    """The backends that graphs have, by name, as torch.distributed has process groups.
+class _Ranks(WeakValueDictionary[str, Any]):
+    """What issues the collectives of graphs, by name, as torch.distributed has process groups.
 
     Names are numbered, so that they are the same in each run of a program, and none is used again.
     """
 
     number = 0
 
-    def name_of(self, backend: object) -> str:
+    def name_of(self, send: object) -> str:
         for name, each in self.items():
-            if each is backend:
+            if each is send:
                 return name
         self.number += 1
-        self[f"ranks{self.number}"] = backend
+        self[f"ranks{self.number}"] = send
         return f"ranks{self.number}"
 
 
-_BACKENDS = _Backends()
+_RANKS = _Ranks()
 
 
-def start_recorded(op: Collective, x: Tensor, size: int, backend: Any) -> Callable[[], Tensor]:
-    """Record ``op`` on ``x``, on an axis of this size, as operators of a graph; return what waits for it."""
+def start_recorded(op: Collective, x: Tensor, axis: Any) -> Callable[[], Tensor]:
+    """Record ``op`` on ``x`` as operators of a graph; return what waits for it."""
     law, shape = op.law, list(x.shape)
     if law.begins:
         raise NotImplementedError(
@@ -58,13 +58,13 @@ def start_recorded(op: Collective, x: Tensor, size: int, backend: Any) -> Callab
             "outside of what is compiled."
         )
     if op.kind == "ragged_all_to_all":
-        shape[-1] = sum(row[int(backend.index())] for row in op.splits)
+        shape[-1] = sum(row[int(axis.backend.index())] for row in op.splits)
     elif bool(law.parts) == law.reduces:  # side by side, or a part
-        shape[op.dim] = shape[op.dim] // size if law.parts else shape[op.dim] * size
+        shape[op.dim] = shape[op.dim] // axis.size if law.parts else shape[op.dim] * axis.size
     splits = [n for row in op.splits for n in row]
     width = len(splits) // max(len(op.splits), 1)
     what = (op.kind, op.axis, op.numel, op.dtype, op.key, op.dim, op.device, op.source, op.transient, width, splits)
-    started = _recorded(START, x, _BACKENDS.name_of(backend), *what)
+    started = _recorded(START, x, _RANKS.name_of(axis.send), *what)
     return lambda: _recorded(WAIT, started, x, shape, op.dtype, op.device or x.device)
 
 
@@ -81,12 +81,12 @@ def _start(x: Tensor, name: str, *fields: Any) -> Tensor:
         return torch.empty(0)
     *what, width, splits = fields
     rows = tuple(tuple(splits[i : i + width]) for i in range(0, len(splits), width or 1))
-    backend, op = _BACKENDS.get(name), Collective(*what, splits=rows)
-    if backend is None:
+    send, op = _RANKS.get(name), Collective(*what, splits=rows)
+    if send is None:
         raise RuntimeError("a recorded collective: its mesh was freed. Keep it for as long as the compiled function.")
     started: Any = torch.empty(0)
     record(op)
-    started.work = backend.issue(op, x)
+    started.work = send(op, x)
     return started
 
 

@@ -100,11 +100,8 @@ class StackedBackend(Backend):
             )
         return index
 
-    def others(self) -> Tensor | None:
-        return sum_of(self.siblings)
-
-    def ready(self) -> None:
-        self.index()
+    def place(self) -> tuple[Tensor, Tensor | None]:
+        return self.index(), sum_of(self.siblings)
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
         return Finished(of_all_ranks(op, x, self.size))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import reject
-from .backend import Axis, Backend, Finished, Issue, Work, Wrapped, wrap
+from .backend import Axis, Finished, Issue, Work, wrap
 from .collective import KINDS, Collective
+from .simulated import RUN
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,18 @@ class Counter:
         self._traffic: dict[tuple[str, str], Traffic] = {}
         self._lock = Lock()
 
-    def __call__(self, axis: Axis) -> Backend:
+    def __call__(self, axis: Axis) -> Axis:
         """What :meth:`Mesh.with_backend` asks for each axis."""
-        return Wrapped(axis.backend, partial(self._count, axis))
+        return wrap(partial(self._count, axis.size))(axis)
 
-    def _count(self, axis: Axis, op: Collective, x: Tensor, send: Issue) -> Work:
-        if not axis.backend.is_counted:
+    def _count(self, size: int, op: Collective, x: Tensor, send: Issue) -> Work:
+        if RUN.get().rank:  # of ranks that share this counter, one is counted
             return send(op, x)
         start = time.perf_counter()
         work = send(op, x)  # where it may be refused
         issued = time.perf_counter()
         passed = issued - start
-        self.add(op.axis, op.kind, Traffic(1, op.nbytes, op.law.sent(op.nbytes, axis.size), passed, passed))
+        self.add(op.axis, op.kind, Traffic(1, op.nbytes, op.law.sent(op.nbytes, size), passed, passed))
 
         def wait() -> Tensor:
             again = time.perf_counter()
@@ -115,7 +116,7 @@ class Counter:
         return "\n".join(lines)
 
 
-def skip(*kinds: str) -> Callable[[Axis], Backend]:
+def skip(*kinds: str) -> Callable[[Axis], Axis]:
     """Send no collective of these kinds: results have the right shapes and dtypes, and numbers that mean nothing.
 
     For :meth:`Mesh.with_backend`. Every rank keeps what it has, as if it were alone: a gather has this rank's own part
@@ -127,7 +128,7 @@ def skip(*kinds: str) -> Callable[[Axis], Backend]:
             and encoded ones by ``"all_to_all"``.
 
     Returns:
-        A function from an axis to its backend, which passes everything else on.
+        A function from an axis to the same ranks, which passes everything else on.
 
     Raises:
         ValueError: another kind.
@@ -148,7 +149,7 @@ def skip(*kinds: str) -> Callable[[Axis], Backend]:
     unknown = [f"{kind!r}: expected one of {', '.join(known)}" for kind in kinds if kind not in known]
     reject("skip", unknown, "Name kinds of collectives, as skip('all_gather').")
 
-    def skipping(axis: Axis) -> Backend:
+    def skipping(axis: Axis) -> Axis:
         def issue(op: Collective, x: Tensor, send: Issue) -> Work:
             return Finished(_own(op, x, axis)) if op.kind in kinds else send(op, x)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.backend import Axis, Backend, Issue, Work, transport, wrap
+from ..communication.backend import Axis, Issue, Work, wrap
 from ..communication.collective import Collective
 from ..communication.process_group import GroupBackend
 from ..torch_internals.tensors import timeout_of
 from .backend import GlooBackend, Guard
 
 
-def check_order(axis: Axis) -> Backend:
+def check_order(axis: Axis) -> Axis:
     """Before each collective over ``axis``, make sure that all of its ranks are about to issue the same one.
 
     For :meth:`Mesh.with_backend`, over NCCL, where ranks that issue different collectives hang: ``mesh =
@@ -23,8 +23,8 @@ def check_order(axis: Axis) -> Backend:
         axis: the axis to check, as ``with_backend`` passes it.
 
     Returns:
-        A backend whose collectives raise before they are issued if ranks differ. Of gloo ranks, simulated ones and a
-        single one: their backend itself.
+        The same ranks, whose collectives raise before they are issued if they differ. Of gloo ranks, simulated ones and
+        a single one: ``axis`` itself.
 
     Raises:
         TypeError: the bytes are moved by something other than a process group.
@@ -39,14 +39,14 @@ def check_order(axis: Axis) -> Backend:
     Example:
         >>> from functorch_shard.gloo import check_order
         >>> mesh = fs.simulated_mesh(2)
-        >>> check_order(mesh["shard"]) is mesh["shard"].backend   # simulated ranks cannot differ
+        >>> check_order(mesh["shard"]) is mesh["shard"]   # simulated ranks cannot differ
         True
 
     Stands for the execution order check of FSDP1 under ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
-    backend = transport(axis.backend)
+    backend = axis.backend
     if backend.simulated or axis.size == 1 or isinstance(backend, GlooBackend):
-        return axis.backend
+        return axis
     if not isinstance(backend, GroupBackend):
         raise TypeError(
             f"check_order: axis {axis.name!r}: got a {type(backend).__name__}, expected a process group to exchange "

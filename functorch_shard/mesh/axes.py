@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..communication.backend import Axis, Backend, DetachedBackend, transport
+from ..communication.backend import Axis, Backend, DetachedBackend
 from ..communication.process_group import GroupBackend
 from ..errors import axes_text
 from ..torch_internals.tensors import timeout_of
@@ -54,7 +54,7 @@ def joint_backend(
     axes: Sequence[Axis], names: Sequence[str], processes: Sequence[int], device: torch.device
 ) -> Backend:
     """Return what moves bytes between real ranks of the axes ``names``, a process group of some of ``processes``."""
-    backends = {axis.name: transport(axis.backend) for axis in axes}
+    backends = {axis.name: axis.backend for axis in axes}
     several = [axis.name for axis in axes if axis.name in names and axis.size > 1]
     if len(several) == 1:
         return backends[several[0]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..communication.backend import Axis, Backend, transport
+from ..communication.backend import Axis, Backend
 from ..containers import Static
 from ..errors import axes_text
 from ..torch_internals.autograd import eager
@@ -29,6 +29,7 @@ from .spmd import BatchedRanks, Simulated, split_tensor
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 T = TypeVar("T")
+Wrapper = Callable[[Axis], Axis | Backend]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,7 +45,7 @@ class Mesh(Static):
     device: torch.device
     processes: tuple[int, ...] = ()  # numbers in the default group, in rank order; none: simulated or unpickled
     device_mesh: DeviceMesh | None = None  # what it was made from
-    _wraps: tuple[Callable[[Axis], Backend], ...] = ()  # of with_backend, for axes that are joined later
+    _wraps: tuple[Wrapper, ...] = ()  # of with_backend, for axes that are joined later
     _joint: dict[Any, Axis] = field(default_factory=dict)  # by names and wraps; shared with other handles
     _simulated: Simulated | None = None
 
@@ -90,12 +91,11 @@ class Mesh(Static):
             raise KeyError(f"{name!r}: the mesh has the axes {axes_text(self.axes)}")
         return self._joined(name, names, self._wraps)
 
-    def _joined(self, name: str, names: Sequence[str], wraps: tuple[Callable[[Axis], Backend], ...]) -> Axis:
-        """Return the axes ``names`` as one, behind what each of ``wraps`` puts before its backend."""
+    def _joined(self, name: str, names: Sequence[str], wraps: tuple[Wrapper, ...]) -> Axis:
+        """Return the axes ``names`` as one, behind what each of ``wraps`` puts before them."""
         if (name, wraps) not in self._joint:
             if wraps:
-                axis = self._joined(name, names, wraps[:-1])
-                made = replace(axis, backend=wraps[-1](axis))
+                made = _wrapped(self._joined(name, names, wraps[:-1]), wraps[-1])
             else:
                 simulated, size = self._simulated, prod(self.axes[each] for each in names)
                 backend = simulated.joint(names) if simulated else None
@@ -241,22 +241,23 @@ class Mesh(Static):
             )
         return tuple(0 if axis.backend.simulated else int(axis.backend.index()) for axis in self._axes)
 
-    def with_backend(self, wrap: Callable[[Axis], Backend]) -> Mesh:
-        """A handle of the same ranks whose collectives go through other backends: to count, check, replace or skip.
+    def with_backend(self, wrap: Wrapper) -> Mesh:
+        """A handle of the same ranks whose collectives go another way: to count, check, replace or skip them.
 
         Everything that is planned on it, or put on it by ``layout.on``, communicates that way; this handle stays as it
         is. Pickles keep neither ranks nor backends.
 
         Args:
-            wrap: from an axis to the backend it is to have, as ``fs.communication.skip(kind)`` or a
-                ``fs.communication.Counter``: one that stands before ``axis.backend``, or that itself, to leave the axis
-                alone.
+            wrap: ``fs.communication.wrap(function)``, ``skip(kind)`` or a ``Counter``; or a function from an axis to
+                what one of them makes of it, to the axis itself, or to a ``Backend`` of your own, which moves bytes
+                instead of ``axis.backend``.
 
         Returns:
             A mesh of the same axes. Wrapped again, the last wrap is asked first.
 
         Raises:
-            TypeError: ``wrap`` returned something else than a ``fs.communication.Backend``.
+            TypeError: ``wrap`` returned something else than an axis or a ``fs.communication.Backend``.
+            ValueError: a backend of your own for an axis that is wrapped already: nothing would go through the wrap.
 
         Cost:
             That of ``wrap``. All ranks have to wrap alike.
@@ -268,9 +269,9 @@ class Mesh(Static):
             >>> [(axis, kind, seen.number, seen.nbytes) for (axis, kind), seen in counter.traffic.items()]
             [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
         """
-        axes = tuple(replace(axis, backend=_checked_backend(wrap(axis))) for axis in self._axes)
+        axes = tuple(_wrapped(axis, wrap) for axis in self._axes)
         simulated = self._simulated
-        if simulated and not any(transport(axis.backend) is here.backend for axis in axes for here in simulated.axes):
+        if simulated and not any(axis.backend is here.backend for axis in axes for here in simulated.axes):
             simulated = None
         return replace(self, _axes=axes, _wraps=(*self._wraps, wrap), _simulated=simulated)
 
@@ -376,10 +377,18 @@ def simulated_mesh(
     return Mesh(ranks.axes, where, _simulated=ranks)
 
 
-def _checked_backend(backend: Backend) -> Backend:
-    if not isinstance(backend, Backend):
+def _wrapped(axis: Axis, wrap: Wrapper) -> Axis:
+    made = wrap(axis)
+    if made is axis.backend or isinstance(made, Axis):
+        return made if isinstance(made, Axis) else axis
+    if not isinstance(made, Backend):
         raise TypeError(
-            f"Mesh.with_backend: wrap returned {type(backend).__name__}, expected a backend: that of "
-            "communication.wrap(function)(axis), or an object of a class that inherits from communication.Backend."
+            f"Mesh.with_backend: wrap returned {type(made).__name__}, expected what communication.wrap(function)(axis) "
+            "returns, or an object of a class that inherits from communication.Backend."
         )
-    return backend
+    if axis.is_wrapped:
+        raise ValueError(
+            f"Mesh.with_backend: axis {axis.name!r} is wrapped already, and nothing would go through that wrap: pass "
+            "the backend first, then what stands before it."
+        )
+    return Axis(axis.name, axis.size, made)

@@ -49,13 +49,13 @@ class SequentialBackend(Backend):
     def in_rank(self) -> bool:
         return self.ranks.run is not None
 
-    @property
-    def is_counted(self) -> bool:
-        return self.ranks.run is None or self.ranks.run.rank == 0
-
     def index(self) -> int:
         run = self._run()
         return run.members(self.axis).index(run.rank)
+
+    def place(self) -> tuple[None, None]:
+        self._run()
+        return None, None
 
     def ready(self) -> object:
         run = self._run()

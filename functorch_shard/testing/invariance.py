@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from ..communication.backend import Axis, Backend, Issue, Work, wrap
+from ..communication.backend import Axis, Issue, Work, wrap
 from ..communication.collective import Collective
 from ..communication.simulated import RUN
 from ..communication.wrappers import skip
@@ -213,10 +213,10 @@ class Mutant:
         if number != self.number or self.change not in ("dropped", "doubled", *axes):
             return send(op, x)
         if self.change == "dropped":
-            return skip(op.kind)(axes[op.axis]).issue(op, x)
+            return skip(op.kind)(axes[op.axis]).send(op, x)
         if self.change == "doubled":
             return send(op, x).then(lambda result: result + result)
-        return axes[self.change].backend.issue(replace(op, axis=self.change), x)
+        return axes[self.change].send(replace(op, axis=self.change), x)
 
     def __str__(self) -> str:
         how = self.change if self.change in ("dropped", "doubled") else f"over {self.change!r}"
@@ -280,7 +280,7 @@ def _watched(mesh: Mesh, issue: Callable[..., Work]) -> Mesh:
     numbers: dict[int | None, Iterator[int]] = {}
     axes = {axis.name: axis for axis in mesh}
 
-    def backend_of(axis: Axis) -> Backend:
+    def wrapped(axis: Axis) -> Axis:
         def of_rank(op: Collective, x: Tensor, send: Issue) -> Work:
             if axis.backend.simulated or op.law.begins:  # of all ranks, outside of spmd; or of plan and shard
                 return send(op, x)
@@ -289,4 +289,4 @@ def _watched(mesh: Mesh, issue: Callable[..., Work]) -> Mesh:
 
         return wrap(of_rank)(axis)
 
-    return mesh.with_backend(backend_of)
+    return mesh.with_backend(wrapped)

@@ -96,7 +96,7 @@ def test_a_counter_sees_every_thread() -> None:
     assert (counter["shard", "psum"].number, counter["shard", "psum"].nbytes) == (200, 200 * 12)
 
 
-def slow(waiting: float) -> Callable[[Any], Backend]:
+def slow(waiting: float) -> Callable[[Any], fs.Axis]:
     """A gather takes a while to start and a while to wait for, all else is done at once, after a while."""
 
     def issue(op: Collective, x: Tensor, send: Issue) -> Work:
@@ -164,7 +164,7 @@ def test_what_is_skipped_leaves_a_rank_with_its_own_numbers(dim: int) -> None:
 
 def test_an_axis_may_be_left_alone() -> None:
     def one(axis: Any) -> Any:
-        return skip("psum")(axis) if axis.name == "replicate" else axis.backend
+        return skip("psum")(axis) if axis.name == "replicate" else axis
 
     mesh = fs.simulated_mesh({"replicate": 2, "shard": 3}).with_backend(one)
     rows = torch.randn(2, 3, 4)
@@ -172,7 +172,7 @@ def test_an_axis_may_be_left_alone() -> None:
     torch.testing.assert_close(result[1, 2], rows[0].sum(0))
 
 
-def seen_by(seen: list[Collective]) -> Callable[[Any], Backend]:
+def seen_by(seen: list[Collective]) -> Callable[[Any], fs.Axis]:
     """A wrapper that notes what goes through it."""
     return wrap(lambda op, x, send: (seen.append(op), send(op, x))[1])
 
@@ -258,9 +258,10 @@ def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
 
 
 def test_only_backends_go_into_a_mesh() -> None:
-    assert "Mesh.with_backend: wrap returned Axis, expected a backend" in refused(
-        fs.simulated_mesh(2).with_backend, lambda axis: axis
-    )
+    mesh = fs.simulated_mesh(2)
+    assert "wrap returned str, expected what communication.wrap" in refused(mesh.with_backend, lambda axis: axis.name)
+    wrapped = mesh.with_backend(Counter())
+    assert "is wrapped already" in refused(wrapped.with_backend, lambda axis: copy.copy(axis.backend))
 
 
 def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
@@ -272,7 +273,7 @@ def test_a_wrapped_mesh_is_the_same_mesh_in_every_other_way() -> None:
     assert (mesh.in_spmd, plain.in_spmd) == (False, False)
     assert plain.spmd(lambda: (mesh.in_spmd, plain.in_spmd))() == (True, True)
     assert "already runs as one rank" in refused(plain.spmd(lambda x: mesh.spmd(lambda y: y)(x)), torch.zeros(2, 3))
-    assert plain["shard"].backend is not mesh["shard"].backend
+    assert plain["shard"].backend is mesh["shard"].backend
     values = {"w": torch.arange(7.0)}
     params = fs.shard(values, fs.plan(values, plain))
     moved = params.on(mesh)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.communication import Backend, Counter
-from functorch_shard.communication.backend import Axis, transport
+from functorch_shard.communication.backend import Axis
 from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.gloo.backend import GlooBackend
 from tests.support.ranks import Ranks, gloo, simulated
@@ -74,7 +74,7 @@ def test_each_rank_receives_what_the_others_have_for_it(ranks: Ranks, way: str) 
 
 def as_any_group(axis: Axis) -> Backend:
     """The backend of NCCL and of whatever else torch has, on gloo."""
-    backend = transport(axis.backend)
+    backend = axis.backend
     assert isinstance(backend, GlooBackend)
     return GroupBackend(backend.group, backend.rank, axis.size)
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from functorch_shard.collectives import psum
-from functorch_shard.communication.backend import transport
 from functorch_shard.gloo import lost_ranks as failures
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.tensors import timeout_of
@@ -187,7 +186,7 @@ def test_the_rank_that_hosts_the_store_is_named_as_well(how: Callable[[], None],
 
 
 def timeouts_on_this_rank(axes: Mapping[str, int]) -> list[float]:
-    backends: list[Any] = [transport(axis.backend) for axis in fs.init_mesh(axes)]
+    backends: list[Any] = [axis.backend for axis in fs.init_mesh(axes)]
     groups = [backend.group for backend in backends]
     with pytest.raises(ValueError, match=r"timeout: got 4, but the process group exists already: pass its timeout to"):
         fs.init_mesh(axes, timeout=4)

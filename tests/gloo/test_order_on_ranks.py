@@ -13,7 +13,7 @@ import torch.distributed as dist
 import functorch_shard as fs
 from functorch_shard.collectives import psum
 from functorch_shard.communication import Backend, Counter
-from functorch_shard.communication.backend import Axis, transport
+from functorch_shard.communication.backend import Axis
 from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.gloo import check_order
 from tests.support.differing import DIFFERENT, ONES, error_of, short_mesh
@@ -23,7 +23,7 @@ from tests.support.refusals import refused
 
 def as_any_group(axis: Axis) -> Backend:
     """The backend of NCCL and of whatever else torch has, on gloo."""
-    backend: Any = transport(axis.backend)
+    backend: Any = axis.backend
     return GroupBackend(backend.group, backend.rank, axis.size)
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_stalls_is_named_on_the_others() -> None:
 
 def same_on_this_rank() -> None:
     counter, plain = Counter(), fs.init_mesh()
-    assert check_order(plain["shard"]) is plain["shard"].backend  # gloo compares every collective anyway
+    assert check_order(plain["shard"]) is plain["shard"]  # gloo compares every collective anyway
     mesh = plain.with_backend(as_any_group).with_backend(check_order).with_backend(counter)
     x = torch.randn(6, generator=torch.Generator().manual_seed(mesh.rank))
     assert torch.equal(psum(x, mesh), psum(x, plain))
@@ -87,6 +87,6 @@ def test_it_needs_a_process_group_or_ranks_that_cannot_differ() -> None:
         def issue(self, op: Any, x: Any, /) -> Any: ...
 
     for mesh in (fs.simulated_mesh(3), fs.init_mesh()):
-        assert mesh.with_backend(check_order)["shard"].backend is mesh["shard"].backend
+        assert mesh.with_backend(check_order)["shard"] is mesh["shard"]
     text = refused(fs.simulated_mesh(2).with_backend(lambda axis: Own()).with_backend, check_order)
     assert "check_order: axis 'shard': got a Own, expected a process group" in text

@@ -12,7 +12,6 @@ import pytest
 import torch.distributed as dist
 
 import functorch_shard as fs
-from functorch_shard.communication.backend import transport
 from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
 from functorch_shard.torch_internals.tensors import timeout_of
@@ -41,7 +40,7 @@ def on_this_rank(start: Callable[..., None], folder: str, axes: dict[str, int]) 
     store = dist.FileStore(f"{folder}/store", size)
     start(store=store, rank=rank, world_size=size, timeout=timedelta(seconds=77))
     mesh = fs.init_mesh(axes, device="cpu")
-    backends: list[Any] = [transport(axis.backend) for axis in mesh]
+    backends: list[Any] = [axis.backend for axis in mesh]
     waits = {timeout_of(backend.group).total_seconds() for backend in backends}
     return {type(backend) for backend in backends}, waits, train(mesh, *PROGRAM)
 

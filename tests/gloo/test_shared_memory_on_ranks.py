@@ -20,7 +20,6 @@ from torch import Tensor
 import functorch_shard as fs
 import functorch_shard.gloo.backend
 from functorch_shard.communication import Work
-from functorch_shard.communication.backend import transport
 from functorch_shard.gloo.backend import SMALL_MESSAGE, GlooBackend, Guard
 from functorch_shard.gloo.shared_memory import ADDRESS
 from functorch_shard.testing import RankError
@@ -44,7 +43,7 @@ def assert_same_bytes(a: Tensor, b: Tensor) -> None:
 
 
 def memory_of(mesh: fs.Mesh) -> Any:
-    backend: Any = transport(mesh["shard"].backend)
+    backend: Any = mesh["shard"].backend
     return backend._memory
 
 

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.communication.backend import transport
 from functorch_shard.communication.simulated import StackedBackend
 from tests.support.pool import run_ranks
 
@@ -106,7 +105,7 @@ def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
 
 def is_batched(mesh: fs.Mesh) -> bool:
     """Whether its ranks are one vmap, whose kernels round as those for a batch of matrices do."""
-    return mesh.is_simulated and isinstance(transport(next(iter(mesh)).backend), StackedBackend)
+    return mesh.is_simulated and isinstance(next(iter(mesh)).backend, StackedBackend)
 
 
 def _kinds(kind: str, axes: tuple[int | Mapping[str, int], ...]) -> list[Ranks]:
