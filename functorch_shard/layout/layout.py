@@ -24,7 +24,7 @@ from ..collectives.rules import Schedule
 from ..containers import Static
 from ..errors import axes_text, reject, table
 from ..mesh.mesh import Axis, Mesh
-from .buffers import OWNERS, Buffer, Reduction, Slice, Slot, Unit, dtype_name
+from .buffers import Buffer, Reduction, Slice, Slot, Unit, dtype_name
 from .precision import MixedPrecision, buffer_dtypes, divide_factors
 
 
@@ -101,11 +101,6 @@ class Layout(Static):
         """The meshes that the DTensors of this layout are distributed over, by names and sizes of their axes."""
         every = {slot.dtensor.axes for slot in self.slots.values() if slot.dtensor}
         return {axes: self.mesh.sibling(*dict(axes)) for axes in every}
-
-    @cached_property
-    def has_owners(self) -> bool:
-        """Whether it is of an optimizer's state whose parameters have owners, by which it is sharded."""
-        return bool(self.units) and self.units[-1].name == OWNERS
 
     @cached_property
     def derived(self) -> dict[Any, Any]:

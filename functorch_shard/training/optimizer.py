@@ -380,7 +380,7 @@ def _by_name(
     return {name: Sharded(tree, layouts[name]) for name, tree in trees.items()}
 
 
-_START_AGAIN = "Start from opt.init(params); fs.reshard(state, layout, fresh=opt.init(params)) moves that of owners."
+_START_AGAIN = "Start from opt.init(params); fs.reshard(state[name], opt.init(params)[name].layout) moves owners."
 
 
 def _without_buffers(labels: Mapping[str, Any], layout: Layout) -> tuple[list[str], str]:
