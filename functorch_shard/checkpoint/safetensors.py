@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -21,18 +21,16 @@ from ..layout.trees import Sharded, check_sharded
 from ..sharding.gather import iter_parameters
 from ..torch_internals.autograd import in_transform
 from .format import Entry, Region, Value
-from .leaves import twice
 from .loading import load_into
 from .reader import Reader
 from .staging import StagingDirectory, sync
 
 StrPath = str | os.PathLike[str]
-Names = Callable[[str], str] | None
 INDEX, SINGLE, MAX_SHARD_SIZE = "model.safetensors.index.json", "model.safetensors", 5 * 10**9  # Hugging Face's
 _IMPORT, _EXPORT = "import_safetensors", "export_safetensors"
 
 
-def import_safetensors(path: StrPath, layout: Layout, *, names: Names = None) -> Sharded:
+def import_safetensors(path: StrPath, layout: Layout) -> Sharded:
     """Read parameters from safetensors files; each rank reads only the elements of its own shards.
 
     ``import_safetensors(path, layout)`` after ``export_safetensors(path, params)`` equals ``params`` bitwise, name by
@@ -43,7 +41,6 @@ def import_safetensors(path: StrPath, layout: Layout, *, names: Names = None) ->
             index or files that end in ``.safetensors``. An index refers only to files beside it.
         layout: from :func:`plan`. The files contain every parameter in its shape, a tied one under one of its names, or
             under several with equal values. Other tensors in the files, for example a module's buffers, are ignored.
-        names: gives the name in the files for a parameter's name in the layout. ``None``: the names are equal.
 
     Returns:
         A ``Sharded`` like that of :func:`shard`: on the mesh's device, and stacked on simulated ranks. Tensors of
@@ -63,8 +60,8 @@ def import_safetensors(path: StrPath, layout: Layout, *, names: Names = None) ->
         >>> values = {"fc.w": torch.tensor([1.0, 2.0, 3.0])}
         >>> one, two = (fs.plan(values, fs.simulated_mesh(n)) for n in (1, 2))
         >>> with TemporaryDirectory() as folder:
-        ...     export_safetensors(f"{folder}/model", fs.shard(values, one), names=lambda name: f"model.{name}")
-        ...     params = import_safetensors(f"{folder}/model", two, names=lambda name: f"model.{name}")
+        ...     export_safetensors(f"{folder}/model", fs.shard(values, one))
+        ...     params = import_safetensors(f"{folder}/model", two)
         >>> params["fc"]   # row r = rank r
         tensor([[1., 2.],
                 [3., 0.]])
@@ -75,14 +72,12 @@ def import_safetensors(path: StrPath, layout: Layout, *, names: Names = None) ->
     dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
     buffers = layout.buffers.items()
     like = {key: torch.empty(*dims, b.shard_numel, dtype=b.dtype, device="meta") for key, b in buffers}
-    advice = "Nothing was read. names= gives the name in the files for a name in the layout."
+    advice = "Nothing was read. For other names plan a dict with those of the files: plan({name: tensor}, mesh)."
     with ExitStack() as opened:
-        return load_into(_IMPORT, Sharded(like, layout), lambda: _opened(path, layout, names, opened), advice=advice)
+        return load_into(_IMPORT, Sharded(like, layout), lambda: _opened(path, layout, opened), advice=advice)
 
 
-def export_safetensors(
-    path: StrPath, params: Sharded, *, max_shard_size: int = MAX_SHARD_SIZE, names: Names = None
-) -> None:
+def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
     """Write whole parameters to safetensors files, as Hugging Face's ``save_pretrained`` does; gathers unit by unit.
 
     Rank 0 writes. The directory becomes visible when it is complete and synced to the disk, or never. Needs
@@ -92,13 +87,12 @@ def export_safetensors(
         path: of the new directory. It gets ``model.safetensors``; or, if that were larger than
             ``max_shard_size``, ``model-00001-of-0000N.safetensors`` and so on, and ``model.safetensors.index.json``.
         params: parameters, or any ``Sharded`` of their shape, for example averages; stacked on simulated ranks.
-        max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own.
-        names: gives the name in the files for a parameter's name in the layout. Tied parameters are written under each
-            of their names, or once, if ``names`` gives them one name.
+        max_shard_size: bytes of tensors in a file; a larger tensor has a file of its own. Tied parameters are written
+            under each of their names.
 
     Raises:
         FileExistsError: ``path`` exists, or another process is writing it.
-        ValueError: shards that do not fit their layout, or equal names.
+        ValueError: shards that do not fit their layout.
         KeyError: a dtype that the format does not have.
         OSError: rank 0 could not write, for example to a full disk. Nothing is left.
         RuntimeError: rank 0 failed, which the others report; or it is called inside ``spmd`` on simulated ranks.
@@ -126,18 +120,17 @@ def export_safetensors(
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
     staging = list[StagingDirectory]()  # of rank 0
 
-    def begin() -> dict[str, list[str]]:
-        found = _renamed(_EXPORT, names, layout)
+    def begin() -> None:
         target = local_path(f"{_EXPORT}: path", path)
         if mesh.rank == 0:
             staging.append(opened := StagingDirectory(target))
             opened.open()
-        return {name: [*dict.fromkeys(each.values())] for name, each in found.items()}
 
     def write() -> None:
-        tensors = ((other, x) for name, x in iter_parameters(params) for other in renamed[name])
+        names = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
+        tensors = ((other, x) for name, x in iter_parameters(params) for other in names[name])
         slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
-        sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in renamed[slot.name]}
+        sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in names[slot.name]}
         try:
             for opened in staging:
                 write_files(opened, sizes, max_shard_size, tensors)
@@ -146,8 +139,8 @@ def export_safetensors(
                 pass
 
     try:
-        renamed = mesh.agree(_EXPORT, begin, lambda found: [str(found)])
-        mesh.agree(_EXPORT, write, lambda _: [])
+        for step in (begin, write):
+            mesh.agree(_EXPORT, step, lambda _: [])
     finally:
         for opened in staging:
             opened.abandon()
@@ -189,7 +182,7 @@ class _Files(Reader):
         return self.slices[name]
 
 
-def _opened(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> Reader:
+def _opened(path: StrPath, layout: Layout, opened: ExitStack) -> Reader:
     from safetensors import safe_open
 
     folder, problems = local_path(f"{_IMPORT}: path", path), list[str]()
@@ -209,21 +202,17 @@ def _opened(path: StrPath, layout: Layout, names: Names, opened: ExitStack) -> R
             dtype = x[tuple(slice(0, 0) for _ in region.sizes)].dtype
             value = Value(region, file.name, 0, region.numel * dtype.itemsize)
             entries[name] = Entry(region.sizes, dtype, (value,))
-    renamed = {name: other for each in _renamed(_IMPORT, names, layout).values() for name, other in each.items()}
     for name, aliases in layout.aliases_of.items():
-        tied = [*dict.fromkeys(renamed[one] for one in (name, *aliases) if renamed[one] in entries)]
+        tied = [one for one in (name, *aliases) if one in entries]
         values = [slices[one][entries[one].values[0].region.index].contiguous() for one in tied]
         if not all(
             torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairwise(values)
         ):
             problems.append(f"{name!r}: tied in the layout, but the values of {tied} differ")  # NaN is NaN
-    advice = "Nothing was read. Plan a layout in which they are not tied, or map their names to one with names=."
-    reject(_IMPORT, problems, advice)
-    renamed = {name: name for name in entries if name not in renamed} | renamed
-    entries = {name: entries[other] for name, other in renamed.items() if other in entries}
+    reject(_IMPORT, problems, "Nothing was read. Plan a layout in which they are not tied.")
     lines = [f"{name!r}: {entry} in {entry.values[0].file}" for name, entry in sorted(entries.items())]
     identity = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # directories may differ between ranks
-    return _Files(folder, entries, {}, identity, True, {name: slices[renamed[name]] for name in entries})
+    return _Files(folder, entries, {}, identity, True, slices)
 
 
 def _files(path: Path) -> list[Path]:
@@ -242,11 +231,3 @@ def _files(path: Path) -> list[Path]:
     outside = [f"{index}: refers to {name!r}, which is not beside it" for name in names if Path(name).name != name]
     reject(_IMPORT, outside, "Nothing was read.")
     return [index.parent / name for name in names]
-
-
-def _renamed(verb: str, names: Names, layout: Layout) -> dict[str, dict[str, str]]:
-    """Return, for each parameter in the layout, the name in the files for each of its names: a tied one has several."""
-    tied = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
-    found = {name: {one: names(one) if names else one for one in each} for name, each in tied.items()}
-    reject(verb, twice(x for each in found.values() for x in {*each.values()}), "Names in the files are unique.")
-    return found
