@@ -5,7 +5,7 @@ Parameters are saved under their own names and in their original shapes, each ra
 
 ``saving`` and ``loading``: trees to files and back. ``leaves``: trees as named leaves, and these as regions of tensors.
 ``format`` and ``reader``: the directory of a checkpoint, whose files are untrusted; ``staging``: how it becomes visible
-at once. ``safetensors``: the other format.
+at once. ``digests``: one number for whole values, and where two runs differ. ``safetensors``: the other format.
 Imports ``sharding`` and below; only the top and ``cli`` import it.
 """
 
@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import local_path
+from .digests import digest
 from .loading import load_into
 from .reader import Reader
 from .safetensors import export_safetensors, import_safetensors
 from .saving import save_tree
 from .staging import ordered
 
-__all__ = ["verify", "export_safetensors", "import_safetensors", "latest", "load", "save"]
+__all__ = ["digest", "export_safetensors", "import_safetensors", "latest", "load", "save", "verify"]
 
 
 def save(

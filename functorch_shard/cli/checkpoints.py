@@ -1,10 +1,11 @@
-"""``inspect``, ``verify`` and ``consolidate``: checkpoints, in one process."""
+"""``inspect``, ``verify``, ``digest`` and ``consolidate``: checkpoints, in one process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from reprlib import Repr
 
+from ..checkpoint import digests
 from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import MAX_SHARD_SIZE, write_files
@@ -43,6 +44,13 @@ def verify(reader: Reader) -> str:
         raise RuntimeError("\n".join(problems))
     nbytes = sum(entry.nbytes for entry in reader.entries.values())
     return f"{shown(str(reader.folder))}: {len(reader.entries)} names, {size_text(nbytes)} of tensors, valid"
+
+
+def digest(reader: Reader, leaves: bool) -> str:
+    """One digest of everything, or a line for each name: ``diff`` finds those that differ."""
+    if not leaves:
+        return digests.digest(reader.folder)
+    return "\n".join(f"{found}  {shown(name)}" for name, found in sorted(digests.digests(reader.folder).items()))
 
 
 def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int | None) -> str:

@@ -1,8 +1,9 @@
-"""The commands: ``python -m functorch_shard plan | inspect | verify | consolidate``.
+"""The commands: ``python -m functorch_shard plan | inspect | verify | digest | consolidate``.
 
 python -m functorch_shard plan PACKAGE.MODULE:BUILD --ranks 8,64,512    # memory and traffic of a model on each rank
 python -m functorch_shard inspect CKPT            # names, shapes, dtypes, bytes, and plain values such as the step
 python -m functorch_shard verify CKPT             # read every byte; with a problem the exit status is 1
+python -m functorch_shard digest CKPT             # one SHA-256 of all values, for any layout and number of ranks
 python -m functorch_shard consolidate CKPT OUT    # the model as safetensors files
 """
 
@@ -51,10 +52,12 @@ def parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="memory and traffic of a rank, for any numbers of ranks"))
     look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
     check = commands.add_parser("verify", help="read every byte; with a problem the exit status is 1")
+    summary = commands.add_parser("digest", help="one SHA-256 of all values, for any layout and number of ranks")
     make = commands.add_parser("consolidate", help="the model as safetensors files")
-    for name, command in {"inspect": look, "verify": check, "consolidate": make}.items():
+    for name, command in {"inspect": look, "verify": check, "digest": summary, "consolidate": make}.items():
         command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
         command.set_defaults(run=partial(_of_checkpoint, name))
+    summary.add_argument("--leaves", action="store_true", help="one for each name, to compare by diff")
     make.add_argument("path", metavar="out", type=Path, help="a new directory")
     make.add_argument("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
     make.add_argument("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")

@@ -129,6 +129,7 @@ def move(source: Path, target: Path, axes: dict[str, int] | None, options: str, 
     """Load what others have saved and save it again; what was loaded, by name."""
     loaded = load(source, fresh(fs.init_mesh(axes), options), donate=donate)
     save(target, loaded, async_save=True).result()
+    assert fs.checkpoint.digest(loaded) == fs.checkpoint.digest(target)
     return by_name(loaded)
 
 
@@ -366,6 +367,7 @@ def tensor_parallel(folder: Path) -> dict[str, Any]:
     save(folder / "parallel", tree)
     return {
         "saved": by_name(tree),
+        "digest": fs.checkpoint.digest(tree),
         "same": by_name(load(folder / "parallel", parallel_tree(1))),
         "from plain": by_name(load(folder / "plain", parallel_tree(2))),
     }
@@ -449,6 +451,7 @@ def test_every_bit_goes_from_2_ranks_to_3_to_a_grid_of_4_to_1(folder: Path, two:
     assert len(saved["model"][0]) == 21
     for answer in (*two[1:], *three, *four):
         same_values(answer.get("loaded", answer.get("saved")), saved)
+    assert fs.checkpoint.digest(folder / "three") == fs.checkpoint.digest(folder / "four")
     for name in ("two", "three", "four"):
         for mesh in (fs.init_mesh(), fs.simulated_mesh(5)):
             same_values(by_name(load(folder / name, fresh(mesh, "other units and labels"))), saved)
@@ -532,6 +535,7 @@ def test_tensor_parallel_parameters_go_to_one_process_and_back(folder: Path, fou
         exactly(by_name(loaded), saved)
     plain = by_name(load(folder / "plain", plain_tree(tie(transformer()), fs.init_mesh())))
     for answer in four:
+        assert answer["parallel"]["digest"] == fs.checkpoint.digest(folder / "parallel")
         exactly(answer["parallel"]["same"], saved)
         exactly(answer["parallel"]["from plain"], plain)
     assert error_of(lambda: exactly(plain, saved)).startswith("AssertionError")

@@ -115,6 +115,7 @@ def saved_and_loaded(params: fs.Sharded) -> None:
         fs.checkpoint.save(f"{directory}/all", params)
         fs.checkpoint.load(f"{directory}/all", params)
         fs.checkpoint.export_safetensors(f"{directory}/exported", params)
+        assert fs.checkpoint.digest(params) == fs.checkpoint.digest(f"{directory}/all")
 
 
 def lazy_step(params: Any) -> Any:
