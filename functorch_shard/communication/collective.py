@@ -146,16 +146,9 @@ KINDS = {
         _permuted,
         _permuted_shape,
     ),
-    # Row r of the operand of rank op.source, for rank r; other ranks pass no rows, shape (0, ..).
-    "scatter": Kind(
-        one := lambda op, rows, lead: rows[op.source].clone(),
-        _rows_of_source,
-        lambda op, shape, i, j: shape[1:] if i == op.source else (0,),
-        begins=True,
-    ),
     # The operand of rank op.source; the others pass one of its shape.
     "broadcast": Kind(
-        one,
+        lambda op, rows, lead: rows[op.source].clone(),
         lambda op, x, rank, size, lead: _rows_of_source(op, x.expand(size, *x.shape), rank, size, lead),
         lambda op, shape, i, j: shape if i == op.source else (0,),
         alike=True,
@@ -176,7 +169,7 @@ class Collective:
         key: the buffer that it is for, such as ``"blocks.0"``, where that is known.
         dim: where ranks are laid side by side, or what is split between them.
         device: where the result is to be; ``None``: where the operand is.
-        source: the rank of the axis whose values a ``"scatter"`` or a ``"broadcast"`` sends.
+        source: the rank of the axis whose values a ``"broadcast"`` sends.
         transient: whether the result is freed soon: it may be memory of a host that is copied where it is written to.
         splits: of a ``"ragged_all_to_all"``: row i has the number of elements that rank i sends to each rank. Of a
             ``"ppermute"``: pairs of a rank and the one that it sends to.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..collectives.primitives import all_gather
 from ..collectives.sinks import prepare, without_derivative
 from ..layout.buffers import Buffer, Slot, of_rank, pack
-from ..layout.layout import Layout, holders_of, merged, select_buffers, shard_at, shard_axis, shard_index
+from ..layout.layout import Layout, holders_of, merged, select_buffers, shard_index
 from ..layout.planning import named_tensors
 from ..layout.trees import Sharded, check_layout, check_sharded
 from ..layout.validation import check_whole, local_part
@@ -42,8 +42,8 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
             where it has them. Tied parameters may be listed under all their names.
         layout: from :func:`plan`.
         from_rank: take the values of this rank alone, counted in row-major order of the mesh's axes. What other real
-            ranks pass as ``source`` is not looked at: ``None``, or the model on the meta device. They receive no more
-            than their shard. ``None``: every rank has the same values.
+            ranks pass as ``source`` is not looked at: ``None``, or the model on the meta device. ``None``: every rank
+            has the same values.
 
     Returns:
         A ``Sharded`` of new 1-D tensors of ``buffer.shard_numel`` elements on the mesh's device, with zeros for
@@ -61,8 +61,7 @@ def shard(source: nn.Module | Mapping[str, Tensor] | None, layout: Layout, *, fr
     Cost:
         The memory of the shards. Of a mapping no collectives. Of a module on several real ranks its values are read
         once, and there is one all-gather of a 32-byte digest per axis: all ranks have to call this. With ``from_rank``:
-        per buffer one scatter from that rank to the other shards and one broadcast to the copies, each rank receiving
-        its shard; that rank holds one whole buffer more.
+        one broadcast per buffer and axis, so each rank has one whole buffer more at a time.
 
     Example:
         >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
@@ -248,31 +247,17 @@ def receive_buffer(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout
     mesh = layout.mesh
     if not mesh.in_spmd or mesh.size == 1:
         return cut_buffer(tensors, buffer, layout)  # one process has the values of all
-    at = dict(zip(mesh.axes, coordinate_of(source, tuple(mesh.axes.values())), strict=True))
-    if mesh.is_simulated:  # the values of all ranks are in memory
+    at = coordinate_of(source, tuple(mesh.axes.values()))
+    if mesh.is_simulated or mesh.rank == source:
         flat = to_working_device(pack(tensors, buffer).detach(), mesh.device)
-        for axis in mesh:
-            flat = all_gather(flat[None], axis)[at[axis.name]]
-        return _own_row(flat, buffer, layout)
-    return _send(tensors, buffer, layout, source, {**at, layout.shard_axis: shard_at(at, layout)})
-
-
-def _send(tensors: Mapping[str, Tensor], buffer: Buffer, layout: Layout, source: int, at: Mapping[str, int]) -> Tensor:
-    """From the source to the other shards, and from each to its copies: no rank receives more than it keeps."""
-    mesh = layout.mesh
-    shards = [shard_axis(layout)] if layout.num_shards > 1 else []
-    axes = [*shards, *(axis for axis in mesh if axis.size > 1 and axis.name not in layout.shard_axes)]
-    x = torch.zeros(0, buffer.shard_numel, dtype=buffer.dtype, device=mesh.device)
-    if mesh.rank == source:  # rows of what this rank has
-        x = to_working_device(pack(tensors, buffer).detach(), mesh.device).view(buffer.num_shards, -1)
-    for i, axis in enumerate(axes):
-        if any(other.backend.index() != at[other.name] for other in axes[i + 1 :]):
-            continue  # these ranks get theirs from the next axis
-        kind = "scatter" if axis in shards and buffer.num_shards > 1 else "broadcast"
-        if kind == "broadcast":
-            x = x[0] if len(x) else x.new_empty(buffer.shard_numel)
-        x = axis.issue(kind, x, key=buffer.key, source=at[axis.name]).wait()[None]
-    return x[0]
+    else:
+        flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=mesh.device)
+    for axis, index in zip(mesh, at, strict=True):  # after each axis, the ranks of one more have it
+        if mesh.is_simulated:
+            flat = all_gather(flat[None], axis)[index]
+        elif axis.size > 1:
+            flat = axis.issue("broadcast", flat, key=buffer.key, source=index).wait()
+    return _own_row(flat, buffer, layout)
 
 
 def _own_row(flat: Tensor, buffer: Buffer, layout: Layout) -> Tensor:

@@ -91,7 +91,7 @@ def test_every_collective_is_seen_once_on_real_ranks_and_in_another_thread(axes:
     for *records, in_a_thread in results:
         check_records(*records)
         assert Multiset(in_a_thread) == Multiset(records[0])
-    assert {"exchange", "scatter"} <= {kind for recorded, *_ in results for kind, *_ in recorded}
+    assert {"exchange", "broadcast"} <= {kind for recorded, *_ in results for kind, *_ in recorded}
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
