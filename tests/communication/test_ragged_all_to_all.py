@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.communication import Backend, Counter
-from functorch_shard.communication.backend import Axis
-from functorch_shard.communication.process_group import GroupBackend
+from functorch_shard.communication import Counter
 from functorch_shard.gloo.backend import GlooBackend
-from tests.support.ranks import Ranks, gloo, simulated
+from tests.support.ranks import Ranks, as_any_group, gloo, simulated
 
 Splits = tuple[tuple[int, ...], ...]
 KINDS = [*simulated(2, 3), *gloo(2, 3)]
@@ -70,13 +68,6 @@ def test_each_rank_receives_what_the_others_have_for_it(ranks: Ranks, way: str) 
         assert torch.equal(received[:, : len(expected)], expected.expand(lead, -1))
         mean = -(-lead * sum(map(sum, splits)) // ranks.size)
         assert (number, sent) == (2, 2 * mean * dtype.itemsize)
-
-
-def as_any_group(axis: Axis) -> Backend:
-    """The backend of NCCL and of whatever else torch has, on gloo."""
-    backend = axis.backend
-    assert isinstance(backend, GlooBackend)
-    return GroupBackend(backend.group, backend.rank, axis.size)
 
 
 def exchanged_by_torch(mesh: fs.Mesh, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

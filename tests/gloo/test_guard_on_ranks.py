@@ -16,10 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 import functorch_shard as fs
-from functorch_shard.collectives import psum
+from functorch_shard.collectives import pmax, psum, ragged_all_to_all
 from functorch_shard.gloo.backend import FORKED, OTHER_THREAD
 from functorch_shard.testing import run_ranks
 from tests.support.differing import DIFFERENT, error_of, short_mesh
+from tests.support.ranks import as_any_group
 from tests.support.scripts import free_port
 
 
@@ -49,6 +50,21 @@ def test_every_rank_reports_the_first_collective_that_differs_and_what_each_issu
 @cache
 def differences(num_ranks: int) -> list[dict[str, tuple[str, str]]]:
     return run_ranks(different_on_this_rank, num_ranks)
+
+
+def by_another_library_on_this_rank() -> list[tuple[str, str]]:
+    """What ranks hear whose group is not taken for gloo's: of an uneven exchange, which is right; of another kind."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # torch reads the variable when it is imported
+    mesh = short_mesh(60).with_backend(as_any_group)
+    told = [error_of(lambda mesh: ragged_all_to_all(torch.ones(3), mesh, [[1, 2], [0, 1]]), mesh)]
+    return [*told, error_of(lambda mesh: (pmax if mesh.rank else psum)(torch.ones(3), mesh), mesh)]
+
+
+def test_ranks_of_other_libraries_are_compared_by_torchs_debug_mode() -> None:
+    for right, (kind, text) in run_ranks(by_another_library_on_this_rank, 2):
+        assert right == ("", "")
+        assert kind == "RuntimeError"
+        assert "Detected mismatch between collectives on ranks" in text
 
 
 def profiled_on_this_rank() -> None:

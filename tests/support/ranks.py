@@ -30,7 +30,10 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from functorch_shard.communication import Backend
+from functorch_shard.communication.process_group import GroupBackend
 from functorch_shard.communication.simulated import StackedBackend
+from functorch_shard.gloo.backend import GlooBackend
 from tests.support.pool import run_ranks
 
 
@@ -106,6 +109,12 @@ def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
 def is_batched(mesh: fs.Mesh) -> bool:
     """Whether its ranks are one vmap, whose kernels round as those for a batch of matrices do."""
     return mesh.is_simulated and isinstance(next(iter(mesh)).backend, StackedBackend)
+
+
+def as_any_group(axis: fs.Axis) -> Backend:
+    """The backend of NCCL and of whatever else torch has, on gloo."""
+    assert isinstance(axis.backend, GlooBackend)
+    return GroupBackend(axis.backend.group, axis.backend.rank, axis.size)
 
 
 def _kinds(kind: str, axes: tuple[int | Mapping[str, int], ...]) -> list[Ranks]:
