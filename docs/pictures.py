@@ -47,6 +47,7 @@ SATELLITES = {
     "sequential": "ranks that take turns",
     "tensor_parallel": "DTensor parameters",
     "testing": "run_ranks, count_collectives",
+    "virtual": "same bits on any number of ranks",
 }
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from . import curvature as curvature
     from . import debug as debug
     from . import testing as testing
+    from . import virtual as virtual
     from .curvature.jacobian import hessian, jacfwd, jacrev
     from .graph.compile import Compiled as Compiled
     from .graph.compile import compile  # noqa: A004  (as torch.compile)
@@ -98,6 +99,7 @@ _ON_FIRST_USE = {
     "reshard": ".sharding.reshard",
     "offload": ".storage.offloading",
     "testing": ".testing",
+    "virtual": ".virtual",
     "Compiled": ".graph.compile",
     "compile": ".graph.compile",
     "Estimate": ".training.estimate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class Kind:
             Without it all ranks have operands of one shape, and ``parts`` are rows of one tensor.
         reduces: whether ``combine`` works element by element.
         alike: whether all ranks get one value, whatever the parts are.
-        begins: whether only what begins a program issues it, so that it is neither recorded nor skipped.
+        begins: whether it is neither recorded nor skipped, as what only begins a program.
     """
 
     combine: Callable[[Collective, Rows, int], Tensor]
@@ -97,6 +97,40 @@ def sum_in_rank_order(rows: Rows) -> Tensor:
     return total
 
 
+class Subtree(NamedTuple):
+    """The sum of ``size`` leaves from ``start`` on: Note [Tree]."""
+
+    start: int
+    size: int
+    sum: Any
+
+
+def add_in_tree(sums: list[Subtree], new: Subtree) -> None:
+    """Add ``new`` to the sums of the leaves before it.
+
+    Note [Tree]: the order of additions depends on the numbers of leaves, and not on who adds them up. The sum of 2^k
+    leaves from a multiple of 2^k on is that of its two halves; of other leaves there are several sums.
+    """
+    start, size, total = new
+    while sums and sums[-1].size == size and sums[-1].start % (2 * size) == 0:
+        start, _, left = sums.pop()
+        size, total = 2 * size, left + total
+    sums.append(Subtree(start, size, total))
+
+
+def sums_in_tree(leaves: Sequence[Any], start: int) -> list[Subtree]:
+    """The sums of leaves that are numbered from ``start`` on."""
+    sums = list[Subtree]()
+    for i, leaf in enumerate(leaves):
+        add_in_tree(sums, Subtree(start + i, 1, leaf))
+    return sums
+
+
+def _rows_in_tree(op: Collective, rows: Rows, lead: int) -> Tensor:
+    first, *others = [each.sum for each in sums_in_tree(rows, op.source)]
+    return torch.stack([first, *others], lead) if others else first.unsqueeze(lead)
+
+
 def _rows_of_source(op: Collective, x: Tensor, rank: int, size: int, lead: int) -> Rows:
     return x.unbind(0) if rank == op.source else [x.new_empty(0)] * size
 
@@ -128,6 +162,12 @@ KINDS = {
             op.dim + lead, 0
         ),
         reduces=True,
+    ),
+    # The same in a fixed order, Note [Tree]: rank i has the leaf op.source + i, and each sum of leaves is a row.
+    "sums_in_tree": Kind(
+        _rows_in_tree,
+        lambda op, x, rank, size, lead: x.unflatten(lead, (size, x.shape[lead] // size)).movedim(lead, 0),
+        begins=True,
     ),
     # Row r of op.dim of each rank, for rank r.
     "all_to_all": Kind(
@@ -169,7 +209,7 @@ class Collective:
         key: the buffer that it is for, such as ``"blocks.0"``, where that is known.
         dim: where ranks are laid side by side, or what is split between them.
         device: where the result is to be; ``None``: where the operand is.
-        source: the rank of the axis whose values a ``"broadcast"`` sends.
+        source: the rank of the axis whose values a ``"broadcast"`` sends; the first leaf of ``"sums_in_tree"``.
         transient: whether the result is freed soon: it may be memory of a host that is copied where it is written to.
         splits: of a ``"ragged_all_to_all"``: row i has the number of elements that rank i sends to each rank. Of a
             ``"ppermute"``: pairs of a rank and the one that it sends to.

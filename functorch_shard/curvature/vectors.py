@@ -19,7 +19,7 @@ from ..layout.buffers import Buffer, Slot, of_rank, overlaid, without_padding
 from ..layout.layout import Layout, shard_index
 from ..layout.trees import Sharded, check_sharded, check_shards, map_items
 from ..torch_internals.autograd import eager
-from ..training.norms import Norm, own_totals, sums, wide
+from ..training.norms import Norm, sums_of, wide
 
 Parts = list[tuple[int, Tensor]]
 _GAMMA = 0x9E3779B97F4A7C15
@@ -68,7 +68,7 @@ def vdot(a: Sharded, b: Sharded) -> Tensor:
                 yield buffer, wide(x).conj() * wide(y)
 
     kind = Norm(1)
-    return kind.join(sums(kind, own_totals(kind, products(), layout), layout).values(), layout)
+    return kind.join(sums_of(kind, products(), layout).values(), layout)
 
 
 @eager

@@ -35,7 +35,8 @@ class Layout(Static):
     Made by :func:`plan`. Frozen and hashable; two layouts are equal if every parameter has the same place in both, on
     any mesh. ``print(layout)`` shows a table. ``axes`` are the mesh's names and sizes; an axis that the mesh does not
     have, for example ``replicate_axis``, has size 1. Several shard axes are one name, ``"dp,cp"``. ``aliases`` maps
-    further names of tied parameters to the first.
+    further names of tied parameters to the first. ``virtual_ranks``: of a program with the same bits on any number of
+    ranks, 0 for others.
     """
 
     units: tuple[Unit, ...]
@@ -47,6 +48,7 @@ class Layout(Static):
     aliases: tuple[tuple[str, str], ...]
     mesh: Mesh = field(compare=False)
     reshard_after_forward: bool = True
+    virtual_ranks: int = 0
 
     @cached_property
     def buffers(self) -> Mapping[str, Buffer]:
@@ -172,7 +174,8 @@ class Layout(Static):
             rows.append([b.key, dtype_name(b.dtype), len(b.slots), *sizes])
         total = ["total", "", *(sum(row[i] for row in rows) for i in range(2, len(header)))]
         spacing = f"slots aligned to {self.align_bytes} bytes" if self.align_bytes else "slots packed"
-        note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over ranks; {spacing}"
+        over = f"{self.virtual_ranks} virtual ranks" if self.virtual_ranks else "ranks"
+        note = f"{axes_text(dict(self.axes))}; gradients: {self.reduction} over {over}; {spacing}"
         cut = Counter(slot.dtensor.axes for slot in self.slots.values() if slot.dtensor)
         cuts = [f"DTensors: the local parts of {n} parameters over {axes_text(dict(axes))}" for axes, n in cut.items()]
         return "\n".join([table([*rows, total], header, left=2), note, *cuts, *_ties(self)])
@@ -189,7 +192,8 @@ class _Schedules(dict[tuple[str, "torch.dtype | None"], Schedule]):
         (key, dtype), layout = which, self._layout
         buffer = layout.buffers[key]
         dtypes = buffer_dtypes(buffer.dtype, self._unit_of[key].precision, dtype)
-        divisors = divide_factors(layout.num_ranks, dtypes[1]) if layout.reduction == "mean" else (1, 1)
+        summed = torch.float32 if layout.virtual_ranks else dtypes[1]  # whose sum is not divided before by any number
+        divisors = divide_factors(layout.num_ranks, summed) if layout.reduction == "mean" else (1, 1)
         sharded = buffer.num_shards > 1
         others = [layout.replicate_axis, *([] if sharded else layout.shard_axes)]
         copies = tuple(layout.mesh[axis].of(key) for axis in others if layout.axis_size(axis) > 1)
@@ -249,7 +253,7 @@ def _merged(layouts: Sequence[Layout]) -> Layout:
     return replace(layouts[0], units=tuple(in_order), aliases=aliases)
 
 
-_OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward"
+_OPTIONS = "axes", "shard_axis", "replicate_axis", "reduction", "align_bytes", "reshard_after_forward", "virtual_ranks"
 
 
 def _precisions(layout: Layout) -> dict[str, MixedPrecision]:

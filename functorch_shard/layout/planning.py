@@ -50,6 +50,7 @@ def plan(
     reshard_after_forward: bool = True,
     align_bytes: int = 16,
     ignored: Sequence[str] | Set[str] = (),
+    virtual_ranks: int = 0,
 ) -> Layout:
     """Decide which rank holds which element of which parameter: a pure function of names, shapes and dtypes.
 
@@ -88,6 +89,9 @@ def plan(
             without gaps. Otherwise shards of 4,096 elements and more are multiples of 64, so that elementwise kernels
             round alike on any number of ranks.
         ignored: names of parameters or modules that stay whole on every rank; their gradients are still reduced.
+        virtual_ranks: a multiple V of the number of ranks, for a program that has the same bits on any number of ranks
+            that divides V: :func:`fs.virtual.grad <functorch_shard.virtual.grad>`. Buffers are padded to a multiple
+            of 64 V elements, so that they and the kernels on their shards are the same; 0 for other programs.
 
     Returns:
         A frozen, hashable :class:`Layout`. ``print`` shows it.
@@ -121,7 +125,7 @@ def plan(
     if joined != shard_axis and replicate_axis == "replicate" and replicate_axis in shard_axis:
         replicate_axis = ""  # sharded over too, and so nothing has copies
     axes, copies = tuple(mesh.axes.items()), replicate_axis or ""
-    empty = Layout((), axes, joined, copies, reduction, align_bytes, (), mesh, reshard_after_forward)
+    empty = Layout((), axes, joined, copies, reduction, align_bytes, (), mesh, reshard_after_forward, virtual_ranks)
     build = partial(_plan, source, empty, units, labels, precision, ignored, replicate_axis)
     layout = mesh.agree("plan", build, lambda layout: list(lines_of(layout)))
     if len(layout.shard_axes) > 1 and set(layout.shard_axes) <= set(mesh.axes):
@@ -162,7 +166,7 @@ def _plan(
     """``empty`` with the units of ``source``."""
     every = named_tensors(source)
     module = source if isinstance(source, nn.Module) else None
-    problems = [*_source_problems(every, empty.mesh, ignored), *_option_problems(empty, replicate_axis)]
+    problems = [*_source_problems(every, empty, ignored), *_option_problems(empty, replicate_axis)]
     reject("plan", problems, "Nothing was planned.")
     aliases = aliases_of(every)
     tensors = {name: tensor for name, tensor in every.items() if name not in aliases}
@@ -200,6 +204,8 @@ def _units(
             placed.append(replace(slot, offset=padded(placed[-1].end if placed else 0, align)))
         shard = -(-placed[-1].end // num_shards)
         shard = padded(shard, _BLOCK) if align > 1 and shard >= _LARGE else shard
+        if empty.virtual_ranks:
+            shard = padded(placed[-1].end, _BLOCK * empty.virtual_ranks) // num_shards
         key = "/".join(filter(None, tags))
         made = Buffer(key, kind.label, kind.trainable, shard * num_shards, num_shards, tuple(placed))
         buffers.setdefault(kind.unit, []).append(made)
@@ -256,7 +262,7 @@ def _labels(tensors: Mapping[str, Tensor], labels: Labels) -> dict[str, str]:
     return {name: label_of.get(name, "") for name in tensors}
 
 
-def _source_problems(tensors: Mapping[str, Tensor], mesh: Mesh, ignored: Sequence[str] | Set[str]) -> Iterator[str]:
+def _source_problems(tensors: Mapping[str, Tensor], layout: Layout, ignored: Sequence[str] | Set[str]) -> Iterator[str]:
     names = isinstance(ignored, (Sequence, Set)) and all(isinstance(name, str) for name in ignored)
     if isinstance(ignored, str) or not names:  # an iterator could be read only once
         raise TypeError(f"plan: ignored: got {ignored!r}, expected a sequence of names")
@@ -264,7 +270,10 @@ def _source_problems(tensors: Mapping[str, Tensor], mesh: Mesh, ignored: Sequenc
     if any(form_of(x) for x in tensors.values()):
         from ..tensor_parallel.forms import unfit
 
-        yield from (f"{n!r}: {problem}" for n, x in tensors.items() if form_of(x) and (problem := unfit(x, mesh)))
+        if layout.virtual_ranks:
+            yield "virtual_ranks: of a model with DTensors, whose sums over other axes are in no fixed order"
+        cut = {name: x for name, x in tensors.items() if form_of(x)}
+        yield from (f"{name!r}: {problem}" for name, x in cut.items() if (problem := unfit(x, layout.mesh)))
     known = {prefix for name in tensors for prefix in prefixes_of(name)} if ignored else set()
     yield from (f"ignored {name!r}: no such parameter or module" for name in ignored if name not in known)
 
@@ -275,6 +284,9 @@ def _option_problems(layout: Layout, replicate_axis: str | None) -> Iterator[str
         yield f"reduction: got {layout.reduction!r}, expected 'mean' or 'sum'"
     if not isinstance(layout.align_bytes, int) or layout.align_bytes < 0:
         yield f"align_bytes: got {layout.align_bytes!r}, expected a number of bytes, 0 to pack"
+    number = layout.virtual_ranks
+    if not isinstance(number, int) or number < 0 or number % layout.num_ranks:
+        yield f"virtual_ranks: got {number!r}, expected a multiple of the {layout.num_ranks} ranks of {mesh}, or 0"
     if replicate_axis in shard_axes:
         yield f"shard_axis and replicate_axis: got {replicate_axis!r} for both, expected two names"
     ordered = tuple(name for name in mesh.axes if name in shard_axes)

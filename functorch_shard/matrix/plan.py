@@ -260,5 +260,5 @@ def layouts_with_owners(
         names = {*kept.slots, *(slot.name for buffer in of_owners.values() for slot in buffer.slots)}
         aliases = tuple((alias, name) for alias, name in layout.aliases if name in names)
         units = (*kept.units, Unit(OWNERS, tuple(of_owners.values())))
-        layouts[name] = replace(layout, units=units, aliases=aliases)
+        layouts[name] = replace(layout, units=units, aliases=aliases, virtual_ranks=0)  # has no blocks
     return layouts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -59,8 +59,10 @@ def global_norm(tree: Sharded, p: float = 2.0) -> Tensor:
         >>> global_norm(grads), global_norm(grads, float("inf"))
         (tensor(7.), tensor(6.))
     """
-    kind = _checked("global_norm", tree, p)
-    return kind.root(kind.join(_sums_of(kind, tree).values(), tree.layout))
+    kind, mesh = _checked("global_norm", tree, p), tree.layout.mesh
+    if tree.layout.virtual_ranks and not mesh.in_spmd:
+        return mesh.spmd(lambda tree: global_norm(tree, p))(tree).flatten()[0]
+    return kind.root(kind.join(_sums_of_tree(kind, tree).values(), tree.layout))
 
 
 @eager
@@ -138,8 +140,10 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
         >>> param_norms(fs.shard(values, fs.plan(values, fs.simulated_mesh(2))))
         {'fc.w': tensor(7.), 'fc.b': tensor(5.)}
     """
-    kind = _checked("param_norms", tree, p)
-    totals = {name: total for (name, _), total in _sums_of(kind, tree, by_name=True).items()}
+    kind, mesh = _checked("param_norms", tree, p), tree.layout.mesh
+    if tree.layout.virtual_ranks and not mesh.in_spmd:
+        return {name: x.flatten()[0] for name, x in mesh.spmd(lambda tree: param_norms(tree, p))(tree).items()}
+    totals = {name: total for (name, _), total in _sums_of_tree(kind, tree, by_name=True).items()}
     return {name: kind.root(totals[name]) for name in tree.layout.slots if name in totals}
 
 
@@ -272,7 +276,7 @@ Over = tuple[str, tuple[Axis, ...]]  # a name, empty for several parameters, and
 OwnTotal = tuple[Over, Tensor]  # the total of this rank's part of them
 
 
-def own_totals(
+def _own_totals(
     kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
 ) -> Iterator[OwnTotal]:
     """Yield the totals of shards on this rank, by name, or one for all slots that are sharded over the same axes."""
@@ -295,7 +299,18 @@ def _by_slot(kind: Norm, x: Tensor, buffer: Buffer, rank: Tensor | int) -> Itera
     return [kind.total(parts.get(slot.name, x[:0])) for slot in buffer.slots]
 
 
-def sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout) -> dict[Over, Tensor]:
+def sums_of(
+    kind: Norm, shards: Iterable[tuple[Buffer, Tensor]], layout: Layout, by_name: bool = False
+) -> dict[Over, Tensor]:
+    """Return the totals of shards over all ranks; with virtual ranks in the order of Note [Blocks]."""
+    if layout.virtual_ranks and not layout.mesh.is_simulated:
+        from ..virtual.blocks import sums_by_block
+
+        return sums_by_block(shards, layout, kind.total, partial(_by_slot, kind) if by_name else None)
+    return _sums(kind, _own_totals(kind, shards, layout, by_name), layout)
+
+
+def _sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout) -> dict[Over, Tensor]:
     """Return the totals over all ranks: one reduction for each axis and dtype."""
     found: dict[Over, list[Tensor]] = {}
     for key, total in own:
@@ -308,14 +323,14 @@ def sums(kind: Norm, own: Iterable[OwnTotal], layout: Layout) -> dict[Over, Tens
     return totals
 
 
-def _sums_of(kind: Norm, tree: Sharded, by_name: bool = False) -> dict[Over, Tensor]:
+def _sums_of_tree(kind: Norm, tree: Sharded, by_name: bool = False) -> dict[Over, Tensor]:
     """Return the totals over all ranks of a tree, or outside of ``spmd`` of the whole parameters."""
     layout = tree.layout
     if layout.mesh.in_spmd:
         shards = ((buffer, kind.powers(x)) for buffer, x in _shards(tree))
-        return sums(kind, own_totals(kind, shards, layout, by_name), layout)
+        return sums_of(kind, shards, layout, by_name)
     whole = (((name if by_name else "", ()), kind.total(kind.powers(x))) for name, x in _whole(tree).items())
-    return sums(kind, whole, layout)
+    return _sums(kind, whole, layout)
 
 
 def _checked(verb: str, tree: Sharded, p: float) -> Norm:

@@ -33,7 +33,7 @@ FLOORS = [
     {"storage", "tensor_parallel"},
     {"sharding"},
     {"training", "checkpoint", "codecs"},
-    {"curvature", "graph", "initialization", "matrix", "pictures", "recompute"},
+    {"curvature", "graph", "initialization", "matrix", "pictures", "recompute", "virtual"},
     {"debug"},  # names for users, and nothing else
     {"testing"},
     {"__init__"},
@@ -54,7 +54,7 @@ SATELLITES = {
     "recompute",
     "sequential",
 }
-SATELLITES |= {"tensor_parallel", "testing"}
+SATELLITES |= {"tensor_parallel", "testing", "virtual"}
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}
 # Imports of torch.distributed outside of communication, gloo and mesh, each with its reason.
 DISTRIBUTED = {

@@ -27,6 +27,7 @@ FEATURES = {
     "sequential",
     "tensor_parallel",
     "testing",
+    "virtual",
     "communication.joint",
     "communication.recorded",
     "communication.wrappers",
