@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from math import lcm, prod
+from math import lcm
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.layout.buffers import Slice
-from functorch_shard.layout.layout import Layout, merged, select_buffers
+from functorch_shard.layout.layout import Layout
 
 RANKS = (1, 2, 3, 5, 8)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128]
@@ -59,36 +58,10 @@ def planned(draw: st.DrawFn) -> Layout:
     )
 
 
-def brute_force(layout: Layout, rank: int) -> list[Slice]:
-    """Every element of every buffer as (name, index in the parameter), cut into shards, and read off again."""
-    found = []
-    for buffer in layout.buffers.values():
-        cells: list[tuple[str, int] | None] = [None] * buffer.numel
-        for slot in buffer.slots:
-            for i in range(prod(slot.shape)):
-                assert cells[slot.offset + i] is None, "two parameters in one place"
-                cells[slot.offset + i] = slot.name, i
-        size = len(cells) // buffer.num_shards
-        shard = cells[rank * size : (rank + 1) * size] if buffer.num_shards > 1 else cells
-        for name in (slot.name for slot in buffer.slots):
-            mine = [(offset, cell[1]) for offset, cell in enumerate(shard) if cell and cell[0] == name]
-            if mine:
-                assert [start - offset for offset, start in mine] == [mine[0][1] - mine[0][0]] * len(mine)
-                found.append(Slice(name, mine[0][0], len(mine), mine[0][1]))
-    return found
-
-
 def test_a_packed_shard_has_numel_over_ranks_elements_rounded_up() -> None:
     for numel in (0, 1, 7, 17 * 257):
         layout = fs.plan({"p": torch.zeros(numel)}, fs.simulated_mesh(5), align_bytes=0)
         assert layout.buffers["(root)"].shard_numel == -(-numel // 5)
-
-
-@given(planned())
-@some_laws
-def test_slices_are_those_of_brute_force(layout: Layout) -> None:
-    for rank in range(layout.num_shards):
-        assert layout.slices(rank) == brute_force(layout, rank)
 
 
 @given(planned())
@@ -186,15 +159,3 @@ def test_a_layout_is_frozen_and_a_dict_key_and_copies_are_itself() -> None:
     others += [example(3), example(reduction="sum"), example(align_bytes=0), example(labels={"m.b": "x"})]
     assert all(other != layout for other in others)
     assert len({layout, example(), *others}) == 7
-
-
-@given(planned(), st.data())
-@some_laws
-def test_merge_undoes_select_for_every_choice_of_buffers(layout: Layout, data: st.DataObject) -> None:
-    group = {key: data.draw(st.integers(0, 2)) for key in layout.buffers}
-    parts = [select_buffers(layout, {key: group[key] == part for key in group}) for part in range(3)]
-    assert sum(len(part.buffers) for part in parts) == len(layout.buffers)
-    order = data.draw(st.permutations(parts))
-    again = merged(order[0], order[1:])
-    assert again == layout
-    assert list(again.buffers) == list(layout.buffers)

@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as torch_pytree
 
 import functorch_shard as fs
-from functorch_shard.errors import name_problems
 from tests.support.models import two_layers
 from tests.support.refusals import refused
 
@@ -91,21 +89,6 @@ def test_hooks_that_would_never_run_are_named(mesh: fs.Mesh) -> None:
 
 
 @on_meshes
-def test_a_hook_on_what_gather_returns_does_run(mesh: fs.Mesh) -> None:
-    model, x = two_layers(), torch.randn(4, 5)
-    params = fs.shard(model, fs.plan(model, mesh))
-
-    def loss(params: fs.Sharded) -> Tensor:
-        full = fs.gather(params)
-        full["0.weight"].register_hook(lambda grad: grad * 0)
-        return functional_call(model, full, (x,)).square().mean()
-
-    grads = fs.gather(fs.grad(loss)(params))
-    assert grads["0.weight"].abs().sum() == 0
-    assert grads["2.weight"].abs().sum() > 0
-
-
-@on_meshes
 @pytest.mark.parametrize("lazy", [None, False])
 def test_a_sparse_gradient_of_a_gathered_parameter_is_an_error(mesh: fs.Mesh, lazy: bool | None) -> None:
     values = {"rows": torch.ones(9, 3), "scale": torch.ones(3)}
@@ -119,16 +102,6 @@ def test_a_sparse_gradient_of_a_gathered_parameter_is_an_error(mesh: fs.Mesh, la
     grads = {"rows": torch.eye(9, 3).to_sparse(), "scale": torch.ones(3)}
     layout = fs.plan(values, fs.init_mesh())
     assert "'rows': got layout torch.sparse_coo, expected a dense" in refused(fs.scatter_grads, grads, layout)
-
-
-def test_a_wrong_name_is_answered_with_the_nearest_right_one() -> None:
-    problems = name_problems(["blocks.0.wieght", "xyz", "tied"], ["blocks.0.weight", "bias"], allowed=["tied"])
-    assert problems == [
-        "'blocks.0.weight': missing",
-        "'bias': missing",
-        "'blocks.0.wieght': not in the layout (did you mean 'blocks.0.weight'?)",
-        "'xyz': not in the layout",
-    ]
 
 
 TIED: dict[str, tuple[Any, str]] = {

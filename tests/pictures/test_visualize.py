@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
-from functorch_shard.pictures import svg
-from functorch_shard.pictures.text_table import compact
 from tests.support.models import awkward, two_layers
 
 
@@ -100,14 +98,6 @@ def test_what_each_rank_has_whole_is_in_every_column() -> None:
     assert lines[title + 1].split()[-3:] == ["32.8k"] * 3
 
 
-@pytest.mark.parametrize("number", [0, 9_999, 10_000, 99_949, 99_950, 999_499, 10**12])
-def test_short_numbers_have_five_characters_and_three_digits(number: int) -> None:
-    text = compact(number)
-    assert len(text) <= 5
-    if number >= 10_000:
-        assert float(text[:-1]) * 1000 ** (" kMGTPE".index(text[-1])) == pytest.approx(number, rel=0.005)
-
-
 def elements(text: str, tag: str) -> list[ElementTree.Element]:
     return [x for x in ElementTree.fromstring(text).iter() if x.tag == f"{{http://www.w3.org/2000/svg}}{tag}"]
 
@@ -124,24 +114,9 @@ def test_the_svg_of_a_layout_has_each_kind_of_parameter_within_its_frame(axes: A
     assert all(x >= 0 and y >= 0 and x + w <= 900.1 and y + h <= height + 0.1 for x, y, w, h in sides)
 
 
-def test_a_rectangle_is_as_wide_as_its_part_of_the_buffer() -> None:
-    layout = planned(8)
-    widths = [float(x.attrib["width"]) for x in elements(fs.visualize(layout).svg(1032), "rect") if len(x)]
-    buffer = layout.buffers["blocks.0"]
-    expected = [1000 * slot.numel / buffer.numel for slot in buffer.slots]
-    assert widths[-len(expected) :] == pytest.approx(expected, abs=0.01)
-
-
 def test_names_with_any_characters_are_valid_xml() -> None:
     layout = fs.plan({"a<b>&\"'\x00\n": torch.zeros(4)}, fs.simulated_mesh(1))
     assert elements(fs.visualize(layout).svg(), "rect")
-
-
-def test_a_picture_has_its_colors_for_light_and_dark() -> None:
-    root = ElementTree.fromstring(fs.visualize(planned(2)).svg())
-    light, dark = svg.STYLE, svg.DARK
-    used = {word for x in root.iter() if (word := x.get("class"))} - {"fs-picture"}
-    assert [name for name in used if f".{name}{{" not in light or f".{name}{{" not in dark] == []
 
 
 def test_files_have_the_format_of_their_suffix_and_print_the_width_of_the_terminal(

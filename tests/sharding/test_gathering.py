@@ -99,28 +99,6 @@ def test_frozen_and_integer_buffers_are_gathered_but_never_reduced() -> None:
     assert {key for key in params if grads[key] is None} == set(params) - set(trainable)
 
 
-def test_scatter_grads_outside_spmd_takes_the_gradients_of_all_ranks() -> None:
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 2})
-    layout = fs.plan({"fc.w": torch.zeros(3)}, mesh)
-    rows = torch.arange(12.0).view(2, 2, 3)
-    expected = fs.shard({"fc.w": rows.mean((0, 1))}, layout)
-    assert_trees_close(fs.scatter_grads({"fc.w": rows}, layout), expected)
-
-
-def test_gathering_in_another_dtype_casts_before_it_sends_and_returns_stored_gradients() -> None:
-    mesh, model = fs.simulated_mesh(2), awkward()
-    params = fs.shard(model, fs.plan(model, mesh))
-    with count_collectives() as seen:
-        full = mesh.spmd(lambda p: fs.gather(p, dtype=torch.bfloat16))(params)
-    assert {x.dtype for x in full.values()} == {torch.bfloat16, torch.int64, torch.bool}
-    sizes = {key: buffer.shard_numel for key, buffer in params.layout.buffers.items()}
-    assert seen.nbytes("all_gather") == sum(
-        sizes[k] * (2 if x.is_floating_point() else x.element_size()) for k, x in params.items()
-    )
-    grads = mesh.spmd(fs.grad(lambda p: fs.gather(p, dtype=torch.bfloat16)["inp.weight"].sum()))(params)
-    assert grads["inp"].dtype == torch.float64
-
-
 def test_partition_spends_nothing_on_the_frozen_half() -> None:
     mesh, model = fs.simulated_mesh(2), awkward()
     params = fs.shard(model, fs.plan(model, mesh))
@@ -131,13 +109,6 @@ def test_partition_spends_nothing_on_the_frozen_half() -> None:
     assert both.layout == params.layout
     assert list(both) == [name for name, _ in model.named_parameters()]
     assert both.layout == fs.gather(frozen, trainable).layout
-
-
-def test_halves_of_a_tree_know_only_their_own_ties() -> None:
-    params = fs.shard(awkward(), fs.plan(awkward(), fs.simulated_mesh(2)))
-    trainable, frozen = fs.partition(params)
-    assert dict(trainable.layout.aliases) == dict(params.layout.aliases) == {"blocks.1.fc.weight": "blocks.0.fc.weight"}
-    assert frozen.layout.aliases == ()
 
 
 def test_writing_to_gathered_tensors_does_not_reach_the_shards() -> None:

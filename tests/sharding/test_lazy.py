@@ -233,23 +233,6 @@ def test_a_write_to_shards_that_count_none_is_noticed_too(reshard: bool) -> None
         assert_trees_close(dict(fs.materialize(full)), dict(fs.gather(made, lazy=False)), rtol=0, atol=0)
 
 
-def test_complex_integer_and_empty_parameters_have_right_values_and_gradients() -> None:
-    def loss(p: Any) -> Tensor:
-        wave = (p["fc.wave"].mH @ p["fc.wave"]).abs().sum() + (p["fc.wave"] * (1 + 2j)).real.sum()
-        taken = p["fc.bias"][p["fc.count"]].square().sum() * p["fc.scalar"] + p["fc.empty"].sum()
-        return wave + taken + (p["fc.weight"] * p["fc.mask"]).exp().sum() + p["fc.cube"].sin().sum()
-
-    params = fs.shard(values(), fs.plan(values(), fs.init_mesh()))
-    by_lazy, expected = (fs.grad_and_value(lambda p, z=z: loss(fs.gather(p, lazy=z)))(params) for z in (True, False))
-    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
-    trainable = {n: x.requires_grad_() for n, x in values().items() if x.is_floating_point() or x.is_complex()}
-    loss({**values(), **trainable}).backward()
-    grads = {name: x.grad for name, x in trainable.items()}
-    zeros = {key: torch.zeros_like(params[key]) for key, grad in by_lazy[0].items() if grad is None}
-    whole = fs.gather(fs.Sharded({**by_lazy[0], **zeros}, params.layout), lazy=True)
-    assert_trees_close({n: x for n, x in whole.items() if n in grads}, grads, rtol=1e-12, atol=1e-12)
-
-
 def test_forward_mode_by_some_buffers_of_a_unit_leaves_the_others_without_a_direction() -> None:
     source = {"a.w": torch.tensor([1.0, 2.0]), "a.n": torch.tensor([3.0])}
     params = fs.shard(source, fs.plan(source, fs.init_mesh(), labels=lambda name, x: "n" if name == "a.n" else None))
@@ -260,41 +243,6 @@ def test_forward_mode_by_some_buffers_of_a_unit_leaves_the_others_without_a_dire
             full = fs.gather(fs.Sharded({**leaves, **dual}, params.layout), lazy=True)
             total = full["a.w"].square().sum() + full["a.n"].square().sum()
             assert forward_ad.unpack_dual(total).tangent == expected
-
-
-class Layers(nn.Module):
-    """torch's own, of every kind: some of them look at their parameters before they use them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 6)
-        self.norm = nn.LayerNorm(6)
-        self.encoder = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.0, batch_first=True)
-        self.conv = nn.Conv1d(6, 5, 2)
-        self.batch = nn.BatchNorm1d(5)
-        self.lstm = nn.LSTM(5, 4, batch_first=True, bidirectional=True)
-        self.out = nn.Bilinear(8, 8, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.encoder(self.norm(self.embed(tokens)))
-        x = self.batch(self.conv(x.transpose(1, 2)).relu()).transpose(1, 2)
-        x, _ = self.lstm(x)
-        return self.out(x, x)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_of_torch_compute_the_same_from_lazy_parameters(training: bool) -> None:
-    torch.manual_seed(0)
-    model, tokens = Layers().double().train(training), torch.tensor([[1, 2, 3], [10, 0, 2]])
-    params = fs.shard(model, fs.plan(model, fs.init_mesh()))
-
-    def loss(p: fs.Sharded, lazy: bool | None) -> Tensor:
-        return functional_call(model, fs.gather(p, lazy=lazy), (tokens,)).square().sum()
-
-    by_lazy, expected = (fs.grad_and_value(lambda p, z=z: loss(p, z))(params) for z in (True, False))
-    assert_trees_close(by_lazy, expected, rtol=0, atol=0)
-    with torch.inference_mode():
-        assert torch.equal(loss(params, True), loss(params, False))
 
 
 def test_an_rnn_that_wants_pointers_is_told_what_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from threading import Event
 from time import sleep
@@ -130,39 +129,6 @@ def test_sums_are_in_rank_order_and_the_same_both_ways_bitwise(kind: str, ranks:
                 assert torch.equal(total, expected[rank])
 
 
-@both
-@every_kind
-def test_padding_of_the_result_is_exactly_zero(kind: str, ranks: Ranks) -> None:
-    layout = planned(kind, fs.simulated_mesh(ranks.size))
-    (buffer,) = layout.buffers.values()
-    for i in range(2):
-        whole = torch.cat([result[f"{kind}, mean"][i] for result in results(ranks)])
-        gaps = whole.split(buffer.split_sizes)[1::2]
-        assert sum(gap.numel() for gap in gaps) == buffer.numel - buffer.parameter_numel
-        for gap in gaps:
-            assert not gap.view(torch.uint8).any()  # not even a negative zero
-
-
-def missing(mesh: fs.Mesh) -> list[Tensor]:
-    none, results = {"p0": None, "p9": None, "p1": None}, []
-    for kind in ("large", "small"):
-        (buffer,), layout = planned(kind, mesh).buffers.values(), planned(kind, mesh)
-        results.append(reduced_and_cast({**grads_of(kind, mesh.rank), **none}, buffer, layout))
-    return results
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_a_gradient_that_is_none_counts_as_zeros(ranks: Ranks) -> None:
-    told = ranks.run(missing)
-    for i, kind in enumerate(("large", "small")):
-        layout = planned(kind, fs.simulated_mesh(2))
-        (buffer,) = layout.buffers.values()
-        rows = [grads_of(kind, rank) for rank in range(2)]
-        zeroed = [{n: x * (n not in ("p0", "p9", "p1")) for n, x in row.items()} for row in rows]
-        expected = (pack(zeroed[0], buffer) + pack(zeroed[1], buffer)) / 2
-        assert torch.equal(torch.cat([told[rank][i] for rank in range(2)]), expected)
-
-
 def alone(**options: Any) -> tuple[fs.Layout, dict[str, Tensor]]:
     grads = {"a.w": torch.tensor([1.0, 2.0, 3.0]), "b.w": torch.tensor([5.0])}
     return fs.plan(grads, fs.init_mesh(), **options), grads
@@ -184,33 +150,6 @@ def test_a_pass_that_was_stopped_leaves_nothing_to_the_next() -> None:
     started(reductions, {"a.w": grads["a.w"] * 100, "b.w": grads["b.w"]}, layout)
     started(reductions, grads, layout, "b", 2)
     assert_trees_close({"b": result(reductions, "b", 2)}, {"b": grads["b.w"]})
-
-
-def test_one_rank_alone_reduces_in_reduce_dtype_too() -> None:
-    layout, _ = alone()
-    grads = {"a.w": torch.tensor([257.0, 1.0, 1 / 3]), "b.w": torch.ones(1)}
-    for dtype in (None, torch.bfloat16):
-        policy = fs.MixedPrecision(reduce_dtype=dtype)
-        mixed = replace(layout, units=tuple(replace(unit, precision=policy) for unit in layout.units))
-        reductions = Reductions()
-        started(reductions, grads, mixed)
-        assert_trees_close(
-            {key: result(reductions, key) for key in mixed.buffers},
-            {b.key: reduced_and_cast(grads, b, mixed) for b in mixed.buffers.values()},
-            rtol=0,
-            atol=0,
-        )
-
-
-def test_reducing_never_writes_to_the_gradients() -> None:
-    layout, grads = alone()
-    before = {name: x.clone() for name, x in grads.items()}
-    for buffer in layout.buffers.values():
-        reductions = Reductions()
-        started(reductions, grads, layout, buffer.key)
-        for total in (reduced_and_cast(grads, buffer, layout), waited(reductions, buffer.key)):
-            total.zero_()
-    assert_trees_close(grads, before, rtol=0, atol=0)
 
 
 class SlowBackend(Backend):

@@ -84,13 +84,6 @@ def test_the_first_forward_fetches_the_next_unit_of_the_layout() -> None:
     assert equal_units(4).use(0, 1, 2, 3) == [[0, 1], [1, 2], [2, 3], [2, 3]]
 
 
-def test_a_second_forward_fetches_what_followed_the_last_time() -> None:
-    units = equal_units(4)
-    assert units.use(0, 2, 1, 3) == [[0, 1], [1, 2], [1, 2], [1, 3]]  # only the first guess, which is wrong
-    assert units.use(0, 2, 1, 3) == [[0, 3], [1, 2], [1, 3], [0, 3]]
-    assert units.use(0, 2, 1, 3) == [[0, 2], [1, 2], [1, 3], [0, 3]]  # the first follows the last
-
-
 BLOCKS = ("b0.w", "b1.w", "b2.w")
 
 
@@ -121,14 +114,6 @@ def test_a_tied_unit_is_expected_at_the_end_and_of_several_nothing_is_known() ->
     assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3, 0]
     layers[2].weight = layers[1].weight
     assert expected_order(fs.plan(model, fs.init_mesh()), frozenset()) == [0, 1, 2, 3]
-
-
-def test_backward_goes_on_in_the_direction_of_travel_and_turns() -> None:
-    units = equal_units(5)
-    units.use(0, 1, 2, 3, 4)
-    with in_pass(1):
-        assert units.use(4, 3, 2, 1, 2, 3) == [[3, 4], [2, 3], [1, 2], [1, 2], [2, 3], [3, 4]]
-        assert units.use(2, 1) == [[1, 2], [1, 2]]
 
 
 def test_backward_follows_the_order_of_use_and_not_of_the_layout() -> None:
@@ -244,47 +229,3 @@ def test_a_small_unit_decides_nothing_and_the_unit_in_use_is_neither_evicted_nor
         assert len(set(decision.fetch) - small) <= 1
         assert not small.intersection(decision.evict)
         assert unit not in small or decision == Decision()
-
-
-@given(orders_of_use)
-@some_laws
-def test_nothing_is_evicted_where_units_stay_and_the_guesses_are_the_same(uses: Uses) -> None:
-    stay = followed(UseOrder(range(NUM_UNITS), keeps=True), uses)
-    assert all(decision.evict == () for decision in stay)
-    assert [decision.fetch for decision in stay] == [d.fetch for d in followed(UseOrder(range(NUM_UNITS)), uses)]
-
-
-@given(orders_of_use, smalls, st.lists(numbers, max_size=4, unique=True))
-@some_laws
-def test_what_is_gathered_next_depends_on_the_order_of_use_and_not_on_what_is_resident(
-    uses: Uses, small: frozenset[int], resident: list[int]
-) -> None:
-    usual, other = followed(UseOrder(range(NUM_UNITS), small), uses), UseOrder(range(NUM_UNITS), small)
-    assert [decision.fetch for decision in usual] == [other.arrive(*use, resident).fetch for use in uses]
-
-
-@given(st.permutations(range(NUM_UNITS)))
-@some_laws
-def test_a_step_gathers_each_unit_once_forward_and_all_but_the_last_two_and_the_first_in_backward(
-    order: list[int],
-) -> None:
-    driven = Driven(UseOrder(order))
-    for use in (*((unit, NO_PASS) for unit in order), *((unit, 1) for unit in reversed(order[1:]))):
-        driven.use(*use)
-    assert driven.gathered == [*order, *reversed(order[1:-2])]
-
-
-@given(st.integers(1, NUM_UNITS - 1))
-@some_laws
-def test_backward_does_not_go_ahead_into_frozen_units_in_front(frozen: int) -> None:
-    driven = Driven(UseOrder(range(NUM_UNITS), frozen_in_front=frozen))
-    for unit in range(NUM_UNITS):
-        driven.use(unit)
-    for unit in reversed(range(frozen, NUM_UNITS)):
-        assert min(driven.use(unit, 1).fetch, default=frozen) >= frozen
-
-
-def test_a_forward_that_comes_back_to_a_unit_after_a_backward_never_expects_it_to_follow_itself() -> None:
-    uses = [(0, 1), (1, NO_PASS), (0, NO_PASS), (1, 1), (0, NO_PASS), (1, NO_PASS), (0, NO_PASS)]
-    decisions = zip(uses, followed(UseOrder(range(2)), uses), strict=True)
-    assert all(unit not in decision.fetch for (unit, _), decision in decisions)

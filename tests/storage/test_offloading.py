@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import errno
-import io
-import pickle
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,33 +86,6 @@ def test_training_within_a_fifth_of_its_state_gives_the_losses_of_training_in_me
 
 
 # on two ranks, in one directory
-
-
-def steps_of(params: fs.Sharded, state: Any) -> tuple[Any, ...]:
-    losses = []
-    for x in SAMPLES:
-        x = params.layout.mesh.split(x)
-        grads = gradient_of(params, x)
-        params, state = ADAMW.step(params, grads=grads, state=state, donate=True)
-        losses.append(grads)
-    return losses, params, state
-
-
-def train_in_one_directory(directory: str, axes: dict[str, int]) -> list[bool]:
-    mesh = fs.init_mesh(axes)
-    start = fs.shard(model_of(), fs.plan(model_of(), mesh))
-    expected = steps_of(tree_map(torch.clone, start), ADAMW.init(start))
-    params = fs.offload(start, directory)
-    trained = steps_of(params, fs.offload(ADAMW.init(params), directory))
-    in_files = [memory_kind_of(x).directory is not None for x in leaves_of(trained[0])]
-    return [same_bits(trained, expected), same_bits(params, expected[1]), *in_files]
-
-
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2}], ids=str)
-def test_training_in_files_is_bitwise_that_in_memory(axes: dict[str, int], tmp_path: Path) -> None:
-    for result in run_ranks(train_in_one_directory, 2, str(tmp_path), axes):
-        assert all(result)
-    assert files_in(tmp_path) == []
 
 
 # what one rank alone meets
@@ -240,24 +210,6 @@ def test_on_the_cpu_what_is_there_already_is_passed_through() -> None:
     assert same_bits(moved, tree)
 
 
-def test_copies_of_mapped_tensors_are_plain(tmp_path: Path) -> None:
-    mapped = fs.offload(torch.ones(5), tmp_path)
-    saved = io.BytesIO()
-    torch.save(mapped, saved)
-    saved.seek(0)
-    for copied in (copy.deepcopy(mapped), pickle.loads(pickle.dumps(mapped)), torch.load(saved), mapped.clone()):
-        copied.zero_()
-        assert not is_mapped(copied)
-    assert torch.equal(mapped, torch.ones(5))
-
-
-def test_a_tensor_without_values_is_an_error(tmp_path: Path) -> None:
-    assert "meta tensor" in refused(
-        fs.offload, {"fine": torch.ones(2), "meta": torch.zeros(2, device="meta")}, tmp_path
-    )
-    assert files_in(tmp_path) == []
-
-
 def test_a_device_is_not_taken_for_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     where = "cuda:0"
@@ -290,27 +242,6 @@ def test_tensors_made_from_a_mapped_shard_are_in_files_of_the_same_directory(tmp
     assert same_bits(grads, gradient_of(plain))
     assert same_bits(list(ADAMW.step(plain, grads=gradient_of(plain), state=ADAMW.init(plain))), [stepped, moments])
     assert not any(map(is_mapped, leaves_of(ADAMW.init(plain)["exp_avg"])))
-
-
-def clipped_and_unscaled(grads: fs.Sharded) -> list[fs.Sharded]:
-    scaling = fs.LossScale.dynamic(initial=2.0)
-    unscaled, finite = scaling.unscale(grads, scaling.init(grads))
-    return [fs.clip_by_global_norm(grads, 1e-3)[0], unscaled, scaling.select(finite, grads, unscaled)]
-
-
-def test_gradients_that_were_clipped_unscaled_or_selected_are_files_like_the_ones_before(tmp_path: Path) -> None:
-    plain = fs.shard(model_of(), fs.plan(model_of(), fs.init_mesh()))
-    results = clipped_and_unscaled(gradient_of(fs.offload(plain, tmp_path)))
-    assert all(map(is_mapped, leaves_of(*results)))
-    assert same_bits(results, clipped_and_unscaled(gradient_of(plain)))
-
-
-def test_files_mapped_by_other_functions_are_not_of_the_memory_kind(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(4)}, tmp_path / "checkpoint.pt")
-    loaded = torch.load(tmp_path / "checkpoint.pt", mmap=True)["w"]
-    mapped = torch.from_file(str(tmp_path / "checkpoint.pt"), shared=True, size=4)
-    assert mapped.untyped_storage().filename
-    assert [memory_kind_of(x).directory for x in (loaded, mapped)] == [None, None]
 
 
 # full disks

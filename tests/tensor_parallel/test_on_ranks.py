@@ -10,7 +10,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -297,30 +296,6 @@ def norms_and_clipping_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh:
         closely(whole_values(clipped), {n: 0.5 * x * norm / (norm + 1e-6) for n, x in wholes.items()})
 
 
-def of_the_tree(p: Any, norm: Callable[..., Tensor], dot: Callable[[Any, Any], Tensor]) -> Tensor:
-    return norm(p) + norm(p, 3.0) ** 2 + norm(p, torch.inf) ** 2 + dot(p, p) ** 2
-
-
-def norm_of_all(parameters: dict[str, Tensor], p: float = 2.0) -> Tensor:
-    return torch.cat([x.flatten() for x in parameters.values()]).norm(p)
-
-
-def dot_of_all(x: dict[str, Tensor], y: dict[str, Tensor]) -> Tensor:
-    return torch.stack([(x[name] * y[name]).sum() for name in x]).sum()
-
-
-@check
-def derivatives_of_norms_and_products_are_those_of_the_whole_parameters(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    values = tensors(axes)
-    params = fs.shard(values, fs.plan(values, mesh))
-    wholes = {name: whole(x).detach() for name, x in values.items()}
-    alone = torch.func.grad(partial(of_the_tree, norm=norm_of_all, dot=dot_of_all))
-    gradient = fs.grad(partial(of_the_tree, norm=fs.global_norm, dot=fs.curvature.vdot))
-    closely(whole_values(gradient(params)), alone(wholes))
-    product = fs.grad(lambda p: fs.curvature.vdot(gradient(p), params))(params)
-    closely(whole_values(product), torch.func.jvp(alone, (wholes,), (wholes,))[1])
-
-
 @check
 def one_rank_of_the_data_axis_has_the_parts_of_all(axes: DeviceMesh, mesh: fs.Mesh) -> None:
     model = distributed(axes)
@@ -349,23 +324,6 @@ def another_layout_of_the_same_parts_has_their_values(axes: DeviceMesh, mesh: fs
         text = refused(fs.reshard, fs.shard(rows, fs.plan(rows, mesh)), fs.plan(wrong, mesh))
         assert "'w': DTensor of shape (6, 4), S(0) over tensor=2, torch.float32 in the tree; " in text
         assert "checkpoint.save and load" in text
-
-
-@check
-def an_overflow_in_one_part_is_one_on_every_rank(axes: DeviceMesh, mesh: fs.Mesh) -> None:
-    def source(x: list[float]) -> dict[str, Tensor]:
-        return {"w": distribute_tensor(torch.tensor(x), axes["tensor"], [Shard(0)])}
-
-    layout = fs.plan(source([0.0] * 4), mesh)
-    scale = fs.LossScale.dynamic(8.0)
-    grads = fs.shard(source([1.0] * 4), layout)
-    assert scale.unscale(grads, scale.init(grads))[1]
-    grads = fs.shard(source([1.0, 1.0, torch.inf, 1.0]), layout)
-    assert not scale.unscale(grads, scale.init(grads))[1]
-    said = [None] * RANKS
-    dist.all_gather_object(said, refused(fs.debug.assert_finite, grads))
-    assert len(set(said)) == 1
-    assert "values are not finite, the first is inf at [" in str(said[0])
 
 
 class Resettable(Transformer):
@@ -430,7 +388,6 @@ BASIC = [
     "gather_gives_back_what_was_sharded_and_where_it_was",
     "scatter_grads_brings_gradients_to_the_placements_of_their_parameters",
     "norms_and_clipping_are_those_of_the_whole_parameters",
-    "derivatives_of_norms_and_products_are_those_of_the_whole_parameters",
 ]
 
 
