@@ -1,4 +1,4 @@
-"""Hostile and damaged checkpoints are refused with an error that names the file, and execute nothing."""
+"""Hostile and damaged checkpoints are refused on every rank with an error that names the file, and execute nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import hashlib
 import io
 import json
+import os
 import pickle
 import random
 import resource
+import shutil
+import subprocess
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -18,19 +21,104 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch._utils import _rebuild_tensor_v2
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, save, verify
 from functorch_shard.checkpoint.format import entries_of
 from functorch_shard.cli.main import main as command
-from tests.support.faults import Evil
+from tests.support.pool import run_ranks
 from tests.support.refusals import refused
 
 # Without a process group torch says that it saves in a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "functorch_shard.json"]  # of two ranks
+LENGTHS = [0, 1, 0.01, 0.5, -1]  # to be left: bytes, or a part of what was there
+HOSTILE = range(7)
+
+
+def truncate(file: Path, length: float) -> None:
+    nbytes = file.stat().st_size
+    os.truncate(file, nbytes - 1 if length == -1 else int(length * nbytes) if length < 1 else int(length))
+
+
+def flip_a_bit(file: Path, seed: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[random.Random(seed).randrange(len(raw))] ^= 1 << seed
+    file.write_bytes(raw)
+
+
+def link_out(file: Path, outside: Path) -> None:
+    """The file itself lies elsewhere."""
+    shutil.move(file, outside)
+    file.symlink_to(outside)
+
+
+class Evil:
+    """A pickle of it is a call."""
+
+    def __init__(self, call: tuple[Any, ...]) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+def hostile(marker: Path) -> list[Evil]:
+    """Calls, most of which would leave a file behind."""
+    calls = [
+        (os.system, (f"touch {marker}",)),
+        (Path.touch, (marker,)),
+        (exec, (f"open({str(marker)!r}, 'w')",)),
+        (getattr, (Path, "home")),
+        (eval, ("1",)),
+        (torch.load, (str(marker),)),
+        (subprocess.run, (["touch", str(marker)],)),
+    ]
+    assert len(calls) == len(HOSTILE)
+    return [Evil(call) for call in calls]
+
+
+def _instead(folder: Path, evil: Evil) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(evil))
+
+
+def _inside(folder: Path, evil: Evil) -> None:
+    read = pickle.loads((folder / ".metadata").read_bytes())
+    read.planner_data = evil
+    (folder / ".metadata").write_bytes(pickle.dumps(read))
+
+
+def _before(folder: Path, evil: Evil) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(evil)[:-1] + (folder / ".metadata").read_bytes())
+
+
+def _as_a_value(folder: Path, evil: Evil) -> None:
+    value = entries_of((folder / ".metadata").read_bytes())["step"].values[0]
+    with (folder / value.file).open("r+b") as file:
+        file.seek(value.start)
+        file.truncate()
+        torch.save(evil, file)
+        file.truncate(max(file.tell(), value.start + value.nbytes))
+
+
+PLACES: dict[str, Callable[[Path, Evil], None]] = {
+    "instead of the metadata": _instead,
+    "inside the metadata": _inside,
+    "before the metadata": _before,
+    "as a value": _as_a_value,
+}
+
+
+def poison(folder: Path, place: str, evil: Evil) -> None:
+    """Without a manifest, as from another program: the checksums would find it first."""
+    (folder / "functorch_shard.json").unlink()
+    PLACES[place](folder, evil)
+
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...], bytes]  # offsets, sizes, and what the file has
 FILE = "__0_0.distcp"
@@ -369,3 +457,94 @@ def test_inspect_prints_no_escape_sequences(tmp_path: Path, capsys: pytest.Captu
     assert repr(name) in out
     assert command(["consolidate", str(tmp_path / "x"), str(tmp_path / "out")]) == 1
     assert "\x1b" not in capsys.readouterr().err
+
+
+# damage and calls in every file, on ranks
+
+
+OPT = fs.optimizer(torch.optim.AdamW, lr=0.01)
+
+
+def tree_of(mesh: fs.Mesh, model: nn.Module | None = None) -> dict[str, Any]:
+    params = fs.shard(made := model or plain(), fs.plan(made, mesh))
+    return {"model": params, "optim": {"state": OPT.init(params)}, "step": 2}
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 5))
+
+
+def other_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 4))
+
+
+def damage_all(runs: Path, outside: Path) -> dict[str, str]:
+    """A copy of the good checkpoint for every fault; the file that is to be named, or why it is refused."""
+    named: dict[str, str] = {}
+
+    def copy(fault: str, name: str) -> Path:
+        named[fault] = name
+        return Path(shutil.copytree(runs / "good", runs / fault))
+
+    for name in FILES:
+        for length in LENGTHS:
+            truncate(copy(f"{name} of length {length}", name) / name, length)
+        for seed in range(3):
+            flip_a_bit(copy(f"{name} with bit {seed} flipped", name) / name, seed)
+        link_out(copy(f"{name} linked", name) / name, outside / name)
+        if name != "functorch_shard.json":  # without it, it is the checkpoint of another program
+            (copy(f"{name} missing", name) / name).unlink()
+    for place in PLACES:
+        for i in HOSTILE:
+            why = "'step'" if place == "as a value" else "nothing in it was executed"
+            poison(copy(f"hostile {i} {place}", why), place, hostile(outside / "executed")[i])
+    return named
+
+
+def try_all(runs: Path, damaged: list[str]) -> dict[str, Any]:
+    mesh = fs.init_mesh()
+    reported: dict[str, Any] = {fault: refused(load, runs / fault, tree_of(mesh)) for fault in damaged}
+    reported["other model"] = refused(load, runs / "good", tree_of(mesh, other_model()))
+    reported["other dtype"] = refused(load, runs / "good", tree_of(mesh, plain().double()))
+    reported["to overwrite"] = refused(save, runs / "good", tree_of(mesh))
+    reported["step"] = load(runs / "good", tree_of(mesh))["step"]  # and all of them are still able to work together
+    return reported
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each rank was reported, and the file to be named for each fault."""
+    runs, outside = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("outside")
+    save(runs / "good", tree_of(fs.simulated_mesh(2)))
+    named = damage_all(runs, outside)
+    before = files_of(runs)
+    reported = run_ranks(try_all, 3, runs, list(named))  # more than have saved
+    assert files_of(runs) == before, "something was written"
+    assert not (outside / "executed").exists()
+    assert latest(runs, verify=True) == runs / "good"
+    damaged = [fault for fault in named if not fault.startswith("hostile")]
+    assert [fault for fault in damaged if not any(named[fault] in problem for problem in verify(runs / fault))] == []
+    return {"reported": reported, "named": named}
+
+
+def test_every_damage_is_reported_on_every_rank_with_the_file_and_executes_nothing(tried: Any) -> None:
+    for fault, name in tried["named"].items():
+        for rank, reported in enumerate(tried["reported"]):
+            assert reported[fault].startswith("RuntimeError"), f"{fault}, rank {rank}"
+            assert name in reported[fault], f"{fault}, rank {rank}"
+            assert fault in reported[fault], f"the directory, rank {rank}"
+
+
+def test_what_does_not_fit_is_reported_on_every_rank_and_all_work_on_after_it(tried: Any) -> None:
+    weight = "'model.1.weight': got shape (4, 7), torch.float32, the checkpoint has shape (5, 7)"
+    bias = "'model.0.bias': got shape (7,), torch.float64, the checkpoint has shape (7,), torch.float32"
+    for reported in tried["reported"]:
+        assert weight in reported["other model"]
+        assert bias in reported["other dtype"]
+        assert "exists already, and was not overwritten" in reported["to overwrite"]
+        assert reported["step"] == 2
