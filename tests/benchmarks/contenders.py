@@ -35,13 +35,15 @@ def ours(
     compiled: str | None = None,
     donate: bool = True,
     replicas: int = 1,
+    units: Any = "auto",
+    on: Callable[[], fs.Mesh] | None = None,
 ) -> Step:
     axes = {"shard": -1} if replicas == 1 else {"replicate": replicas, "shard": -1}
-    mesh, model = fs.init_mesh(axes, device=device.type), work.model().to(device)
+    mesh, model = on() if on else fs.init_mesh(axes, device=device.type), work.model().to(device)
     for wrap in through:
         mesh = mesh.with_backend(wrap)
     precision = fs.MixedPrecision(torch.bfloat16, torch.float32) if bf16 else None
-    params = fs.shard(model, fs.plan(model, mesh, reshard_after_forward=reshard, precision=precision))
+    params = fs.shard(model, fs.plan(model, mesh, units=units, reshard_after_forward=reshard, precision=precision))
     model.to("meta")  # the shards are all that is needed
     opt = fs.optimizer(torch.optim.AdamW, lr=LR)
     state = opt.init(params)
