@@ -13,6 +13,8 @@ import gc
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,61 +22,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import functorch_shard as fs
 from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.workloads import WORKLOADS, Workload
+from tests.benchmarks.contenders import fsdp2, ours
+from tests.benchmarks.workloads import WORKLOADS
 from tests.support.live_bytes import LiveBytes
 
-Step = Callable[[str], None]  # marks each of its phases with the name
 Curves = dict[str, list[float]]
 PHASES = ("forward", "backward", "update")
 RANKS, BATCH, STEPS, POINTS = 2, 4, 5, 120
 
 
-def ours(work: Workload, live: LiveBytes) -> Step:
-    mesh, model = fs.init_mesh(), work.model()
-    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.AdamW, lr=1e-3)
-    model.to("meta")  # the shards are all that is needed
-    state, (x, y) = opt.init(params), work.batch(mesh.rank, BATCH)
-
-    def loss_fn(params: fs.Sharded, name: str) -> Tensor:
-        live.mark(f"forward {name}")
-        loss = work.loss(functional_call(model, fs.gather(params), (x,)), y)
-        live.mark(f"backward {name}")
-        return loss
-
-    def step(name: str) -> None:
-        nonlocal params, state
-        grads = fs.grad(loss_fn)(params, name)
-        live.mark(f"update {name}")
-        params, state = opt.step(params, grads=grads, state=state, donate=True)
-
-    return step
-
-
-def fsdp2(work: Workload, live: LiveBytes) -> Step:
-    model: Any = work.model()
-    for block in (*model.blocks, model):
-        fully_shard(block, mesh=dist.init_device_mesh("cpu", (RANKS,)))
-    optimizer, (x, y) = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), work.batch(dist.get_rank(), BATCH)
-
-    def step(name: str) -> None:
-        live.mark(f"forward {name}")
-        loss = work.loss(model(x), y)
-        live.mark(f"backward {name}")
-        loss.backward()
-        live.mark(f"update {name}")
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-CONTENDERS = {"functorch_shard": ours, "FSDP2": fsdp2}
+CONTENDERS = {"functorch_shard": partial(ours, reshard=True), "FSDP2": partial(fsdp2, reshard=True)}
 
 
 def frees_here() -> None:
@@ -103,10 +64,26 @@ def curves_on_this_rank(name: str) -> Curves:
     if name == "FSDP2":
         dist.barrier()
         frees_here()
+    work, i, marked = WORKLOADS["gpt"], 0, set[str]()
+
+    def mark(phase: str) -> None:
+        """Once in a step."""
+        if (text := f"{phase} {i}") not in marked:
+            marked.add(text)
+            live.mark(text)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        value = work.loss(out, y)
+        mark("backward")
+        return value
+
     with LiveBytes() as live:
-        step = CONTENDERS[name](WORKLOADS["gpt"], live)
-        for i in range(STEPS):
-            step(str(i))
+        register_optimizer_step_pre_hook(lambda *_: mark("update"))
+        step = CONTENDERS[name](replace(work, loss=loss), False, torch.device("cpu"))
+        x, y = work.batch(dist.get_rank(), BATCH)
+        for i in range(STEPS):  # noqa: B007  (mark reads it)
+            mark("forward")
+            step(x, y)
         live.mark("end")
     starts = [live.at(f"forward {i}") for i in range(STEPS)]
     if len({*starts[2:], live.at("end")}) > 1:
