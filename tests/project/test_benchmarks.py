@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.gpu import copied
 from tests.benchmarks.memory_curve import CONTENDERS, PHASES, RANKS, curves_on_this_rank
+from tests.support.launching import printed
 from tests.support.pages import ROOT
 
 DRAWN = json.loads((ROOT / "docs/_static/memory.json").read_text())["MiB"]
@@ -37,9 +36,7 @@ def test_another_run_has_the_peak_that_is_drawn(name: str) -> None:
 @pytest.mark.slow
 def test_every_contender_runs_at_toy_size_and_has_the_losses_of_the_plain_model(tmp_path: Path) -> None:
     command = ["-m", "tests.benchmarks.gpu", "--device", "cpu", "--tiny", "--json", str(tmp_path / "gpu.json")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=300)
-    assert out.returncode == 0, out.stderr
+    out = printed([sys.executable, *command], timeout=300)
     tables = json.loads((tmp_path / "gpu.json").read_text())["tables"]
     assert len(tables) == 8  # two models at three sizes, and offloaded
     for title, rows in tables.items():
@@ -48,7 +45,7 @@ def test_every_contender_runs_at_toy_size_and_has_the_losses_of_the_plain_model(
             assert row["warnings"] == [], (title, name)
             assert ("error" in row) == ("CUDA graphs" in name), (title, name, row)
             assert row.get("losses", plain["losses"]) == plain["losses"], (title, name)
-        assert f"| {next(iter(rows))} |" in out.stdout
+        assert f"| {next(iter(rows))} |" in out
 
 
 def test_copies_are_counted_once_and_overlap_with_kernels_alone() -> None:

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
+from tests.support.launching import ROOT, end, environ, printed, start
 from tests.support.scripts import printed_by, printed_by_a_process
 
-ROOT = Path(__file__).parents[2]
 TRAIN_GPT = str(ROOT / "examples" / "train_gpt.py")
 STEPS, RANKS, BATCH_SIZE = 5, 2, 2
 TORCHRUN = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {RANKS}".split()
@@ -40,31 +40,6 @@ TOY = {
 }
 
 
-def start(*command: str) -> subprocess.Popen[str]:
-    """A command in a process of its own, with this checkout's package."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, *command], env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Standard output and errors of a command that succeeds."""
-    try:
-        output, errors = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun ends its ranks
-        output, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 0, errors
-    return output, errors
-
-
-def run(*command: str) -> str:
-    """Standard output of a command."""
-    return finish(start(*command))[0]
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -75,7 +50,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOY)
 def test_example_runs_at_toy_size_with_nothing_but_torch_and_the_package(name: str, text: str) -> None:
-    assert run("-c", BARE, f"examples/{name}", *TOY[name], "--text", text, "--json")
+    assert printed([sys.executable, "-c", BARE, f"examples/{name}", *TOY[name], "--text", text, "--json"])
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +154,17 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
     options: list[str], real: dict[str, Any], tmp_path: Path
 ) -> None:
     save = ["--checkpoint", str(tmp_path), "--every", "1", "--resume"]
-    process = start(*TORCHRUN, "--max-restarts", "3", TRAIN_GPT, *options, *save)
+    process = start([sys.executable, *TORCHRUN, "--max-restarts", "3", TRAIN_GPT, *options, *save], environ())
     deadline = time.monotonic() + 120
     while not (saved := fs.checkpoint.latest(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.01)
     killed = children(process.pid)
     os.kill(killed[-1], signal.SIGKILL)
-    output, errors = finish(process)
+    try:
+        output, errors = process.communicate(timeout=200)
+    finally:
+        end(process)
+    assert process.returncode == 0, errors
     assert saved is not None
     assert len(killed) == RANKS
     assert "resumed from" in errors
@@ -194,7 +173,8 @@ def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_repeatedly_loses_no_checkpoint() -> None:
-    assert "bitwise those of the undisturbed job" in run("-m", "tests.benchmarks.kill_loop", "--kills", "2")
+    command = [sys.executable, "-m", "tests.benchmarks.kill_loop", "--kills", "2"]
+    assert "bitwise those of the undisturbed job" in printed(command)
 
 
 def outcome(result: dict[str, Any]) -> dict[str, Any]:

@@ -46,12 +46,12 @@ def end(process: subprocess.Popen[str]) -> None:
             process.communicate(timeout=20)
 
 
-def printed(*commands: Sequence[str], envs: Sequence[Mapping[str, str]] = ()) -> str:
+def printed(*commands: Sequence[str], envs: Sequence[Mapping[str, str]] = (), timeout: float = 200) -> str:
     """What several commands print that run at the same time, each in its environment, and succeed."""
     pairs = zip(commands, envs or [environ()] * len(commands), strict=True)
     processes = [start(command, env) for command, env in pairs]
     try:
-        outputs = [process.communicate(timeout=200) for process in processes]
+        outputs = [process.communicate(timeout=timeout) for process in processes]
     except BaseException:
         for process in processes:
             end(process)

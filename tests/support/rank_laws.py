@@ -1,110 +1,44 @@
 """What holds on two real ranks, on gloo or NCCL.
 
-``torchrun --nproc-per-node 2 -m tests.support.rank_laws gradients cuda`` runs it.
+``torchrun --nproc-per-node 2 -m tests.support.rank_laws programs cuda`` runs it.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.laws.tasks import ON_RANK, Data, on_mesh
-from tests.support.device_laws import ADAMW, BATCH, WIDTH, gradients_and_loss, on_cpu, stack_of_layers
+from tests.device.programs import PROGRAMS, train
+from tests.support.launching import environ, printed
 from tests.support.scripts import free_port
 
 tree_map: Any = optree.tree_map
-ROOT = Path(__file__).parents[2]
 Span = tuple[float, float]
+# Ranks in a batch round bfloat16 at other places, and refuse the checkpoints of torch.
+NOT_IN_A_BATCH = ("train in bfloat16", "train a model that checkpoints itself")
 
 
-def gradients(mesh: fs.Mesh) -> None:
-    """Each rank has the row of the same simulated rank."""
-    data, tasks = Data(mesh.size), list(ON_RANK)
-    rows = on_mesh(fs.simulated_mesh(mesh.size, device="cpu"), data, tasks)
-    for task, mine in on_mesh(mesh, data, tasks).items():
-        expected = tree_map(lambda x: x[mesh.rank], rows[task])
-        assert_trees_close({task: _plain(on_cpu(mine))}, {task: _plain(expected)}, rtol=1e-9, atol=1e-11)
-
-
-def _plain(tree: Any) -> Any:
-    return dict(tree) if isinstance(tree, fs.Sharded) else tree
-
-
-def trained(mesh: fs.Mesh, put: Callable[[fs.Sharded], fs.Sharded]) -> dict[str, Tensor]:
-    """Parameters after some steps with all that meets a collective on the way, each rank with its own samples."""
-    model, scaling = stack_of_layers().to(mesh.device), fs.LossScale.dynamic(initial=8.0)
-    params = put(fs.shard(model, fs.plan(model, mesh)))
-    state, scale = ADAMW.init(params), scaling.init(params)
-    for i in range(5):
-        x = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(mesh.device)
-        grads, _ = gradients_and_loss(model, params, mesh.split(x))
-        grads = tree_map(lambda x: x * 8.0, grads)
-        grads, finite = scaling.unscale(grads, scale)
-        grads, _ = fs.clip_by_global_norm(grads, 0.1)
-        new = ADAMW.step(params, grads=grads, state=state)
-        params, state = scaling.select(finite, new, (params, state))
-        scale = scaling.update(scale, finite)
-    return on_cpu(dict(fs.gather(params, lazy=False)))
-
-
-def training(mesh: fs.Mesh) -> None:
-    """The same parameters as one rank that has all samples, wherever the shards are."""
-    alone = fs.Mesh(tuple(fs.simulated_mesh(1, device="cpu")), torch.device("cpu"))
-    expected = trained_alone(alone)
-    for put in (lambda params: params, lambda params: fs.offload(params, "cpu")):
-        assert_trees_close(trained(mesh, put), expected, rtol=1e-4, atol=1e-4)
-
-
-def trained_alone(mesh: fs.Mesh) -> dict[str, Tensor]:
-    """By torch, without shards."""
-    model = stack_of_layers()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    for i in range(5):
-        x = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(i))
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-    return {name: x.detach() for name, x in model.named_parameters()}
-
-
-def compiling(mesh: fs.Mesh) -> None:
-    """Recorded steps train as eager ones."""
-    eager = trained_by(mesh, lambda step: step)
-    for backend in BACKENDS[mesh.device.type]:
-        compiled = trained_by(mesh, lambda step, backend=backend: fs.compile(step, backend=backend))
-        assert_trees_close(compiled, eager, rtol=1e-4, atol=1e-4)
-
-
-BACKENDS = {"cpu": ["replay"], "cuda": ["replay", "cudagraphs", "inductor"]}
-
-
-def trained_by(mesh: fs.Mesh, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> dict[str, Tensor]:
-    """Parameters after some steps of what ``make`` makes of the eager step."""
-    model = stack_of_layers().to(mesh.device)
-    params = fs.shard(model, fs.plan(model, mesh))
-
-    def step(params: fs.Sharded, state: Any, x: Tensor) -> Any:
-        grads, _ = gradients_and_loss(model, params, x)
-        return ADAMW.step(params, grads=fs.clip_by_global_norm(grads, 0.1)[0], state=state)
-
-    state, run = ADAMW.init(params), make(step)
-    for i in range(4):
-        x = torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(i)).to(mesh.device)
-        params, state = tree_map(torch.clone, run(params, state, mesh.split(x)))  # CUDA graphs write to one place
-    return on_cpu(dict(fs.gather(params, lazy=False)))
+def programs(mesh: fs.Mesh) -> None:
+    """Each program of devices, with all derivatives of the laws: this rank has the row of the same simulated rank."""
+    compiled = {"train by a compiler": partial(train, backend="inductor")} if mesh.device.type == "cuda" else {}
+    for name, program in {**PROGRAMS, **compiled}.items():
+        if name in NOT_IN_A_BATCH:
+            continue
+        rows = PROGRAMS.get(name, train)(fs.simulated_mesh(dict(mesh.axes), device="cpu"))
+        expected = tree_map(lambda x: x[mesh.rank], rows)
+        close = {"rtol": 1e-9, "atol": 1e-11} if "derivatives" in name else {"rtol": 1e-4, "atol": 1e-4}
+        assert_trees_close({name: program(mesh)}, {name: expected}, **close)
 
 
 # a profile
@@ -153,18 +87,17 @@ def num_overlapping(spans: Sequence[Span], others: Sequence[Span]) -> int:
     return sum(any(start < end and begin < stop for start, stop in others) for begin, end in spans)
 
 
-TASKS = {"gradients": gradients, "training": training, "compiling": compiling, "overlap": overlap}
+TASKS = {"programs": programs, "overlap": overlap}
 
 
 def run(task: str, kind: str) -> None:
     """``task`` on two ranks that torchrun starts; raise with what they printed unless both end well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
     command += [f"--master-port={free_port()}", "-m", "tests.support.rank_laws", task, kind]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if kind == "cpu":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stdout + result.stderr
+    env = environ()
+    if kind == "cuda":
+        del env["GLOO_SOCKET_IFNAME"]
+    printed(command, envs=[env], timeout=600)
 
 
 def main(task: str, kind: str) -> None:
