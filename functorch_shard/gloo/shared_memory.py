@@ -4,7 +4,7 @@ Note [Regions]: a collective is in one region of the file. The file begins with 
 of each the number of the collective whose messages are there, its bytes, and one byte for each rank.
 
 1. The first rank that issues a collective chooses a region that all ranks have freed, or a new one, and enters the
-   number. The others find it there. Each looks and enters under a lock, which ends with the process.
+   number. The others find it there. Each looks and enters under a lock of the file, which ends with the process.
 2. Each rank writes its own part, and sends an envelope (Note [Envelopes] in backend.py).
 3. A rank that has the envelopes of all maps the region. The map is private: a page is copied when it is written to, so
    each rank has its own changes. When the map is freed, the rank sets its byte to 1.
@@ -32,7 +32,6 @@ REGION = 1 << 40  # bytes from one region to the next, and for the table before 
 POOL = 1 << 24  # bytes of freed regions of one axis that are kept for the next collectives
 ADDRESS = 64  # bytes of an address: a process, a file of it, and a name that no other file has
 _COUNT = struct.Struct("q")
-_LOCK = struct.Struct("hhqqi4x")  # struct flock
 
 
 class Region:
@@ -81,15 +80,13 @@ class SharedMemory:
 
     def take(self, number: int, nbytes: int) -> Region:
         """The region of collective ``number``, the same on all ranks that pass this size."""
-        try:  # a signal handler may raise at any call, also at those of a context manager
-            self._lock()
+        import fcntl  # not on Windows, where no memory is shared either
+
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX)
             return Region(self, self._choose(number, nbytes), nbytes)
         finally:
-            try:
-                self._unlock()
-            except BaseException:  # before it was unlocked: other ranks would wait for ever
-                self._unlock()
-                raise
+            fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def free(self, place: int) -> None:
         if self._process == os.getpid():
@@ -128,16 +125,6 @@ class SharedMemory:
     def _entry_of(self, place: int) -> int:
         return _COUNT.size + place * self._entry.size
 
-    def _lock(self) -> None:
-        import fcntl  # not on Windows, where no memory is shared either
-
-        fcntl.fcntl(self.file, fcntl.F_OFD_SETLKW, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
-
-    def _unlock(self) -> None:
-        import fcntl
-
-        fcntl.fcntl(self.file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
-
     def _copy_pages(self) -> None:
         for memory in [*self.mapped.values()]:
             torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].bitwise_or_(0)
@@ -161,15 +148,11 @@ def open_shared_memory(rank: int, size: int, exchange: Callable[[bytes], list[by
             os.ftruncate(file, 1 << 62)  # takes no memory
             address = f"{os.getpid()} {file} {name}".encode()
     first, *_ = exchange(address.ljust(ADDRESS))
-    works = False
-    with suppress(AttributeError, ImportError, OSError, ValueError):
-        memory = memory if rank == 0 else SharedMemory(rank, size, _open_file(first))
-        if memory:
-            memory._lock()
-            memory._unlock()
-            works = True
-    work_everywhere = all(each.strip() for each in exchange((b"here" if works else b"").ljust(ADDRESS)))
-    return memory if work_everywhere else None
+    if rank:
+        with suppress(AttributeError, OSError, ValueError):
+            memory = SharedMemory(rank, size, _open_file(first))
+    is_everywhere = all(each.strip() for each in exchange((b"here" if memory else b"").ljust(ADDRESS)))
+    return memory if is_everywhere else None
 
 
 def _open_file(address: bytes) -> int:

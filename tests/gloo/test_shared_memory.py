@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import gc
 import mmap
 import os
 import random
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
 from threading import Barrier
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -115,15 +107,6 @@ def test_a_region_is_taken_again_when_every_rank_has_freed_the_result_and_no_ear
         assert is_right(again[0], 3)
 
 
-def test_a_rank_that_needs_no_result_frees_it_without_having_it() -> None:
-    ranks = memories(2)
-    for region in [rank.take(1, 40) for rank in ranks]:
-        region.free()
-        region.free()  # once
-    gathered(ranks, 2)
-    assert owners(ranks[0]) == [2]
-
-
 def test_freed_memory_is_given_back_but_for_a_pool() -> None:
     ranks, nbytes = memories(2), 2 * 4 * MB
     many = [gathered(ranks, number, MB) for number in range(1, 21)]
@@ -142,14 +125,6 @@ def test_a_region_that_had_a_larger_result_gives_the_rest_back() -> None:
     results = gathered(ranks, 2, MB // 4)
     assert held_by(ranks[0]) == 2 * MB
     assert is_right(results[1], 2)
-
-
-def test_memory_that_cannot_be_given_back_is_kept() -> None:
-    ranks = memories(2)
-    with patch.object(mmap, "MADV_REMOVE", 12345):  # no such advice
-        for number in range(1, 9):
-            results = [gathered(ranks, 10 * number + i, MB // number) for i in range(number)]
-            assert all(is_right(each, 10 * number + i) for i, both in enumerate(results) for each in both)
 
 
 def test_a_result_that_cannot_be_mapped_is_read() -> None:
@@ -187,76 +162,6 @@ def test_ranks_that_choose_at_the_same_time_choose_the_same_region() -> None:
     assert others == [first] * 3
 
 
-def test_ranks_that_issue_different_sizes_do_not_write_into_the_same_region() -> None:
-    small, large = (rank.take(1, nbytes) for rank, nbytes in zip(memories(2), (20, 20_000), strict=True))
-    assert small._place != large._place
-
-
-ENDS_WHILE_IT_CHOOSES = """
-import os, signal, sys
-from functorch_shard.gloo.shared_memory import SharedMemory
-SharedMemory(1, 2, os.open(sys.argv[1], os.O_RDWR))._lock()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_that_ends_while_it_chooses_keeps_nobody_from_choosing() -> None:
-    ranks = memories(2)
-    file = f"/proc/{os.getpid()}/fd/{ranks[0].file}"
-    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_CHOOSES, file], timeout=60, check=False)
-    assert ended.returncode == -signal.SIGKILL
-    assert len(gathered(ranks, 1)) == 2
-
-
-@contextmanager
-def locked_elsewhere(file: int) -> Iterator[None]:
-    """The table of regions, locked at once or not at all, by who has the file open a second time."""
-    other = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-    try:
-        fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-        yield
-    finally:
-        os.close(other)
-
-
-def raising_at(event: int) -> Callable[..., None]:
-    """A profiler that raises at one call or return of Python or C, which is where a signal handler may."""
-    counted = count()
-
-    def raise_at(frame: FrameType, *_: Any) -> None:
-        if frame.f_code.co_filename != __file__ and next(counted) == event:
-            raise KeyboardInterrupt
-
-    return raise_at
-
-
-@pytest.fixture
-def without_collections() -> Iterator[None]:
-    """An exception in a finalizer that the garbage collector calls would not be raised."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("without_collections")
-def test_an_exception_at_any_moment_of_choosing_keeps_nobody_from_choosing() -> None:
-    (rank,), kept = memories(1), list[BaseException]()  # and with them all that their frames have
-    for event in count():
-        sys.setprofile(raising_at(event))
-        try:
-            rank.take(event + 1, 20)
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        finally:
-            sys.setprofile(None)
-        with locked_elsewhere(rank.file):
-            rank.free(0)
-        if len(kept) == event:  # there was no such moment
-            break
-    assert len(kept) > 20
-
-
 def test_a_forked_process_has_what_its_parent_had_and_frees_nothing_of_it() -> None:
     ranks = memories(2)
     results = gathered(ranks, 1)
@@ -275,13 +180,3 @@ def test_a_forked_process_has_what_its_parent_had_and_frees_nothing_of_it() -> N
     os.wait()
     gathered(ranks, 3)
     assert is_right(second[0], 2)
-
-
-def test_the_layout_of_a_lock_is_that_of_this_system() -> None:
-    (rank,) = memories(1)
-    rank._lock()
-    with pytest.raises(BlockingIOError), locked_elsewhere(rank.file):
-        ...
-    rank._unlock()
-    with locked_elsewhere(rank.file):
-        ...

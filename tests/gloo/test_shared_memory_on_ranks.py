@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -149,37 +149,6 @@ def test_every_use_of_a_lazy_gather_is_right_when_all_its_messages_go_through_sh
     run_ranks(use_on_this_rank, 2)
 
 
-def regions_of_training_on_this_rank() -> int:
-    mesh = fs.init_mesh()
-    with all_through_shared_memory():
-        lazy_uses.delayed_training(lazy_uses.delayed(mesh, 0.01), num_steps=8)
-    return len(memory_of(mesh)._entries())
-
-
-def test_training_holds_no_more_than_is_under_way_or_used_and_waited_for() -> None:
-    """Two gathers, two reductions; and of each the one before, which a rank behind may still have to read."""
-    assert all(1 < num_regions <= 12 for num_regions in run_ranks(regions_of_training_on_this_rank, 3))
-
-
-def transient_on_one_rank_on_this_rank() -> None:
-    """Whether a result is freed soon is no matter of other ranks."""
-    mesh = fs.init_mesh()
-    x = values((LARGE,), torch.float64, mesh.rank)
-    expected = torch.cat([values((LARGE,), torch.float64, rank) for rank in range(mesh.size)])
-    result = x
-    for reader in range(mesh.size):
-        result = mesh["shard"].issue("all_gather", x, transient=mesh.rank == reader).wait()
-        assert torch.equal(result, expected)
-        result.zero_()  # its own
-    del result
-    mesh["shard"].issue("psum", torch.ones(1)).wait()  # all ranks are there
-    assert all(all(freed) for *_, freed in memory_of(mesh)._entries())
-
-
-def test_results_that_some_ranks_keep_are_right_and_freed() -> None:
-    run_ranks(transient_on_one_rank_on_this_rank, 3)
-
-
 def rewrite_on_this_rank() -> Tensor:
     mesh = fs.init_mesh()
     x = torch.full((LARGE,), 1.0 + mesh.rank)
@@ -195,37 +164,6 @@ def rewrite_on_this_rank() -> Tensor:
 def test_what_is_written_to_after_it_was_sent_arrives_as_it_was_sent() -> None:
     for rows in run_ranks(rewrite_on_this_rank, 2):
         assert torch.equal(rows, torch.tensor([1.0, 2.0])[:, None].expand_as(rows))
-
-
-def _fails(*_: Any) -> int:
-    raise OSError("no memory files here")
-
-
-def _another_host(*_: Any) -> str:
-    return "/memfd:another (deleted)"
-
-
-def without_memory_on_this_rank(rank: int, name: str, fails: Callable[..., Any]) -> bool:
-    mesh = fs.init_mesh()
-    x = values((3 * LARGE,), torch.float32, mesh.rank)
-    with patch.object(os, name, fails if mesh.rank == rank else getattr(os, name)):
-        gathered = mesh["shard"].issue("all_gather", x).wait()
-    expected = [values((3 * LARGE,), torch.float32, rank) for rank in range(mesh.size)]
-    assert torch.equal(gathered, torch.cat(expected))
-    part = mesh["shard"].issue("psum_scatter", x).wait()
-    assert torch.equal(part, sum(expected[1:], expected[0]).view(3, -1)[mesh.rank])
-    return memory_of(mesh) is None
-
-
-@pytest.mark.parametrize(
-    ("rank", "name", "fails"),
-    [(0, "memfd_create", _fails), (1, "readlink", _another_host)],
-    ids=["no files", "another host"],
-)
-def test_one_rank_that_cannot_read_the_memory_of_others_keeps_all_of_them_on_sockets(
-    rank: int, name: str, fails: Any
-) -> None:
-    assert run_ranks(without_memory_on_this_rank, 3, rank, name, fails) == [True] * 3
 
 
 def different_on_this_rank() -> str:
