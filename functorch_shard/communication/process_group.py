@@ -80,7 +80,10 @@ class GroupBackend(Backend):
     def _pmax(self, op: Collective, x: Tensor) -> Work:
         if not x.is_floating_point():
             return self._all_reduce(x, dist.ReduceOp.MAX)
-        return self._all_reduce(as_ordered(x), dist.ReduceOp.MAX).then(lambda order: from_ordered(order, x.dtype))
+        wide, where = x if x.dtype in _SENDABLE else x.float(), x.isnan()  # a NaN is lost where libraries compare
+        nan = self._all_reduce(where.to(torch.uint8), dist.ReduceOp.MAX)
+        largest = self._all_reduce(wide.masked_fill(where, -torch.inf), dist.ReduceOp.MAX)
+        return largest.then(lambda most: most.masked_fill(nan.wait().bool(), torch.nan).to(x.dtype))
 
     def _broadcast(self, op: Collective, x: Tensor) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -177,7 +180,7 @@ def as_bytes(x: Tensor) -> bytes:
     return string_at(x.data_ptr(), x.nbytes)
 
 
-# Dtypes in which numbers are sent or compared where a library cannot do it in their own.
+# Dtypes in which numbers are sent where a library cannot do it in their own.
 
 
 def as_sendable(x: Tensor) -> Tensor:
@@ -190,23 +193,3 @@ def as_real(x: Tensor) -> Tensor:
 
 def from_real(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.view_as_complex(x) if dtype.is_complex else x
-
-
-def as_ordered(x: Tensor) -> Tensor:
-    """Integers in the order of the floats, NaN above all: libraries compare floats, and a NaN is lost by a comparison.
-
-    Gloo keeps a NaN of the first rank alone.
-    """
-    wide = x if x.dtype == torch.float64 else x.float()
-    bits = wide.masked_fill(wide.isnan(), torch.nan).view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-    return _flip_negative(bits)
-
-
-def from_ordered(order: Tensor, dtype: torch.dtype) -> Tensor:
-    bits = _flip_negative(order)
-    return bits.view(torch.float64 if bits.dtype == torch.int64 else torch.float32).to(dtype)
-
-
-def _flip_negative(bits: Tensor) -> Tensor:
-    """Floats are a sign and a magnitude; its own inverse."""
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
