@@ -165,7 +165,6 @@ class _Group(dist.ProcessGroup):
 
 # Writes into what was gathered.
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADVICE = (
     "What gather returns is a copy: a write into it, through .data or under no_grad, is forgotten; real ranks refuse "
     "it too. Change the shards, p.clamp(...) in a tree_map over the Sharded after the step, or gather with lazy=False "
@@ -185,14 +184,14 @@ class Gathered:
         self.check([key] if key in self._seen else [])
         plain = without_batches(x)
         if type(plain) is Tensor and not plain.is_meta and not being_traced() and not torch.compiler.is_compiling():
-            self._seen[key] = plain, _sum_of_bits(plain), names
+            self._seen[key] = plain, bit_sum(plain), names
 
     def check(self, keys: Sequence[str] | None = None) -> None:
         """Raise if one of these buffers, or of all, was written to."""
         keys = [*self._seen] if keys is None else keys
         found = [self._seen.pop(key) for key in keys]
         if found:
-            changed = torch.stack([_sum_of_bits(x).cpu() != before.cpu() for x, before, _ in found]).tolist()
+            changed = torch.stack([bit_sum(x).cpu() != before.cpu() for x, before, _ in found]).tolist()
             problems = [
                 f"buffer {key!r} ({', '.join(names)}): written to inside of the function"
                 for key, (_, _, names), wrong in zip(keys, found, changed, strict=True)
@@ -216,13 +215,13 @@ def watch(key: str, whole: Tensor, names: Sequence[str]) -> None:
         gathered.add(key, whole, names)
 
 
-def content_of(x: Tensor) -> int:
-    """A number that another content of ``x`` would give another one for, for tensors that count no writes."""
-    plain = without_batches(x)
-    return int(_sum_of_bits(plain.resolve_conj().resolve_neg()))
-
-
-def _sum_of_bits(x: Tensor) -> Tensor:
+def bit_sum(x: Tensor) -> Tensor:
+    """Return the sum of the words of 8 bytes of ``x``, the last one filled up with zeros, modulo 2 ** 64."""
     with outside_transforms(), torch.no_grad():
-        bits = torch.view_as_real(x) if x.is_complex() else x
-        return bits.detach().view(_INTEGERS[bits.element_size()]).sum(dtype=torch.int64)
+        plain = without_batches(x).detach().resolve_conj().resolve_neg()
+        data = plain.flatten().contiguous().view(torch.uint8)  # (bytes,)
+        if data.storage_offset() % 8:  # int64 is aligned to 8 bytes
+            data = data.clone()
+        rest = data.numel() % 8
+        total = data[: data.numel() - rest].view(torch.int64).sum()
+        return total + pad(data[-rest:], (0, 8 - rest)).view(torch.int64).sum() if rest else total

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..communication.backend import Axis
 from ..communication.process_group import as_bytes
+from ..communication.simulated import bit_sum
 from ..errors import first_difference
-from ..torch_internals.autograd import outside_transforms, without_batches
+from ..torch_internals.autograd import outside_transforms
 
 T = TypeVar("T")
 _ADVICE = "Every rank must plan the same model, from the same code and options."
@@ -82,15 +82,4 @@ def value_lines(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[str
 
     Two models made for the purpose may share a sum. A gigabyte is read in 0.03 s on one core, and drawn in 3 s.
     """
-    with outside_transforms():
-        return [f"{name!r}: values of bit sum {_bit_sum(without_batches(tensors[name])):016x}" for name in names]
-
-
-def _bit_sum(x: Tensor) -> int:
-    """Modulo 2 ** 64, of words of 8 bytes, the last one filled up with zeros; exact, in any dtype."""
-    data = x.detach().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8)  # (bytes,)
-    rest = data.numel() % 8
-    words = data[: data.numel() - rest]
-    words = words if words.storage_offset() % 8 == 0 else words.clone()  # int64 is aligned to 8 bytes
-    last = F.pad(data[data.numel() - rest :], (0, -rest % 8))
-    return sum(int(part.view(torch.int64).sum()) for part in (words, last)) % 2**64
+    return [f"{name!r}: values of bit sum {int(bit_sum(tensors[name])) % 2**64:016x}" for name in names]

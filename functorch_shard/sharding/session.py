@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..communication.backend import Axis, Finished, Work
-from ..communication.simulated import content_of
+from ..communication.simulated import bit_sum
 from ..layout.layout import Layout, shard_axis
 from ..storage.memory_kind import MemoryKind
 from ..torch_internals.autograd import NO_PASS, backward_pass
@@ -182,7 +182,7 @@ class UnitBuffers:
 
 def _versions(shards: Sequence[Tensor]) -> list[int]:
     """How often each was written to; of an inference tensor, which does not count that, what it holds."""
-    return [content_of(shard) if shard.is_inference() else write_count(shard) for shard in shards]
+    return [int(bit_sum(shard)) if shard.is_inference() else write_count(shard) for shard in shards]
 
 
 class Session:
