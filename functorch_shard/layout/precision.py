@@ -12,7 +12,6 @@ from torch import Tensor
 from ..containers import opened
 
 Tree = TypeVar("Tree")
-_DTYPES = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
 
 
 @dataclass(frozen=True, repr=False)
@@ -21,16 +20,12 @@ class MixedPrecision:
 
     Parameters and optimizer state are stored as they are. Shards are cast *before* they are gathered, so a
     half-precision gather moves half the bytes. Integers and bools are never cast. ``gather`` and the reduction of
-    gradients follow the policy of each unit by themselves; inputs, outputs and buffers are yours, and cast where you
-    say so.
+    gradients follow the policy of each unit by themselves; inputs, outputs and buffers are yours to cast.
 
     Args:
         param_dtype: what ``gather`` returns, and what the model computes in. ``None``: as stored.
         reduce_dtype: what gradients are summed over ranks in. ``None``: what they come in, and that is ``param_dtype``.
             Sums in float16 are divided in part before and in part after, as FSDP does it, against overflow.
-        output_dtype: what :meth:`cast_output` casts to. ``None``: it changes nothing.
-        buffer_dtype: what :meth:`cast_buffers` casts to. ``None``: it changes nothing.
-        cast_forward_inputs: whether :meth:`cast_inputs` casts to ``param_dtype``.
         keep_low_precision_grads: whether gradients come back in the dtype they were reduced in, and not in the stored
             one. ``opt.step`` takes both; autograd's own (``torch.func.grad``) are always in the stored dtype.
 
@@ -53,13 +48,10 @@ class MixedPrecision:
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
     keep_low_precision_grads: bool = False
 
     def __post_init__(self) -> None:
-        for name in _DTYPES:
+        for name in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"MixedPrecision: {name}: got {dtype!r}, expected a floating-point dtype or None")
@@ -69,24 +61,13 @@ class MixedPrecision:
         return f"MixedPrecision({', '.join(chosen)})"
 
     def cast_inputs(self, tree: Tree) -> Tree:
-        """Cast the floating-point tensors of any pytree to ``param_dtype``: the inputs of a model."""
-        return cast_floats(tree, self.param_dtype if self.cast_forward_inputs else None)
-
-    def cast_output(self, tree: Tree) -> Tree:
-        """Cast the floating-point tensors of any pytree to ``output_dtype``: the output of a model."""
-        return cast_floats(tree, self.output_dtype)
-
-    def cast_buffers(self, tree: Tree) -> Tree:
-        """Cast the floating-point tensors of any pytree to ``buffer_dtype``: the model's buffers, before training."""
-        return cast_floats(tree, self.buffer_dtype)
-
-
-def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Cast the real floating-point tensors of ``tree`` to ``dtype``; ``None`` casts none."""
-    if dtype is None:
-        return tree
-    cast = lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
-    return optree.tree_map(cast, opened(tree), none_is_leaf=True)
+        """Cast the real floating-point tensors of any pytree to ``param_dtype``: the inputs of a model."""
+        if self.param_dtype is None:
+            return tree
+        given: Any = opened(tree)
+        cast = lambda x: x.to(self.param_dtype) if isinstance(x, Tensor) and x.is_floating_point() else x  # noqa: E731
+        made: Any = optree.tree_map(cast, given, none_is_leaf=True)
+        return made
 
 
 def buffer_dtypes(

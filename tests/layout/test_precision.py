@@ -169,20 +169,13 @@ def test_a_mean_of_float16_does_not_overflow_where_its_sum_would() -> None:
             assert torch.equal(fs.gather(grads, dtype=F32)["w"], torch.full((3,), total))
 
 
-def test_inputs_outputs_and_buffers_are_cast_where_a_policy_says_so() -> None:
-    policy = fs.MixedPrecision(BF16, output_dtype=F32, buffer_dtype=F64)
-    tree: dict[str, Any] = {
-        "x": torch.ones(2),
-        "n": torch.ones(2, dtype=torch.int32),
-        "z": torch.ones(1, dtype=torch.complex64),
-    }
-    tree |= {"mask": torch.ones(1, dtype=torch.bool), "text": "left", "none": None}
-    for cast, dtype in ((policy.cast_inputs, BF16), (policy.cast_output, F32), (policy.cast_buffers, F64)):
-        done = cast((tree, [tree["x"].half()]))
-        assert_trees_close(done, ({**tree, "x": tree["x"].to(dtype)}, [torch.ones(2, dtype=dtype)]))
-    silent = fs.MixedPrecision(BF16, cast_forward_inputs=False)
-    assert silent.cast_inputs(tree) is silent.cast_output(tree) is silent.cast_buffers(tree) is tree
-    for name, wrong in {"param_dtype": "bfloat16", "reduce_dtype": torch.int8, "buffer_dtype": torch.complex64}.items():
+def test_inputs_are_cast_to_the_dtype_that_is_computed_in() -> None:
+    tree: dict[str, Any] = {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int32), "text": "left", "none": None}
+    tree |= {"mask": torch.ones(1, dtype=torch.bool), "z": torch.ones(1, dtype=torch.complex64)}
+    done = fs.MixedPrecision(BF16).cast_inputs((tree, [tree["x"].half()]))
+    assert_trees_close(done, ({**tree, "x": tree["x"].to(BF16)}, [torch.ones(2, dtype=BF16)]))
+    assert fs.MixedPrecision().cast_inputs(tree) is tree
+    for name, wrong in {"param_dtype": "bfloat16", "reduce_dtype": torch.int8}.items():
         text = refused(fs.MixedPrecision, **{name: wrong})
         assert text == f"TypeError: MixedPrecision: {name}: got {wrong!r}, expected a floating-point dtype or None"
 
