@@ -45,17 +45,10 @@ class WholePart:
 
     def _begun(self, name: str, buffer: Buffer, params: Sharded) -> Tensor:
         """The entry ``name`` of the parameters that this rank owns."""
-        owned, layout, rows = self._plan(params).owned, params.layout, rank_dims(params.layout)
+        owned = self._plan(params).owned
         entries = [next(x for x in owned[slot.name].spec.entries if x.name == name) for slot in buffer.slots]
-        how = {"dtype": buffer.dtype, "device": entries[0].device}
-        x = torch.zeros(*rows, buffer.shard_numel, **how)
-        if any(entry.first for entry in entries):
-            whole = torch.zeros(buffer.numel, **how)
-            for slot, entry in zip(buffer.slots, entries, strict=True):
-                whole[slot.offset : slot.end] = entry.first
-            index = self._place(layout)["index"] if self.num_shards > 1 else torch.zeros(rows, dtype=torch.int64)
-            index = torch.as_tensor(index, device=whole.device)
-            x = whole.view(buffer.num_shards, -1).index_select(0, index.reshape(-1)).view(*index.shape, -1)
+        sizes = *rank_dims(params.layout), buffer.shard_numel
+        x = torch.zeros(sizes, dtype=buffer.dtype, device=entries[0].device)
         kind = memory_kind_of(params[next(iter(self.buffers))])
         return kind.put(x) if any(entry.shape for entry in entries) else x
 

@@ -2,10 +2,9 @@
 
 Note [State of whole parameters]: what a class keeps for a parameter, nested lists and dicts included, is flattened into
 named entries, ``"exp_avg"`` or ``"GG.0"``: tensors of any shape, and numbers. The entries of a shape are found by two
-steps with numbers of that shape. Where a class begins with one number for all elements of an entry, whatever the
-values, state is known before the first step (momentum of zeros). Otherwise the first step makes it (SGD's momentum,
-SOAP's eigenvectors, Shampoo's multiples of the identity): then a further entry, ``"owner.started"``, says whether it
-has, and until then entries are zeros.
+steps with numbers of that shape. Where torch's class is known to begin with zeros, state is zeros before the first
+step. Otherwise the first step makes it (SGD's momentum, SOAP's eigenvectors, state of classes from elsewhere): then a
+further entry, ``"owner.started"``, says whether it has, and until then entries are zeros.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from ..torch_internals.autograd import outside_transforms
 from ..training.optimizer_step import ELEMENTWISE, NUMBER_DTYPES, NUMBERS, Class, Group, Options, update
 from ..training.trials import (
     apart,
-    begins_as_known,
-    constant,
-    first_values,
-    leaves_of,
+    first_value,
     on_host,
     option_names,
     refusal,
@@ -46,7 +42,6 @@ class Entry:
     dtype: torch.dtype
     kind: type
     device: torch.device
-    first: Any = 0  # the value of all elements before the first step
 
 
 @dataclass(frozen=True)
@@ -80,21 +75,14 @@ def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch
         group = Group(start.clone(), grad, dict.fromkeys(numbers), options)
         update(cls, [group], known_options)
         entries, treedef = _flattened(cls, group.state, device)
-        known = begins_as_known(cls, options, numbers, start)
-        begins = entries
-        if known:
-            first = first_values(cls, options, numbers, start)
-            known = _flattened(cls, first, device) == (entries, treedef)
-            values = map(constant, leaves_of(first))
-            begins = [replace(entry, first=x) for entry, x in zip(entries, values, strict=False)]
         update(cls, [replace(group, param=group.param.clone(), grad=scattered(shape, 3).to(start))], known_options)
         later, form = _flattened(cls, group.state, device)
         if (later, form) != (entries, treedef):
             names = ", ".join(sorted({e.name for e in later} ^ {e.name for e in entries})) or "what it has"
             raise refusal(cls, f"its state changes its shape from step to step ({names})")
-    if not known:
-        begins = [*entries, Entry(STARTED, (), torch.bool, bool, device)]
-    return Spec(tuple(begins), treedef, tuple(numbers), known)
+    known = all(first_value(cls, options, entry.name) == 0 for entry in entries)
+    started = [] if known else [Entry(STARTED, (), torch.bool, bool, device)]
+    return Spec((*entries, *started), treedef, tuple(numbers), known)
 
 
 def _with_rate(options: Options) -> Options:

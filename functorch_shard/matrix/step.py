@@ -27,7 +27,6 @@ from ..training.optimizer_step import (
     Rows,
     in_memory_of,
     owned,
-    same_in_rows,
     update,
     with_values,
 )
@@ -56,10 +55,8 @@ class WholeStep:
         self, place: Leaves, given: Mapping[str, Leaves], grads: Shards, values: Any, rows: Rows
     ) -> dict[str, Leaves]:
         """``given`` has parameters and leaves of state, ``place`` what distinguishes simulated ranks."""
-        if not same_in_rows(optree.tree_leaves(values), rows):
-            raise ValueError(_OWN_OPTIONS)
         new = {key: dict(zip(of, owned(of.values(), self.donate), strict=True)) for key, of in given.items()}
-        options, axis = with_values(self.options, values, (0,) * len(rows)), self.axis
+        options, axis = with_values(self.options, values, rows), self.axis
         index, others, every = place["index"], place["others"], [*product(*map(range, rows))]
         places: dict[int, list[Place]] = {}
         if isinstance(index, Tensor):
@@ -74,12 +71,6 @@ class WholeStep:
         if not self.donate:
             return new
         return {key: {n: in_memory_of(given[key][n], x) for n, x in leaves.items()} for key, leaves in new.items()}
-
-
-_OWN_OPTIONS = (
-    "step: whole=True: an option, for example lr, is a tensor that differs between ranks or in the rows of a vmap. An "
-    "owner updates parameters for all ranks: pass a number, or a tensor that is the same for all (collectives.pmean)."
-)
 
 
 @dataclass(frozen=True)

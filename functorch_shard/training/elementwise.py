@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import TorchDispatchMode
-from .trials import apart, find_traits, on_host, scattered, take_steps, take_steps_apart
+from .trials import apart, on_host, scattered, state_of, take_steps, take_steps_apart
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _SIZES = [*map(prod, _SHAPES)]
@@ -54,9 +54,9 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
     try:
         with apart():
             with _NoCombinations():
-                take_steps(cls, options, whole, of_whole)
-            traits = find_traits(cls, options)
-            take_steps_apart(cls, options, parts, of_parts, [traits.begin(cls, options, x) for x in parts])
+                _, numbers = take_steps(cls, options, whole, of_whole)
+            state_of(cls, options, start)
+            take_steps_apart(cls, options, parts, of_parts, [dict.fromkeys(numbers) for _ in parts])
     except Exception as error:
         raise AssertionError(f"{cls.__name__} is not elementwise: {error}") from error
     together, each = torch.cat([x.detach().flatten() for x in whole]), torch.cat(parts)

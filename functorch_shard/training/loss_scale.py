@@ -166,7 +166,7 @@ class LossScale(Static):
             finite: from :meth:`unscale`.
             new: parameters, optimizer state, or any pytree, after the step; not from a step with ``donate=True``, which
                 overwrites ``old``.
-            old: the same before the step. ``None`` stands for zeros where ``new`` has a tensor, such as SGD's momentum,
+            old: the same before the step. ``None`` stands for zeros where ``new`` has a shard, such as SGD's momentum,
                 which the first step creates. With ``dampening`` torch does not dampen that first step, but dampens the
                 first one after a skipped step: choose an initial scale that does not overflow.
 
@@ -174,7 +174,8 @@ class LossScale(Static):
             A tree with the structure of ``new``.
 
         Raises:
-            ValueError: the trees differ in structure, or in a leaf that is not a tensor.
+            ValueError: the trees differ in structure, or in a leaf that is not a tensor; or ``old`` has ``None`` for a
+                number, such as the step count of ASGD.
 
         Cost:
             No collectives; memory for the result.
@@ -190,8 +191,16 @@ class LossScale(Static):
 def _choose(finite: Callable[[torch.device], Tensor], new: Any, old: Any) -> Any:
     if isinstance(new, Tensor):
         where = finite(new.device)
+        if old is None and new.ndim == where.ndim:
+            raise ValueError(_FIRST_STEP)
         where = where.reshape((*where.shape, *[1] * (new.ndim - where.ndim)))
         return to_memory_kind_of(torch.where(where, new, torch.zeros_like(new) if old is None else old), new)
     if isinstance(old, Tensor) or (new is not old and new != old):
         raise ValueError(f"LossScale.select: got {new!r} and {old!r}: only tensors can differ between the trees.")
     return new
+
+
+_FIRST_STEP = (
+    "LossScale.select: a number of the optimizer's state is None before the step: the class makes it in its first "
+    "step, which cannot be skipped. Take the first step without select, with a scale that does not overflow."
+)

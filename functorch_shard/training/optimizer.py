@@ -19,7 +19,7 @@ from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
 from ..torch_internals.autograd import eager, in_transform
 from .optimizer_step import NUMBER, PARAM, ByLabel, Leaves, Options, StepCall, run_below_transforms, tensors_among
-from .trials import Traits, apart, check_class, find_traits, on_host, option_names, start, start_like
+from .trials import apart, check_class, on_host, option_names, start_like, state_of
 
 OptState = dict[str, Sharded]
 _NONE: Mapping[str, Any] = {}
@@ -120,7 +120,7 @@ class Optimizer(Static):
             ``{name: Sharded}``, for example ``{"step": ..., "exp_avg": ...}``. Each leaf is a shard, in the memory kind
             of the parameters' shard (:func:`offload`), or a scalar, for example a step count or a number that the class
             keeps in its parameter groups (``"group.step"``). ``None`` stands for state that the class creates in the
-            first step, from the gradient (SGD's momentum) or the learning rate (ASGD, Rprop). State of whole parameters
+            first step: SGD's momentum, all state of ASGD, Rprop, and classes from elsewhere. State of whole parameters
             has a layout of its own, with the key ``"(owners)"``; in it ``"owner.started"`` is false for a parameter
             whose class creates its state in the first step.
 
@@ -129,7 +129,7 @@ class Optimizer(Static):
             TypeError: whole parameters whose state is not of tensors and numbers, or that are DTensors.
 
         Cost:
-            No collectives; memory for the state; once a dozen steps on four elements, or a few for each shape.
+            No collectives; memory for the state; once a step or a dozen on four elements, or a few for each shape.
         """
         check_sharded("init: params", params, ", for example from fs.shard")
         check_shards("init: params", params, params.layout)
@@ -169,7 +169,7 @@ class Optimizer(Static):
             donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
             labels: options of labels for this step.
             overrides: options for this step, for example ``lr=schedule(i)``; options of a label override them.
-                A tensor may be of each rank, or of each row of a vmap; with ``whole=True`` it is the same for all.
+                A tensor is the same on all ranks, and in all rows of a vmap.
 
         Returns:
             ``(params, state)`` with the same structure. Buffers that are not trainable are returned as they are.
@@ -177,7 +177,8 @@ class Optimizer(Static):
         Raises:
             TypeError: ``grads`` or ``state`` as positional arguments; an option that the class does not have, or with
                 which it is not elementwise.
-            ValueError: trees that do not fit, or labels that no buffer has; all problems are listed.
+            ValueError: trees that do not fit, or labels that no buffer has; all problems are listed. Or step counts, or
+                an option, differ between ranks or rows.
             NotImplementedError: the step is differentiated, by its trees or by an option.
 
         Cost:
@@ -320,23 +321,24 @@ class Part:
     opt: Optimizer
     buffers: Mapping[str, Buffer]
 
-    @cached_property
-    def traits(self) -> Mapping[str, Traits]:
-        """What the class keeps for buffers of each label, with the options of the optimizer."""
-        return {
-            label: find_traits(self.opt.cls, options) for label, options in self.opt.options_of(self.buffers).items()
-        }
-
     def init(self, params: Sharded) -> dict[str, Leaves]:
         """The state before the first step, by key of a buffer, then by name."""
-        options, rows, starts = self.opt.options_of(self.buffers), rank_dims(params.layout), dict[Any, Leaves]()
-        found = {}
-        for key, buffer in self.buffers.items():
-            x, label = params[key], buffer.label
-            if (form := (label, x.dtype, x.device)) not in starts:
-                starts[form] = start(self.opt.cls, options[label], self.traits[label], x)
-            found[key] = {name: start_like(x, starts[form].get(name), rows) for name in self.traits[label].names}
-        return found
+        rows = rank_dims(params.layout)
+        return {
+            key: {name: start_like(params[key], x, rows) for name, x in self._kept(buffer.label, params[key]).items()}
+            for key, buffer in self.buffers.items()
+        }
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, torch.dtype, torch.device], Leaves]:
+        return {}
+
+    def _kept(self, label: str, x: Tensor) -> Leaves:
+        """What the class keeps for a shard like this one, with the options of the optimizer."""
+        form = label, x.dtype, x.device
+        if form not in self._found:
+            self._found[form] = state_of(self.opt.cls, self.opt.options_of(self.buffers)[label], x)
+        return self._found[form]
 
     def step(
         self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
@@ -356,7 +358,7 @@ class Part:
         problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
         trees = {name: dict(tree.items()) for name, tree in state.items()}
         for key, buffer in self.buffers.items():
-            missing = [name for name in self.traits[buffer.label].names if key not in trees.get(name, _NONE)]
+            missing = [name for name in self._kept(buffer.label, shards[key]) if key not in trees.get(name, _NONE)]
             problems += [f"{key!r}: {name!r} is missing" for name in missing]
         for name, tree in trees.items():
             for key, x in tree.items():

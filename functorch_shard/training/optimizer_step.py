@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import optree
@@ -158,25 +157,10 @@ class StepCall:
     donate: bool
 
     def __call__(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows) -> dict[str, Leaves]:
-        """Update all rows at once if they have the same step counts and options, otherwise each by itself."""
+        """Update all rows at once."""
         counts = [x for _, of in buffers.values() for x in of.values() if isinstance(x, Tensor) and x.shape == rows]
-        if same_in_rows(counts, rows, _COUNTS) and same_in_rows(optree.tree_leaves(values), rows):
-            new = self._together(buffers, values, rows)
-        else:
-            each: Any = [self._of_row(buffers, values, place) for place in product(*map(range, rows))]
-            new: Any = optree.tree_map(lambda *xs: _stacked(xs, rows), *each, none_is_leaf=True)
-        for key, (_, given) in buffers.items():
-            new[key] = {name: self._placed(given.get(name), x, given[PARAM]) for name, x in new[key].items()}
-        return new
-
-    def _of_row(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, place: Rows) -> dict[str, Leaves]:
-        trees: Any = (dict(buffers), values)
-        trees = optree.tree_map(lambda x: x[place] if isinstance(x, Tensor) else x, trees, none_is_leaf=True)
-        return self(*trees, rows=())
-
-    def _together(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows) -> dict[str, Leaves]:
-        first = (0,) * len(rows)
-        options, groups = with_values(self.options, values, first), dict[str, Group]()
+        check_rows(counts, rows, "step counts, as opt.init gives")
+        first, options, groups = (0,) * len(rows), with_values(self.options, values, rows), dict[str, Group]()
         for key, (grad, given) in buffers.items():
             state, label = dict[str, Any](), self.buffers[key].label
             for name, x in zip(given, owned(given.values(), self.donate), strict=True):
@@ -190,9 +174,11 @@ class StepCall:
         update(self.cls, [*groups.values()], self.known)
         new: dict[str, Leaves] = {}
         for key, group in groups.items():
-            new[key] = dict.fromkeys(buffers[key][1])
+            _, given = buffers[key]
+            new[key] = dict.fromkeys(given)
             for name, x in {PARAM: group.param, **as_leaves(group.state)}.items():
-                new[key][name] = x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
+                x = x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
+                new[key][name] = self._placed(given.get(name), x, given[PARAM])
         return new
 
     def _gradient(self, grad: Tensor, param: Tensor, options: Options) -> Tensor:
@@ -207,14 +193,6 @@ class StepCall:
         if given is None and isinstance(x, Tensor) and x.shape == param.shape:
             return memory_kind_of(param).put(x)
         return in_memory_of(given, x) if self.donate else x
-
-
-def _stacked(values: Sequence[Any], rows: Rows) -> Any:
-    """One value from those of all rows."""
-    if not any(isinstance(x, Tensor) for x in values):
-        return values[0]
-    stacked = torch.stack([*values])
-    return stacked.view(*rows, *stacked.shape[1:])
 
 
 def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> Any:
@@ -276,45 +254,48 @@ _NO_DERIVATIVE = (
 
 
 def tensors_among(options: ByLabel, rows: Rows) -> Any:
-    """The options that have tensors: inputs of a step as parameters are, with dims for the ``rows`` of those in front.
+    """``options`` with ``None`` for what is no tensor, and dims for the ``rows`` of those in front.
 
-    So below a vmap they have its rows, and their derivatives raise. Numbers of a traced program have no rows.
+    They are inputs of a step as parameters are: below a vmap they have its rows, and their derivatives raise. Numbers
+    of a traced program have no rows.
     """
 
     def as_input(x: Any) -> Any:
-        return x.expand((*rows, *x.shape)) if isinstance(x, Tensor) else x
+        return x.expand((*rows, *x.shape)) if isinstance(x, Tensor) and not is_number(x) else None
 
-    sent: Any = {
-        label: {name: x for name, x in of.items() if isinstance(x, (Tensor, tuple, list)) and not is_number(x)}
-        for label, of in options.items()
-    }
-    return optree.tree_map(as_input, sent, none_is_leaf=True)
+    given: Any = options
+    return optree.tree_map(as_input, given, none_is_leaf=True)
 
 
-def with_values(options: ByLabel, values: Any, place: Rows) -> ByLabel:
-    """``options`` with what a step got for the tensors among them, in one row."""
+def with_values(options: ByLabel, values: Any, rows: Rows) -> ByLabel:
+    """``options`` with what a step got for the tensors among them."""
+    check_rows(optree.tree_leaves(values), rows, "options, for example lr")
+    first = (0,) * len(rows)
 
-    def at(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+    def chosen(x: Any, value: Any) -> Any:
+        if value is None:
             return x
-        return as_number(x[place]) if being_traced() else x[place]  # constructors would compare it
+        return as_number(value[first]) if being_traced() else value[first]  # constructors would compare it
 
-    return {label: {**of, **optree.tree_map(at, values[label], none_is_leaf=True)} for label, of in options.items()}
+    given: Any = options
+    new: Any = optree.tree_map(chosen, given, values, none_is_leaf=True)
+    return new
 
 
-_COUNTS = "step count on all ranks, as opt.init gives"
-
-
-def same_in_rows(values: Any, rows: Rows, what: str = "options, for example lr, on all ranks") -> bool:
-    """Whether each of ``values`` is the same in all rows of a batch; ``what`` they are, for an error."""
-    if not (rows and all(rows)):
-        return True
-    equal = [(x == x[(0,) * len(rows)]).all() for x in values if isinstance(x, Tensor)]
+def check_rows(values: Iterable[Any], rows: Rows, what: str) -> None:
+    """Raise unless each of ``values``, which are ``what``, is the same in all rows of a batch."""
+    equal = [(x == x[(0,) * len(rows)]).all() for x in values if isinstance(x, Tensor)] if rows and all(rows) else []
     if being_traced():
         for each in equal:
-            assert_when_run(each, f"step: a compiled step needs the same {what}")
-        return True
-    return all(map(bool, equal))
+            assert_when_run(each, _OTHER_ROWS.format(what))
+    elif not all(map(bool, equal)):
+        raise ValueError(_OTHER_ROWS.format(what))
+
+
+_OTHER_ROWS = (
+    "step: one step updates all ranks, and all rows of a vmap, with the same {}. Pass numbers, or tensors that are the "
+    "same for all (collectives.pmean); train members of a sweep one by one."
+)
 
 
 def as_leaves(state: State) -> Leaves:

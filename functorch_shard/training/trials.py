@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -26,52 +25,58 @@ from .optimizer_step import (
     Options,
     Rows,
     State,
-    as_leaves,
     implementation,
-    take_step,
     update,
 )
 
 _TRIAL_STEPS = 12  # more than warm-ups and lookaheads take
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What a class keeps with given options.
+def state_of(cls: Class, options: Options, like: Tensor) -> Leaves:
+    """Return what ``cls`` keeps for a parameter like this one before the first step, found on four elements.
 
-    Args:
-        names: of its state for a parameter, with the numbers of its parameter groups that steps change.
-        known: whether the state before the first step is known; otherwise the first step creates it.
-    """
-
-    names: tuple[str, ...]
-    known: bool
-
-    @property
-    def numbers(self) -> list[str]:
-        return [name for name in self.names if name.startswith(NUMBER)]
-
-    def begin(self, cls: Class, options: Options, like: Tensor) -> State:
-        """The state before the first step for a parameter like this one, as far as it is known."""
-        return first_values(cls, options, self.numbers, like) if self.known else dict.fromkeys(self.numbers)
-
-
-def find_traits(cls: Class, options: Options) -> Traits:
-    """Return what ``cls`` keeps with ``options``, found by a dozen steps on four elements.
+    ``None`` is what the first step makes: Note [First values].
 
     Raises:
         TypeError: it keeps what is not a tensor of the parameter's shape, a number or a string, or changes its options.
     """
-    options = on_host(options)
+    options = on_host(options) if like.is_meta else options
     with apart():
-        param = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
-        grads = [[torch.linspace(-1, i % 3, 4, dtype=torch.float64)] for i in range(_TRIAL_STEPS)]
+        param = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
+        options = {**implementation(cls, options, [param], option_names(cls)), **options}
+        grads = [[scattered(param.shape, i).to(param)] for i in range(1 if cls in ELEMENTWISE else _TRIAL_STEPS)]
         optimizer, numbers = take_steps(cls, options, [param], grads)
         kept = optimizer.state[param]
         odd = [f"{name!r} is a {type(x).__name__}" for name, x in kept.items() if not _fits(x, param)]
         if odd:
             raise refusal(cls, f"its state cannot be sharded like its parameter: {', '.join(odd)}")
-        return Traits((*kept, *numbers), begins_as_known(cls, options, numbers, scattered((4,), 0)))
+        firsts = {name: first_value(cls, options, name) for name in kept}
+        return {n: x if x is None else torch.full_like(kept[n], x) for n, x in firsts.items()} | dict.fromkeys(numbers)
+
+
+def first_value(cls: Class, options: Options, name: str) -> Any:
+    """Return the number that ``cls`` begins an entry of its state with; ``None`` if its first step makes it.
+
+    Note [First values]: classes of ``torch.optim`` are known by name. SGD makes momentum of its first gradient, ASGD
+    and Rprop make state of the learning rate. What classes from elsewhere begin with is left to their first step.
+    """
+    if cls not in _BEGIN_WITH_NUMBERS:
+        return None
+    return {"sum": options.get("initial_accumulator_value", 0), "mu_product": 1}.get(name, 0)
+
+
+_BEGIN_WITH_NUMBERS = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+)
 
 
 def _fits(x: Any, param: Tensor) -> bool:
@@ -147,47 +152,6 @@ def check_class(cls: type[torch.optim.Optimizer], elementwise: bool, whole: bool
         raise refusal(cls, reason, f"If it does, pass elementwise=True, which {check} tests; else p{_WHOLE}")
 
 
-class _FirstValues(dict[str, Any]):
-    """A state that keeps a copy of the first value of each entry: its class makes it, and then updates it in place."""
-
-    def __init__(self, numbers: Sequence[str]) -> None:
-        super().__init__(dict.fromkeys(numbers))
-        self.first: State = {}
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        if name not in self.first:
-            self.first[name] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, value)
-
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-
-def first_values(cls: Class, options: Options, numbers: Sequence[str], like: Tensor) -> State:
-    """The state that a step of ``cls`` begins with for a parameter like this one, with ``numbers`` of its groups."""
-    state, param = _FirstValues(numbers), torch.zeros_like(like)
-    optimizer = cls([param], **{**implementation(cls, options, [param], option_names(cls)), **options})
-    entries = dict(optimizer.param_groups[0])
-    take_step(optimizer, [Group(param, scattered(like.shape, 3).to(like), state, options)], {})
-    return {**state.first, **{name: entries.get(name.removeprefix(NUMBER)) for name in numbers}}
-
-
-def start(cls: Class, options: Options, traits: Traits, like: Tensor) -> Leaves:
-    """The state before the first step, for parameters of the dtype and on the device of ``like``; the same everywhere.
-
-    It is found on four elements, so that no memory is needed for a step on the parameters.
-    """
-    with apart():
-        four = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
-        return as_leaves(traits.begin(cls, options, four))
-
-
 def start_like(param: Tensor, x: Any, rows: Rows) -> Any:
     """The state ``x`` of four elements for a parameter; ``None`` if the first step creates it."""
     if not isinstance(x, Tensor):
@@ -195,50 +159,6 @@ def start_like(param: Tensor, x: Any, rows: Rows) -> Any:
     if x.ndim == 0:
         return torch.full(rows, x.item(), dtype=x.dtype, device=x.device)
     return memory_kind_of(param).put(torch.full_like(param, x[0].item(), dtype=x.dtype))
-
-
-def begins_as_known(cls: Class, options: Options, numbers: Sequence[str], start: Tensor) -> bool:
-    """Whether a step from the first values is the first step from nothing, with any parameter, gradient and rate.
-
-    It is not where the first step makes the state of its gradient (SGD), or of its rate: ASGD and Rprop.
-    """
-    known = option_names(cls)
-    for rate in ({}, {"lr": 0.75}) if "lr" in known else ({},):
-        begun = first_values(cls, options, numbers, start)
-        if any(constant(x) is None for x in leaves_of(begun)):
-            return False
-        groups = [
-            Group(start.clone(), scattered(start.shape, 5).to(start), state, {**options, **rate})
-            for state in (dict.fromkeys(numbers), begun)
-        ]
-        for group in groups:
-            update(cls, [group], known)
-        if not _alike(*((group.param, group.state) for group in groups)):
-            return False
-    return True
-
-
-def constant(x: Any) -> Any:
-    """The value of all elements of a tensor, ``None`` if there are several; or the number that it is."""
-    if not isinstance(x, Tensor) or not x.numel():
-        return 0 if isinstance(x, Tensor) else x
-    return x.flatten()[0].item() if bool((x == x.flatten()[0]).all()) else None
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    (ours, one), (theirs, other) = optree.tree_flatten(a), optree.tree_flatten(b)
-    return one == other and all(map(_close, ours, theirs))
-
-
-def _close(a: Any, b: Any) -> bool:
-    if isinstance(a, str):
-        return a == b
-    x, y = torch.as_tensor(a).double(), torch.as_tensor(b).double()
-    return x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def scattered(shape: Sequence[int], seed: int) -> Tensor:

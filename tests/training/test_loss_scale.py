@@ -239,6 +239,7 @@ def test_trees_that_do_not_match_are_refused() -> None:
         scaling.select, finite, [1], [2]
     )
     assert "got None and tensor(1.)" in refused(scaling.select, finite, [None], [one])
+    assert "makes it in its first step" in refused(scaling.select, finite, [one], [None])
     assert refused(scaling.select, finite, {"a": one}, {"b": one}).startswith("ValueError")
     assert scaling.select(finite, [1, None, one], [1, None, one]) == [1, None, one]
 

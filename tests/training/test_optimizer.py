@@ -289,24 +289,23 @@ def stacked(*trees: Any) -> Any:
     return optree.tree_map(lambda *xs: torch.stack(xs), *trees)
 
 
-def member(opt: fs.Optimizer, layout: fs.Layout, seed: int, num_steps: int) -> tuple[fs.Sharded, fs.Sharded, Any]:
+def member(opt: fs.Optimizer, layout: fs.Layout, seed: int) -> tuple[fs.Sharded, fs.Sharded, Any]:
     """One of an ensemble, after some steps: parameters, the next gradients, state."""
     params = fs.shard(values(seed), layout)
     state = opt.init(params)
-    for i in range(num_steps):
+    for i in range(2):
         params, state = opt.step(params, grads=fs.shard(values(10 * seed + i), layout), state=state)
     return params, fs.shard(values(10 * seed + 9), layout), state
 
 
-@pytest.mark.parametrize("num_steps", [(2, 2, 2), (1, 4, 2)], ids=["in_step", "out_of_step"])
 @pytest.mark.parametrize(
     ("case", "where"),
     [("adamw", "stacked"), ("nadam", "outside_spmd"), ("asgd", "inside_spmd"), ("sgd_momentum", "one_rank")],
 )
-def test_vmap_over_an_ensemble_equals_a_loop(case: str, where: str, num_steps: tuple[int, ...]) -> None:
+def test_vmap_over_an_ensemble_equals_a_loop(case: str, where: str) -> None:
     mesh = fs.init_mesh() if where == "one_rank" else fs.simulated_mesh(2)
     layout, opt = fs.plan(values(), mesh), optimizer(case)
-    members = [member(opt, layout, seed + 1, n) for seed, n in enumerate(num_steps)]
+    members = [member(opt, layout, seed) for seed in (1, 2, 3)]
     step: Any = torch.func.vmap(stepping(opt))
     if where == "outside_spmd":
         step = torch.func.vmap(mesh.spmd(stepping(opt)))

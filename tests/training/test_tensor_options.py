@@ -52,10 +52,10 @@ def training(mesh: fs.Mesh, case: str) -> tuple[fs.Sharded, Any, Callable[..., A
     return params, opt.init(params), step
 
 
-def unsharded(case: str, rates: tuple[float, ...] = RATES) -> dict[str, Tensor]:
+def unsharded(case: str) -> dict[str, Tensor]:
     model, (cls, options) = network(), CLASSES[case]
     opt = cls(model.parameters(), lr=1.0, **{name: x for name, x in options.items() if name != "whole"})
-    for lr in rates:
+    for lr in RATES:
         opt.param_groups[0]["lr"] = lr
         opt.zero_grad()
         error(model, dict(model.named_parameters()), *samples()).backward()
@@ -78,22 +78,23 @@ def test_a_rate_of_each_rank_that_is_the_same_on_all_is_that_rate(mesh: fs.Mesh)
         close(params, unsharded(case))
 
 
-@pytest.mark.parametrize("case", ["sgd", "adamw"])
-def test_rates_of_a_vmap_are_one_for_each_member(case: str) -> None:
+@pytest.mark.parametrize("case", CLASSES)
+def test_one_step_of_all_ranks_and_rows_has_one_rate_and_one_count(case: str) -> None:
     mesh = fs.simulated_mesh(2)
     params, state, step = training(mesh, case)
-    sweep = torch.func.vmap(step, in_dims=(None, None, None, None, 0))
-    rates = torch.tensor(RATES, dtype=torch.float64)
-    swept, _ = mesh.spmd(sweep, in_dims=(0, 0, 0, 0, None))(params, state, *mesh.split(samples()), rates)
-    for i, lr in enumerate(RATES):
-        close(fs.Sharded({key: x[:, i] for key, x in swept.items()}, params.layout), unsharded(case, (lr,)))
-
-
-def test_owners_of_whole_parameters_have_one_rate() -> None:
-    mesh = fs.simulated_mesh(2)
-    params, state, step = training(mesh, "whole")
-    with pytest.raises(ValueError, match=r"whole=True: an option, for example lr, is a tensor that differs"):
-        mesh.spmd(step)(params, state, *mesh.split(samples()), torch.tensor([0.1, 0.2]))
+    args, rates = mesh.split(samples()), torch.tensor([0.1, 0.2])
+    refused = pytest.raises(ValueError, match="step: one step updates all ranks, and all rows of a vmap, with the same")
+    with refused:
+        mesh.spmd(step)(params, state, *args, rates)
+    if case != "whole":
+        with refused:
+            mesh.spmd(torch.func.vmap(step, in_dims=(None,) * 4 + (0,)), in_dims=(0,) * 4 + (None,))(
+                params, state, *args, rates
+            )
+    if case == "adamw":
+        counted = {**state, "step": fs.Sharded(dict.fromkeys(state["step"], rates), params.layout)}
+        with refused:
+            mesh.spmd(step)(params, counted, *args, 0.1)
 
 
 @pytest.mark.parametrize("dims", [(), (1,)], ids=["number", "one_element"])
