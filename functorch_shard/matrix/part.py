@@ -18,7 +18,8 @@ from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import being_traced
-from ..training.optimizer_step import PARAM, ByLabel, Leaves, run_below_transforms, tensors_among
+from ..training.optimizer_step import PARAM, ByLabel, run_below_transforms, tensors_among
+from ..training.trials import Leaves
 from .plan import Plan, make_plan
 from .spec import find_spec
 from .step import WholeStep

@@ -18,8 +18,13 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import outside_transforms
-from ..training.optimizer_step import ELEMENTWISE, NUMBER_DTYPES, NUMBERS, Class, Group, Options, update
+from ..training.elementwise import take_steps_apart
+from ..training.optimizer_step import NUMBER_DTYPES, Group, update
 from ..training.trials import (
+    ELEMENTWISE,
+    NUMBERS,
+    Class,
+    Options,
     apart,
     first_value,
     on_host,
@@ -27,7 +32,6 @@ from ..training.trials import (
     refusal,
     scattered,
     take_steps,
-    take_steps_apart,
 )
 
 STARTED = "owner.started"

@@ -21,15 +21,13 @@ from ..communication.collective import Splits
 from ..training.optimizer_step import (
     PARAM,
     ByLabel,
-    Class,
     Group,
-    Leaves,
     Rows,
-    in_memory_of,
     owned,
     update,
     with_values,
 )
+from ..training.trials import Class, Leaves
 from .plan import Part, Plan, Round
 from .spec import STARTED
 
@@ -68,9 +66,7 @@ class WholeStep:
             places[index] = every
         places = dict(sorted(places.items()))
         _Run(self, axis, options, places, isinstance(index, Tensor), grads, new).all_rounds()
-        if not self.donate:
-            return new
-        return {key: {n: in_memory_of(given[key][n], x) for n, x in leaves.items()} for key, leaves in new.items()}
+        return new
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ are found in the operators: one whose result has fewer elements than the tensor 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..torch_internals.autograd import TorchDispatchMode
-from .trials import apart, on_host, scattered, state_of, take_steps, take_steps_apart
+from .optimizer_step import Group, State, update
+from .trials import Class, Options, apart, on_host, scattered, state_of, take_steps
 
 _SHAPES = ((160, 130), (8192,), (4, 3, 3, 3), (5,), ())
 _SIZES = [*map(prod, _SHAPES)]
@@ -65,6 +67,16 @@ def check_elementwise(cls: type[torch.optim.Optimizer], **options: Any) -> None:
         reason = "parts of tensors are updated otherwise than whole ones: by elements of others, by the shape or size, "
         reason += "or by what it stores outside of self.state[parameter] and the numbers in its groups"
         raise AssertionError(f"{cls.__name__} is not elementwise: {reason}")
+
+
+def take_steps_apart(
+    cls: Class, options: Options, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], states: Sequence[State]
+) -> None:
+    """Take a step with each of ``grads``, in place, each parameter by itself and with nothing but its state kept."""
+    groups = [Group(x, x, state, options) for x, state in zip(params, states, strict=True)]
+    for each in grads:
+        for group, grad in zip(groups, each, strict=True):
+            update(cls, [replace(group, grad=grad)], ())
 
 
 def _start() -> Tensor:

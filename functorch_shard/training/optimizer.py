@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 from ..containers import Static
 from ..errors import hint, reject
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout, rank_dims
+from ..layout.layout import Layout
 from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
 from ..torch_internals.autograd import eager, in_transform
-from .optimizer_step import NUMBER, PARAM, ByLabel, Leaves, Options, StepCall, run_below_transforms, tensors_among
-from .trials import apart, check_class, on_host, option_names, start_like, state_of
+from .optimizer_step import PARAM, ByLabel, Part
+from .trials import NUMBER, Leaves, Options, apart, check_class, on_host, option_names
 
 OptState = dict[str, Sharded]
 _NONE: Mapping[str, Any] = {}
@@ -140,12 +140,12 @@ class Optimizer(Static):
             problems += [f"{label!r} of {part!r}: its buffers are updated by another optimizer" for label in others]
         reject("init: labels", problems, advice)
         leaves = {key: x for part in parts for key, x in part.init(params).items()}
-        layouts = {name: layout for of_key in leaves.values() for name in of_key}
+        layouts: Mapping[str, Layout] = {}
         if owned := [pair for part in parts for pair in part.owned(params).items()]:
             from ..matrix import layouts_with_owners
 
-            layouts |= layouts_with_owners(layout, leaves, owned)
-        return _by_name({}, leaves, layouts)
+            layouts = layouts_with_owners(layout, leaves, owned)
+        return _by_name(leaves, layout, layouts=layouts)
 
     @eager
     def step(
@@ -166,7 +166,7 @@ class Optimizer(Static):
                 ``params``. ``None`` leaves a buffer and its state unchanged; pass it on all ranks or on none.
                 Parameters that a loss does not use have zeros for gradients, and weight decay and momentum move them.
             state: from :meth:`init` or the last step.
-            donate: update in place. ``params`` and ``state`` must not be used again: they hold the results.
+            donate: update in place. ``params`` and ``state`` must not be used again: their memory holds the results.
             labels: options of labels for this step.
             overrides: options for this step, for example ``lr=schedule(i)``; options of a label override them.
                 A tensor is the same on all ranks, and in all rows of a vmap.
@@ -211,11 +211,7 @@ class Optimizer(Static):
             updated |= part.step(params, grads, state, options, donate)
         if donated and not in_transform():  # autograd, or a lazy gather, may have saved them
             increment_version([x for x in donated if isinstance(x, Tensor) and not x.is_inference()])
-        trees = {name: dict(tree.items()) for name, tree in {PARAM: params, **state}.items()}
-        layouts = {name: layout for of_key in updated.values() for name in of_key}
-        new = _by_name(
-            trees, updated, {**layouts, **{name: tree.layout for name, tree in state.items()}, PARAM: layout}
-        )
+        new = _by_name(updated, layout, {PARAM: params, **state})
         return new.pop(PARAM), new
 
     def state_dict(self, state: OptState, params: Sharded, **overrides: Any) -> dict[str, Any]:
@@ -302,84 +298,31 @@ class Optimizer(Static):
                     opt = self._of(buffer.label)
                     owned = opt.whole and buffer.num_shards > 1  # what each rank holds whole, each rank updates
                     parts.setdefault((id(opt), owned), (opt, {}))[1][key] = buffer
-            self._planned[layout] = [opt.part(buffers) for opt, buffers in parts.values()]
+            self._planned[layout] = [opt._part(opt, buffers) for opt, buffers in parts.values()]
         return self._planned[layout]
 
-    def part(self, buffers: Mapping[str, Buffer]) -> Any:
-        """What updates ``buffers``."""
+    @property
+    def _part(self) -> Any:
         if not self.whole:
-            return Part(self, buffers)
+            return Part
         from ..matrix import WholePart
 
-        return WholePart(self, buffers)
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """The buffers of a layout that one optimizer updates; equal layouts may be of several meshes."""
-
-    opt: Optimizer
-    buffers: Mapping[str, Buffer]
-
-    def init(self, params: Sharded) -> dict[str, Leaves]:
-        """The state before the first step, by key of a buffer, then by name."""
-        rows = rank_dims(params.layout)
-        return {
-            key: {name: start_like(params[key], x, rows) for name, x in self._kept(buffer.label, params[key]).items()}
-            for key, buffer in self.buffers.items()
-        }
-
-    @cached_property
-    def _found(self) -> dict[tuple[str, torch.dtype, torch.device], Leaves]:
-        return {}
-
-    def _kept(self, label: str, x: Tensor) -> Leaves:
-        """What the class keeps for a shard like this one, with the options of the optimizer."""
-        form = label, x.dtype, x.device
-        if form not in self._found:
-            self._found[form] = state_of(self.opt.cls, self.opt.options_of(self.buffers)[label], x)
-        return self._found[form]
-
-    def step(
-        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
-    ) -> dict[str, Leaves]:
-        """New parameters and state, by key of a buffer, then by name; nothing of buffers without a gradient."""
-        trees = [(PARAM, dict(params.items())), *((name, dict(tree.items())) for name, tree in state.items())]
-        buffers = {}
-        for key, grad in grads.items():
-            if key in self.buffers and grad is not None:
-                buffers[key] = grad, {name: tree[key] for name, tree in trees if key in tree}
-        rows = rank_dims(params.layout)
-        call = StepCall(self.opt.cls, self.opt.known, self.buffers, options, donate)
-        return run_below_transforms(call, rows, buffers, tensors_among(options, rows))
-
-    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
-        """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
-        problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
-        trees = {name: dict(tree.items()) for name, tree in state.items()}
-        for key, buffer in self.buffers.items():
-            missing = [name for name in self._kept(buffer.label, shards[key]) if key not in trees.get(name, _NONE)]
-            problems += [f"{key!r}: {name!r} is missing" for name in missing]
-        for name, tree in trees.items():
-            for key, x in tree.items():
-                if key in self.buffers and isinstance(x, Tensor) and x.shape not in (shards[key].shape, scalar):
-                    expected = f"{tuple(shards[key].shape)} or {scalar}"
-                    problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
-        return problems
-
-    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
-        """The buffers that the state of whole parameters is in, by its name and key."""
-        return {}
+        return WholePart
 
 
 def _by_name(
-    trees: dict[str, Leaves], leaves: Mapping[str, Leaves], layouts: Mapping[str, Layout]
-) -> dict[str, Sharded]:
-    """``trees`` by name with ``leaves`` by key, each of its layout."""
+    leaves: Mapping[str, Leaves],
+    layout: Layout,
+    trees: Mapping[str, Sharded] = _NONE,
+    layouts: Mapping[str, Any] = _NONE,
+) -> OptState:
+    """``trees`` with ``leaves`` by key and name; others are of ``layouts`` by name, or of ``layout``."""
+    found = {name: dict(tree.items()) for name, tree in trees.items()}
     for key, of_key in leaves.items():
         for name, x in of_key.items():
-            trees.setdefault(name, {})[key] = x
-    return {name: Sharded(tree, layouts[name]) for name, tree in trees.items()}
+            found.setdefault(name, {})[key] = x
+    layouts = {name: tree.layout for name, tree in trees.items()} | dict(layouts)
+    return {name: Sharded(tree, layouts.get(name, layout)) for name, tree in found.items()}
 
 
 _START_AGAIN = "Start from opt.init(params); fs.reshard(state[name], opt.init(params)[name].layout) moves owners."

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import optree
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..layout.buffers import Buffer
+from ..layout.layout import rank_dims
+from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.autograd import (
     Function,
@@ -25,32 +28,23 @@ from ..torch_internals.autograd import (
     is_number,
     traced_as_it_runs,
 )
-from ..torch_internals.tensors import identity_of_storage
+from .trials import (
+    IMPLEMENTATIONS,
+    LEAVE_GRADIENTS,
+    NUMBER,
+    NUMBERS,
+    Class,
+    Leaves,
+    Options,
+    apart,
+    state_of,
+)
 
-Class = type[torch.optim.Optimizer]
-Options = Mapping[str, Any]
 ByLabel = Mapping[str, Options]
 State = dict[str, Any]
-Leaves = dict[str, Any]  # of a buffer, by name
 Rows = tuple[int, ...]  # sizes of the dims in front
 NUMBER_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
-NUMBERS = tuple(NUMBER_DTYPES)
 PARAM = "(param)"
-NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
-
-# Their kernels write to no gradient, read in their sources, except that of SGD with Nesterov momentum.
-_LEAVE_GRADIENTS = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-)
-ELEMENTWISE = (*_LEAVE_GRADIENTS, torch.optim.Adamax, torch.optim.Rprop, torch.optim.Adagrad)
-IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -146,53 +140,112 @@ def _as_arithmetic(groups: Sequence[Group]) -> Iterator[None]:
         state[name] = state[name].float()
 
 
-@dataclass(frozen=True)
-class StepCall:
-    """``step`` on plain tensors: gradient, parameter and state of each buffer to parameter and state."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The buffers of a layout that one optimizer updates; equal layouts may be of several meshes."""
 
-    cls: Class
-    known: Sequence[str]  # options of the class
+    opt: Any  # an Optimizer
     buffers: Mapping[str, Buffer]
-    options: ByLabel
-    donate: bool
 
-    def __call__(self, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows) -> dict[str, Leaves]:
-        """Update all rows at once."""
+    def init(self, params: Sharded) -> dict[str, Leaves]:
+        """The state before the first step, by key of a buffer, then by name."""
+        rows, shards = rank_dims(params.layout), {key: params[key] for key in self.buffers}
+        kept = {key: self._kept(buffer.label, shards[key]) for key, buffer in self.buffers.items()}
+        return {key: {name: _begun(shards[key], x, rows) for name, x in of.items()} for key, of in kept.items()}
+
+    @cached_property
+    def _found(self) -> dict[tuple[str, torch.dtype, torch.device], Leaves]:
+        return {}
+
+    def _kept(self, label: str, x: Tensor) -> Leaves:
+        """What the class keeps for a shard like this one, with the options of the optimizer."""
+        form = label, x.dtype, x.device
+        if form not in self._found:
+            cls, options = self.opt.cls, self.opt.options_of(self.buffers)[label]
+            with apart():
+                self._found[form] = state_of(cls, {**implementation(cls, options, [x], self.opt.known), **options}, x)
+        return self._found[form]
+
+    def problems(self, params: Sharded, state: Mapping[str, Sharded]) -> list[str]:
+        """What is wrong with the state: fused kernels write past the end of tensors that are too short."""
+        problems, scalar, shards = [], rank_dims(params.layout), dict(params.items())
+        trees = {name: dict(tree.items()) for name, tree in state.items()}
+        for key, buffer in self.buffers.items():
+            missing = [name for name in self._kept(buffer.label, shards[key]) if key not in trees.get(name, ())]
+            problems += [f"{key!r}: {name!r} is missing" for name in missing]
+        for name, tree in trees.items():
+            for key, x in tree.items():
+                if key in self.buffers and isinstance(x, Tensor) and x.shape not in (shards[key].shape, scalar):
+                    expected = f"{tuple(shards[key].shape)} or {scalar}"
+                    problems.append(f"{key!r}: {name!r}: got shape {tuple(x.shape)}, expected {expected}")
+        return problems
+
+    def owned(self, params: Sharded) -> Mapping[str, Mapping[str, Buffer]]:
+        """The buffers that the state of whole parameters is in, by its name and key."""
+        return {}
+
+    def step(
+        self, params: Sharded, grads: Sharded, state: Mapping[str, Sharded], options: ByLabel, donate: bool
+    ) -> dict[str, Leaves]:
+        """New parameters and state, by key of a buffer, then by name; nothing of buffers without a gradient."""
+        trees = [(PARAM, dict(params.items())), *((name, dict(tree.items())) for name, tree in state.items())]
+        buffers = {}
+        for key, grad in grads.items():
+            if key in self.buffers and grad is not None:
+                buffers[key] = grad, {name: tree[key] for name, tree in trees if key in tree}
+        rows = rank_dims(params.layout)
+        return run_below_transforms(
+            partial(self._updated, options, donate), rows, buffers, tensors_among(options, rows)
+        )
+
+    def _updated(
+        self, options: ByLabel, donate: bool, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows
+    ) -> dict[str, Leaves]:
+        """Update all rows at once, from the gradient and the leaves of each buffer, as plain tensors."""
         counts = [x for _, of in buffers.values() for x in of.values() if isinstance(x, Tensor) and x.shape == rows]
         check_rows(counts, rows, "step counts, as opt.init gives")
-        first, options, groups = (0,) * len(rows), with_values(self.options, values, rows), dict[str, Group]()
+        first, options, groups = (0,) * len(rows), with_values(options, values, rows), dict[str, Group]()
         for key, (grad, given) in buffers.items():
-            state, label = dict[str, Any](), self.buffers[key].label
-            for name, x in zip(given, owned(given.values(), self.donate), strict=True):
+            state, own = dict[str, Any](), options[self.buffers[key].label]
+            for name, x in zip(given, owned(given.values(), donate), strict=True):
                 x = x[first] if rows and isinstance(x, Tensor) and x.ndim == len(rows) else x
                 if name.startswith(NUMBER):
                     state[name] = None if x is None else x.item()
                 elif x is not None:
                     state[name] = x
-            grad = self._gradient(grad, given[PARAM], options[label])
-            groups[key] = Group(state.pop(PARAM), grad, state, options[label])
-        update(self.cls, [*groups.values()], self.known)
+            groups[key] = Group(state.pop(PARAM), self._gradient(grad, given[PARAM], own), state, own)
+        update(self.opt.cls, [*groups.values()], self.opt.known)
         new: dict[str, Leaves] = {}
         for key, group in groups.items():
-            _, given = buffers[key]
+            param, given = buffers[key][1][PARAM], buffers[key][1]
             new[key] = dict.fromkeys(given)
-            for name, x in {PARAM: group.param, **as_leaves(group.state)}.items():
-                x = x.expand(rows).clone() if rows and isinstance(x, Tensor) and x.ndim == 0 else x
-                new[key][name] = self._placed(given.get(name), x, given[PARAM])
+            for name, x in {PARAM: group.param, **group.state}.items():
+                if name.startswith(NUMBER) and x is not None:
+                    x = torch.tensor(x, dtype=NUMBER_DTYPES[type(x)])
+                old = given.get(name)
+                if rows and isinstance(x, Tensor) and x.ndim == 0:
+                    x = x.expand(rows).clone()
+                    x = old.detach().copy_(x) if donate and isinstance(old, Tensor) and old.is_contiguous() else x
+                elif old is None and isinstance(x, Tensor) and x.shape == param.shape:
+                    x = memory_kind_of(param).put(x)
+                new[key][name] = x
         return new
 
     def _gradient(self, grad: Tensor, param: Tensor, options: Options) -> Tensor:
         """The gradient like its parameter, or a copy where a step may write to it."""
         grad = grad.to(param.device, param.dtype)
-        if self.cls in _LEAVE_GRADIENTS and not options.get("nesterov"):
+        if self.opt.cls in LEAVE_GRADIENTS and not options.get("nesterov"):
             return grad.detach().contiguous()
         return grad.clone(memory_format=torch.contiguous_format)
 
-    def _placed(self, given: Any, x: Any, param: Tensor) -> Any:
-        """A result where it belongs: new state in the memory kind of its parameter, or in memory that was donated."""
-        if given is None and isinstance(x, Tensor) and x.shape == param.shape:
-            return memory_kind_of(param).put(x)
-        return in_memory_of(given, x) if self.donate else x
+
+def _begun(param: Tensor, x: Any, rows: Rows) -> Any:
+    """The state ``x`` of four elements for a parameter; ``None`` if the first step creates it."""
+    if not isinstance(x, Tensor):
+        return x
+    if x.ndim == 0:
+        return torch.full(rows, x.item(), dtype=x.dtype, device=x.device)
+    return memory_kind_of(param).put(torch.full_like(param, x[0].item(), dtype=x.dtype))
 
 
 def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> Any:
@@ -254,7 +307,7 @@ _NO_DERIVATIVE = (
 
 
 def tensors_among(options: ByLabel, rows: Rows) -> Any:
-    """``options`` with ``None`` for what is no tensor, and dims for the ``rows`` of those in front.
+    """``options`` with ``None`` for other values, and dims for the ``rows`` of those in front.
 
     They are inputs of a step as parameters are: below a vmap they have its rows, and their derivatives raise. Numbers
     of a traced program have no rows.
@@ -296,26 +349,6 @@ _OTHER_ROWS = (
     "step: one step updates all ranks, and all rows of a vmap, with the same {}. Pass numbers, or tensors that are the "
     "same for all (collectives.pmean); train members of a sweep one by one."
 )
-
-
-def as_leaves(state: State) -> Leaves:
-    """``state`` with numbers of parameter groups as tensors, which are leaves of a tree."""
-    return {
-        name: torch.tensor(x, dtype=NUMBER_DTYPES[type(x)]) if name.startswith(NUMBER) and x is not None else x
-        for name, x in state.items()
-    }
-
-
-def in_memory_of(given: Any, result: Any) -> Any:
-    """``result``, or ``given`` with its values, unless elements of ``given`` share memory (expanded tensors)."""
-    if not isinstance(given, Tensor) or _same_memory(given, result):
-        return result
-    expanded = any(size > 1 and not stride for size, stride in zip(given.shape, given.stride(), strict=True))
-    return result if expanded else given.detach().copy_(result)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return identity_of_storage(a) == identity_of_storage(b) and a.storage_offset() == b.storage_offset()
 
 
 def owned(values: Iterable[Any], donated: bool) -> list[Any]:

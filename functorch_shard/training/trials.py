@@ -1,34 +1,46 @@
-"""What an optimizer class keeps for a parameter, found by trial steps: torch declares it nowhere."""
+"""What is known of optimizer classes, by name or by trial steps: torch declares nowhere what one keeps."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ..storage.memory_kind import memory_kind_of
-from ..torch_internals.autograd import outside_transforms, untraced, without_compiling
-from .optimizer_step import (
-    ELEMENTWISE,
-    IMPLEMENTATIONS,
-    NUMBER,
-    NUMBERS,
-    Class,
-    Group,
-    Leaves,
-    Options,
-    Rows,
-    State,
-    implementation,
-    update,
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
 )
 
+from ..torch_internals.autograd import outside_transforms, untraced, without_compiling
+
+Class = type[torch.optim.Optimizer]
+Options = Mapping[str, Any]
+Leaves = dict[str, Any]  # of a buffer, by name
+NUMBERS = bool, int, float
+NUMBER = "group."  # before the names of numbers that a class keeps in its parameter groups
+IMPLEMENTATIONS = ("fused", "foreach", "capturable", "differentiable")
+
+# Their kernels write to no gradient, read in their sources, except that of SGD with Nesterov momentum.
+LEAVE_GRADIENTS = (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, Adadelta, ASGD)
+ELEMENTWISE = (*LEAVE_GRADIENTS, Adamax, Rprop, Adagrad)
+_BEGIN_WITH_NUMBERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adadelta, Adamax, Adagrad, Adafactor, Muon)
 _TRIAL_STEPS = 12  # more than warm-ups and lookaheads take
 
 
@@ -41,17 +53,15 @@ def state_of(cls: Class, options: Options, like: Tensor) -> Leaves:
         TypeError: it keeps what is not a tensor of the parameter's shape, a number or a string, or changes its options.
     """
     options = on_host(options) if like.is_meta else options
-    with apart():
-        param = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
-        options = {**implementation(cls, options, [param], option_names(cls)), **options}
-        grads = [[scattered(param.shape, i).to(param)] for i in range(1 if cls in ELEMENTWISE else _TRIAL_STEPS)]
-        optimizer, numbers = take_steps(cls, options, [param], grads)
-        kept = optimizer.state[param]
-        odd = [f"{name!r} is a {type(x).__name__}" for name, x in kept.items() if not _fits(x, param)]
-        if odd:
-            raise refusal(cls, f"its state cannot be sharded like its parameter: {', '.join(odd)}")
-        firsts = {name: first_value(cls, options, name) for name in kept}
-        return {n: x if x is None else torch.full_like(kept[n], x) for n, x in firsts.items()} | dict.fromkeys(numbers)
+    param = torch.zeros(4, dtype=like.dtype, device="cpu" if like.is_meta else like.device)
+    grads = [[scattered(param.shape, i).to(param)] for i in range(1 if cls in ELEMENTWISE else _TRIAL_STEPS)]
+    optimizer, numbers = take_steps(cls, options, [param], grads)
+    kept = optimizer.state[param]
+    odd = [f"{name!r} is a {type(x).__name__}" for name, x in kept.items() if not _fits(x, param)]
+    if odd:
+        raise refusal(cls, f"its state cannot be sharded like its parameter: {', '.join(odd)}")
+    firsts = {name: first_value(cls, options, name) for name in kept}
+    return {n: x if x is None else torch.full_like(kept[n], x) for n, x in firsts.items()} | dict.fromkeys(numbers)
 
 
 def first_value(cls: Class, options: Options, name: str) -> Any:
@@ -63,20 +73,6 @@ def first_value(cls: Class, options: Options, name: str) -> Any:
     if cls not in _BEGIN_WITH_NUMBERS:
         return None
     return {"sum": options.get("initial_accumulator_value", 0), "mu_product": 1}.get(name, 0)
-
-
-_BEGIN_WITH_NUMBERS = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Adafactor,
-    torch.optim.Muon,
-)
 
 
 def _fits(x: Any, param: Tensor) -> bool:
@@ -108,16 +104,6 @@ def take_steps(
     return optimizer, [NUMBER + name for name in names]
 
 
-def take_steps_apart(
-    cls: Class, options: Options, params: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], states: Sequence[State]
-) -> None:
-    """Take a step with each of ``grads``, in place, each parameter by itself and with nothing but its state kept."""
-    groups = [Group(x, x, state, options) for x, state in zip(params, states, strict=True)]
-    for each in grads:
-        for group, grad in zip(groups, each, strict=True):
-            update(cls, [replace(group, grad=grad)], ())
-
-
 def option_names(cls: Class) -> list[str]:
     """The options of ``cls``: the parameters of its constructor without the first, ``"**"`` if it takes any."""
     _, *parameters = inspect.signature(cls).parameters.values()
@@ -126,12 +112,12 @@ def option_names(cls: Class) -> list[str]:
 
 _WHOLE = "ass whole=True: then one rank updates each parameter as a whole."
 _NEVER = {
-    torch.optim.LBFGS: "its step needs closure, and here a step gets gradients and no loss",
-    torch.optim.SparseAdam: "it takes sparse gradients, and here they are dense",
+    LBFGS: "its step needs closure, and here a step gets gradients and no loss",
+    SparseAdam: "it takes sparse gradients, and here they are dense",
 }
 _ONLY_WHOLE = {
-    torch.optim.Adafactor: "its state is of rows and columns, and a shard has parts of them",
-    torch.optim.Muon: "it makes whole matrices orthogonal, and a shard is a part of one",
+    Adafactor: "its state is of rows and columns, and a shard has parts of them",
+    Muon: "it makes whole matrices orthogonal, and a shard is a part of one",
 }
 
 
@@ -150,15 +136,6 @@ def check_class(cls: type[torch.optim.Optimizer], elementwise: bool, whole: bool
         reason = "it is not a class of torch.optim that is known to update each element by itself"
         check = f"fs.testing.check_elementwise({cls.__name__}, ...)"
         raise refusal(cls, reason, f"If it does, pass elementwise=True, which {check} tests; else p{_WHOLE}")
-
-
-def start_like(param: Tensor, x: Any, rows: Rows) -> Any:
-    """The state ``x`` of four elements for a parameter; ``None`` if the first step creates it."""
-    if not isinstance(x, Tensor):
-        return x
-    if x.ndim == 0:
-        return torch.full(rows, x.item(), dtype=x.dtype, device=x.device)
-    return memory_kind_of(param).put(torch.full_like(param, x[0].item(), dtype=x.dtype))
 
 
 def scattered(shape: Sequence[int], seed: int) -> Tensor:

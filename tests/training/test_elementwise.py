@@ -9,7 +9,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import check_elementwise
-from functorch_shard.training.optimizer_step import ELEMENTWISE
+from functorch_shard.training.trials import ELEMENTWISE
 from tests.support import homemade
 
 NOT_ELEMENTWISE: list[tuple[Any, dict[str, Any], str]] = [
