@@ -23,6 +23,7 @@ from tests.support.scripts import printed_by
 FOLDER = Path(__file__).parents[2] / "examples"
 TEXT = ["--text", str(FOLDER / "train_gpt.py")]
 TOY = {
+    "diloco.py": ["--steps", "2", "--inner", "2", "--codec", "int8"],
     "evolution.py": ["--steps", "1"],
     "lanczos.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "long_context.py": ["--steps", "2", "--batch-size", "2", *TEXT],
