@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import vmap
@@ -21,7 +19,6 @@ from tests.support.programs import PROGRAMS, TRANSFORMS, as_rank, cases
 from tests.support.ranks import Ranks, gloo, rows_of, sequential, simulated, slow
 from tests.support.refusals import refused
 
-RANKS = (1, 2, 3, 5, 8)
 # What a collective needs besides its operand, for a number of ranks.
 OPTIONS: dict[str, Callable[[int], Any]] = {
     "all_to_all": lambda n: {"split_dim": 0, "concat_dim": 1},
@@ -94,33 +91,6 @@ def test_one_axis_of_two_leaves_the_other_alone(program: str, axis: str) -> None
     dim = 1 - "ab".index(axis)  # the ranks of the other axis are independent
     expected = torch.stack([reference.run(PROGRAMS[program], x) for x in rows.unbind(dim)], dim)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    verb=st.sampled_from(["psum", "pmean", "all_gather", "psum_scatter"]),
-    num_ranks=st.sampled_from(RANKS),
-    shape=st.lists(st.integers(0, 3), min_size=1, max_size=3),
-    seed=st.integers(0, 2**16),
-    data=st.data(),
-)
-def test_backward_is_the_transpose_of_forward(
-    verb: str, num_ranks: int, shape: list[int], seed: int, data: st.DataObject
-) -> None:
-    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    if verb == "psum_scatter":
-        shape[dim] *= num_ranks
-    mesh = fs.simulated_mesh(num_ranks)
-    options = {"dim": dim} if verb in ("all_gather", "psum_scatter") else {}
-    every_rank = mesh.spmd(lambda x: getattr(fs.collectives, verb)(x, mesh, **options))
-    pull = mesh.spmd(
-        lambda x, y: torch.func.vjp(lambda x: getattr(fs.collectives, verb)(x, mesh, **options), x)[1](y)[0]
-    )
-    torch.manual_seed(seed)
-    x = torch.randn(num_ranks, *shape, dtype=torch.float64)
-    ax = every_rank(x)
-    y = torch.randn_like(ax)
-    torch.testing.assert_close((ax * y).sum(), (x * pull(x, y)).sum(), rtol=1e-12, atol=1e-12)
 
 
 TRAVELLING = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of
 from tests.support.refusals import refused
-from tests.support.torch_globals import Globals
 
 MODEL = awkward()
 AXES = [{"shard": 5}, {"replicate": 2, "shard": 3}]
@@ -55,13 +52,6 @@ def trained(mesh: fs.Mesh, num_steps: int = 3, **options: Any) -> tuple[fs.Shard
     for _ in range(num_steps):
         params, state, loss = step(params, state, x, y)
     return params, loss
-
-
-def same_shapes(actual: fs.Sharded, expected: fs.Sharded) -> None:
-    def form(tree: Any) -> Any:
-        return {key: (x.shape, x.dtype, x.device) for key, x in tree.items()}
-
-    assert form(actual) == form(expected)
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
@@ -128,24 +118,6 @@ def test_a_collective_that_nobody_waits_for_is_not_waited_for() -> None:
     assert 0.01 <= counter["shard", "all_gather"].seconds < 9
 
 
-SKIPS = [("all_gather",), ("psum_scatter", "psum"), ("all_gather", "psum_scatter", "psum")]
-
-
-@pytest.mark.parametrize("skipped", SKIPS)
-def test_a_step_runs_without_what_is_skipped(skipped: tuple[str, ...]) -> None:
-    axes = {"replicate": 2, "shard": 3}
-    behind, before = Counter(), Counter()
-    mesh = fs.simulated_mesh(axes).with_backend(behind).with_backend(skip(*skipped))
-    actual, loss = trained(mesh.with_backend(before))
-    expected, expected_loss = trained(fs.simulated_mesh(axes))
-    same_shapes(actual, expected)
-    assert loss.shape == expected_loss.shape
-    assert torch.isfinite(loss).all()
-    asked, sent = before.traffic, behind.traffic
-    assert set(asked) - set(sent) == {(axis, kind) for axis, kind in asked if kind in skipped}
-    assert all(sent[key].nbytes == asked[key].nbytes for key in sent)
-
-
 def test_only_kinds_of_collectives_are_skipped() -> None:
     assert "skip: 1 problem\n  'reduction': expected one of all_gather, psum, pmax" in refused(skip, "reduction")
 
@@ -186,66 +158,34 @@ def test_what_was_wrapped_last_is_asked_first() -> None:
     assert asked == ["b", "a"]
 
 
-@dataclass(frozen=True)
-class ThreadBackend(Backend):
-    """Ranks that are threads of this process: a backend from nothing, with only what it has to have."""
-
-    size: int
-    rank: Callable[[], int]
-    barrier: threading.Barrier
-    slots: list[Tensor]
+class Twin(Backend):
+    """One of two ranks that have the same values: a backend from nothing, with only what it has to have."""
 
     def index(self) -> int:
-        return self.rank()
+        return 0
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        return Finished(self._result(op, torch.stack(self._all(x.to(op.dtype)))))
-
-    def _result(self, op: Collective, rows: Tensor) -> Tensor:
         match op.kind:
             case "all_gather" | "exchange":
-                return torch.cat(rows.unbind(0), op.dim)
+                return Finished(torch.cat([x, x], op.dim))
             case "psum_scatter":
-                return rows.sum(0).chunk(self.size, op.dim)[self.rank()]
-            case "psum":
-                return rows.sum(0)
+                return Finished(2 * x.chunk(2, op.dim)[0])
         raise NotImplementedError(op.kind)
 
-    def _all(self, x: Tensor) -> list[Tensor]:
-        self.slots[self.rank()] = x
-        self.barrier.wait(30)
-        copies = [slot.clone() for slot in self.slots]
-        self.barrier.wait(30)  # from now on x may be written to
-        return copies
 
+def test_a_backend_from_nothing_gives_what_simulated_ranks_do() -> None:
+    seen, values = list[Collective](), {"w": torch.tensor([3.0, -5.0]).repeat(2)}
+    simulated = fs.simulated_mesh(2)
+    twin = simulated.with_backend(lambda axis: Twin()).with_backend(seen_by(seen))
 
-def ranks_as_threads(size: int, fn: Callable[[fs.Mesh], Any]) -> list[Any]:
-    here = threading.local()
-    backend = ThreadBackend(size, lambda: here.rank, threading.Barrier(size), [torch.empty(0)] * size)
-    mesh = fs.simulated_mesh(size).with_backend(lambda axis: backend)
+    def slope(params: fs.Sharded) -> fs.Sharded:
+        return fs.grad(lambda p: fs.gather(p)["w"].pow(3).sum())(params)
 
-    def as_rank(rank: int) -> Any:
-        here.rank = rank
-        return fn(mesh)
-
-    before = Globals()  # torch's flags of dispatch modes are those of the process: threads mix them up
-    try:
-        with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(as_rank, range(size)))
-    finally:
-        before.restore()
-
-
-@pytest.mark.parametrize("size", [3])
-def test_a_backend_from_nothing_trains_as_simulated_ranks_do(size: int) -> None:
-    expected, expected_loss = trained(fs.simulated_mesh(size))
-    for rank, (params, loss) in enumerate(ranks_as_threads(size, trained)):
-        assert_trees_close(dict(params), {key: x[rank] for key, x in expected.items()}, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(loss, expected_loss[rank])
-    seen: list[Collective] = []
-    ranks_as_threads(size, lambda mesh: trained(mesh.with_backend(seen_by(seen)), 1))
-    assert {op.key for op in seen if op.kind in ("all_gather", "psum_scatter")} == expected.layout.buffers.keys()
-    assert Collective("exchange", "shard", 32, torch.uint8) in seen
+    params = fs.shard(values, fs.plan(values, simulated))
+    of_twin = fs.Sharded({key: x[0] for key, x in params.items()}, fs.plan(values, twin))
+    assert torch.equal(slope(of_twin)["(root)"], simulated.spmd(slope)(params)["(root)"][0])
+    assert [op.kind for op in seen] == ["exchange", "all_gather", "psum_scatter"]
+    assert {op.key for op in seen[1:]} == {"(root)"}
 
 
 def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:

@@ -90,37 +90,6 @@ def ragged_batches(mesh: fs.Mesh) -> Any:
     return trained(mesh, model, _of_language(model), tokens(mesh, ragged=True))
 
 
-class Routed(nn.Module):
-    """Each row goes to the expert that a router chooses; an expert that no row of this rank chose does not run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.router = nn.Embedding(20, 8), nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.head = nn.Linear(8, 20)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids).mean(1)
-        weights = self.router(x).softmax(-1)
-        best = weights.argmax(-1)
-        y = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (best == number).nonzero().flatten()
-            if len(rows):
-                y = y.index_copy(0, rows, expert(x[rows]) * weights[rows, number, None])
-        return self.head(x + y)
-
-
-def routing(mesh: fs.Mesh) -> Any:
-    model = _seeded(Routed)
-
-    def loss(params: fs.Sharded, batch: tuple[Tensor, Tensor]) -> Tensor:
-        full = fs.gather(params, lazy=False)  # ranks use different experts
-        return F.cross_entropy(functional_call(model, full, (batch[0],)), batch[0][:, 0])
-
-    return trained(mesh, model, loss, tokens(mesh))
-
-
 class AverageOverRanks(nn.Module):
     """A model that communicates between two of its layers, as a synchronized BatchNorm does."""
 
@@ -176,7 +145,7 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-PROGRAMS = {fn.__name__: fn for fn in (ragged_batches, routing, collective_in_a_model, checkpointed)}
+PROGRAMS = {fn.__name__: fn for fn in (ragged_batches, collective_in_a_model, checkpointed)}
 
 
 def every_program(mesh: fs.Mesh) -> dict[str, Any]:
