@@ -268,13 +268,12 @@ def _lazily(
     if any(layout.buffers[key].num_shards > 1 for key in shards):
         session.rank = shard_axis(layout).backend.ready()
     anchors = sink_here().anchors
-    together = anchors is not None and not has_tangents([*shards.values()])
-    joined = _joined(session, shards, layout, anchors) if together else {}
+    joined = {} if anchors is None else _joined(session, shards, layout, anchors)
     for part in parts_of(shards, layout, dtype, codec):
         own = {key: shards[key] for key in part.keys}
-        joins = joined if together else _joined(session, own, layout)
+        joins = _joined(session, own, layout) if anchors is None else joined
         whole = _Gather.apply(session, part, not joins.keys().isdisjoint(own), *[joins.get(k, own[k]) for k in own])
-        if together and joins.keys() >= own.keys():
+        if joined.keys() >= own.keys():
             session.reductions.nodes[part] = ref(whole[0].grad_fn)  # weak: it knows the session
         tensors.update(zip(part.names, whole, strict=True))
     differentiate_at_once(tensors.values())
@@ -286,10 +285,11 @@ def _joined(
 ) -> dict[str, Tensor]:
     """Those that require grad, behind one node that waits for their reductions.
 
-    Only plain autograd can wait for them at the end: a transform wants to see every gradient when it is made.
+    Only plain reverse mode can wait for them at the end: a transform wants to see every gradient when it is made.
     """
     requires_grad = [key for key, x in shards.items() if x.requires_grad]
-    if not requires_grad or in_transform() or not torch.is_grad_enabled():
+    transformed = in_transform() or has_tangents([*shards.values()])
+    if not requires_grad or transformed or not torch.is_grad_enabled():
         return {}
     device = working_device(shards[requires_grad[0]], layout.mesh.device)
     anchor, *joined = _Join.apply(session, requires_grad, device, *[shards[key] for key in requires_grad])
@@ -365,9 +365,8 @@ class _Join(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.session, ctx.keys, ctx.device, *shards = inputs
+        ctx.session, ctx.keys, *_ = inputs
         ctx.sink = sink_here()
-        ctx.save_for_forward(*shards)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -379,9 +378,3 @@ class _Join(Function):
             handed_on = ctx.sink.finish(ctx, totals)
         pairs = zip(totals, handed_on, grads, strict=True)
         return None, None, None, *[grad if total is None else x for total, x, grad in pairs]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        pairs = zip(ctx.saved_tensors, tangents[3:], strict=True)
-        views = (torch.zeros_like(x) if tangent is None else tangent.view_as(tangent) for x, tangent in pairs)
-        return torch.empty(0, device=ctx.device), *views
