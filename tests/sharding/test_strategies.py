@@ -138,16 +138,6 @@ def first(seen: CollectiveCounter, kind: str, numel: int) -> int:
     return [(one.kind, one.numel) for one in seen.issued].index((kind, numel))
 
 
-@pytest.mark.parametrize("ranks", [one for one in GRIDS if not one.real], ids=str)
-def test_axes_may_have_any_names(ranks: Ranks) -> None:
-    names = {"shard": "fsdp", "replicate": "dp"}
-    mesh = fs.simulated_mesh({names[name]: size for name, size in ranks.axes.items()})
-    grads, seen, trained, _ = step(mesh, {"shard_axis": "fsdp", "replicate_axis": "dp"})
-    assert_gradients(grads, mesh.size)
-    assert traffic(seen) >= once("psum", "dp", trained, shards=True)
-    assert {one.axis for one in seen.issued} == {"fsdp", "dp"}
-
-
 def reductions(trained: fs.Layout) -> Traffic:
     """What one ``scatter_grads`` costs."""
     across = once("psum", "replicate", trained, shards=True) if trained.axis_size("replicate") > 1 else Counter()

@@ -38,38 +38,12 @@ def test_the_derivative_of_new_shards_is_refused_and_never_zero(mesh: fs.Mesh) -
             refused(mesh, name, loss, derivative)
 
 
-@pytest.mark.parametrize("derivative", [DERIVATIVES[0], DERIVATIVES[2]], ids=["grad", "jvp"])
-def test_the_derivative_of_a_flat_product_by_the_vector_is_refused(derivative: Any) -> None:
-    mesh, vector = fs.simulated_mesh(2), torch.ones(5, dtype=torch.float64)
-
-    def by_vector(params: fs.Sharded) -> Any:
-        operator = fs.curvature.hessian(cube)(params)
-        return derivative(lambda v: v @ (operator @ v), vector)
-
-    with pytest.raises(NotImplementedError, match=r"from_vector: .* no derivative by"):
-        mesh.spmd(by_vector)(of(mesh))
-
-
-def cube(params: fs.Sharded) -> Tensor:
-    return fs.gather(params)["w"].pow(3).sum()
-
-
 def refused(mesh: fs.Mesh, name: str, loss: Callable[..., Tensor], derivative: Callable[..., Any]) -> None:
     def beside(params: fs.Sharded) -> Tensor:
         return fs.global_norm(params) + loss(params)
 
     with pytest.raises(NotImplementedError, match=rf"{name}: .* no derivative by"):
         mesh.spmd(lambda params: derivative(beside, params))(of(mesh))
-
-
-@on_each([*simulated(2), *sequential(2), *gloo(2)])
-def test_new_shards_of_detached_values_are_constants(mesh: fs.Mesh) -> None:
-    def loss(params: fs.Sharded) -> Tensor:
-        full = {name: x.detach() for name, x in fs.gather(params, lazy=False).items()}
-        return fs.curvature.vdot(params, fs.shard(full, params.layout))
-
-    grads = fs.gather(mesh.spmd(fs.grad(loss))(of(mesh)), lazy=False)
-    assert torch.equal(grads["w"], torch.arange(1.0, 6.0, dtype=torch.float64))
 
 
 BETWEEN_STEPS: dict[str, Callable[[fs.Sharded], Any]] = {
