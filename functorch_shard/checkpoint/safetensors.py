@@ -37,8 +37,7 @@ def import_safetensors(path: StrPath, layout: Layout) -> Sharded:
     name, for any ranks, units and labels of the two layouts. Needs ``pip install functorch_shard[safetensors]``.
 
     Args:
-        path: a file, an index of Hugging Face (``model.safetensors.index.json``), or a directory, which contains an
-            index or files that end in ``.safetensors``. An index refers only to files beside it.
+        path: a file, or a directory, all of whose files that end in ``.safetensors`` are read.
         layout: from :func:`plan`. The files contain every parameter in its shape, a tied one under one of its names, or
             under several with equal values. Other tensors in the files, for example a module's buffers, are ignored.
 
@@ -99,7 +98,7 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
         NotImplementedError: the layout has DTensors.
 
     Cost:
-        One all-gather per sharded buffer, in the stored dtype, and two of 32 bytes per axis. Memory on every rank: one
+        One all-gather per sharded buffer, in the stored dtype, and one of 32 bytes per axis. Memory on every rank: one
         unit; on rank 0 also one file.
 
     Example:
@@ -118,13 +117,6 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
         raise RuntimeError(f"{_EXPORT}: inside a transform or spmd, where a tree is one rank's. Call it outside.")
     dtensors = [f"{name!r}: a {slot.dtensor}" for name, slot in layout.slots.items() if slot.dtensor]
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
-    staging = list[StagingDirectory]()  # of rank 0
-
-    def begin() -> None:
-        target = local_path(f"{_EXPORT}: path", path)
-        if mesh.rank == 0:
-            staging.append(opened := StagingDirectory(target))
-            opened.open()
 
     def write() -> None:
         names = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
@@ -132,24 +124,19 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
         slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
         sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in names[slot.name]}
         try:
-            for opened in staging:
-                write_files(opened, sizes, max_shard_size, tensors)
+            if mesh.rank == 0:
+                write_files(local_path(f"{_EXPORT}: path", path), sizes, max_shard_size, tensors)
         finally:
             for _ in tensors:  # all ranks gather to the end, and then raise
                 pass
 
-    try:
-        for step in (begin, write):
-            mesh.agree(_EXPORT, step, lambda _: [])
-    finally:
-        for opened in staging:
-            opened.abandon()
+    mesh.agree(_EXPORT, write, lambda _: [])
 
 
 def write_files(
-    staging: StagingDirectory, sizes: Mapping[str, int], max_shard_size: int, tensors: Iterator[tuple[str, Tensor]]
+    target: Path, sizes: Mapping[str, int], max_shard_size: int, tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write tensors in the order of their ``sizes`` in bytes, file by file, and publish them."""
+    """Write tensors in the order of their ``sizes`` in bytes, file by file, to a directory that appears at the end."""
     from safetensors.torch import save_file
 
     groups, free = [list[str]()], max_shard_size
@@ -158,18 +145,22 @@ def write_files(
             groups, free = [*groups, []], max_shard_size
         groups[-1].append(name)
         free -= size
-    count, index = len(groups), dict[str, str]()
-    for i, group in enumerate(groups, 1):
-        file = SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
-        of_file = islice(tensors, len(group))
-        whole = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in of_file}
-        save_file(whole, staging.folder / file, {"format": "pt"})
-        sync(staging.folder / file)
-        index.update(dict.fromkeys(group, file))
-    if count > 1:
-        text = json.dumps({"metadata": {}, "weight_map": dict(sorted(index.items()))}, indent=2)
-        (staging.folder / INDEX).write_text(f"{text}\n", encoding="utf-8")
-    staging.publish()
+    count, index, staging = len(groups), dict[str, str](), StagingDirectory(target)
+    staging.open()
+    try:
+        for i, group in enumerate(groups, 1):
+            file = SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
+            of_file = islice(tensors, len(group))
+            whole = {name: x.detach().to("cpu", copy=True).contiguous() for name, x in of_file}
+            save_file(whole, staging.folder / file, {"format": "pt"})
+            sync(staging.folder / file)
+            index.update(dict.fromkeys(group, file))
+        if count > 1:
+            text = json.dumps({"metadata": {}, "weight_map": dict(sorted(index.items()))}, indent=2)
+            (staging.folder / INDEX).write_text(f"{text}\n", encoding="utf-8")
+        staging.publish()
+    finally:
+        staging.abandon()
 
 
 @dataclass(frozen=True)
@@ -187,7 +178,8 @@ def _opened(path: StrPath, layout: Layout, opened: ExitStack) -> Reader:
 
     folder, problems = local_path(f"{_IMPORT}: path", path), list[str]()
     slices, entries = dict[str, Any](), dict[str, Entry]()
-    for file in _files(folder):
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]
+    for file in files:
         try:
             if not file.is_file():  # opening a pipe would wait for its writer
                 raise OSError("not a regular file" if file.exists() else "no such file")
@@ -209,25 +201,10 @@ def _opened(path: StrPath, layout: Layout, opened: ExitStack) -> Reader:
             torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)) for a, b in pairwise(values)
         ):
             problems.append(f"{name!r}: tied in the layout, but the values of {tied} differ")  # NaN is NaN
-    reject(_IMPORT, problems, "Nothing was read. Plan a layout in which they are not tied.")
+    problems += [] if files else [f"{folder}: no file in it ends in '.safetensors'"]
+    reject(
+        _IMPORT, problems, "Nothing was read. Pass a safetensors file, or a directory; plan a layout without such ties."
+    )
     lines = [f"{name!r}: {entry} in {entry.values[0].file}" for name, entry in sorted(entries.items())]
     identity = hashlib.sha256("\n".join(lines).encode()).hexdigest()  # directories may differ between ranks
     return _Files(folder, entries, {}, identity, True, slices)
-
-
-def _files(path: Path) -> list[Path]:
-    index = path / INDEX if path.is_dir() else path
-    if path.is_dir() and not index.exists():
-        inside = sorted(path.glob("*.safetensors"))
-        reject(_IMPORT, [] if inside else [str(path)], "It contains no index and no file that ends in '.safetensors'.")
-        return inside
-    if index.suffix != ".json":
-        return [path]
-    try:
-        names = sorted({*map(str, json.loads(index.read_text())["weight_map"].values())})
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        text = f"{_IMPORT}: {index}: has no 'weight_map' from names to files ({type(error).__name__}: {error})"
-        raise ValueError(text) from error
-    outside = [f"{index}: refers to {name!r}, which is not beside it" for name in names if Path(name).name != name]
-    reject(_IMPORT, outside, "Nothing was read.")
-    return [index.parent / name for name in names]

@@ -9,7 +9,6 @@ from ..checkpoint import digests
 from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import MAX_SHARD_SIZE, write_files
-from ..checkpoint.staging import StagingDirectory
 from ..errors import local_path, reject, shown, size_text, table
 
 _SHORT = Repr()
@@ -59,12 +58,7 @@ def consolidate(reader: Reader, path: Path, prefix: str, max_shard_size: int | N
     beginnings = sorted({name.split(".")[0] for name in reader.entries})
     nothing = [f"no tensor begins with {prefix!r}; names begin with {', '.join(map(shown, beginnings))}"]
     reject("consolidate", [] if sizes else nothing, "Pass --prefix, for example --prefix ema. for averages.")
-    staging = StagingDirectory(local_path("consolidate: path", path))
-    staging.open()
-    try:
-        tensors = ((name[len(prefix) :], reader.whole(name)) for name in sizes)
-        shorter = {name[len(prefix) :]: nbytes for name, nbytes in sizes.items()}
-        write_files(staging, shorter, max_shard_size or MAX_SHARD_SIZE, tensors)
-    finally:
-        staging.abandon()
+    tensors = ((name[len(prefix) :], reader.whole(name)) for name in sizes)
+    shorter = {name[len(prefix) :]: nbytes for name, nbytes in sizes.items()}
+    write_files(local_path("consolidate: path", path), shorter, max_shard_size or MAX_SHARD_SIZE, tensors)
     return f"{path}: {len(sizes)} tensors"

