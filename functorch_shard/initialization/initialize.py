@@ -1,20 +1,43 @@
-"""``init``: from a model without values to shards and buffers, one unit in memory at a time."""
+"""``init``: from a model without values to shards and buffers, one unit in memory at a time.
+
+Note [Who fills what]: each module of a copy is called once the modules inside of it were, as by ``model.apply``. A call
+may fill the tensors of its module and of modules inside, and the last values count, so a module around has the last
+word, as in constructors. A module's own reset fills a tied tensor under its first name only.
+
+Note [Memory on first use]: all tensors of the copy are on the meta device. While a call runs, a tensor that it may fill
+has memory from its first use on, through ``.data`` and views too, and draws the random numbers that it draws for a
+tensor with values. All others stay without, where drawing takes no random numbers. So values depend on the seed and on
+names, and on nothing else. A call has the tensors of its module, and those of one unit of the modules inside.
+"""
 
 from __future__ import annotations
 
+import copy
+import hashlib
+from collections.abc import Callable, Collection
+from types import MethodType
+from typing import Any
+
+import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import reject
 from ..layout.layout import Layout
 from ..layout.planning import aliases_of, named_tensors
 from ..layout.trees import Sharded
-from ..layout.validation import check_model
+from ..layout.units import below
+from ..layout.validation import check_model, local_part
 from ..mesh.agreement import value_lines
 from ..sharding.shard import blank_rows, fill_rows, shard_of_rows
-from ..torch_internals.autograd import outside_transforms
-from .filling import Filling, Init
+from ..torch_internals.autograd import TorchDispatchMode, outside_transforms
+from ..torch_internals.tensors import RESETS, identity_of_storage, is_written, schema_of, tensors_of
 
+Init = Callable[[nn.Module], Any]
+_WHERE: tuple[Any, ...] = (Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda, Tensor.device)
+_BEFORE = (*(each.__get__ for each in _WHERE), Tensor.__setitem__)  # what looks at a device before it dispatches
+_DATA: Any = Tensor.data
 _RESETS = (
     "Give the module, or one around it, a reset_parameters() that fills its parameters and buffers, give the model the "
     "values of buffers that __init__ computes, or shard(model, layout, from_rank=0) a model with values."
@@ -93,38 +116,285 @@ def init(
         check_model("init", tensors, aliases_of(tensors), layout)
         forked = [mesh.device] if mesh.device.type != "cpu" else []  # the CPU's random numbers always are
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(forked, device_type=mesh.device.type):
-            return _fill(model, layout, seed, init, lines)
+            with outside_transforms():
+                filling = _Filling(model, layout, seed, init, lines)
+                problems = filling.fill()
+            reject("init", problems, _RESETS if init is None else _FUNCTION)
+            return filling.trees()
 
     return mesh.agree("init", build, lambda _: [f"seed={seed}", *lines], _SAME)
 
 
-def _fill(
-    model: nn.Module, layout: Layout, seed: int, init: Init | None, lines: list[str]
-) -> tuple[Sharded, dict[str, Tensor]]:
-    rows: dict[str, Tensor] = {}
-    filled: dict[str, Tensor] = {}  # of the model's buffers
+class _Filling:
+    """A model that is not to be touched, its copy on the meta device, and what was filled so far."""
 
-    def take(name: str, x: Tensor) -> None:
-        if init is not None:
-            lines.extend(value_lines({name: x}, [name]))
-        if name not in layout.slots:
-            filled[name] = x
+    def __init__(self, model: nn.Module, layout: Layout, seed: int, init: Init | None, lines: list[str]) -> None:
+        self._model, self._double, self._layout = model, _without_values(model), layout
+        self._init, self._seed, self._lines = init and _of_copy(init, model, self._double), seed, lines
+        self._device = layout.mesh.device
+        self._rows: dict[str, Tensor] = {}  # of shards
+        self._filled: set[str] = set()
+        self._problems: dict[str, str] = {}
+        self._values = dict([*model.named_parameters(), *model.named_buffers()])
+        # without values in each call; a buffer until it is filled
+        self._blank = {name for name, x in self._values.items() if isinstance(x, nn.Parameter) or x.is_meta}
+        self._placeholders = _tensors(self._double)
+        self.unit_of = {name: name.rpartition(".")[0] for name, _ in model.named_buffers()}
+        self.unit_of |= {slot.name: unit.name for unit in layout.units for b in unit.buffers for slot in b.slots}
+        both = [*((name, local_part(x)) for name, x in self._values.items()), *self._placeholders.items()]
+        self._names = {identity_of_storage(x): name for name, x in reversed(both)}  # of several, the first
+        self._known_as: dict[str | None, list[str]] = {}
+        for name, x in self._placeholders.items():
+            self._known_as.setdefault(self.name_of(x), []).append(name)
+        found = {n: next((r for r in RESETS if callable(getattr(m, r, None))), None) for n, m in model.named_modules()}
+        self._resets = {name: reset for name, reset in found.items() if reset and init is None}
+
+    def fill(self) -> list[str]:
+        """Fill the copy; return the tensors that are not as they have to be, and why."""
+        self._rows = {key: blank_rows(buffer, self._layout) for key, buffer in self._layout.buffers.items()}
+        names = {module: name for name, module in self._double.named_modules()}
+        with self._device:
+            self._start_stream(self._seed)
+            self._double.apply(lambda module: self._fill_by(module, names[module]))
+        self._check()
+        return [f"{name!r}: {text}" for name, text in self._problems.items()]
+
+    def trees(self) -> tuple[Sharded, dict[str, Tensor]]:
+        """The shards, and the model's buffers: those that nothing wrote to as they were."""
+        layout = self._layout
+        shards = {key: shard_of_rows(self._rows[key], buffer, layout) for key, buffer in layout.buffers.items()}
+        ranks = () if layout.mesh.in_spmd else tuple(layout.mesh.axes.values())
+        values = {name: self.start(name) for name, _ in self._model.named_buffers()}
+        return Sharded(shards, layout), {name: x.expand(ranks + x.shape).contiguous() for name, x in values.items()}
+
+    def _fill_by(self, module: nn.Module, prefix: str) -> None:
+        """Take what the call with ``module`` fills; afterwards its tensors are on the meta device as before."""
+        if not self._init and prefix not in self._resets:
             return
-        slot, key = layout.slots[name], layout.key_of[name]
+        named = {key: self.name_of(x) for key, x in _tensors(module, recurse=False).items()}
+        own = {key: name for key, name in named.items() if name and self.may_fill(name, prefix)}
+        call = _Call(self, prefix, {*own.values()})
+        try:
+            with call, _Properties(call):
+                if self._init:
+                    self._init(module)
+                else:
+                    digest = hashlib.sha256(f"{self._seed} {prefix}".encode()).digest()
+                    self._start_stream(int.from_bytes(digest[:8], "big"))
+                    getattr(module, self._resets[prefix])()
+        except Exception as error:
+            raise RuntimeError(
+                f"{type(error).__name__} raised by {self._caller(prefix)}: {error}. It is called on a copy of the "
+                "model, in which tensors that are not its own are on the meta device, without values."
+            ) from error
+        call.leave()
+        for key, name in own.items():
+            if (new := getattr(module, key, None)) is not self._placeholders[name]:
+                setattr(module, key, self._placeholders[name])
+                self.finish(name, new, prefix)
+
+    def name_of(self, x: Any) -> str | None:
+        """Return the first name of the tensor whose memory ``x`` is in, of the model or of the copy."""
+        return self._names.get(identity_of_storage(x))
+
+    def may_fill(self, name: str | None, prefix: str) -> bool:
+        """Whether the call with module ``prefix`` may fill the tensor. See Note [Who fills what]."""
+        known = [] if name is None else self._known_as[name] if self._init else [name]
+        return any(below(each, prefix) for each in known)
+
+    def start(self, name: str) -> Tensor:
+        """What a call finds: the values that a buffer has; otherwise NaN, or an integer that stands for nothing."""
+        x = self._values[name]
+        if name not in self._blank:
+            return x.detach().to(self._device, copy=True)
+        return torch.full(x.shape, _blank_of(x.dtype), dtype=x.dtype, device=self._device)
+
+    def finish(self, name: str, x: Any, prefix: str) -> None:
+        """Take ``x``, which the call with module ``prefix`` filled, or note what is wrong with it."""
+        if name not in self.unit_of:
+            return
+        problem = _unfit(x, self._values[name])
+        if not problem and name in self._blank and (left := _count_blank(x)):
+            problem = f"{left:,} of {x.numel():,} elements left unfilled"
+        if problem:
+            self._problems[name] = f"{problem} by {self._caller(prefix)}"
+        else:
+            self._filled.add(name)
+            self._take(name, x.detach())
+
+    def _take(self, name: str, x: Tensor) -> None:
+        """Keep a filled buffer, or this rank's part of a filled parameter."""
+        if self._init:
+            self._lines.extend(value_lines({name: x}, [name]))
+        layout, slot = self._layout, self._layout.slots.get(name)
+        if slot is None:
+            self._values[name] = x  # which a later call finds
+            self._blank.discard(name)
+            return
+        key = layout.key_of[name]
         if slot.dtensor:
             from ..tensor_parallel.forms import cut_out
 
             x = cut_out(x, slot.dtensor, layout.tensor_meshes)
-        fill_rows(rows[key], slot, x, layout.buffers[key], layout)
+        fill_rows(self._rows[key], slot, x, layout.buffers[key], layout)
 
-    buffers = dict(model.named_buffers())
-    unit_of = {name: name.rpartition(".")[0] for name in buffers}
-    unit_of |= {slot.name: unit.name for unit in layout.units for buffer in unit.buffers for slot in buffer.slots}
-    device, ranks = layout.mesh.device, () if layout.mesh.in_spmd else tuple(layout.mesh.axes.values())
-    with outside_transforms():
-        rows.update({key: blank_rows(buffer, layout) for key, buffer in layout.buffers.items()})
-        problems = Filling(model, init, unit_of, device, seed, take).fill()
-    reject("init", problems, _RESETS if init is None else _FUNCTION)
-    shards = {key: shard_of_rows(rows[key], buffer, layout) for key, buffer in layout.buffers.items()}
-    values = {n: filled[n] if n in filled else x.detach().to(device, copy=True) for n, x in buffers.items()}
-    return Sharded(shards, layout), {n: x.expand(ranks + x.shape).contiguous() for n, x in values.items()}
+    def refuse(self, name: str, prefix: str) -> None:
+        """Note that the call wrote to a tensor that it may not fill; of resets, ties do, without an effect."""
+        if self._init:
+            self._problems[name] = f"written to by {self._caller(prefix)}"
+
+    def _check(self) -> None:
+        """Add the problems of tensors that were replaced, and of those that no call filled."""
+        now = _tensors(self._double)
+        for name in [*self._placeholders, *(name for name in now if name not in self._placeholders)]:
+            if now.get(name) is not self._placeholders.get(name) or not now[name].is_meta:
+                self._problems[name] = f"replaced in another call than that of {self._title(name.rpartition('.')[0])}"
+        for name in (name for name in self.unit_of if name in self._blank and name not in self._filled):
+            owner, numel = name.rpartition(".")[0], self._values[name].numel()
+            around = [prefix for prefix in self._resets if below(name, prefix)]
+            problem = f"neither {self._title(owner)} nor a module around it has a reset"
+            if self._init or around:
+                caller = self._caller(owner if self._init else max(around, key=len))
+                problem = f"not filled by {caller}: {numel:,} elements"
+            if numel:
+                self._problems.setdefault(name, problem)
+
+    def _caller(self, prefix: str) -> str:
+        return f"{'init, called with' if self._init else f'{self._resets[prefix]} of'} {self._title(prefix)}"
+
+    def _title(self, prefix: str) -> str:
+        kind = type(self._model.get_submodule(prefix)).__name__
+        return f"{kind} {prefix!r}" if prefix else f"{kind}, the model itself"
+
+    def _start_stream(self, number: int) -> None:
+        """Seed the random numbers. torch's CPU generator takes 32 bits of the seed, CUDA's all of it."""
+        torch.default_generator.manual_seed(number)
+        if self._device.type != "cpu":
+            kind: Any = torch.get_device_module(self._device)
+            with kind.device(self._device):
+                kind.manual_seed(number)
+
+
+class _Call(TorchDispatchMode):
+    """The tensors that have memory while one call runs. See Note [Memory on first use]."""
+
+    def __init__(self, filling: _Filling, prefix: str, own: set[str]) -> None:
+        super().__init__()
+        self._filling, self._prefix, self._own = filling, prefix, own
+        self._memory: dict[str, Tensor] = {}
+        self._written: set[str] = set()
+
+    def in_memory(self, x: Any) -> Any:
+        """``x``, or the same elements in the memory that its tensor has here."""
+        name = self._fillable(x)
+        if name is None:
+            return x
+        if name not in self._memory:
+            unit, others = self._filling.unit_of.get, {*self._memory} - self._own
+            if name not in self._own and any(unit(other) != unit(name) for other in others):
+                self.leave(keep=self._own)
+            self._memory[name] = self._filling.start(name)
+        memory = self._memory[name].untyped_storage()
+        view = torch.empty(0, dtype=x.dtype, device=memory.device)
+        return view.set_(memory, x.storage_offset(), x.shape, x.stride())
+
+    def assign(self, x: Any, value: Any) -> bool:
+        """Do ``x.data = value`` where ``x`` has its memory here."""
+        if name := self._fillable(x):
+            self._memory[name] = value
+            self._written.add(name)
+        return name is not None
+
+    def leave(self, keep: Collection[str] = ()) -> None:
+        """Hand over what was written to, and give up the memory, of all tensors but ``keep``."""
+        for name in [name for name in self._memory if name not in keep]:
+            x = self._memory.pop(name)
+            if name in self._written:
+                self._written.remove(name)
+                self._filling.finish(name, x, self._prefix)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        originals: dict[int, Tensor] = {}
+
+        def moved(x: Any) -> Any:
+            there = self.in_memory(x)
+            originals[id(there)] = x
+            return there
+
+        call: Any = (args, kwargs or {})
+        args, kwargs = optree.tree_map(moved, call, none_is_leaf=True)
+        declared = schema_of(func).arguments
+        given = {**dict(zip([x.name for x in declared], args, strict=False)), **kwargs}
+        mine = {identity_of_storage(there): name for name, there in self._memory.items()}
+        for x in (x for one in declared if is_written(one) for x in tensors_of(given.get(one.name))):
+            if (storage := identity_of_storage(x)) in mine:
+                self._written.add(mine[storage])
+            elif name := self._filling.name_of(x):
+                self._filling.refuse(name, self._prefix)
+        result = func(*args, **kwargs)
+        return optree.tree_map(lambda x: originals.get(id(x), x), result, none_is_leaf=True)  # where it works in place
+
+    def _fillable(self, x: Any) -> str | None:
+        name = self._filling.name_of(x) if isinstance(x, Tensor) and x.is_meta else None
+        return name if self._filling.may_fill(name, self._prefix) else None
+
+
+class _Properties(TorchFunctionMode):
+    """What torch does before it dispatches: where a tensor is, ``x[i] = y``, ``x.data = y`` and ``out=x``."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {name: self._call.in_memory(x) if name == "out" else x for name, x in (kwargs or {}).items()}
+        if func in _BEFORE:
+            args = (self._call.in_memory(args[0]), *args[1:])
+        if func == _DATA.__set__ and self._call.assign(*args):
+            return None
+        return func(*args, **kwargs)
+
+
+def _of_copy(init: Init, model: nn.Module, double: nn.Module) -> Init:
+    """Return a method of a module of ``model`` as that of its copy."""
+    name = next((name for name, x in model.named_modules() if x is getattr(init, "__self__", None)), None)
+    return init if name is None else MethodType(getattr(init, "__func__", init), double.get_submodule(name))
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """Return a copy of the model with every tensor on the meta device, of a DTensor the whole shape; ties stay."""
+    memo: dict[int, Any] = {}
+    for x in (*model.parameters(), *model.buffers()):
+        blank = torch.empty(x.shape, dtype=x.dtype, device="meta")
+        memo[id(x)] = nn.Parameter(blank, x.requires_grad) if isinstance(x, nn.Parameter) else blank
+    return copy.deepcopy(model, memo)
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """Parameters and buffers under all of their names."""
+    parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
+    return dict([*parameters, *module.named_buffers(recurse=recurse, remove_duplicate=False)])
+
+
+def _unfit(got: Any, expected: Tensor) -> str:
+    if not isinstance(got, Tensor):
+        return f"put {type(got).__name__} there, expected a tensor"
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        form = f"shape {tuple(got.shape)}, {got.dtype}"
+        return f"put a tensor of {form} there, expected {tuple(expected.shape)}, {expected.dtype}"
+    return "put a tensor without values there, on the meta device" if got.is_meta else ""
+
+
+def _blank_of(dtype: torch.dtype) -> float | int:
+    """NaN; an integer that is unlikely to be drawn; 0 where there are few numbers (8 bits)."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return int.from_bytes(b"\x5a" * dtype.itemsize, "big") if dtype.itemsize > 1 else 0
+
+
+def _count_blank(x: Tensor) -> int:
+    if not (x.is_floating_point() or x.is_complex()):
+        return int((x == _blank_of(x.dtype)).sum()) if x.dtype.itemsize > 1 else 0
+    x = x.float() if x.dtype.itemsize == 1 else x  # float8 has no maximum
+    # the largest value is NaN if any is, and takes no tensor of bools beside
+    return int(x.isnan().sum()) if x.is_complex() or (x.numel() and x.amax().isnan()) else 0
