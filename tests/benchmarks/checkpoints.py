@@ -14,21 +14,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
 
-import functorch_shard as fs
-from functorch_shard.checkpoint import load, save
+from functorch_shard.checkpoint import save
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.resident import status
 from tests.benchmarks.workloads import WORKLOADS, Workload
+from tests.support.checkpoints import FSDP2, Ours
 from tests.support.live_bytes import LiveBytes
 
 BATCH, LR = 4, 1e-3
@@ -37,50 +34,14 @@ Memory = dict[str, list[float]]  # bytes: of tensors, and resident
 Calls = dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any]]]  # a save and a load, of a path
 
 
-class Ours:
-    def __init__(self, work: Workload) -> None:
-        self.work, self.model, self.mesh = work, work.model(), fs.init_mesh()
-        self.params = fs.shard(self.model, fs.plan(self.model, self.mesh))
-        self.opt = fs.optimizer(torch.optim.AdamW, lr=LR)
-        self.params, self.state = self.opt.step(self.params, grads=self.params, state=self.opt.init(self.params))
-
-    def tree(self) -> dict[str, Any]:
-        return {"model": self.params, "optim": self.opt.state_dict(self.state, self.params)}
-
-    def load(self, path: Path) -> None:
-        load(path, self.tree(), donate=True)
-
-    def step(self) -> None:
-        x, y = self.work.batch(self.mesh.rank, BATCH)
-
-        def loss(p: fs.Sharded) -> Any:
-            return self.work.loss(functional_call(self.model, fs.gather(p), (x,)), y)
-
-        grads, _ = fs.grad_and_value(loss)(self.params)
-        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
-
-
-class FSDP2:
-    def __init__(self, work: Workload) -> None:
-        self.model: Any = work.model()
-        mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in (*self.model.blocks, self.model):
-            fully_shard(block, mesh=mesh)
-        self.optim = torch.optim.AdamW(self.model.parameters(), lr=LR)
-
-    def tree(self) -> dict[str, Any]:
-        return {"model": get_model_state_dict(self.model), "optim": get_optimizer_state_dict(self.model, self.optim)}
-
-    def load(self, path: Path) -> None:
-        dcp.load(self.tree(), checkpoint_id=path)  # into the memory of the parameters
-
-
 def measure(workload: str, rounds: int, directory: str) -> tuple[Times, Memory]:
     """Seconds of the slowest rank, in turns; and bytes."""
-    ours, peer, folder = Ours(WORKLOADS[workload]), FSDP2(WORKLOADS[workload]), Path(directory)
+    work, folder = WORKLOADS[workload], Path(directory)
+    (ours, peer), batch = (_made(program, work) for program in (Ours, FSDP2)), work.batch(dist.get_rank(), BATCH)
+    ours.step(*batch)  # AdamW has state
     calls: Calls = {
-        "ours": (lambda path: save(path, ours.tree()), ours.load),
-        "dcp": (lambda path: dcp.save(peer.tree(), checkpoint_id=path), peer.load),
+        "ours": (ours.save, ours.load),
+        "dcp": (peer.save, lambda path: dcp.load(peer.tree(), checkpoint_id=path)),  # into the memory of parameters
     }
     times: Times = {f"{verb}, {name}": [] for verb in ("save", "load") for name in calls}
     for i in range(rounds + 1):
@@ -90,7 +51,13 @@ def measure(workload: str, rounds: int, directory: str) -> tuple[Times, Memory]:
                 times[f"{verb}, {name}"].append(_seconds(lambda call=call, path=path: call(path)))
             _remove(path)
     times = {what: series[1:] for what, series in times.items()}
-    return {**times, **_in_flight(ours, folder, rounds)}, {**_sizes(ours), **_memory(calls, folder)}
+    times |= _in_flight(ours, partial(ours.step, *batch), folder, rounds)
+    return times, {**_sizes(ours), **_memory(calls, folder)}
+
+
+def _made(program: Any, work: Workload) -> Any:
+    model: Any = work.model()
+    return program(model, model.blocks, work.loss, LR)
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -108,17 +75,17 @@ def _remove(path: Path) -> None:
     dist.barrier()
 
 
-def _in_flight(ours: Ours, folder: Path, rounds: int) -> Times:
+def _in_flight(ours: Ours, step: Callable[[], Any], folder: Path, rounds: int) -> Times:
     """Steps with and without a save beside them, in turns, and how long the loop stood still for ``save`` itself."""
     times: Times = {"step": [], "step, saving": [], "until save returns": [], "until it is there": []}
-    ours.step()
+    step()
     for i in range(rounds):
-        times["step"].append(_seconds(ours.step))
+        times["step"].append(_seconds(step))
         dist.barrier()
         start = time.perf_counter()
         future = save(folder / f"async-{i}", ours.tree(), async_save=True)
         times["until save returns"].append(time.perf_counter() - start)
-        times["step, saving"].append(_seconds(ours.step))
+        times["step, saving"].append(_seconds(step))
         future.result()
         times["until it is there"].append(time.perf_counter() - start)
         _remove(folder / f"async-{i}")

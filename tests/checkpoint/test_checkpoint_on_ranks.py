@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,24 +16,16 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.checkpoint import latest, load, reader, save, saving
 from functorch_shard.layout.layout import select_buffers
 from functorch_shard.layout.trees import Sharded
 from functorch_shard.testing import assert_trees_close
+from tests.support.checkpoints import FSDP2, Ours
 from tests.support.launching import end, environ, start
 from tests.support.models import Awkward, two_layers
 from tests.support.pool import run_ranks
@@ -174,77 +165,6 @@ def train_alone(phases: int) -> list[list[float]]:
     return losses
 
 
-@dataclass
-class Ours:
-    """This library's program; what it loads from has other values, and another learning rate."""
-
-    params: fs.Sharded
-    state: Any
-    model: nn.Module
-    opt: fs.Optimizer
-
-    @staticmethod
-    def new(seed: int, lr: float) -> Ours:
-        model = two_layers(seed=seed).double()
-        params, opt = fs.shard(model, fs.plan(model, fs.init_mesh())), fs.optimizer(torch.optim.AdamW, lr=lr)
-        return Ours(params, opt.init(params), model, opt)
-
-    def tree(self) -> dict[str, Any]:
-        return {"model": self.params, "optim": self.opt.state_dict(self.state, self.params)}
-
-    def load(self, path: Path) -> None:
-        loaded = load(path, self.tree())
-        (group,) = loaded["optim"]["param_groups"]
-        self.params, self.state = loaded["model"], loaded["optim"]["state"]
-        self.opt = fs.optimizer(torch.optim.AdamW, lr=group["lr"])
-
-    def save(self, path: Path) -> None:
-        save(path, self.tree())
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        def loss(p: fs.Sharded) -> Tensor:
-            return mse(functional_call(self.model, fs.gather(p), (x,)), y)
-
-        grads, value = fs.grad_and_value(loss)(self.params)
-        self.params, self.state = self.opt.step(self.params, grads=grads, state=self.state)
-        return value
-
-
-@dataclass
-class FSDP2:
-    """A program with ``fully_shard`` and ``torch.distributed.checkpoint``, as its documentation writes one."""
-
-    model: Any
-    optim: torch.optim.Optimizer
-
-    @staticmethod
-    def new(seed: int, lr: float) -> FSDP2:
-        model: Any = two_layers(seed=seed).double()
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (model[0], model[2], model):
-            fully_shard(layer, mesh=mesh)
-        return FSDP2(model, torch.optim.AdamW(model.parameters(), lr=lr))
-
-    def tree(self) -> dict[str, Any]:
-        return {"model": get_model_state_dict(self.model), "optim": get_optimizer_state_dict(self.model, self.optim)}
-
-    def load(self, path: Path) -> None:
-        tree = self.tree()
-        dcp.load(tree, checkpoint_id=path)
-        set_model_state_dict(self.model, tree["model"])
-        set_optimizer_state_dict(self.model, self.optim, tree["optim"])
-
-    def save(self, path: Path) -> None:
-        dcp.save(self.tree(), checkpoint_id=path)
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = mse(self.model(x), y)
-        loss.backward()
-        self.optim.step()
-        self.optim.zero_grad()
-        return loss
-
-
 PROGRAMS: dict[str, Any] = {"ours": Ours, "FSDP2": FSDP2}
 OTHER = {"ours": "FSDP2", "FSDP2": "ours"}
 
@@ -253,7 +173,8 @@ def go_on(folder: Path, phase: int) -> dict[str, list[float]]:
     """Each program loads what the other one has saved on other ranks, trains, and saves; the losses of each."""
     losses = {}
     for name, program in PROGRAMS.items():
-        run = program.new(seed=phase, lr=LR if phase == 0 else 7.0)
+        model: Any = two_layers(seed=phase).double()  # what it loads has other values, and another learning rate
+        run = program(model, (model[0], model[2]), mse, LR if phase == 0 else 7.0)
         if phase:
             run.load(folder / f"{OTHER[name]}-{phase - 1}")
         losses[name] = [mean_of_ranks(run.step(mine(x), mine(y))) for x, y in batches(phase)]

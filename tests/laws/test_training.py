@@ -144,14 +144,6 @@ def test_17x257_elements_train_equally_on_128_ranks(numbers: str) -> None:
     assert_parity("17x257", {"shard": 128}, kind)
 
 
-@pytest.mark.parametrize("options", [{"units": 100}, {"units": 1 << 20, "align_bytes": 256}], ids=str)
-@pytest.mark.parametrize("case", ["frozen", "tied across units", "one block three times"])
-def test_units_do_not_change_gradients(case: str, options: dict[str, Any]) -> None:
-    expected = reference(CASES[case], {"shard": 3}, torch.float64)
-    actual = sharded(CASES[case], fs.simulated_mesh(3), torch.float64, **options)
-    assert_alike(actual, expected, 1e-10, 1e-12)
-
-
 def test_frozen_parameters_keep_every_bit() -> None:
     before = CASES["frozen"].build(torch.float32)
     for precision in (None, BF16):
