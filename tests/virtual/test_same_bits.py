@@ -1,11 +1,19 @@
-"""One digest on any number of ranks, and what the sums cost."""
+"""One digest on any number of ranks, and what changes it."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+import functorch_shard as fs
+from functorch_shard.communication import collective
+from functorch_shard.layout import planning
+from functorch_shard.virtual import loop
 from tests.support.ranks import Ranks, gloo, sequential
-from tests.virtual.programs import OPTIMIZERS, train
+from tests.virtual.programs import OPTIMIZERS, planned, step_of, train
 
 ONE = Ranks({"shard": 1}, "gloo")
 SEVERAL = [
@@ -24,3 +32,72 @@ def test_training_has_the_same_bits_on_any_number_of_ranks(ranks: Ranks, optimiz
 @pytest.mark.parametrize("ranks", SEVERAL, ids=str)
 def test_so_it_has_with_parameters_that_are_whole_on_every_rank(ranks: Ranks) -> None:
     assert {*ranks.once(train, "AdamW", 2, 6, WHOLE)} == {*ONE.once(train, "AdamW", 2, 6, WHOLE)}
+
+
+@pytest.mark.parametrize("reduced", [torch.bfloat16, torch.float16])
+def test_so_it_has_where_gradients_are_reduced_in_low_precision(reduced: torch.dtype) -> None:
+    options = ("AdamW", 2, 12, (("precision", fs.MixedPrecision(torch.bfloat16, reduced)),))
+    assert len({Ranks({"shard": n}, "sequential").run(train, *options)[0] for n in (1, 3, 4)}) == 1
+
+
+def resized(mesh: fs.Mesh, folder: str, steps: int) -> str:
+    """Two steps more than ``folder`` has, saved there; where one of ``steps`` is left, that after a ``reshard``."""
+    model, params = planned(mesh)
+    opt = OPTIMIZERS["AdamW"]()
+    tree: Any = {"params": params, "state": opt.init(params), "done": 0}
+    if path := fs.checkpoint.latest(folder):
+        tree = fs.checkpoint.load(path, tree)
+    step = mesh.spmd(step_of(model, opt), in_dims=(0, 0, None))
+    params, state, done = tree["params"], tree["state"], tree["done"] + 2
+    for i in (done - 2, done - 1):
+        params, state, _ = step(params, state, i)
+    fs.checkpoint.save(f"{folder}/{done}", {"params": params, "state": state, "done": done})
+    if done < steps - 1:
+        return ""
+    _, like = planned(fs.simulated_mesh({"replicate": 2, "shard": 3}, kind="sequential"))
+    other = like.layout
+    params, state = fs.reshard((params, state), other)
+    params, _, _ = other.mesh.spmd(step_of(model, opt), in_dims=(0, 0, None))(params, state, done)
+    return fs.checkpoint.digest({"params": params})
+
+
+def test_ranks_change_by_checkpoint_and_by_reshard(tmp_path: Path) -> None:
+    assert gloo(2)[0].run(resized, str(tmp_path), 5) == ["", ""]
+    (found,) = {*sequential(3)[0].run(resized, str(tmp_path), 5)}
+    model, params = planned(fs.init_mesh())
+    state = OPTIMIZERS["AdamW"]().init(params)
+    for i in range(5):
+        params, state, _ = step_of(model, OPTIMIZERS["AdamW"]())(params, state, i)
+    assert fs.checkpoint.digest({"params": params}) == found
+
+
+# What would change the digest: each of these is an error that the other tests are to notice.
+
+
+def in_rank_order(sums: list[Any], new: Any) -> None:
+    """Leaves are added up as they come, rank after rank."""
+    if sums and sums[-1].start + sums[-1].size == new.start:
+        last = sums.pop()
+        new = collective.Subtree(last.start, last.size + new.size, last.sum + new.sum)
+    sums.append(new)
+
+
+def test_a_sum_in_rank_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (expected := ONE.once(train, "AdamW")) == sequential(3)[0].run(train, "AdamW")[:1]
+    monkeypatch.setattr(loop, "add_in_tree", in_rank_order)
+    monkeypatch.setattr(collective, "add_in_tree", in_rank_order)
+    assert sequential(3)[0].run(train, "AdamW")[0] != expected[0]
+
+
+def test_a_shard_of_another_length_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for n in (1, 3):
+        monkeypatch.setattr(planning, "_BLOCK", 1 if n == 3 else 64)
+        found.append(Ranks({"shard": n}, "sequential").run(train, "AdamW", 8, 6, (("align_bytes", 0),))[0])
+    assert found[0] != found[1]
+
+
+def test_a_seed_by_real_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fs.virtual.Key.fold_in
+    monkeypatch.setattr(fs.virtual.Key, "fold_in", lambda key, v: own(key, v % 3 if v < 6 else v))
+    assert sequential(3)[0].run(train, "AdamW")[0] != ONE.once(train, "AdamW")[0]

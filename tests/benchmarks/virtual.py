@@ -1,0 +1,69 @@
+"""A step of virtual ranks beside one that adds up as many microbatches by ``accumulate``, in turns: time and bytes.
+
+python -m tests.benchmarks.virtual [--ranks 2] [--virtual 8] [--steps 20]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import functorch_shard as fs
+from tests.benchmarks.workloads import WORKLOADS
+
+
+def measure(virtual_ranks: int, steps: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each step, and bytes that this rank sends in one, of both."""
+    work, counter = WORKLOADS["gpt"], fs.communication.Counter()
+    torch.manual_seed(0)
+    model, mesh = work.model(), fs.init_mesh().with_backend(counter)
+    params = fs.shard(model, fs.plan(model, mesh, virtual_ranks=virtual_ranks))
+    opt = fs.optimizer(torch.optim.SGD, lr=1e-3)
+    state = opt.init(params)
+
+    def loss(params: fs.Sharded, batch: tuple[Tensor, ...]) -> Tensor:
+        return work.loss(fs.bind(model, fs.gather(params))(batch[0]), batch[1])
+
+    def virtual(params: fs.Sharded, batches: list[Any]) -> fs.Sharded:
+        return opt.step(params, grads=fs.virtual.grad(loss)(params, batches), state=state)[0]
+
+    def plain(params: fs.Sharded, batches: list[Any]) -> fs.Sharded:
+        total = None
+        for batch in batches:
+            total = fs.accumulate(total, fs.grad(loss)(params, batch))
+        assert total is not None
+        return opt.step(params, grads=total, state=state)[0]
+
+    batches = [work.batch(v, 1) for v in fs.virtual.ranks(params.layout)]
+    seconds: dict[str, list[float]] = {"virtual": [], "plain": []}
+    sent: dict[str, int] = {}
+    for i in range(steps + 1):
+        for name, step in (("virtual", virtual), ("plain", plain)):
+            before, start = sum(x.sent for x in counter.traffic.values()), time.perf_counter()
+            step(params, batches)
+            fs.collectives.psum(torch.zeros(()), fs.init_mesh())
+            seconds[name] += [time.perf_counter() - start] if i else []
+            sent[name] = sum(x.sent for x in counter.traffic.values()) - before
+    return seconds, sent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--virtual", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    seconds, sent = fs.testing.run_ranks(measure, args.ranks, args.virtual, args.steps, timeout=1800)[0]
+    ratios = [a / b for a, b in zip(seconds["virtual"], seconds["plain"], strict=True)]
+    for name in seconds:
+        print(f"{name:8} {1000 * statistics.median(seconds[name]):8.1f} ms, {sent[name]:,} bytes")
+    print(f"ratio    {statistics.median(ratios):8.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+if __name__ == "__main__":
+    main()
