@@ -13,7 +13,6 @@ brings the outputs back. It sends less, and needs as many heads as ranks.
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-
-# On simulated ranks vmap runs the attention kernel rank by rank; it is as fast, and torch warns about it.
-warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
 
 WIDTH, HEADS, DEPTH, LENGTH, LR = 64, 4, 2, 256, 4e-3
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k, v, each (B, H, S, D): causal

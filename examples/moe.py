@@ -12,7 +12,6 @@ The loss that balances the load has a product of two means over all tokens: thos
 """
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +24,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-
-# On simulated ranks vmap runs the attention kernel rank by rank; it is as fast, and torch warns about it.
-warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
 
 EXPERTS, CHOSEN, WIDTH, HIDDEN, HEADS, DEPTH, LENGTH, LR = 8, 2, 64, 64, 4, 2, 64, 4e-3
 Full = dict[str, Tensor]

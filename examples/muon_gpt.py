@@ -8,7 +8,6 @@ parts of the gradient and of the parameter, and get back their parts of the resu
 torch.optim.Muon itself does the step. Embeddings and vectors are AdamW's, step by step on their shards.
 """
 
-import warnings
 from typing import Any
 
 import torch
@@ -19,9 +18,6 @@ from torch import Tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
-
-# On simulated ranks vmap runs the attention kernel rank by rank; it is as fast, and torch warns about it.
-warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
 
 MUON_LR, ADAMW_LR = 0.02, 4e-3
 Batches = list[tuple[Tensor, Tensor]]

@@ -12,7 +12,6 @@ A gradient by any schedule, such as 1F1B (arxiv.org/abs/2006.09503), is the same
 ``Program.gradients`` runs a table of ticks, and keeps the inputs of a stage until it runs it again to go back.
 """
 
-import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,9 +23,6 @@ from torch import Tensor, nn
 from torch.func import vjp
 
 import functorch_shard as fs
-
-# On simulated ranks vmap runs the attention kernel rank by rank; it is as fast, and torch warns about it.
-warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
 
 WIDTH, HEADS, DEPTH, LENGTH, LR = 64, 4, 4, 64, 4e-3
 Full = dict[str, Tensor]

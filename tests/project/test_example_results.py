@@ -31,6 +31,7 @@ TOY = {
     "moe.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "muon_gpt.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "pipeline.py": ["--steps", "2", "--batch-size", "4", "--microbatches", "4", *TEXT],
+    "production.py": ["--epochs", "1", *TEXT],
     "score_matching.py": ["--steps", "2", "--batch-size", "16"],
 }
 ELSEWHERE = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from functorch_shard.testing import run_ranks
 from tests.support.launching import ROOT, end, environ, printed, start
 from tests.support.scripts import printed_by, printed_by_a_process
 
-TRAIN_GPT = str(ROOT / "examples" / "train_gpt.py")
+TRAIN_GPT, PRODUCTION = (str(ROOT / "examples" / name) for name in ("train_gpt.py", "production.py"))
 STEPS, RANKS, BATCH_SIZE = 5, 2, 2
 TORCHRUN = f"-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node {RANKS}".split()
 # A program as it is started, where nothing but the package's two dependencies is installed.
@@ -103,82 +101,91 @@ def train_unsharded(text: str) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_passes_over_a_damaged_checkpoint(
-    options: list[str], simulated: dict[str, Any], tmp_path: Path
-) -> None:
-    command = [TRAIN_GPT, *options, "--ranks", str(RANKS), "--dropout", "0.1", "--every", "2"]
-    whole = results(printed_by(*command, "--checkpoint", str(tmp_path / "whole"))[0])
-    assert whole["losses"][0] != simulated["losses"][0], "dropout is on"
-    resumed = tmp_path / "resumed"
-    shutil.copytree(tmp_path / "whole", resumed)
-    for step in ("step-000004", "step-000005"):
-        damage(resumed / step / "__1_0.distcp")
-    output, errors = printed_by_a_process(*command, "--checkpoint", str(resumed), "--resume")
-    assert f"resumed from {resumed / 'step-000002'}" in errors
-    assert outcome(results(output)) == outcome(whole)
-    for step in ("step-000002", "step-000004", "step-000005"):
-        assert not fs.checkpoint.verify(resumed / step)
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    """Three epochs of ten steps on two ranks, on text that neither two nor three ranks divide."""
+    text = tmp_path / "text"
+    text.write_bytes(b"".join(b"line %d of a text to learn by heart\n" % i for i in range(64)))
+    return ["--epochs", "3", "--batch-size", "2", "--dropout", "0.1", "--every", "2", "--text", str(text)]
 
 
-@pytest.mark.slow
-def test_a_run_resumed_on_another_number_of_ranks_has_the_same_losses(options: list[str], tmp_path: Path) -> None:
-    command = [TRAIN_GPT, *options, "--global-batch", "6", "--every", "2"]
-    two = results(printed_by(*command, "--ranks", "2", "--checkpoint", str(tmp_path / "two"))[0])
-    three = tmp_path / "three"
-    shutil.copytree(tmp_path / "two" / "step-000002", three / "step-000002")
-    output, errors = printed_by_a_process(
-        *command, "--ranks", "3", "--keep", "1", "--checkpoint", str(three), "--resume"
-    )
-    assert f"resumed from {three / 'step-000002'}" in errors
-    assert results(output)["ranks"] == 3
-    assert results(output)["losses"][:2] == two["losses"][:2]
-    assert results(output)["losses"] == pytest.approx(two["losses"], rel=1e-6)
-    assert os.listdir(three) == ["step-000005"]
-
-
-def test_checkpoints_of_an_earlier_run_are_neither_overwritten_nor_taken_for_those_of_a_new_one(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fs.checkpoint.save(tmp_path / "step-000001", {"step": 1})
-    argv = [TRAIN_GPT, "--text", text, "--checkpoint", str(tmp_path)]
-    with patch.object(sys, "argv", argv), pytest.raises(SystemExit, match="2"):
-        import_module("examples.train_gpt").main()
-    refusal = f"{tmp_path} has checkpoints of an earlier run: pass --resume, or another directory"
-    assert refusal in capsys.readouterr().err
-    assert fs.checkpoint.load(tmp_path / "step-000001", {"step": 0}) == {"step": 1}
-
-
-@pytest.mark.slow
-def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(
-    options: list[str], real: dict[str, Any], tmp_path: Path
-) -> None:
-    save = ["--checkpoint", str(tmp_path), "--every", "1", "--resume"]
-    process = start([sys.executable, *TORCHRUN, "--max-restarts", "3", TRAIN_GPT, *options, *save], environ())
-    deadline = time.monotonic() + 120
-    while not (saved := fs.checkpoint.latest(tmp_path)) and time.monotonic() < deadline:
+def start_job(*command: str) -> subprocess.Popen[str]:
+    """The job once it has saved."""
+    process, folder = start([sys.executable, *command], environ()), command[-1]
+    while not fs.checkpoint.latest(folder) and process.poll() is None:
         time.sleep(0.01)
-    killed = children(process.pid)
-    os.kill(killed[-1], signal.SIGKILL)
+    return process
+
+
+def outcome(process: subprocess.Popen[str]) -> str:
     try:
         output, errors = process.communicate(timeout=200)
     finally:
         end(process)
     assert process.returncode == 0, errors
-    assert saved is not None
+    return validation_losses(output)
+
+
+def validation_losses(output: str) -> str:
+    """With 12 digits."""
+    return next(line for line in output.splitlines() if line.startswith("validation losses:"))
+
+
+@pytest.mark.slow
+def test_a_job_that_is_told_to_end_saves_and_goes_on_as_if_undisturbed_past_a_damaged_checkpoint(
+    job: list[str], tmp_path: Path
+) -> None:
+    whole = printed_by(PRODUCTION, *job, "--ranks", "2", "--checkpoint", str(tmp_path / "whole"))[0]
+    folder = tmp_path / "resumed"
+    command = [PRODUCTION, *job, "--ranks", "2", "--every", "1", "--keep", "9", "--checkpoint", str(folder)]
+    process = start_job(*command)
+    process.send_signal(signal.SIGTERM)
+    assert outcome(process) != validation_losses(whole), "it ended early"
+    *_, before, newest = sorted(path for path in folder.iterdir() if path.name[0] == "0")
+    assert not fs.checkpoint.verify(newest)
+    damage(newest / "__1_0.distcp")
+    assert fs.checkpoint.latest(folder, verify=True) == before
+    assert validation_losses(printed_by_a_process(*command)[0]) == validation_losses(whole)
+    assert [*folder.glob(f".damaged-*-{newest.name}")], "which was set aside"
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_another_number_of_ranks(job: list[str], tmp_path: Path) -> None:
+    command, folder = [PRODUCTION, *job, "--dropout", "0"], ["--checkpoint", str(tmp_path / "job")]
+    six = {3: ["--ranks", "3", "--batch-size", "2"], 2: ["--ranks", "2", "--batch-size", "3"]}  # the same batches
+    printed_by(*command, *six[3], *folder, "--epochs", "1")
+    resumed = validation_losses(printed_by(*command, *six[2], *folder)[0]).split()[2:]
+    whole = validation_losses(printed_by(*command, *six[3])[0]).split()[2:]
+    assert resumed[0] == whole[0]
+    assert [float(x) for x in resumed] == pytest.approx([float(x) for x in whole], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_training_stops_where_validation_gets_worse_and_keeps_the_best(tmp_path: Path) -> None:
+    text, folder = tmp_path / "text", tmp_path / "job"
+    text.write_bytes(bytes(range(256)) * 2 + b"what is trained on is something else, again and again. " * 66)
+    options = ["--epochs", "9", "--patience", "2", "--text", str(text), "--checkpoint", str(folder)]
+    losses = [float(x) for x in validation_losses(printed_by(PRODUCTION, *options, "--ranks", "2")[0]).split()[2:]]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 3 < 9
+    assert os.listdir(folder / "best") == [f"{best + 1:03d}-0000"]
+
+
+@pytest.mark.slow
+def test_torchrun_brings_a_killed_rank_back_from_the_newest_checkpoint(job: list[str], tmp_path: Path) -> None:
+    whole = run_ranks(printed_by, RANKS, PRODUCTION, *job, "--checkpoint", str(tmp_path / "whole"))[0][0]
+    folder = tmp_path / "killed"
+    process = start_job(*TORCHRUN, "--max-restarts", "3", PRODUCTION, *job, "--checkpoint", str(folder))
+    killed = children(process.pid)
+    os.kill(killed[-1], signal.SIGKILL)
+    assert outcome(process) == validation_losses(whole)
     assert len(killed) == RANKS
-    assert "resumed from" in errors
-    assert outcome(results(output)) == outcome(real)
 
 
 @pytest.mark.slow
 def test_a_job_that_is_killed_repeatedly_loses_no_checkpoint() -> None:
     command = [sys.executable, "-m", "tests.benchmarks.kill_loop", "--kills", "2"]
     assert "bitwise those of the undisturbed job" in printed(command)
-
-
-def outcome(result: dict[str, Any]) -> dict[str, Any]:
-    return {name: result[name] for name in ("losses", "val_bits_per_byte", "digest")}
 
 
 def damage(file: Path) -> None:
