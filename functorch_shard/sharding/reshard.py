@@ -17,7 +17,7 @@ from ..communication.process_group import connect, exchange, lost_ranks_named
 from ..communication.simulated import RUN
 from ..containers import place
 from ..errors import name_problems, reject
-from ..layout.layout import Layout, axis_sizes, holders_of, lines_of
+from ..layout.layout import Layout, holders_of, lines_of, rank_dims
 from ..layout.trees import Sharded, check_layout, is_node, is_number, rows_here, take_tensors
 from ..mesh.mesh import Mesh
 
@@ -101,9 +101,9 @@ class Copy(NamedTuple):
 def copy_plan(old: Layout, new: Layout, old_ranks: Sequence[int] = ()) -> Iterator[Copy]:
     """Plan the copies that fill every shard of ``new`` from the shards of ``old``, in the order of the new buffers.
 
-    Every element of every parameter is written once on every rank that holds it in ``new``; padding
-    is not written. ``old_ranks``: the rank of ``old`` that each rank of ``new`` is; it copies from itself what it holds
-    already. Of several other holders (replicas, or parameters that are whole on every rank) ranks use different ones.
+    Every element of every parameter is written once on every rank that holds it in ``new``; padding is not written.
+    ``old_ranks``: the rank of ``old`` that each rank of ``new`` is; it copies from itself what it holds already. Of
+    several other holders (replicas, or parameters that are whole on every rank) ranks use different ones.
     """
     for buffer in new.buffers.values():
         takers = holders_of(buffer, new)
@@ -164,34 +164,34 @@ class _Move:
     def _leaf(self, key: str, like: Any, copies: Sequence[Copy]) -> Any:
         if not isinstance(like, Tensor):
             return like
-        mesh, (shape, dims) = self.layout.mesh, _shapes(key, self.layout)
+        mesh, dims = self.layout.mesh, rank_dims(self.layout)
         if is_number(like, self.old.layout):
             return like.flatten()[0].to(mesh.device).expand(dims).clone()
-        made = torch.zeros(shape, dtype=like.dtype, device=mesh.device)
-        self._fill(made, rows_here(made, mesh), copies)
+        made = torch.zeros(*dims, self.layout.buffers[key].shard_numel, dtype=like.dtype, device=mesh.device)
+        self._fill(rows_here(made, mesh), copies)
         return made
 
-    def _fill(self, like: Tensor, made: Mapping[int, Tensor], copies: Sequence[Copy]) -> None:
+    def _fill(self, made: Mapping[int, Tensor], copies: Sequence[Copy]) -> None:
         """Send one message to each rank that takes something; all ranks, whose ``copies`` these are, enter, or none."""
-        mesh, old_ranks = self.old.layout.mesh, self.old_ranks
-        here = mesh.rank if old_ranks else 0
+        mesh, old_ranks, like = self.old.layout.mesh, self.old_ranks, next(iter(made.values()))
+        here = mesh.processes[mesh.rank] if old_ranks else 0
         held = {key: rows_here(self.old[key], mesh) for key in {copy.source_key for copy in copies}}
         outgoing, incoming = defaultdict[int, list[Tensor]](list), defaultdict[int, list[Tensor]](list)
         for copy in copies:
-            giver, taker = (copy.source_rank, old_ranks[copy.rank]) if old_ranks else (here, here)
+            ranks = (copy.source_rank, old_ranks[copy.rank]) if old_ranks else ()
+            giver, taker = [mesh.processes[rank] for rank in ranks] or (here, here)
             if giver == here and (taker != here or copy.rank in made):
                 row = held[copy.source_key][copy.source_rank]
                 outgoing[taker].append(row[copy.source_offset : copy.source_offset + copy.numel])
             if copy.rank in made:
                 incoming[giver].append(made[copy.rank][copy.offset : copy.offset + copy.numel])
-        sends = {rank: torch.cat(parts).to(like.device) for rank, parts in outgoing.items()}
-        receives = {rank: like.new_empty(sum(map(len, parts))) for rank, parts in incoming.items() if rank != here}
+        sends = {to: torch.cat(parts).to(like.device) for to, parts in outgoing.items()}
+        receives = {by: like.new_empty(sum(map(len, parts))) for by, parts in incoming.items() if by != here}
         kept = {here: sends.pop(here)} if here in sends else {}
         if old_ranks and any(old_ranks[copy.rank] != copy.source_rank for copy in copies):
-            named = [{mesh.processes[rank]: x for rank, x in messages.items()} for messages in (sends, receives)]
-            exchange(named[0], named[1], like.dtype)
-        for rank, x in (kept | receives).items():
-            for part, received in zip(incoming[rank], x.split([*map(len, incoming[rank])]), strict=True):
+            exchange(sends, receives, like.dtype)
+        for by, x in (kept | receives).items():
+            for part, received in zip(incoming[by], x.split([*map(len, incoming[by])]), strict=True):
                 part.copy_(received)
 
 
@@ -227,20 +227,14 @@ def _nodes(tree: Any) -> dict[str, Sharded]:
         got = "a Full" if any(map(is_node, leaves)) else "no Sharded"
         expected = "expected a pytree with Sharded nodes; shard(full, layout) slices whole parameters."
         raise TypeError(f"reshard: tree: got {got}, {expected}")
-    problems = [
-        f"{path}: {key!r}: got shape {tuple(x.shape)}, expected {' or '.join(map(str, shapes)) or 'no such buffer'}"
-        for path, node in nodes.items()
-        for key, x in node.items()
-        if isinstance(x, Tensor) and tuple(x.shape) not in (shapes := _shapes(key, node.layout))
-    ]
+    problems = []
+    for path, node in nodes.items():
+        dims, buffers = rank_dims(node.layout), node.layout.buffers
+        shapes = {key: [(*dims, buffers[key].shard_numel), dims] if key in buffers else [] for key in node}
+        wrong = [key for key, x in node.items() if isinstance(x, Tensor) and tuple(x.shape) not in shapes[key]]
+        problems += [f"{path}: {key!r}: got shape {tuple(node[key].shape)}, expected {shapes[key]}" for key in wrong]
     reject("reshard: tree", problems, "A leaf is a shard, a number for its whole buffer, or None.")
     return nodes
-
-
-def _shapes(key: str, layout: Layout) -> list[tuple[int, ...]]:
-    """The shapes of a shard and of a number for a whole buffer, if the layout has the buffer."""
-    dims = axis_sizes(layout) if layout.mesh.is_simulated else ()
-    return [(*dims, layout.buffers[key].shard_numel), dims] if key in layout.buffers else []
 
 
 def _old_ranks(old: Mesh, new: Mesh) -> list[int]:
