@@ -202,10 +202,29 @@ UnsafeView ReshapeAlias Expand Squeeze Unsqueeze Clone Select Slice Split SplitW
 _NEED_NO_GRAPH = {f"{name}Backward{i}" for name in _NAMES.split() for i in range(3)}
 
 
-def needs_no_graph(node: Any) -> bool:
-    """Whether forward mode goes through the backward of ``node`` without a graph of it."""
+def _needs_no_graph(node: Any) -> bool:
     own = hasattr(node, "context")  # a Function of this package
     return own or hasattr(node, "variable") or node.name() in _NEED_NO_GRAPH
+
+
+def needs_graph(value: Tensor) -> bool:
+    """Whether a derivative of ``value``, at the innermost level of ``torch.func``, may be differentiated in turn.
+
+    Forward mode around it goes through backward as it goes through forward, if the operators of ``value`` allow that.
+    """
+    around = {level.key() for level in levels()[:-1]}
+    outside = get_unwrapped(value) if is_functorch_wrapped_tensor(value) else value
+    if being_traced() or around - {TransformType.Vmap, TransformType.Jvp} or _requires_grad_anywhere(outside):
+        return True
+    return in_forward_mode() and not all(map(_needs_no_graph, nodes(value.grad_fn)))
+
+
+def _requires_grad_anywhere(x: Tensor) -> bool:
+    """Whether ``x`` or its tangent requires grad, at any level of ``torch.func`` or outside of all."""
+    tangent = unpack_dual(x).tangent
+    if x.requires_grad or (tangent is not None and _requires_grad_anywhere(tangent)):
+        return True
+    return is_functorch_wrapped_tensor(x) and _requires_grad_anywhere(get_unwrapped(x))
 
 
 def hooks_of(tensor: Tensor) -> list[str]:
@@ -236,12 +255,6 @@ def levels() -> list[Any]:
     return [coerce_cinterpreter(level) for level in in_transform() or ()]
 
 
-def only_in_jvp() -> bool:
-    """Whether the active transforms, of which there is one, are all ``jvp``, and nothing is traced."""
-    keys = {level.key() for level in levels()}
-    return keys == {TransformType.Jvp} and not being_traced()
-
-
 def autograd_by_hand() -> AbstractContextManager[None]:
     """A context in which ``requires_grad_()`` works inside of a derivative of ``torch.func``, as outside of one.
 
@@ -257,14 +270,6 @@ def with_outer_tangents() -> AbstractContextManager[object]:
     Without it the tangents of a jvp around this one are lost in silence: derivatives of every order are tested.
     """
     return forward_ad._set_fwd_grad_enabled(True)
-
-
-def requires_grad_anywhere(x: Tensor) -> bool:
-    """Whether ``x`` or its tangent requires grad, at any level of ``torch.func`` or outside of all."""
-    tangent = unpack_dual(x).tangent
-    if x.requires_grad or (tangent is not None and requires_grad_anywhere(tangent)):
-        return True
-    return is_functorch_wrapped_tensor(x) and requires_grad_anywhere(get_unwrapped(x))
 
 
 def marks_every_batch(device: torch.device) -> Tensor | None:

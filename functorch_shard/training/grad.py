@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -24,12 +24,10 @@ from ..torch_internals.autograd import (
     in_transform,
     leaves_behind,
     leaves_in,
-    needs_no_graph,
+    needs_graph,
     nodes,
-    only_in_jvp,
     outside_inference_mode,
     own_parametrizations,
-    requires_grad_anywhere,
     without_batches,
 )
 from .usage import (
@@ -95,10 +93,9 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     ``torch.func.grad_and_value`` runs backward with ``create_graph=True``, which keeps every activation to the end.
     Here backward frees activations as it proceeds, unless the result is differentiated again: inside another
-    ``fs.grad`` or ``torch.func.grad``, in ``torch.compile``, in inference mode, and when an argument requires grad,
-    this is ``torch.func.grad_and_value``. Otherwise results have no graph: to differentiate with respect to a tensor
-    that ``fn`` closes over, pass it as an argument. Inside of ``torch.func.jvp`` on real ranks backward frees
-    activations too, if all operators of ``fn`` are known to need no graph for that.
+    ``fs.grad`` or ``torch.func.grad``, in ``torch.compile``, and when an argument requires grad. Inside of
+    ``torch.func.jvp`` it does if all operators of ``fn`` are known to need no graph for that. Outside of transforms
+    results have no graph: to differentiate with respect to a tensor that ``fn`` closes over, pass it as an argument.
 
     Args:
         fn: returns a floating-point scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
@@ -284,17 +281,16 @@ def _with_graph(scalar: Scalar, inputs: Sequence[Leaf], used: Leaves) -> Derivat
         with new_boundary() as boundary:
             value, aux = scalar(tensors)
         of_aux, put_back = take_tensors(aux)
-        inner = boundary, put_back
+        inner = boundary, put_back, needs_graph(value)
         return value, of_aux
 
     given = [x.value for x in inputs]
     # in inference mode, torch.func of 2.11 gives silent zeros
     with outside_inference_mode(), autograd_by_hand():
-        if only_in_jvp() and not inside():
-            grads, (value, aux) = _grad_and_value_freeing(tensors_only, given)
-        else:
-            grads, (value, aux) = torch.func.grad_and_value(tensors_only, has_aux=True)(given)
-    boundary, put_back = inner
+        value, pull, aux = cast("tuple[Tensor, Any, Any]", torch.func.vjp(tensors_only, given, has_aux=True))
+        boundary, put_back, keep = inner
+        keep = keep or inside()
+        (grads,) = pull(torch.ones_like(value), retain_graph=keep, create_graph=keep)
     outside, own = without_batches(value), [x for x in map(without_batches, given) if type(x) is Tensor]
     known = leaves_behind(own)
     hidden = [x for i, x in leaves_used_by(outside).items() if i not in known] if type(outside) is Tensor else []
@@ -373,23 +369,3 @@ def _average_each(grads: list[Tensor], inputs: Sequence[Leaf], boundary: Boundar
 def _has_copies(inputs: Sequence[Leaf]) -> bool:
     layouts = {id(x.place[1]): x.place[1] for x in inputs if x.place}
     return any(layout.num_ranks > layout.num_shards for layout in layouts.values())
-
-
-def _grad_and_value_freeing(fn: Callable[[Sequence[Tensor]], Any], inputs: Sequence[Tensor]) -> Any:
-    """``torch.func.grad_and_value`` with aux, which frees activations as it proceeds if nothing needs a graph.
-
-    Forward mode around it goes through backward as it goes through forward; nothing has to be kept for it.
-    """
-    keep = False
-
-    def looked_at(inputs: Sequence[Tensor]) -> Any:
-        nonlocal keep
-        value, aux = fn(inputs)
-        keep = not all(map(needs_no_graph, nodes(value.grad_fn)))
-        return value, aux
-
-    of_value: Any = torch.func.vjp(looked_at, inputs, has_aux=True)
-    value, pull, aux = of_value
-    keep = keep or (torch.is_grad_enabled() and requires_grad_anywhere(value))  # plain autograd records it
-    (grads,) = pull(torch.ones_like(value), retain_graph=keep, create_graph=keep)
-    return grads, (value, aux)

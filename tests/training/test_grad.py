@@ -163,15 +163,17 @@ def test_activations_are_freed_as_backward_goes() -> None:
             x = x.sin()
         return x.sum()
 
-    peaks = []
-    for module in (fs, torch.func):
+    def peak(gradient: Callable[[Tensor], Tensor], x: Tensor) -> float:
         with LiveBytes() as live:
             live.mark("start")
-            module.grad(deep)(x)
+            gradient(x)
             live.mark("end")
-        peaks.append(live.growth("start", "end") / x.nbytes)
-    assert layers <= peaks[0] <= layers + 3
-    assert peaks[1] >= 2 * layers
+        return live.growth("start", "end") / x.nbytes
+
+    rows = torch.rand(2, 500)
+    assert layers <= peak(fs.grad(deep), x) <= layers + 3
+    assert layers <= peak(fs.simulated_mesh(2).spmd(fs.grad(deep)), rows) <= layers + 4
+    assert peak(torch.func.grad(deep), x) >= 2 * layers
 
 
 @contextmanager
