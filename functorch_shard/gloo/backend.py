@@ -160,7 +160,7 @@ class GlooBackend(GroupBackend):
             rows = read()
             return (rows if isinstance(rows, Tensor) else law.combine(op, rows, 0)).to(device)
 
-        return call.making(finish)
+        return call.then(finish)
 
     def _exchange_bytes(self, message: bytes) -> list[bytes]:
         op = Collective("exchange", "", len(message), torch.uint8, "shared memory")
@@ -175,11 +175,10 @@ def _rows(parts: Any, numel: int) -> Tensor:
     return torch.stack([pad(part.reshape(-1), (0, numel - part.numel())) for part in parts])
 
 
-class Call(Work):
-    """One collective of gloo ranks."""
+class Call:
+    """One collective of gloo ranks, which its :class:`Work` waits for."""
 
     def __init__(self, guard: Guard, op: Collective, numel: int) -> None:
-        super().__init__(lambda: torch.empty(0))
         self.buffers: Sequence[Tensor] = ()  # envelopes, sent and received, until they are read
         self.guard, self.op, self.number = guard, op, guard.number + 1
         self.text, self.digest, self.head = _described(op, numel, get_ident() == main_thread().ident)
@@ -215,47 +214,43 @@ class Call(Work):
             self.work = guard.exchange(got, sent)
             self.arrived = self.work.get_future()
         except RuntimeError as error:
-            raise_named(error, self.name, guard.group)
+            self._raise_named(error)
             raise
         guard.unverified.append(self)
         guard.number, guard.is_sending = self.number, False
         return got
 
-    def making(self, finish: Callable[[], Tensor]) -> Call:
-        """This call, whose result ``finish`` makes."""
-        self._finish = finish
-        return self
+    def then(self, finish: Callable[[], Tensor]) -> Work:
+        """Return what waits for this call, and has what ``finish`` makes of it.
 
-    @property
-    def name(self) -> str:
-        return f"{self.op} on axis {self.op.axis!r}"
+        If nobody waits, the guard closes it once all ranks have sent. Note [Abandoned] in communication/backend.py.
+        """
 
-    def wait(self) -> Tensor:
-        finish, self._finish = self._finish, None
-        assert finish is not None, "a Work is waited for once"
+        def result() -> Tensor:
+            made = finish()
+            self.close()
+            return made
+
+        return Work(result, [self], lambda: self.guard.abandoned.append(self))
+
+    def wait(self) -> None:
+        """Wait until all ranks have sent the same collective, and its messages are there."""
         try:
             self.guard.verify(self)
             while self.works:  # who is interrupted by a signal has waited for those that are not there any more
                 self.works.pop(0).wait()
-            result = finish()
-        except BaseException as error:  # also of a signal handler, between two waits
-            self.guard.abandoned.append(self)
-            if isinstance(error, RuntimeError):
-                raise_named(error, self.name, self.guard.group)
+        except RuntimeError as error:
+            self._raise_named(error)
             raise
-        self.close()
-        return result
+
+    def _raise_named(self, error: RuntimeError) -> None:
+        raise_named(error, f"{self.op} on axis {self.op.axis!r}", self.guard.group)
 
     def close(self) -> None:
         """The messages are not read any more; other threads may say so too."""
         if buffers := self.buffers:
             self.buffers = ()
             self.guard.free.append(buffers)
-
-    def __del__(self) -> None:
-        """Nobody waited for it: the guard closes it once all ranks have sent. Note [Abandoned] in backend.py."""
-        if self.buffers:
-            self.guard.abandoned.append(self)
 
 
 class Guard:
@@ -280,7 +275,6 @@ class Guard:
             self.error = self.error or INTERRUPTED
         while (first := _first(self.unverified)) and first.arrived.done():
             self.verify(first)
-        first = None  # and so abandoned, if nobody waits for it
         self._refuse()
         for _ in range(len(self.abandoned)):
             with suppress(IndexError, RuntimeError):  # another thread may take it; what failed is over too
