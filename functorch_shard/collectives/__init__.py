@@ -1,10 +1,9 @@
 """Collectives with exact derivatives, under every transform and at every order.
 
 ``primitives``: ``psum``, ``pmean``, ``pmax``, ``pmin``, ``all_gather``, ``psum_scatter``, ``axis_index``;
-``exchanges``, loaded on first use: ``all_to_all``, ``ragged_all_to_all``, ``ppermute``, ``broadcast``; ``rules`` and
-``maximum``: their derivatives, and those of the data-parallel gather of a buffer, Note [Schedule]. ``sinks``: where
-gradients of gathered parameters go, and who takes the mean over ranks, the backward of each gather or ``fs.grad`` at
-its end.
+``exchanges``, loaded on first use: ``all_to_all``, ``ragged_all_to_all``, ``ppermute``, ``broadcast``; ``rules``:
+their derivatives, and those of the data-parallel gather of a buffer, Note [Schedule]. ``sinks``: where gradients of
+gathered parameters go, and who takes the mean over ranks, the backward of each gather or ``fs.grad`` at its end.
 
 Imports ``mesh``, ``communication`` and below; imported by ``layout`` and above.
 """

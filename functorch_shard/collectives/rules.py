@@ -275,9 +275,9 @@ def averaged(x: Tensor, schedule: Schedule) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Mean:
-    """``across`` of a schedule with one axis of copies at most; one object as :class:`_Map` is."""
+    """``across`` of a schedule with one axis of copies, or ``None`` once its ranks are rows; one object as a map is."""
 
-    axis: Axis | _Rows | None
+    axis: Axis | None
     schedule: Schedule
     is_transpose: bool
     averages: bool  # the one of several that takes the mean
@@ -286,9 +286,10 @@ class _Mean:
         return self.schedule.across(grad, lambda x, _: _sum(x, self.axis, index, others))
 
 
-def _sum(x: Tensor, axis: Axis | _Rows | None, index: Tensor | None, others: Tensor | None) -> Tensor:
-    assert axis is not None
-    return axis.psum(x) if isinstance(axis, _Rows) else Linear.apply(x, index, others, LinearMap(axis))
+def _sum(x: Tensor, axis: Axis | None, index: Tensor | None, others: Tensor | None) -> Tensor:
+    if axis is None:  # outside of the level of simulated ranks, which are the rows of x
+        return sum_in_rank_order(x.unbind(0)).expand_as(x)
+    return Linear.apply(x, index, others, LinearMap(axis))
 
 
 class _Averaged(Function):
@@ -322,15 +323,7 @@ class _Averaged(Function):
                 return _Averaged.forward(x, index, others, mean), batch_dim  # nobody outside differentiates it
             folded = replace(mean, axis=fold(mean.axis, info, in_dims))
             return _Averaged.apply(x, index, others, folded), batch_dim
-        assert isinstance(mean.axis, Axis)
-        return _Averaged.apply(stack(x, in_dims[0], info.batch_size), None, None, replace(mean, axis=_Rows())), 0
-
-
-class _Rows:
-    """The ranks of a simulated axis once they are the rows of a tensor: what is left of an axis outside its level."""
-
-    def psum(self, x: Tensor) -> Tensor:
-        return sum_in_rank_order(x.unbind(0)).expand_as(x)
+        return _Averaged.apply(stack(x, in_dims[0], info.batch_size), None, None, replace(mean, axis=None)), 0
 
 
 def resized(x: Tensor, longest: int) -> Tensor:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.maximum import shared_max, shared_sum
-from ..collectives.primitives import pmax, psum
+from ..collectives.primitives import pmax, psum, shared_max, shared_sum
 from ..communication.backend import Axis
 from ..errors import reject
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
