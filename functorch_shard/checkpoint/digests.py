@@ -13,8 +13,8 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -26,6 +26,7 @@ from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
 from ..torch_internals.autograd import in_transform
+from .format import saved
 from .leaves import Leaf, leaves_of
 from .reader import Reader
 
@@ -69,6 +70,7 @@ def digests(source: Any) -> dict[str, str]:
 
     Raises:
         FileNotFoundError, RuntimeError: as :func:`functorch_shard.checkpoint.load`; or it is called inside a transform.
+        TypeError: a value that :func:`functorch_shard.checkpoint.save` does not take.
 
     Cost:
         Of a checkpoint: reads all values. Of a tree: the all-gathers of one :func:`gather` for each ``Sharded``, in the
@@ -101,45 +103,49 @@ def _of_leaf(leaf: Leaf) -> Iterator[tuple[str, str]]:
         x = x[(0,) * x.ndim]
     elif leaf.tensor is None and not leaf.is_plain:  # nothing yet, and nothing in a checkpoint
         return
+    elif leaf.is_plain:
+        try:
+            saved(x)  # of others a repr may be the same for different values
+        except Exception as error:  # of any class's __reduce__
+            raise TypeError(f"digest: {leaf}: got a {type(x).__name__}, which save does not take ({error})") from error
     for slot, names in leaf.parameters():
         value = whole[slot.name] if slot and whole else x
         yield from dict.fromkeys(names, _of(value.full_tensor() if slot and slot.dtensor and whole else value)).items()
 
 
 def _of(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        leaves, structure = optree.tree_flatten(x, none_is_leaf=True)
-        texts = [_of(x) if isinstance(x, Tensor) else repr(x) for x in map(_ordered, leaves)]
-        return hashlib.sha256(f"{structure} {texts}".encode()).hexdigest()
-    x = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    made = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}\n".encode())
-    made.update((ctypes.c_char * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b"")
-    return made.hexdigest()
+    if isinstance(x, Tensor):
+        x = x.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        made = hashlib.sha256(f"{x.dtype} {tuple(x.shape)}\n".encode())
+        made.update((ctypes.c_char * x.nbytes).from_address(x.data_ptr()) if x.nbytes else b"")
+        return made.hexdigest()
+    leaves, structure = optree.tree_flatten(x, none_is_leaf=True)
+    return hashlib.sha256(f"{structure} {[*map(_text, leaves)]}".encode()).hexdigest()
 
 
-def _ordered(x: Any) -> Any:
-    return (type(x).__name__, sorted(map(repr, x))) if isinstance(x, (set, frozenset)) else x
+def _text(x: Any) -> str:
+    if isinstance(x, (set, frozenset)):
+        return f"{type(x).__name__} {sorted(map(repr, x))}"
+    return _of(x) if isinstance(x, Tensor) else repr(x)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first step at which two runs differ, and the first name there, which a parameter of ``unit`` has.
+class Difference(NamedTuple):
+    """The first step at which two runs differ, and the unit and parameter of the first of the ``names`` that do.
 
-    ``before``: the last step before it that both recorded, at which all was equal. ``names``: all that differ in
-    ``step``, in the order of the record.
+    ``before``: the last step before it that both recorded.
     """
 
     step: Any
     before: Any
-    name: str
     unit: str | None
     parameter: str | None
     names: tuple[str, ...]
 
     def __str__(self) -> str:
+        name, *more = self.names
         of_unit = f", parameter {self.parameter!r} of unit {self.unit!r}" if self.parameter else ""
-        more = f", and {len(self.names) - 1} more names" if len(self.names) > 1 else ""
-        return f"step {self.step}: {self.name!r}{of_unit}{more}; equal at step {self.before}"
+        others = f", and {len(more)} more names" if more else ""
+        return f"step {self.step}: {name!r}{of_unit}{others}; equal at step {self.before}"
 
 
 def first_difference(
@@ -170,13 +176,11 @@ def first_difference(
         step 2: 'model.w', parameter 'w' of unit '(root)'; equal at step 1
     """
     others, before = {record["step"]: record["digests"] for record in run_b}, None
-    for record in run_a:
-        if (step := record["step"]) not in others:
+    for step, mine in ((record["step"], record["digests"]) for record in run_a):
+        if step not in others:
             continue
-        mine, theirs = record["digests"], others[step]
-        names = tuple(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-        if names:
-            return Difference(step, before, names[0], *_place_of(names[0], layout), names)
+        if names := tuple(name for name in {**mine, **others[step]} if mine.get(name) != others[step].get(name)):
+            return Difference(step, before, *_place_of(names[0], layout), names)
         before = step
     if before is None:
         raise ValueError("first_difference: no step is in both runs. Record the same steps: {'step': 0, 'digests': {}}")

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", help="package.module:name of a function or a class that makes the model, on the meta device")
     add("--ranks", type=_numbers, default=(8,), help="numbers of ranks, for example 8,64,512")
-    add("--axes", type=_axes, default={"shard": -1}, help="replicate=2,shard=-1: -1 is what is left")
+    add("--shards", type=int, help="ranks of one replica (default: all ranks)")
     add("--optimizer", help="a class of torch.optim, for example AdamW")
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
     add("--units", default="auto", help="auto, blocks, or bytes")
@@ -83,48 +82,31 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def _axes(text: str) -> dict[str, int]:
-    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in text.split(","))}
-    if not sizes.keys() <= {"shard", "replicate"} or [*sizes.values()].count(-1) > 1 or min(sizes.values()) < -1:
-        expected = "sizes of shard and replicate, one of them -1 at most"
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}, for example replicate=2,shard=-1")
-    return sizes
-
-
 def plan(
     *,
     model: str,
     ranks: Sequence[int],
-    axes: Mapping[str, int],
+    shards: int | None = None,
     optimizer: str | None = None,
     precision: str | None = None,
     units: str = "auto",
     no_reshard: bool = False,
 ) -> str:
     """Build the model, plan it for each number of ranks and format what each rank has and sends."""
-    source = _built(model)
-    options: dict[str, Any] = {
-        "units": int(units) if units.isdigit() else units,
-        "reshard_after_forward": not no_reshard,
-    }
+    source, units_of = _built(model), int(units) if units.isdigit() else units
+    options: dict[str, Any] = {"units": units_of, "reshard_after_forward": not no_reshard}
+    if wrong := [n for n in ranks if shards and n % shards]:
+        raise ValueError(f"--shards: {shards} does not divide {wrong[0]:,} ranks of --ranks")
+    meshes = [simulated_mesh({"replicate": n // shards, "shard": shards} if shards else n) for n in ranks]
     try:
         opt = optimizer_of(_named("optimizer", torch.optim, optimizer)) if optimizer else None
         if precision:
             dtypes = [_named("precision", torch, name) for name in precision.split(",")]
             options["precision"] = MixedPrecision(*dtypes)
-        layouts = [plan_of(source, simulated_mesh(_sized(axes, n)), **options) for n in ranks]
+        layouts = [plan_of(source, mesh, **options) for mesh in meshes]
     except (TypeError, ValueError) as error:
         raise ValueError(f"plan: {' '.join(str(error).split())}") from error
     return _formatted(model, layouts, [estimate(layout, opt) for layout in layouts])
-
-
-def _sized(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the axes of a mesh of so many ranks; an axis of -1 has those that are left."""
-    fixed = prod(size for size in sizes.values() if size != -1)
-    made = {name: ranks // max(fixed, 1) if size == -1 else size for name, size in sizes.items()}
-    if prod(made.values()) != ranks:
-        raise ValueError(f"--axes: {axes_text(sizes)} does not divide {ranks:,} ranks of --ranks")
-    return made
 
 
 def _formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimate]) -> str:

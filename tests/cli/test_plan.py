@@ -64,17 +64,17 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_a_row_for_each_number_of_ranks_has_what_estimate_says(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--ranks", "8,64,512", "--axes", "replicate=2,shard=-1", "--optimizer", "adamw", "--precision", "bfloat16"]
+    given = ["--ranks", "8,64,512", "--shards", "4", "--optimizer", "adamw", "--precision", "bfloat16"]
     _, _, header, _, *rows = output(capsys, HERE + "build", *given)[:7]
     assert header.split("  ")[0] == "mesh"
     opt, bf16 = fs.optimizer(torch.optim.AdamW), fs.MixedPrecision(torch.bfloat16)
     for row, ranks in zip(rows, (8, 64, 512), strict=True):
-        mesh = fs.simulated_mesh({"replicate": 2, "shard": ranks // 2})
+        mesh = fs.simulated_mesh({"replicate": ranks // 4, "shard": 4})
         expected = fs.estimate(fs.plan(build(), mesh, precision=bf16), opt)
         memory = [expected.parameters, expected.gradients, expected.optimizer, expected.gathered, expected.reducing]
         sent = {axis: sum(x.sent for (a, _), x in expected.traffic.items() if a == axis) for axis in mesh.axes}
         texts = [f"{ranks}", *map(size_text, [*memory, expected.peak, sent["replicate"], sent["shard"]])]
-        assert row.startswith(f"replicate=2 x shard={ranks // 2}")
+        assert row.startswith(f"replicate={ranks // 4} x shard=4")
         assert " ".join(row.split()).endswith(" ".join(texts))
 
 
@@ -102,11 +102,7 @@ def test_units_that_are_kept_are_gathered_once(capsys: pytest.CaptureFixture[str
     [
         (["--ranks", "8,x"], "--ranks: invalid"),
         (["--ranks", "0"], "--ranks: got '0'"),
-        (["--axes", "shard"], "--axes: invalid"),
-        (["--axes", "shard=-1,replicate=-1"], "one of them -1 at most"),
-        (["--axes", "tp=2,shard=-1"], "--axes: got 'tp=2,shard=-1', expected sizes of shard and replicate"),
-        (["--axes", "replicate=3,shard=-1"], "--axes: replicate=3 x shard=-1 does not divide 8 ranks"),
-        (["--axes", "shard=4"], "--axes: shard=4 does not divide 8 ranks"),
+        (["--shards", "3"], "--shards: 3 does not divide 8 ranks"),
         (["--optimizer", "adamv"], "--optimizer: torch.optim has no 'adamv' (did you mean"),
         (["--optimizer", "muon"], "Muon"),
         (["--precision", "bf17"], "--precision: torch has no 'bf17'"),
