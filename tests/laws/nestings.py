@@ -166,6 +166,7 @@ def _mixed_columns() -> Iterator[Column]:
         yield Column(f"simulated, 1 axis, {verb}", simulated(3)[0], verb=verb)
         yield Column(f"simulated, 2 axes, {verb}", simulated(HYBRID)[0], verb=verb)
         yield Column(f"gloo, 1 axis, {verb}", gloo(2)[0], verb=verb)
+        yield Column(f"gloo, 2 axes, {verb}", gloo(HYBRID)[0], verb=verb)
 
 
 COLUMNS: dict[str, Column] = {column.name: column for column in _columns()}
