@@ -47,41 +47,33 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse()
-    mesh = fs.init_mesh()  # the ranks that a launcher started; without one, simulated ranks in this process
-    mesh = mesh if dist.is_initialized() else fs.simulated_mesh(args.ranks, device=mesh.device)
-    say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda *_: None
-    train_text, valid_text = (text.to(mesh.device) for text in read_text(args.text))
+def loss_of(model: GPT, params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+    logits = functional_call(model, fs.gather(params), (x,))
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def train(mesh: fs.Mesh, args: argparse.Namespace, text: Tensor, say: Any) -> tuple[GPT, fs.Sharded, list[float]]:
+    """The model, its trained shards, and the loss of each step."""
     torch.manual_seed(args.seed)  # the same on every rank: shard compares the values
     model = GPT(args.dropout)  # only the shards are kept, on the mesh's device
     layout = fs.plan(model, mesh, labels=lambda name, p: "no_decay" if p.ndim < 2 else None)
-    say(f"{mesh}: {len(train_text):,} bytes to train on, {len(valid_text):,} to validate\n{layout}")
+    say(f"{mesh}: {len(text):,} bytes to train on\n{layout}")
     no_decay = {"no_decay": {"weight_decay": 0.0}}
     opt = fs.optimizer(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1, labels=no_decay)
     params = fs.shard(model, layout)
     state = opt.init(params)
 
-    def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        logits = functional_call(model, fs.gather(params), (x,))
-        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
     @mesh.spmd(out_dims=(0, 0, None))
     def train_step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor, lr: float) -> Any:
-        grads, loss = fs.grad_and_value(loss_fn)(params, x, y)
+        grads, loss = fs.grad_and_value(lambda p: loss_of(model, p, x, y))(params)
         params, state = opt.step(params, grads=grads, state=state, lr=lr, donate=True)
         return params, state, fs.collectives.pmean(loss, mesh)
-
-    @mesh.spmd(out_dims=None)
-    def valid_step(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            return fs.collectives.pmean(loss_fn(params, x, y), mesh)
 
     data = torch.Generator().manual_seed(args.seed)  # the global batch is the same on every rank, and split
     batch_size, losses, said = mesh.size * args.batch_size, list[float](), 0.0
     start = time.perf_counter()
     for step in range(args.steps):
-        x, y = mesh.split(windows(train_text, torch.randint(len(train_text) - CONTEXT, (batch_size,), generator=data)))
+        x, y = mesh.split(windows(text, torch.randint(len(text) - CONTEXT, (batch_size,), generator=data)))
         # Like fold_in of JAX: every rank and step has its own dropout, and there is no state to save.
         torch.manual_seed(hash((args.seed, step, mesh.rank)))
         params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
@@ -91,6 +83,21 @@ def main() -> None:
             said = passed
             left, speed = passed / done * (args.steps - done), done * batch_size * CONTEXT / passed
             say(f"step {done}/{args.steps}  loss {losses[-1]:.3f}  {speed:,.0f} bytes/s  {left:.0f} s left")
+    return model, params, losses
+
+
+def main() -> None:
+    args = parse()
+    mesh = fs.init_mesh()  # the ranks that a launcher started; without one, simulated ranks in this process
+    mesh = mesh if dist.is_initialized() else fs.simulated_mesh(args.ranks, device=mesh.device)
+    say = partial(print, file=sys.stderr, flush=True) if mesh.rank == 0 else lambda *_: None
+    train_text, valid_text = (text.to(mesh.device) for text in read_text(args.text))
+    model, params, losses = train(mesh, args, train_text, say)
+
+    @mesh.spmd(out_dims=None)
+    def valid_step(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            return fs.collectives.pmean(loss_of(model, params, x, y), mesh)
 
     model.eval()  # without dropout
     starts = torch.linspace(0, len(valid_text) - CONTEXT - 1, 512 // mesh.size * mesh.size).long()

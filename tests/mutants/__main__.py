@@ -1,17 +1,20 @@
-"""``python -m tests.mutants [--only NAME] [--every N]``: exit with 1 if a mutant is not noticed and not listed."""
+"""``python -m tests.mutants``: programs with one wrong collective each, and whether other ranks show it."""
 
 import argparse
 import sys
 
+from tests.mutants.programs import EQUIVALENT
 from tests.mutants.running import outcomes
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="programs whose name has this in it")
     parser.add_argument("--every", type=int, default=1, help="one of so many mutants")
+    parser.add_argument("--processes", type=int, default=2, help="programs that run at once")
     options = parser.parse_args()
     total = noticed = listed = failed = 0
-    for each in outcomes(options.only, options.every):
+    unused = {why for _, _, why in EQUIVALENT} if not options.only and options.every == 1 else set()
+    for each in outcomes(options.only, options.every, processes=options.processes):
         counts = f"{each.number:5d} mutants, {len(each.noticed):5d} noticed, {len(each.equivalent):4d} equivalent"
         print(f"{each.program:40.40s} {counts} {each.seconds:6.1f} s", flush=True)
         for why in dict.fromkeys(each.equivalent.values()):
@@ -22,5 +25,8 @@ if __name__ == "__main__":
             print(f"    of the right program: {alarm}")
         total, noticed, listed = total + each.number, noticed + len(each.noticed), listed + len(each.equivalent)
         failed += len(each.missed) + len(each.alarms)
+        unused -= {*each.equivalent.values()}
+    for why in unused:
+        print(f"no mutant is equivalent for this reason: {why}")
     print(f"{total} mutants: {noticed} noticed, {listed} equivalent, {failed} wrong")
-    sys.exit(failed > 0)
+    sys.exit(failed > 0 or len(unused) > 0)

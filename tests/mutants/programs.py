@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,13 +23,19 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.laws import tasks, training
 from tests.laws.wrappers import WRAPPERS
-from tests.support import public_bugs
+from tests.referees import training as of_libraries
+from tests.referees.programs import opacus, posteriors, torchopt
+from tests.referees.referee import quiet
+from tests.referees.table import referees
+from tests.support import launching, public_bugs
 from tests.support.models import awkward
 from tests.support.pages import ROOT
 
 sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
-NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "lora", "unit_test_your_sharding"]
-maml, score_matching, dp_sgd, influence, lanczos, lora, tested = map(import_module, NAMES)
+NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "evolution", "unit_test_your_sharding"]
+maml, score_matching, dp_sgd, influence, lanczos, evolution, tested = map(import_module, NAMES)
+gpt, train_gpt, muon_gpt, lora = map(import_module, ["gpt", "train_gpt", "muon_gpt", "lora"])
+production = import_module("production")
 long_context, moe, pipeline = map(import_module, ["long_context", "moe", "pipeline"])
 
 RANKS = 4  # on which there are the fewest samples for each
@@ -121,6 +131,52 @@ def of_text() -> list[tuple[Tensor, Tensor]]:
     return [(text[:, :-1], text[:, 1:])]
 
 
+def of_train_gpt(mesh: fs.Mesh) -> Any:
+    args = argparse.Namespace(seed=0, dropout=0.0, batch_size=4 // mesh.size, steps=2)
+    text = torch.randint(256, (99,), generator=draw())
+    with patch.multiple(gpt, **SMALL), patch.object(train_gpt, "CONTEXT", 9), quiet():
+        return train_gpt.train(mesh, args, text, lambda _: None)[1:3]
+
+
+def of_production(mesh: fs.Mesh) -> Any:
+    options = {"epochs": 1, "patience": 2, "every": 20, "checkpoint": "", "seed": 0}
+    args = argparse.Namespace(**options, batch_size=4 // mesh.size)
+    with (
+        patch.multiple(gpt, **SMALL),
+        patch.object(production, "CONTEXT", 9),
+        patch.object(production, "signal"),
+        quiet(),
+    ):
+        torch.manual_seed(0)
+        train, valid = production.Windows(bytes(range(63))), production.Windows(bytes(range(99, 135)))
+        job = production.train_sharded(args, mesh, production.GPT(), train, valid)
+    return job["model"], job["losses"], job["valid"]
+
+
+def of_hf_llama(mesh: fs.Mesh) -> Any:
+    hf_llama = import_module("hf_llama")
+    sizes = {"vocab_size": 60, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    config = hf_llama.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, use_cache=False)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        return hf_llama.fine_tune(
+            mesh, config, 2 * [torch.randint(60, (4, 6), generator=draw())], Path(folder) / "llama"
+        )
+
+
+def of_muon(mesh: fs.Mesh) -> Any:
+    rest = fs.optimizer(torch.optim.AdamW, lr=4e-3)
+    muon = fs.optimizer(torch.optim.Muon, lr=0.02, whole=True, labels={"rest": rest})
+    with patch.multiple(gpt, **SMALL), quiet():
+        params, _, losses, _ = muon_gpt.train(mesh, muon, of_text())
+    return params, losses
+
+
+def of_evolution(mesh: fs.Mesh) -> Any:
+    starts = torch.randn(4, 4, generator=draw(), dtype=torch.float64) * torch.tensor([0.5, 1.0, 0.12, 1.0])
+    with patch.multiple(evolution, LENGTH=20, PAIRS=3):
+        return evolution.evolve(mesh, small(4, 6, 1), [starts])[:2]
+
+
 def of_lora(mesh: fs.Mesh) -> Any:
     with patch.multiple(lora, **SMALL), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -174,24 +230,11 @@ def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
         return run(program.params, *program.split(batch))
 
 
-def of_referee(mesh: fs.Mesh, library: str, name: str) -> Any:
-    """Three steps of a program of another library."""
-    from tests.referees.programs import timm, transformers
-    from tests.referees.training import trained
-
-    made = {
-        "Llama": lambda: transformers.task("Llama"),
-        "BERT": lambda: transformers.task("BERT"),
-        "ViT": lambda: (
-            transformers.task("ViT", transformers.pixels)
-            if library == "transformers"
-            else timm.task("vit_tiny_patch16_224", 16, **timm.VIT)
-        ),
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # attention without a batching rule is slow
-        result: Any = trained(made[name](), mesh)
-    return {**result, "losses": [x.flatten()[0] for x in result["losses"]]}
+def of_referee(mesh: fs.Mesh, program: Any) -> Any:
+    """A step of a training of another library."""
+    with quiet(), patch.object(of_libraries, "STEPS", 1):
+        result = program(mesh)
+    return {**result, "losses": [x.flatten()[0] for x in result.get("losses", ())]}
 
 
 # Results that depend on how many samples a rank has, or have a dim of an ensemble in front of the shards.
@@ -210,22 +253,41 @@ PROGRAMS: dict[str, Program] = {
     "example: dp_sgd": of_dp_sgd,
     "example: influence": of_influence,
     "example: lanczos": of_lanczos,
+    "example: evolution": of_evolution,
+    "example: train_gpt": of_train_gpt,
+    "example: production": of_production,
+    "example: muon_gpt": of_muon,
     "example: lora": of_lora,
+    "example: launch/train": partial(launching.PROGRAM["train"], steps=3),
     "example: long_context, ring": partial(of_long_context, way="ring"),
     "example: long_context, ulysses": partial(of_long_context, way="ulysses"),
     "example: moe": of_moe,
     "example: pipeline": of_pipeline,
     "example: pipeline, 1F1B": partial(of_pipeline, schedule="one_f_one_b"),
 }
-AXES = {  # of others: replicate, shard
+AXES = {  # of others: one, replicate, shard
     "example: long_context": ("shard", "context"),
     "example: moe": ("expert", "shard"),
     "example: pipeline": ("stage", "shard"),
+    "example: production": ("shard",),
+    "referee: torchopt": ("replicate", "shard"),
 }
-FLOAT32 = ("referee", "lora")  # whose losses are
-for library, name in (("transformers", "Llama"), ("transformers", "BERT"), ("transformers", "ViT"), ("timm", "ViT")):
-    if find_spec(library):
-        PROGRAMS[f"referee: {library}, {name}"] = partial(of_referee, library=library, name=name)
+if find_spec("transformers"):
+    PROGRAMS["example: hf_llama"] = of_hf_llama
+SEQUENTIAL = {"example: hf_llama"}  # programs that batched ranks refuse
+FLOAT32 = {"example: lora", "example: hf_llama"}  # programs that compute norms or losses in it
+# Trainings of other libraries, but for those that depend on how many samples a rank has: by a mean over tokens that are
+# no padding, a balance of experts, steps of a solver until the error of all samples is small, or numbers that it draws.
+LIBRARIES = ("transformers", "timm", "diffusers", "peft", "torchdiffeq", "torchebm", "torchopt", "opacus", "posteriors")
+TRAININGS = (of_libraries.trained, torchopt.optimized, torchopt.maml, opacus.private_step, posteriors.sampled)
+OF_SAMPLES = r"padding|a mask of|(BERT|T5), checkpointing|Mixtral|dopri5|torchebm: (E|D|Sliced)|approximate"
+for each in referees(LIBRARIES):
+    training_of = getattr(each.program, "func", each.program) in TRAININGS
+    if each.installed and training_of and not each.refused and not re.search(OF_SAMPLES, str(each)):
+        PROGRAMS[f"referee: {each}"] = partial(of_referee, program=each.program)
+        SEQUENTIAL |= {f"referee: {each}"} if each.batched else set()
+        in_float32 = each.tolerance > 1e-8 or each.package in ("transformers", "peft")
+        FLOAT32 |= {f"referee: {each}"} if in_float32 else set()
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
 COUNTED = "of a step that is run to count what it sends, and thrown away"
 EQUIVALENT = [
@@ -246,6 +308,15 @@ EQUIVALENT = [
     ("example: lanczos", r" (5|7|9|11|2[2468]|4[1357]), psum", "of a gradient whose tangent alone is returned"),
     ("example: lanczos", r" (14|15|3[1-4]), psum .*doubled", "the second pass takes away what the first one left"),
     ("example: lanczos", r" 5[0-7], psum", "of the vector after the last step, which no step uses"),
+    ("example: evolution", r" [0-7], ", COUNTED),
+    ("example: launch/train", r" (1[89]|2[01]), psum", "of the parameters after the last step, which are not returned"),
+    ("example: muon_gpt", r" ([0-9]|1[0-9]|2[0-4]), ", COUNTED),
+    ("example: muon_gpt", r" (33|40), psum.*: doubled", "Muon's first step goes by the direction of the gradient"),
+    ("example: muon_gpt", r" 25, all_gather .*'.root./rest'", "positions are zeros at first"),
+    ("example: hf_llama", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
+    ("example: train_gpt", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: production", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: production", r"pmax", "no rank is told to end"),
     ("example: lora", r" (0|11), all_gather .*'.root./frozen'", "positions are zeros at first"),
     ("example: moe", r" (0|32), all_gather .*'.root.'", "positions are zeros at first"),
     ("example: moe", r" 1[45], psum .* over '\w+': over", "backward adds up over all ranks what differs between them"),
@@ -254,5 +325,5 @@ EQUIVALENT = [
     ("example: pipeline$", r" 10, psum", "the loss itself is thrown away"),
     ("example: pipeline$", r" 11, psum .* over '\w+': over", "the cotangent is one on every rank"),
     ("example: pipeline, 1F1B", r" 12, psum", "the loss itself is thrown away"),
-    ("referee", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
+    ("referee", r" [35], all_gather .*norm.*: (dropped|over)", "the weights of a normalization are ones at first"),
 ]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
+from multiprocessing import get_context
 
 import functorch_shard as fs
 from functorch_shard.debug import types
 from functorch_shard.testing import assert_rank_invariant, mutants
-from tests.mutants.programs import AXES, EQUIVALENT, FLOAT32, PROGRAMS
+from tests.mutants.programs import AXES, EQUIVALENT, FLOAT32, PROGRAMS, SEQUENTIAL
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Outcome:
     noticed: list[str] = field(default_factory=list)
     equivalent: dict[str, str] = field(default_factory=dict)
     missed: list[str] = field(default_factory=list)
-    alarms: list[str] = field(default_factory=list)  # of types, about the program itself
+    alarms: list[str] = field(default_factory=list)  # about the program itself
     seconds: float = 0.0
 
     @property
@@ -36,25 +38,37 @@ def reason(program: str, mutant: str) -> str | None:
     return next(found, None)
 
 
-def outcomes(name: str = "", every: int = 1, first: int = 0) -> Iterator[Outcome]:
+def outcome(program: str, every: int = 1, first: int = 0) -> Outcome:
+    """The outcome of one program, of one of ``every`` mutants."""
+    run, outcome, start = PROGRAMS[program], Outcome(program), time.perf_counter()
+    names = next((names for of, names in AXES.items() if of in program), ("one", "replicate", "shard"))
+    sizes = dict.fromkeys(names, 1), {name: 1 if name == "one" else 2 for name in names}
+    kind = "sequential" if program in SEQUENTIAL else "batched"
+    one, four = (fs.simulated_mesh(each, kind=kind) for each in sizes)
+    close = {"rtol": 1e-4, "atol": 1e-6} if program in FLOAT32 else {"rtol": 1e-9, "atol": 1e-11}
+    check = partial(assert_rank_invariant, meshes=[one, four], **close)
+    try:
+        check(run)
+    except AssertionError as error:
+        return replace(outcome, alarms=[str(error)])
+    outcome.alarms = [*types(run, four).problems] if kind == "batched" else []
+    for mutant in mutants(run, four)[first::every]:
+        why, noticed = reason(program, str(mutant)), mutant.is_noticed_by(check)
+        if noticed:
+            outcome.noticed.append(str(mutant))
+        elif why:
+            outcome.equivalent[str(mutant)] = why
+        else:
+            outcome.missed.append(str(mutant))
+    outcome.seconds = time.perf_counter() - start
+    return outcome
+
+
+def outcomes(name: str = "", every: int = 1, first: int = 0, processes: int = 1) -> Iterator[Outcome]:
     """Yield the outcome of each program whose name has ``name`` in it, of one of ``every`` mutants."""
-    for program, run in PROGRAMS.items():
-        if name not in program:
-            continue
-        outcome, start = Outcome(program), time.perf_counter()
-        names = next((names for of, names in AXES.items() if of in program), ("one", "replicate", "shard"))
-        one, four = dict.fromkeys(names, 1), {name: 1 if name == "one" else 2 for name in names}
-        close = {"rtol": 1e-4, "atol": 1e-6} if any(name in program for name in FLOAT32) else {}
-        check = partial(assert_rank_invariant, meshes=[one, four], **{"rtol": 1e-9, "atol": 1e-11, **close})
-        check(run)  # the program itself raises no alarm
-        outcome.alarms = [*types(run, fs.simulated_mesh(four)).problems]
-        for mutant in mutants(run, fs.simulated_mesh(four))[first::every]:
-            why, noticed = reason(program, str(mutant)), mutant.is_noticed_by(check)
-            if noticed:
-                outcome.noticed.append(str(mutant))
-            elif why:
-                outcome.equivalent[str(mutant)] = why
-            else:
-                outcome.missed.append(str(mutant))
-        outcome.seconds = time.perf_counter() - start
-        yield outcome
+    chosen = partial(outcome, every=every, first=first), [each for each in PROGRAMS if name in each]
+    if processes == 1:
+        yield from map(*chosen)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield from pool.map(*chosen)
