@@ -65,7 +65,7 @@ def grad_and_value(loss: Callable[..., Any], has_aux: bool = False) -> Callable[
     Raises:
         ValueError: a layout without virtual ranks; another number of batches.
         NotImplementedError: on batched simulated ranks, whose kernels round otherwise; inside of another derivative;
-            or where ``loss`` gathers twice, or differentiates by its parameters itself.
+            or where ``loss`` gathers twice, uses shards without a gather, or differentiates by its parameters itself.
 
     Cost:
         That of ``fs.grad`` for each virtual rank here: over any axis, the bytes of its reduce-scatters. Gradients are
@@ -111,7 +111,7 @@ def grad_and_value(loss: Callable[..., Any], has_aux: bool = False) -> Callable[
         made = {
             key: to_memory_kind_of(sums.take_mean(key), x) if key in sums.keys else None for key, x in params.items()
         }
-        sums.begun = 0
+        sums.finish()
         free.append(sums)
         total = mean(values, layout)
         return Sharded(made, layout), (total, extra) if has_aux else total
@@ -170,6 +170,8 @@ class _Sums:
         self.keys = {key: buffer for key, buffer in given.buffers.items() if buffer.trainable}
         self.sums: dict[str, list[Subtree]] = {key: [] for key in self.keys}
         self.begun = 0  # leaves before this microbatch
+        self._zeros: dict[torch.dtype, Tensor] = {}
+        self._strays = list[Tensor]()  # whether there was more in a gradient than those zeros
         schedules = {key: given.schedules[key, None] for key in self.keys}
         lossy = [
             f"{key!r}: gradients in {each.returned}, added up in {each.reduced}"
@@ -187,10 +189,27 @@ class _Sums:
             raise NotImplementedError(f"virtual.grad: {op.key!r}: the loss differentiates by its parameters itself.")
         if op.kind == "psum_scatter":
             work = send(replace(op, kind="sums_in_tree", source=self.begun + self.places.start), x)
-            return work.then(lambda sums: self._take(op.key, sums))
-        if self.keys[op.key].num_shards == 1 and not self._is_taken(op.key):  # whole on every rank
+
+            def taken(sums: Tensor) -> Tensor:
+                self._take(op.key, sums)
+                return self._zeros_for(x.dtype, sums.shape[1])
+
+            return work.then(taken)
+        if self.keys[op.key].num_shards > 1:
+            self._strays.append(x.any())
+        elif not self._is_taken(op.key):  # whole on every rank
             self._take(op.key, self._over_shards(op.key, x))
-        return Finished(torch.zeros_like(x))
+        return Finished(self._zeros_for(x.dtype, x.numel()))
+
+    def _zeros_for(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """What backward gets: the same memory for all buffers, as fresh memory costs more than to divide zeros."""
+        if dtype not in self._zeros or self._zeros[dtype].numel() < numel:
+            self._zeros[dtype] = torch.zeros(numel, dtype=dtype, device=self.given.mesh.device)
+        return self._zeros[dtype][:numel]
+
+    def _is_zeros(self, x: Tensor) -> bool:
+        """Whether ``x`` is in that memory, which :meth:`finish` looks at once."""
+        return any(x.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() for own in self._zeros.values())
 
     def _over_shards(self, key: str, x: Tensor) -> Tensor:
         """The sums of the leaves ``x`` of one replica, a row for each: this rank's part."""
@@ -200,11 +219,11 @@ class _Sums:
     def _is_taken(self, key: str) -> bool:
         return bool(self.sums[key]) and self.sums[key][-1].start + self.sums[key][-1].size > self.begun
 
-    def _take(self, key: str, rows: Tensor) -> Tensor:
+    def _take(self, key: str, rows: Tensor) -> None:
         """Exchange the sums of a microbatch of this replica with the others, and add them to those before."""
         if self._is_taken(key):
             raise NotImplementedError(f"virtual.grad: {key!r}: the loss gathers twice. Use one gather for both.")
-        zeros, axis, size = torch.zeros_like(rows[0]), self.places.replicas, self.given.num_shards
+        axis, size = self.places.replicas, self.given.num_shards
         starts = range(self.begun, self.begun + self.given.num_ranks, size)
         nodes = [sums_in_tree([0] * size, start) for start in starts]
         received = rows[None]
@@ -216,7 +235,6 @@ class _Sums:
             for node, x in zip(of_replica, each, strict=False):
                 add_in_tree(sums, node._replace(sum=x))
         sums[:] = [node._replace(sum=_in_own_memory(node.sum)) for node in sums]
-        return zeros
 
     def end_microbatch(self, grads: Sharded) -> None:
         """Take what was not reduced: all gradients of one rank, and those of units that no rank has gathered."""
@@ -226,7 +244,15 @@ class _Sums:
                 if self.given.num_ranks > 1:
                     x = x.new_zeros(self.keys[key].numel)
                 self._take(key, self._over_shards(key, x))
+            elif self.keys[key].num_shards > 1 and not self._is_zeros(grads[key]):
+                self._strays.append(grads[key].any())
         self.begun += self.given.num_ranks
+
+    def finish(self) -> None:
+        """Raise if gradients came to shards by another way than a gather, which is not in the sums."""
+        strays, self._strays, self.begun = [*self._strays, *(x.any() for x in self._zeros.values())], [], 0
+        if any(map(bool, strays)):
+            raise NotImplementedError("virtual.grad: the loss uses shards without a gather, as a norm of them does.")
 
     def take_mean(self, key: str) -> Tensor:
         """The mean over virtual ranks of the gradient of a buffer: this rank's shard; its sums are let go."""
