@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager as ContextManager
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from types import CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar, cast
 
 import optree
@@ -22,7 +22,7 @@ from ..layout.trees import take_tensors
 from ..torch_internals.autograd import eager, own_parametrizations, without_batches
 from ..torch_internals.satellites import is_differentiated
 from ..torch_internals.tensors import version_of
-from ..training.bind import bind
+from ..training.bind import bind, with_variables
 from .program import Program, first_run
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -202,13 +202,7 @@ def _as_now(fn: Any, inside: tuple[Any, ...] = ()) -> Any:
     """Return a function with the variables of its closure as they are now; anything else unchanged."""
     if not isinstance(fn, FunctionType) or not fn.__closure__ or fn in inside:
         return fn
-    values = {name: _as_now(x, (*inside, fn)) for name, x in filled_variables(fn).items()}
-    cells = zip(fn.__code__.co_freevars, fn.__closure__, strict=True)
-    closure = tuple(CellType(values[name]) if name in values else cell for name, cell in cells)
-    made = FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closure)
-    made.__kwdefaults__ = fn.__kwdefaults__
-    made.__dict__.update(fn.__dict__)
-    return made
+    return with_variables(fn, {name: _as_now(x, (*inside, fn)) for name, x in filled_variables(fn).items()})
 
 
 def _tensors(x: Any) -> list[Tensor]:

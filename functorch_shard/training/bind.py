@@ -122,16 +122,19 @@ def _with_values(x: Any, new: list[Any]) -> Any:
     return made
 
 
-def _with_variables(x: FunctionType, new: list[Any]) -> FunctionType:
-    """Return ``x`` with other values in its closure; variables whose value stays are shared with ``x``."""
-    old = filled_variables(x)
-    cells = {name: CellType(y) for name, y in zip(old, new, strict=True) if y is not old[name]}
-    closure = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-    cells = tuple(cells.get(name, cell) for name, cell in closure)
-    made = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, cells)
+def with_variables(x: FunctionType, values: Mapping[str, Any]) -> FunctionType:
+    """Return ``x`` with ``values`` of variables in its closure; it shares the others with ``x``."""
+    cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+    closure = tuple(CellType(values[name]) if name in values else cell for name, cell in cells)
+    made = FunctionType(x.__code__, x.__globals__, x.__name__, x.__defaults__, closure)
     made.__kwdefaults__ = x.__kwdefaults__
     made.__dict__.update(x.__dict__)
     return made
+
+
+def _with_others(x: FunctionType, new: list[Any]) -> FunctionType:
+    pairs = zip(filled_variables(x).items(), new, strict=True)
+    return with_variables(x, {name: y for (name, old), y in pairs if y is not old})
 
 
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -146,7 +149,7 @@ _HOLDERS: dict[type, tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]]
     MethodType: (lambda x: [x.__self__], lambda x, new: MethodType(x.__func__, *new)),
     partial: (lambda x: [x.func, x.args, x.keywords], lambda x, new: partial(new[0], *new[1], **new[2])),
     ref: (lambda x: [x()], lambda x, new: ref(*new)),
-    FunctionType: (lambda x: [*filled_variables(x).values()], _with_variables),
+    FunctionType: (lambda x: [*filled_variables(x).values()], _with_others),
 }
 
 

@@ -102,14 +102,6 @@ def test_labels_may_have_optimizers_of_any_kind_inside_of_each_other() -> None:
     ]
 
 
-def test_the_derivative_of_a_step_is_refused_and_never_zero() -> None:
-    params, opt = one_matrix(), fs.optimizer(torch.optim.Muon, whole=True)
-    state, tracked = opt.init(params), params["(root)"].clone().requires_grad_()
-    new, _ = opt.step(fs.Sharded({"(root)": tracked}, params.layout), grads=params, state=state)
-    with pytest.raises(NotImplementedError, match="updates have no derivative"):
-        new["(root)"].sum().backward()
-
-
 def refused_dtensor() -> str:
     devices = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
     source = {"w": distribute_tensor(torch.ones(4, 4), devices["tensor"], [Shard(0)]), "b": torch.ones(4, 4)}
