@@ -100,26 +100,21 @@ class GroupBackend(Backend):
 
     def _send_parts(self, op: Collective, x: Tensor) -> Work:
         """Any kind that torch has no collective for, by its law."""
-        parts, shapes = self.parts_of(op, x)
+        law, size = op.law, self.size
+        parts = law.parts(op, x, self.rank, size, 0) if law.parts else x.expand(size, *x.shape)
+        shapes = [parts[0].shape] * size
+        if shape := law.shape:
+            shapes = [torch.Size(shape(op, x.shape, rank, self.rank)) for rank in range(size)]
         sent = torch.cat([part.flatten() for part in parts])
         sizes, sent_sizes = [shape.numel() for shape in shapes], [part.numel() for part in parts]
         received = sent.new_empty(sum(sizes))
 
         def finish() -> Tensor:
             rows = [row.view(shape) for row, shape in zip(received.split(sizes), shapes, strict=True)]
-            return op.law.combine(op, rows, 0)
+            return law.combine(op, rows, 0)
 
         args = as_sendable(received), as_sendable(sent), sizes, sent_sizes
         return _sent(finish, dist.all_to_all_single(*args, group=self.group, async_op=True), received)
-
-    def parts_of(self, op: Collective, x: Tensor) -> tuple[Any, list[torch.Size]]:
-        """What this rank has for each rank, and the shapes of what each has for this one."""
-        law, size = op.law, self.size
-        parts = law.parts(op, x, self.rank, size, 0) if law.parts else x.expand(size, *x.shape)
-        shape = law.shape
-        if shape is None:
-            return parts, [parts[0].shape] * size
-        return parts, [torch.Size(shape(op, x.shape, rank, self.rank)) for rank in range(size)]
 
 
 def _sent(finish: Callable[[], Tensor], handle: Any, out: Tensor) -> Work:
