@@ -193,10 +193,6 @@ class _Recode(Function):
         return torch.stack([codec.decode(codec.encode(row)) for row in _rows(x)]).view(x.shape)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return grad, None
 
@@ -215,10 +211,6 @@ class _Bits(Function):
         strided = x.ndim > 0 and x.stride(-1) != 1  # a single number is contiguous, whatever its stride
         copied = strided or x.storage_offset() * x.itemsize % dtype.itemsize  # bytes begin anywhere in a message
         return (x.clone(memory_format=torch.contiguous_format) if copied else x).view(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, dtype: torch.dtype) -> Any:
@@ -316,25 +308,15 @@ def _reduced(
 
 
 class _ScatterEncoded(Function):
-    """``psum_scatter`` of what a codec makes of each rank's part, and what it lost. Has no derivative."""
+    """``psum_scatter`` of what a codec makes of each rank's part, and what it lost."""
+
+    refusal = "a reduction of encoded gradients has no derivative: use scatter_grads where somebody differentiates it."
 
     @staticmethod
     def forward(
         x: Tensor, index: Tensor | None, others: Tensor | None, axis: Axis, codec: RowEncoding
     ) -> tuple[Tensor, Tensor]:
         return _exchange(x, axis, codec, 2)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise NotImplementedError(_NO_DERIVATIVE)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_DERIVATIVE)
 
     @staticmethod
     def vmap(
@@ -355,11 +337,6 @@ def _exchange(x: Tensor, axis: Axis, codec: RowEncoding, dims: int) -> tuple[Ten
     for addend in addends:
         total = total + addend
     return total, (parts - codec.decode(messages, form)).flatten(-2)
-
-
-_NO_DERIVATIVE = (
-    "a reduction of encoded gradients has no derivative: use scatter_grads where somebody differentiates it."
-)
 
 
 def _finite(lost: Tensor, before: Tensor | None) -> Tensor:

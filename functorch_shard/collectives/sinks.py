@@ -204,10 +204,6 @@ class _Differentiated(Function):
         return tuple(x.view_as(x) for x in grads)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if not any(map(_is_averaged, nodes(*nodes_behind(ctx)))):
             raise RuntimeError(_NOT_THE_TRANSPOSE)

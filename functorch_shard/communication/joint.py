@@ -59,10 +59,6 @@ class _Outwards(Function):
         raise AssertionError(f"no level of axis {op.axis!r} around this")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
     def vmap(
         info: Any, in_dims: Any, x: Tensor, index: Tensor, backend: JointStackedBackend, op: Collective, depth: int
     ) -> Any:

@@ -25,9 +25,8 @@ from ..communication.collective import record as mark
 from ..communication.wrappers import Traffic
 from ..containers import opened, refuse_opaque
 from ..errors import table
-from ..torch_internals.autograd import as_number
 from ..torch_internals.satellites import ON_VALUES, RefusedError, fake_copies, reads_values, trace
-from ..torch_internals.tensors import identity_of_storage, tensors_of, version_of, writes_nothing
+from ..torch_internals.tensors import as_number, identity_of_storage, tensors_of, version_of, writes_nothing
 from .signature import Call, is_traced, memory_outside
 
 

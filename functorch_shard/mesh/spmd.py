@@ -23,7 +23,8 @@ from ..communication.backend import Axis, Backend
 from ..communication.simulated import Index, StackedBackend, axes_over, default_group, running, writes_refused
 from ..containers import KNOWN, opaque_problem, opened, place, refuse_opaque
 from ..errors import reject
-from ..torch_internals.autograd import WATCHER, is_number, without_batches
+from ..torch_internals.autograd import WATCHER, without_batches
+from ..torch_internals.tensors import is_number
 
 LIST = "list"  # in place of out_dims: a list with the result of each rank
 

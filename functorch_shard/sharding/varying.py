@@ -23,8 +23,8 @@ from ..communication.simulated import RUN, axes_over
 from ..containers import opened, place
 from ..layout.layout import rank_dims
 from ..layout.trees import Sharded
-from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, is_number, levels
-from ..torch_internals.tensors import batch_levels
+from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, levels
+from ..torch_internals.tensors import batch_levels, is_number
 from .shard import copy_dims
 
 T = TypeVar("T")

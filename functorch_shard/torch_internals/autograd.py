@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
-from functools import wraps
+from functools import partial, wraps
 from threading import RLock
 from typing import Any, TypeVar, cast
 
@@ -92,8 +92,16 @@ class Function(torch.autograd.Function):
     and no context variables. In the caller's thread those of the caller are hidden too, so that both are alike.
     """
 
+    refusal = ""  # what backward and jvp raise, of a Function that has no derivative
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing for backward."""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if cls.refusal:
+            cls.backward = cls.jvp = staticmethod(partial(_refuse, cls.refusal))
         cls.setup_context = staticmethod(_keeping_context(cls.setup_context))
         cls.backward = staticmethod(_in_kept_context(cls.backward))
 
@@ -106,6 +114,10 @@ class Function(torch.autograd.Function):
         alive = [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args]
         above: Any = super(torch.autograd.Function, cls)
         return above.apply(*alive)
+
+
+def _refuse(text: str, ctx: Any, *_: Any) -> Any:
+    raise NotImplementedError(text)
 
 
 def _keeping_context(setup_context: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,17 +341,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def as_number(x: Tensor) -> Tensor:
-    """Mark ``x``, without dims, as a number of the caller's program: the same for all ranks."""
-    x.is_number = True  # pyright: ignore[reportAttributeAccessIssue]
-    return x
-
-
-def is_number(x: Any) -> bool:
-    """Whether ``x`` is a tensor that :func:`as_number` marked."""
-    return isinstance(x, Tensor) and getattr(x, "is_number", False)
 
 
 def as_under_compiler() -> AbstractContextManager[None]:

@@ -41,13 +41,12 @@ from .autograd import (
     has_tangents,
     in_forward_mode,
     in_transform,
-    is_number,
     levels,
     untraced,
     unwrap_if_dead,
     with_outer_tangents,
 )
-from .tensors import FakeTensor, identity_of_storage, is_written, maybe_get_level, schema_of
+from .tensors import FakeTensor, identity_of_storage, is_number, is_written, maybe_get_level, schema_of
 
 aten = torch.ops.aten
 Transforms = tuple[tuple[str, int], ...]

@@ -182,3 +182,14 @@ def batch_levels(x: Tensor) -> set[int]:
             found.add(level)
         x = inner
     return found
+
+
+def as_number(x: Tensor) -> Tensor:
+    """Mark ``x``, without dims, as a number of the caller's program: the same for all ranks."""
+    x.is_number = True  # pyright: ignore[reportAttributeAccessIssue]
+    return x
+
+
+def is_number(x: Any) -> bool:
+    """Whether ``x`` is a tensor that :func:`as_number` marked."""
+    return isinstance(x, Tensor) and getattr(x, "is_number", False)

@@ -21,13 +21,12 @@ from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of
 from ..torch_internals.autograd import (
     Function,
-    as_number,
     as_under_compiler,
     assert_when_run,
     being_traced,
-    is_number,
     traced_as_it_runs,
 )
+from ..torch_internals.tensors import as_number, is_number
 from .trials import (
     IMPLEMENTATIONS,
     LEAVE_GRADIENTS,
@@ -270,23 +269,16 @@ def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> A
 
 
 class _Below(Function):
-    """Runs ``call(tensors, *sizes of batches)`` below vmap, where fused kernels work. Its derivatives raise."""
+    """Runs ``call(tensors, *sizes of batches)`` below vmap, where fused kernels work."""
+
+    refusal = (
+        "opt.step: torch.optim's updates have no derivative. To differentiate through training, use a differentiable "
+        "optimizer on the Sharded trees (torchopt), or write the update with tree_map; or detach the step's inputs."
+    )
 
     @staticmethod
     def forward(call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         return call(tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(_NO_DERIVATIVE)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_DERIVATIVE)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> Any:
@@ -298,12 +290,6 @@ class _Below(Function):
         ]
         results = _Below.apply(lambda plain, *sizes: call(plain, *sizes, size), *moved)
         return results, (0,) * len(results)
-
-
-_NO_DERIVATIVE = (
-    "opt.step: torch.optim's updates have no derivative. To differentiate through training, use a differentiable "
-    "optimizer on the Sharded trees (torchopt), or write the update with tree_map; or detach the step's inputs."
-)
 
 
 def tensors_among(options: ByLabel, rows: Rows) -> Any:
