@@ -4,7 +4,7 @@ python -m tests.virtual.same_bits [--models GPT,Llama] [--steps 100] [--changes 
 
 24 virtual ranks train each model as it is, dropout on, on gloo ranks, on replicas of shards, and on simulated ranks
 that run one at a time; `GPT` for ten times as many steps. Then a GPT changes its number of ranks, and ranks are killed,
-at random steps, `--changes` times each. Exits with 1 if one digest differs.
+at random steps and moments, `--changes` times each. Exits with 1 if one digest differs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -86,7 +87,7 @@ TASKS = {
 
 
 def trained(mesh: fs.Mesh, name: str, steps: int, folder: str = "", end: int = 0, victim: int = -1) -> str:
-    """Train up to step ``end``, from what ``folder`` has, and save there; rank ``victim`` is killed just before.
+    """Train up to step ``end``, from what ``folder`` has, and save there; rank ``victim`` is killed about then.
 
     Returns:
         The digest of parameters, and of the last loss and norm.
@@ -113,11 +114,13 @@ def trained(mesh: fs.Mesh, name: str, steps: int, folder: str = "", end: int = 0
     on_ranks = mesh.spmd(step, in_dims=(0, 0, None))
     for i in range(tree["done"], end or steps):
         if victim == mesh.rank and i == end - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            moment = random.Random(i).uniform(0, 0.3)  # in the step, in the save behind it, or just after
+            threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
         params, state, last = on_ranks(tree["params"], tree["state"], i)
         tree = {"params": params, "state": state, "done": i + 1, "last": last.reshape(-1, 2)[0]}
         if folder and (i + 1 == end or i % 3 == 2):
             fs.checkpoint.save(f"{folder}/{i + 1:05d}", tree, keep=2)
+    time.sleep(60 if victim == mesh.rank else 0)
     return fs.checkpoint.digest({"params": tree["params"], "last": tree["last"]})
 
 
