@@ -83,9 +83,9 @@ class LiveBytes:
 @contextmanager
 def _shared_results_reported() -> Iterator[None]:
     """Show the profiler when this rank has, and lets go of, a result that ranks share."""
-    making, free, held = Call.making, Region.free, dict[Region, int]()
+    then, free, held = Call.then, Region.free, dict[Region, int]()
 
-    def making_seen(self: Call, finish: Callable[[], Tensor]) -> Call:
+    def then_seen(self: Call, finish: Callable[[], Tensor]) -> Work:
         region, op = self.region, self.op
 
         def seen() -> Tensor:
@@ -95,7 +95,7 @@ def _shared_results_reported() -> Iterator[None]:
                 report(result.nbytes)
             return result
 
-        return making(self, seen)
+        return then(self, seen)
 
     def free_seen(self: Region) -> None:
         report(-held.pop(self, 0))
@@ -105,7 +105,7 @@ def _shared_results_reported() -> Iterator[None]:
         with record_function(f"{_SHARED}{nbytes}"):
             pass
 
-    with patch.object(Call, "making", making_seen), patch.object(Region, "free", free_seen):
+    with patch.object(Call, "then", then_seen), patch.object(Region, "free", free_seen):
         yield
 
 
@@ -116,7 +116,7 @@ def settle() -> None:
     here or there, now or then, is up to the scheduler, and frees on their threads are not reported. An all-gather of a
     few bytes never settles: plan before, and shard a mapping, of which nothing is compared.
     """
-    wait, wait_of_call, gather, moved = Work.wait, Call.wait, process_group._gather_into, {}
+    wait, gather, moved = Work.wait, process_group._gather_into, {}
 
     def gather_seen(out: Tensor, x: Tensor, **options: Any) -> Any:
         work = gather(out, x, **options)
@@ -125,7 +125,7 @@ def settle() -> None:
 
     def wait_settled(self: Work) -> Tensor:
         small = [x for handle in self._handles for x in moved.pop(id(handle), ())]
-        under_way = bool(self._handles)
+        under_way = any(not isinstance(handle, Call) or handle.works for handle in self._handles)
         result = wait(self)
         while under_way and _uses(result) > 1:
             pass
@@ -133,14 +133,7 @@ def settle() -> None:
             pass
         return result
 
-    def wait_of_call_settled(self: Call) -> Tensor:
-        under_way = bool(self.works)
-        result = wait_of_call(self)
-        while under_way and _uses(result) > 1:
-            pass
-        return result
-
-    Work.wait, Call.wait = wait_settled, wait_of_call_settled
+    Work.wait = wait_settled
     process_group._gather_into = gather_seen
 
 
