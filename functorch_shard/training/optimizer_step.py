@@ -33,6 +33,7 @@ from .trials import (
     NUMBER,
     NUMBERS,
     Class,
+    First,
     Leaves,
     Options,
     apart,
@@ -153,10 +154,10 @@ class Part:
         return {key: {name: _begun(shards[key], x, rows) for name, x in of.items()} for key, of in kept.items()}
 
     @cached_property
-    def _found(self) -> dict[tuple[str, torch.dtype, torch.device], Leaves]:
+    def _found(self) -> dict[tuple[str, torch.dtype, torch.device], dict[str, First | None]]:
         return {}
 
-    def _kept(self, label: str, x: Tensor) -> Leaves:
+    def _kept(self, label: str, x: Tensor) -> dict[str, First | None]:
         """What the class keeps for a shard like this one, with the options of the optimizer."""
         form = label, x.dtype, x.device
         if form not in self._found:
@@ -238,13 +239,13 @@ class Part:
         return grad.clone(memory_format=torch.contiguous_format)
 
 
-def _begun(param: Tensor, x: Any, rows: Rows) -> Any:
-    """The state ``x`` of four elements for a parameter; ``None`` if the first step creates it."""
-    if not isinstance(x, Tensor):
-        return x
-    if x.ndim == 0:
-        return torch.full(rows, x.item(), dtype=x.dtype, device=x.device)
-    return memory_kind_of(param).put(torch.full_like(param, x[0].item(), dtype=x.dtype))
+def _begun(param: Tensor, first: First | None, rows: Rows) -> Tensor | None:
+    """An entry of state before the first step; ``None`` if that creates it."""
+    if first is None:
+        return None
+    if first.device:
+        return torch.full(rows, first.value, dtype=first.dtype, device=first.device)
+    return memory_kind_of(param).put(torch.full_like(param, first.value, dtype=first.dtype))
 
 
 def run_below_transforms(call: Callable[..., Any], rows: Rows, *trees: Any) -> Any:

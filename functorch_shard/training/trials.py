@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,15 @@ _BEGIN_WITH_NUMBERS = (Adam, AdamW, NAdam, RAdam, RMSprop, Adadelta, Adamax, Ada
 _TRIAL_STEPS = 12  # more than warm-ups and lookaheads take
 
 
-def state_of(cls: Class, options: Options, like: Tensor) -> Leaves:
+class First(NamedTuple):
+    """The number, dtype, and for a scalar the device, of an entry of state before the first step."""
+
+    value: complex
+    dtype: torch.dtype
+    device: torch.device | None
+
+
+def state_of(cls: Class, options: Options, like: Tensor) -> dict[str, First | None]:
     """Return what ``cls`` keeps for a parameter like this one before the first step, found on four elements.
 
     ``None`` is what the first step makes: Note [First values].
@@ -60,8 +68,12 @@ def state_of(cls: Class, options: Options, like: Tensor) -> Leaves:
     odd = [f"{name!r} is a {type(x).__name__}" for name, x in kept.items() if not _fits(x, param)]
     if odd:
         raise refusal(cls, f"its state cannot be sharded like its parameter: {', '.join(odd)}")
-    firsts = {name: first_value(cls, options, name) for name in kept}
-    return {n: x if x is None else torch.full_like(kept[n], x) for n, x in firsts.items()} | dict.fromkeys(numbers)
+    begun = dict[str, First | None].fromkeys([*kept, *numbers])
+    for name, x in kept.items():
+        if (value := first_value(cls, options, name)) is not None:
+            both = complex(value, value) if x.is_complex() else value  # of Adagrad, in its view as real numbers
+            begun[name] = First(both, x.dtype, None if x.ndim else x.device)
+    return begun
 
 
 def first_value(cls: Class, options: Options, name: str) -> Any:

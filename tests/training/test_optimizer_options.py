@@ -57,6 +57,13 @@ def test_init_is_what_the_class_starts_from(case: str) -> None:
                 assert torch.equal(x, torch.full_like(x, start))
 
 
+def test_sums_of_complex_parameters_begin_as_those_of_torch() -> None:
+    given = {"w": torch.ones(3, dtype=torch.complex64)}
+    params = fs.shard(given, fs.plan(given, fs.init_mesh()))
+    state = fs.optimizer(torch.optim.Adagrad, initial_accumulator_value=0.5).init(params)
+    assert_trees_close(state["sum"]["(root)"], torch.full((3,), 0.5 + 0.5j), rtol=0, atol=0)
+
+
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
     text = "'momentun': SGD has no such option\nIts options are lr, momentum, dampening"
     with pytest.raises(TypeError, match=text):
