@@ -38,7 +38,7 @@ ELSEWHERE = {
     "tests/project/test_examples.py": {"gpt.py", "lora.py", "train_gpt.py"},
     "tests/referees/test_examples.py": {"dp_sgd.py", "hf_llama.py", "influence.py"},
     "tests/virtual/test_example.py": {"same_bits.py"},
-    "here": {"side_by_side.py", "unit_test_your_sharding.py"},
+    "here": {"diloco_unsharded.py", "side_by_side.py", "unit_test_your_sharding.py"},
 }
 
 

@@ -50,7 +50,7 @@ def by_torchft(worker: int) -> dict[str, Tensor]:
 def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     sys.path.insert(0, FOLDER)
     diloco, mesh = import_module("diloco"), fs.init_mesh({"worker": 2, "shard": -1})
-    params, _ = diloco.train(mesh, *model_and_rounds(), diloco.CODECS["none"])
+    params = diloco.train(mesh, *model_and_rounds(), diloco.CODECS["none"])
     return dict(fs.gather(params, lazy=False)), by_torchft(mesh.rank // (mesh.size // 2))
 
 
