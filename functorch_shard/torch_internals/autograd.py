@@ -220,13 +220,13 @@ def _needs_no_graph(node: Any) -> bool:
 
 
 def needs_graph(value: Tensor) -> bool:
-    """Whether a derivative of ``value``, at the innermost level of ``torch.func``, may be differentiated in turn.
+    """Whether a derivative of ``value``, at the innermost level, may be differentiated, or is taken under vmap.
 
-    Forward mode around it goes through backward as it goes through forward, if the operators of ``value`` allow that.
+    Forward mode goes through backward too, where operators allow it; without a graph vmap refuses some kernels of it.
     """
     around = {level.key() for level in levels()[:-1]}
     outside = get_unwrapped(value) if is_functorch_wrapped_tensor(value) else value
-    if being_traced() or around - {TransformType.Vmap, TransformType.Jvp} or _requires_grad_anywhere(outside):
+    if being_traced() or around - {TransformType.Jvp} or _requires_grad_anywhere(outside):
         return True
     return in_forward_mode() and not all(map(_needs_no_graph, nodes(value.grad_fn)))
 

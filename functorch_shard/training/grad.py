@@ -93,8 +93,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
     ``torch.func.grad_and_value`` runs backward with ``create_graph=True``, which keeps every activation to the end.
     Here backward frees activations as it proceeds, unless the result is differentiated again: inside another
-    ``fs.grad`` or ``torch.func.grad``, in ``torch.compile``, and when an argument requires grad. Inside of
-    ``torch.func.jvp`` it does if all operators of ``fn`` are known to need no graph for that. Outside of transforms
+    ``fs.grad`` or ``torch.func.grad``, in ``torch.compile``, under vmap, as on batched ranks, and when an argument
+    requires grad. In ``torch.func.jvp`` it does if no operator of ``fn`` needs a graph. Outside of transforms
     results have no graph: to differentiate with respect to a tensor that ``fn`` closes over, pass it as an argument.
 
     Args:

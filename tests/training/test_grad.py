@@ -170,9 +170,7 @@ def test_activations_are_freed_as_backward_goes() -> None:
             live.mark("end")
         return live.growth("start", "end") / x.nbytes
 
-    rows = torch.rand(2, 500)
     assert layers <= peak(fs.grad(deep), x) <= layers + 3
-    assert layers <= peak(fs.simulated_mesh(2).spmd(fs.grad(deep)), rows) <= layers + 4
     assert peak(torch.func.grad(deep), x) >= 2 * layers
 
 
