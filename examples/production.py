@@ -120,12 +120,11 @@ def train_sharded(args: Any, mesh: fs.Mesh, model: GPT, train_data: Windows, val
 def main() -> None:
     options = {"epochs": 4, "patience": 2, "batch_size": 4, "every": 20, "keep": 2, "dropout": 0.0, "seed": 0}
     args = arguments(__doc__, **options, text=textwrap.__file__, checkpoint="")
-    torch.set_default_dtype(torch.float64)  # rounding hides nothing
     mesh, text = ranks(args.ranks), Path(args.text).read_bytes()
     cut = len(text) // 8
     train_data, valid_data = Windows(text[cut:]), Windows(text[:cut])
     torch.manual_seed(args.seed)
-    model = GPT(args.dropout)
+    model = GPT(args.dropout).double()  # rounding hides nothing
     with fs.testing.count_collectives() as seen:
         job = train_sharded(args, mesh, model, train_data, valid_data)
     costs = {"validation losses": " ".join(f"{x:.12f}" for x in job["valid"]), "a rank passes in all": passed(seen)}
@@ -141,7 +140,7 @@ def main() -> None:
     whole, losses = train_unsharded(model, mean, of_all_ranks, LR)
     last = mean(next(iter(batches(valid_data, 0, 1, len(valid_data)))))
     rows = [
-        Row("losses of all steps", torch.tensor(job["losses"]), losses, 1e-10),
+        Row("losses of all steps", torch.tensor(job["losses"], dtype=torch.float64), losses, 1e-10),
         Row("last validation loss", job["valid"][-1], last.detach(), 1e-10),
         Row("parameters", flat(full), flat(whole), 1e-8),
     ]
