@@ -201,7 +201,8 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
 
     By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
     """
-    parts = flat.split(buffer.split_sizes)
+    start = buffer.slots[0].offset  # of owners' state, whose first shard may be padding
+    parts = flat.split([start, *buffer.split_sizes])[1:] if start else flat.split(buffer.split_sizes)
     return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
 
 

@@ -52,6 +52,15 @@ def test_every_parameter_has_its_state_in_its_own_shape_at_one_rank() -> None:
         assert x.shape == rows.slots[name].shape
 
 
+def test_state_is_gathered_whole_where_the_first_owner_has_none_of_it() -> None:
+    mesh, start = fs.simulated_mesh(2), {"a.w": torch.ones(5, 7), "b.w": torch.ones(7, 3), "b.b": torch.ones(3)}
+    params, opt = fs.shard(start, fs.plan(start, mesh)), fs.optimizer(torch.optim.Adafactor, whole=True)
+    _, state = mesh.spmd(lambda p, state: opt.step(p, grads=p, state=state))(params, opt.init(params))
+    assert [b.slots[0].offset > 0 for b in state["variance"].layout.buffers.values()] == [True]
+    assert fs.gather(state["variance"])["b.b"].shape == (3,)
+    assert fs.debug.digests({"optim": state})["optim.state.b.b.variance"]
+
+
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("case", MOVED)
 def test_training_goes_on_after_a_move_to_other_ranks_and_units(case: str, axes: Any) -> None:
