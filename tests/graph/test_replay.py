@@ -31,7 +31,10 @@ def derivatives(mesh: fs.Mesh) -> list[Any]:
     return [on_mesh(mesh, Data(mesh.size), [*ON_RANK], WRAPPERS[name]) for name in ("plain", "replayed")]
 
 
-@pytest.mark.parametrize("ranks", [*simulated(4, HYBRID), *gloo(2)], ids=str)
+LONG = [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (*simulated(HYBRID), *gloo(2))]
+
+
+@pytest.mark.parametrize("ranks", [*simulated(4), *LONG], ids=str)
 def test_a_replay_of_every_derivative_is_bitwise_the_eager_one(ranks: Ranks) -> None:
     for eager, replayed in ranks.run(derivatives):
         assert_trees_close(replayed, eager, rtol=0, atol=0)

@@ -46,7 +46,7 @@ def test_every_example_has_a_test() -> None:
     assert {path.name for path in FOLDER.glob("*.py")} == set(TOY).union(*ELSEWHERE.values())
 
 
-LONG = {"lanczos.py", "evolution.py"}  # on gloo ranks, which -m slow has
+LONG = {"lanczos.py", "evolution.py", "production.py"}  # on gloo ranks, which -m slow has
 
 
 def run_on(ranks: str) -> list[Any]:
