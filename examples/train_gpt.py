@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level GPT, fully sharded.")
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="simulated ranks (torchrun brings real ones)")
-    add("--steps", type=int, default=500)
+    add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=8, help="sequences per rank")
     add("--dropout", type=float, default=0.0)
     add("--seed", type=int, default=0)
