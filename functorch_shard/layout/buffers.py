@@ -133,8 +133,8 @@ class Buffer:
 
     @cached_property
     def split_sizes(self) -> list[int]:
-        """Sizes that cut the buffer into slot, gap, slot, gap, ...: the gaps are padding and may be 0."""
-        bounds = [edge for slot in self.slots for edge in (slot.offset, slot.end)] + [self.numel]
+        """Sizes that cut the buffer into gap, slot, gap, ..., slot, gap: the gaps are padding and may be 0."""
+        bounds = [0, *(edge for slot in self.slots for edge in (slot.offset, slot.end)), self.numel]
         return [b - a for a, b in pairwise(bounds)]
 
     def __repr__(self) -> str:
@@ -183,11 +183,12 @@ def pack(tensors: Mapping[str, Tensor], buffer: Buffer, out: Tensor | None = Non
     """
     like = tensors[buffer.slots[0].name]
     batch = batch_of(like, buffer.slots[0])
-    parts = [like.new_zeros(*batch, start)] if (start := buffer.slots[0].offset) else []
-    for slot, gap in zip(buffer.slots, buffer.split_sizes[1::2], strict=True):
-        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+    *gaps, last = buffer.split_sizes[::2]
+    parts = list[Tensor]()
+    for slot, gap in zip(buffer.slots, gaps, strict=True):
         parts += [like.new_zeros(*batch, gap)] if gap else []
-    parts = parts or [like.new_zeros(*batch, 0)]
+        parts += [tensors[slot.name].reshape(*batch, slot.numel)] if slot.numel else []
+    parts += [like.new_zeros(*batch, last)] if last or not parts else []
     return torch.cat(parts, -1) if out is None else torch.cat(parts, -1, out=out)
 
 
@@ -201,9 +202,8 @@ def unpack(flat: Tensor, buffer: Buffer) -> dict[str, Tensor]:
 
     By one split and not by slices: the backward of every slice would allocate a zero buffer of full size.
     """
-    start = buffer.slots[0].offset  # of owners' state, whose first shard may be padding
-    parts = flat.split([start, *buffer.split_sizes])[1:] if start else flat.split(buffer.split_sizes)
-    return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[::2], strict=True)}
+    parts = flat.split(buffer.split_sizes)
+    return {slot.name: part.view(slot.shape) for slot, part in zip(buffer.slots, parts[1::2], strict=True)}
 
 
 def without_padding(shard: Tensor, buffer: Buffer, rank: Tensor | int) -> Tensor:
