@@ -12,7 +12,6 @@ validation losses and parameters are those of the undisturbed one, bitwise, and 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import multiprocessing
 import os
@@ -202,10 +201,9 @@ def run_job(folder: Path, kills: Iterator[Kill]) -> Iterator[Life]:
 
 
 def results(life: Life, checkpoints: Checkpoints) -> tuple[str, str]:
-    """Validation losses of all epochs, with 12 digits, and the bytes of the last checkpoint."""
-    files = sorted(checkpoints.folder.joinpath(SAVED[-1]).glob("*.distcp"))
+    """Validation losses of all epochs, with 12 digits, and the digest of the last checkpoint."""
     [losses] = [line for line in life.output.splitlines() if line.startswith("validation losses: ")]
-    return losses, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return losses, fs.checkpoint.digest(checkpoints.folder / SAVED[-1])
 
 
 def kill_loop(num_kills: int, seed: int, folder: Path) -> list[Life]:
