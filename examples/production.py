@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpt import CONTEXT, GPT
-from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks, train_unsharded
+from side_by_side import Row, arguments, finish, flat, nbytes, ranks, train_unsharded
 from torch import Tensor
 from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -120,14 +120,18 @@ def train_sharded(args: Any, mesh: fs.Mesh, model: GPT, train_data: Windows, val
 def main() -> None:
     options = {"epochs": 4, "patience": 2, "batch_size": 4, "every": 20, "keep": 2, "dropout": 0.0, "seed": 0}
     args = arguments(__doc__, **options, text=textwrap.__file__, checkpoint="")
-    mesh, text = ranks(args.ranks), Path(args.text).read_bytes()
+    counter, text = fs.communication.Counter(), Path(args.text).read_bytes()
+    mesh = ranks(args.ranks).with_backend(counter)
     cut = len(text) // 8
     train_data, valid_data = Windows(text[cut:]), Windows(text[:cut])
     torch.manual_seed(args.seed)
     model = GPT(args.dropout).double()  # rounding hides nothing
-    with fs.testing.count_collectives() as seen:
-        job = train_sharded(args, mesh, model, train_data, valid_data)
-    costs = {"validation losses": " ".join(f"{x:.12f}" for x in job["valid"]), "a rank passes in all": passed(seen)}
+    job = train_sharded(args, mesh, model, train_data, valid_data)
+    passed = [f"{seen.number} {kind} of {seen.nbytes:,} bytes" for (_, kind), seen in counter.traffic.items()]
+    costs = {
+        "validation losses": " ".join(f"{x:.12f}" for x in job["valid"]),
+        "a rank passes in all": ", ".join(passed),
+    }
     if args.checkpoint:
         return finish(mesh, [], costs)
 
