@@ -83,6 +83,8 @@ def bind(model: Model, params: Mapping[str, Tensor], buffers: Mapping[str, Tenso
             kind = type(x)
             if kind in _OFTEN_EMPTY and not x:  # as the hooks of most modules
                 attributes[name] = kind()
+            elif kind is dict and name in ("_parameters", "_modules"):  # the rest could do it, in twice the time
+                attributes[name] = copies[id(x)] = {key: copies.get(id(value), value) for key, value in x.items()}
             elif kind not in _ATOMS:
                 attributes[name] = _rebound(x, copies, own=True)
         object.__setattr__(copies[key], "__dict__", attributes)
@@ -163,7 +165,7 @@ def _rebound(x: Any, copies: dict[int, Any], *, own: bool = False) -> Any:
     if type(x) is FunctionType:
         copies[id(x)] = x  # it may close over itself
     old = parts(x)
-    new = [copies[id(part)] if id(part) in copies else _rebound(part, copies) for part in old]
+    new = [part if type(part) in _ATOMS else _rebound(part, copies) for part in old]
     if not (own and type(x) in _CONTAINERS) and all(map(is_, old, new)):
         return x
     copies[id(x)] = made = again(x, new)
