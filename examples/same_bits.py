@@ -23,10 +23,10 @@ import functorch_shard as fs
 VIRTUAL_RANKS, LENGTH = 12, 16
 
 
-def train(ranks: int, steps: int, bug: int | None) -> dict[str, Any]:
-    """Of one rank: the digest of all that was trained, and those of each step."""
+def train(mesh: fs.Mesh, steps: int, bug: int | None = None) -> dict[str, Any]:
+    """The digest of all that was trained, and those of each step."""
     torch.manual_seed(0)
-    mesh, model = fs.init_mesh({"shard": ranks}), GPT(dropout=0.1)
+    model = GPT(dropout=0.1)
     params = fs.shard(model, fs.plan(model, mesh, virtual_ranks=VIRTUAL_RANKS, units="blocks"))
     opt = fs.optimizer(torch.optim.AdamW, lr=1e-2)
     state, records = opt.init(params), list[dict[str, Any]]()
@@ -35,7 +35,8 @@ def train(ranks: int, steps: int, bug: int | None) -> dict[str, Any]:
         logits = fs.bind(model, fs.gather(params))(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    for step in range(steps):
+    @mesh.spmd(in_dims=(0, 0, None), out_dims={"grads": 0, "model": 0, "optim": 0, "loss": None, "norm": None})
+    def train_step(params: fs.Sharded, state: Any, step: int) -> dict[str, Any]:
         key = fs.virtual.key(0, step)
         batches = [batch_of(key.fold_in(v)) for v in fs.virtual.ranks(params.layout)]
         grads, loss = fs.virtual.grad_and_value(loss_fn)(params, batches, key=key)
@@ -43,9 +44,17 @@ def train(ranks: int, steps: int, bug: int | None) -> dict[str, Any]:
             grads = with_a_wrong_bit(grads)
         grads, norm = fs.clip_by_global_norm(grads, 1.0)
         params, state = opt.step(params, grads=grads, state=state)
-        tree = {"grads": grads, "model": params, "optim": state, "loss": loss, "norm": norm}
+        return {"grads": grads, "model": params, "optim": state, "loss": loss, "norm": norm}
+
+    for step in range(steps):
+        tree = train_step(params, state, step)
+        params, state = tree["model"], tree["optim"]
         records.append({"step": step, "digests": fs.debug.digests(tree)})
     return {"digest": fs.checkpoint.digest({"model": params, "optim": state}), "records": records}
+
+
+def on_gloo(ranks: int, *args: Any) -> dict[str, Any]:
+    return train(fs.init_mesh({"shard": ranks}), *args)
 
 
 def batch_of(key: fs.virtual.Key) -> Tensor:
@@ -75,7 +84,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="one line")
     args = parser.parse_args()
     numbers = [int(n) for n in args.ranks.split(",")]
-    runs = {str(n): fs.testing.run_ranks(train, n, n, args.steps, args.bug)[0] for n in numbers}
+    runs = {str(n): fs.testing.run_ranks(on_gloo, n, n, args.steps, args.bug)[0] for n in numbers}
     found: dict[str, Any] = {"digests": {n: run["digest"] for n, run in runs.items()}}
     first, *others = runs.values()
     if args.bug is not None:

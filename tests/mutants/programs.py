@@ -35,7 +35,8 @@ sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
 NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "evolution", "unit_test_your_sharding"]
 maml, score_matching, dp_sgd, influence, lanczos, evolution, tested = map(import_module, NAMES)
 gpt, train_gpt, muon_gpt, lora = map(import_module, ["gpt", "train_gpt", "muon_gpt", "lora"])
-production = import_module("production")
+production, same_bits = map(import_module, ["production", "same_bits"])
+diloco, unsharded = map(import_module, ["diloco", "diloco_unsharded"])
 long_context, moe, pipeline = map(import_module, ["long_context", "moe", "pipeline"])
 
 RANKS = 4  # on which there are the fewest samples for each
@@ -230,6 +231,22 @@ def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
         return run(program.params, *program.split(batch))
 
 
+def of_diloco(mesh: fs.Mesh, codec: str) -> Any:
+    """On one rank the two workers train one after the other, in plain torch."""
+    model, rounds = small(3, 5, 2), [*torch.randn(2, 2, 8, 3, generator=draw(), dtype=torch.float64)]
+    with patch.object(diloco, "loss_of", loss := lambda model, x: (model(x) - x[:, :2].sin()).square().mean()):
+        if mesh.size > 1:
+            return diloco.train(mesh, model, rounds, diloco.CODECS[codec])
+    with patch.object(unsharded, "loss_of", loss):
+        whole = unsharded.train_unsharded(model, rounds, 2, diloco.CODECS[codec], 2)
+    return {name: x.detach() for name, x in whole.items()}
+
+
+def of_same_bits(mesh: fs.Mesh) -> Any:
+    with patch.multiple(gpt, **SMALL), patch.multiple(same_bits, VIRTUAL_RANKS=8, LENGTH=5):
+        return same_bits.train(mesh, 1)["records"]
+
+
 def of_referee(mesh: fs.Mesh, program: Any) -> Any:
     """A step of a training of another library."""
     with quiet(), patch.object(of_libraries, "STEPS", 1):
@@ -255,6 +272,9 @@ PROGRAMS: dict[str, Program] = {
     "example: lanczos": of_lanczos,
     "example: evolution": of_evolution,
     "example: train_gpt": of_train_gpt,
+    "example: same_bits": of_same_bits,
+    "example: diloco": partial(of_diloco, codec="none"),
+    "example: diloco, int8": partial(of_diloco, codec="int8"),
     "example: production": of_production,
     "example: muon_gpt": of_muon,
     "example: lora": of_lora,
@@ -270,11 +290,12 @@ AXES = {  # of others: one, replicate, shard
     "example: moe": ("expert", "shard"),
     "example: pipeline": ("stage", "shard"),
     "example: production": ("shard",),
+    "example: diloco": ("worker", "shard"),
     "referee: torchopt": ("replicate", "shard"),
 }
 if find_spec("transformers"):
     PROGRAMS["example: hf_llama"] = of_hf_llama
-SEQUENTIAL = {"example: hf_llama"}  # programs that batched ranks refuse
+SEQUENTIAL = {"example: hf_llama", "example: same_bits"}  # programs that batched ranks refuse
 FLOAT32 = {"example: lora", "example: hf_llama"}  # programs that compute norms or losses in it
 # Trainings of other libraries, but for those that depend on how many samples a rank has: by a mean over tokens that are
 # no padding, a balance of experts, steps of a solver until the error of all samples is small, or numbers that it draws.
@@ -288,6 +309,8 @@ for each in referees(LIBRARIES):
         SEQUENTIAL |= {f"referee: {each}"} if each.batched else set()
         in_float32 = each.tolerance > 1e-8 or each.package in ("transformers", "peft")
         FLOAT32 |= {f"referee: {each}"} if in_float32 else set()
+# What the types of a right program tell. DiLoCo's workers have moments of their own, of which others would be copies.
+TOLD = {"example: diloco": r"exp_avg.* varies over worker"}
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
 COUNTED = "of a step that is run to count what it sends, and thrown away"
 EQUIVALENT = [
@@ -315,6 +338,7 @@ EQUIVALENT = [
     ("example: muon_gpt", r" 25, all_gather .*'.root./rest'", "positions are zeros at first"),
     ("example: hf_llama", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
     ("example: train_gpt", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: same_bits", r" (0|12), all_gather .*'.root.'", "positions are zeros at first"),
     ("example: production", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: production", r"pmax", "no rank is told to end"),
     ("example: lora", r" (0|11), all_gather .*'.root./frozen'", "positions are zeros at first"),
