@@ -113,6 +113,37 @@ def nbytes(tree: Any, mesh: fs.Mesh) -> int:
     return total // mesh.size if mesh.is_simulated else total
 
 
+def activations(model: torch.nn.Module, *batch: Tensor) -> int:
+    """Bytes that autograd keeps of ``model(*batch)`` for backward; parameters and inputs are not counted."""
+    known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *batch)}
+    kept = dict[int, int]()
+
+    def keep(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        output = model(*batch)
+    del output  # until here no memory has been used twice
+    return sum(size for place, size in kept.items() if place not in known)
+
+
+def fsdp2(program: Callable[[], object]) -> str:
+    """Run a program that calls ``fully_shard``, without torchrun on one rank; whether it runs, or what it raises."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        program()
+    except Exception as error:
+        return f"raises {type(error).__name__}: {error}"
+    finally:
+        if alone:
+            dist.destroy_process_group()
+    return "runs"
+
+
 def passed(seen: fs.testing.CollectiveCounter) -> str:
     """What one rank passed to collectives."""
     kinds = [f"{number} {kind} of {seen.nbytes(kind):,} bytes" for kind, number in seen.by_kind.items()]

@@ -23,6 +23,7 @@ from tests.support.scripts import printed_by
 FOLDER = Path(__file__).parents[2] / "examples"
 TEXT = ["--text", str(FOLDER / "train_gpt.py")]
 TOY = {
+    "contrastive.py": ["--steps", "2", "--batch-size", "16"],
     "diloco.py": ["--steps", "2", "--inner", "2", "--codec", "int8"],
     "evolution.py": ["--steps", "1"],
     "lanczos.py": ["--steps", "2", "--batch-size", "2", *TEXT],
@@ -68,7 +69,7 @@ def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> No
     assert tables[1:] == [""] * len(tables[1:]), "the first rank alone prints"
 
 
-@pytest.mark.parametrize("name", ["maml.py", "muon_gpt.py", "score_matching.py"])
+@pytest.mark.parametrize("name", ["contrastive.py", "maml.py", "muon_gpt.py", "score_matching.py"])
 def test_an_example_fails_where_gradients_are_not_reduced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     broken = fs.simulated_mesh(2).with_backend(fs.communication.skip("psum_scatter", "psum"))
