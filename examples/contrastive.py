@@ -68,7 +68,7 @@ def grad_cache(mesh: fs.Mesh, model: CLIP, params: fs.Sharded, *batch: Tensor, c
         pairs = torch.cat(functional_call(model, full, (images, captions)))
         return (pairs * torch.cat(by)).sum() + full["logit_scale"] * by_scale / chunks
 
-    total = None
+    total: Any = None
     for part in zip(*parts, *(x.chunk(chunks) for x in by_pairs), strict=True):  # the second pass
         total = fs.accumulate(total, fs.grad(surrogate)(params, *part))
     return total

@@ -142,14 +142,9 @@ def of_train_gpt(mesh: fs.Mesh) -> Any:
 def of_production(mesh: fs.Mesh) -> Any:
     options = {"epochs": 1, "patience": 2, "every": 20, "checkpoint": "", "seed": 0}
     args = argparse.Namespace(**options, batch_size=4 // mesh.size)
-    with (
-        patch.multiple(gpt, **SMALL),
-        patch.object(production, "CONTEXT", 9),
-        patch.object(production, "signal"),
-        quiet(),
-    ):
+    with patch.multiple(gpt, **SMALL), patch.object(production, "signal"), quiet():
         torch.manual_seed(0)
-        train, valid = production.Windows(bytes(range(63))), production.Windows(bytes(range(99, 135)))
+        train, valid = torch.arange(63).view(-1, 9), torch.arange(99, 135).view(-1, 9)
         job = production.train_sharded(args, mesh, production.GPT(), train, valid)
     return job["model"], job["losses"], job["valid"]
 
