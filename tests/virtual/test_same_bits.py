@@ -13,7 +13,7 @@ from functorch_shard.communication import collective
 from functorch_shard.layout import planning
 from functorch_shard.virtual import loop
 from tests.support.ranks import Ranks, gloo, sequential
-from tests.virtual.programs import OPTIMIZERS, planned, step_of, train
+from tests.virtual.programs import OPTIMIZERS, batch_of, loss_of, planned, step_of, train
 
 ONE = Ranks({"shard": 1}, "gloo")
 SEVERAL = [
@@ -38,6 +38,34 @@ def test_so_it_has_with_parameters_that_are_whole_on_every_rank(ranks: Ranks) ->
 def test_so_it_has_where_gradients_are_reduced_in_low_precision(reduced: torch.dtype) -> None:
     options = ("AdamW", 2, 12, (("precision", fs.MixedPrecision(torch.bfloat16, reduced)),))
     assert len({Ranks({"shard": n}, "sequential").run(train, *options)[0] for n in (1, 3, 4)}) == 1
+
+
+def scaled(mesh: fs.Mesh) -> tuple[str, list[float]]:
+    """The digest, and the scale of the loss before each step: the first one overflows, and is skipped."""
+    model, params = planned(mesh)
+    opt, scaling = OPTIMIZERS["AdamW"](), fs.LossScale.dynamic(initial=2.0**127, interval=1)
+    loss = loss_of(model)
+
+    @mesh.spmd(in_dims=(0, 0, 0, None))
+    def step(params: fs.Sharded, state: Any, scale: Any, i: int) -> Any:
+        key = fs.virtual.key(7, i)
+        batches = [batch_of(key, v) for v in fs.virtual.ranks(params.layout)]
+        grads = fs.virtual.grad(lambda p, x: scaling.scale(loss(p, x), scale))(params, batches, key=key)
+        grads, finite = scaling.unscale(grads, scale)
+        new = opt.step(params, grads=grads, state=state)
+        return *scaling.select(finite, new, (params, state)), scaling.update(scale, finite)
+
+    state, scale, scales = opt.init(params), scaling.init(params), list[float]()
+    for i in range(3):
+        scales.append(scale["scale"].flatten()[0].item())
+        params, state, scale = step(params, state, scale, i)
+    return fs.checkpoint.digest({"params": params, "state": state}), scales
+
+
+def test_so_it_has_with_a_scaled_loss_of_which_a_step_overflows() -> None:
+    runs = [each.run(scaled)[0] for each in (ONE, *gloo(2), *sequential(3, {"replicate": 2, "shard": 3}))]
+    assert runs[0][1] == [2.0**127, 2.0**126, 2.0**127]
+    assert runs.count(runs[0]) == len(runs)
 
 
 def resized(mesh: fs.Mesh, folder: str, steps: int) -> str:
