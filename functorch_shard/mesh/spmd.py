@@ -136,7 +136,9 @@ def _is_of_one_rank(x: Any) -> bool:
 
 
 NESTED = "spmd: this code already runs as one rank of the same mesh; call the undecorated function."
-_LIMITS = re.compile(r"vmap|functorch|setup_context|saved tensor hooks|SaveInputs|[Bb]atch(ed|ing| norm)|stack expects")
+_LIMITS = re.compile(
+    r"vmap|functorch|setup_context|saved tensor hooks|SaveInputs|[Bb]atch(ed|ing| norm)|stack expects|broadcast shape"
+)
 _WAYS_OUT = (
     "Simulated ranks are one torch.func.vmap, which has no rule for this. simulated_mesh(..., kind='sequential') runs "
     "any program; guides/errors.md of the docs has what else to write."

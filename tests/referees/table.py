@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 
 import torch
 
@@ -13,14 +13,8 @@ from tests.referees.referee import Outcome, Referee, beside, outcomes
 
 PACKAGES = (
     *("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt"),
-    *("torchdiffeq", "timm", "diffusers", "mace", "pytorch_optimizer", "schedulefree", "launchers"),
+    *("torchdiffeq", "timm", "diffusers", "mace", "fields", "pytorch_optimizer", "schedulefree", "launchers"),
 )
-DISTRIBUTIONS = {
-    "mace": "mace-torch",
-    "curvlinops": "curvlinops-for-pytorch",
-    "hessian_eigenthings": "hessian-eigenthings",
-    "lightning_fabric": "lightning-fabric",
-}
 COLUMNS = ("batched 2", "batched 4", "sequential 2", "sequential 4", "gloo 2")
 HEADER = ("program", *COLUMNS, "FSDP2, gloo 2", "refused with")
 
@@ -50,8 +44,9 @@ def rows(chosen: Sequence[Referee]) -> Iterator[tuple[list[str], list[Outcome]]]
 
 def versions(chosen: Sequence[Referee]) -> str:
     """The versions of the packages."""
-    names = dict.fromkeys(DISTRIBUTIONS.get(one.package, one.package) for one in chosen if one.installed)
-    return ", ".join(f"{name} {version(name)}" for name in ("torch", *(name for name in names if name != "torch")))
+    of = packages_distributions()
+    names = dict.fromkeys(of[package][0] for package in ("torch", *(one.package for one in chosen if one.installed)))
+    return ", ".join(f"{name} {version(name)}" for name in names)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -39,7 +39,9 @@ class Task:
 
     def made(self) -> nn.Module:
         torch.manual_seed(0)
-        model = self.model().to(self.dtype).train()
+        model = (
+            self.model().double() if self.dtype is torch.float64 else self.model().to(self.dtype)
+        ).train()  # complex too
         for module in model.modules():
             for name in () if self.dropout else ("p", "drop_prob", "dropout"):
                 if isinstance(getattr(module, name, None), float):
@@ -152,7 +154,7 @@ def whole(x: Tensor) -> Tensor:
 
 def fully_sharded(model: nn.Module) -> nn.Module:
     """The model with one unit for each layer that has parameters, and one around them."""
-    for module in model.modules():
+    for module in reversed([*model.modules()]):  # inner ones first
         if module is not model and any(True for _ in module.parameters(recurse=False)):
             fully_shard(module)
     fully_shard(model)

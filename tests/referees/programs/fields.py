@@ -1,0 +1,296 @@
+"""The smallest training of other libraries: flows, equations, force fields, graphs, contrastive losses, agents."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import functorch_shard as fs
+from tests.referees.referee import Referee, Where
+from tests.referees.training import Batch, Task, rows_of, trained, trained_by_fsdp2
+
+
+class Loss(nn.Module):
+    """A model of another library whose forward is ``loss(model, **batch)``: FSDP2 gathers what it computes with."""
+
+    def __init__(self, model: nn.Module, loss: Any) -> None:
+        super().__init__()
+        self.model, self._loss = model, loss
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        return self._loss(self.model, **batch)
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(4, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(length: int, seed: int = 1) -> Tensor:
+    return torch.randint(1, 20, (4, length), generator=torch.Generator().manual_seed(seed))
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+# Flows
+
+
+def zuko() -> nn.Module:
+    flow = import_module("zuko").flows.NSF(3, transforms=2, hidden_features=(8, 8))
+    return Loss(flow, lambda flow, x: -flow().log_prob(x).mean())
+
+
+def normflows() -> nn.Module:
+    nf = import_module("normflows")
+    layers = []
+    for mask in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])):
+        layers += [nf.flows.MaskedAffineFlow(mask, nf.nets.MLP([3, 8, 3]), nf.nets.MLP([3, 8, 3]))]
+    flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(3), layers)
+    return Loss(flow, lambda flow, x: flow.forward_kld(x))
+
+
+# Equations: derivatives by inputs, inside of the loss
+
+
+def deepxde() -> nn.Module:
+    os.environ["DDE_BACKEND"] = "pytorch"
+    dde = import_module("deepxde")
+
+    def residual(net: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = net(x)
+        hessian = dde.grad.hessian(y, x)
+        dde.grad.clear()
+        return (hessian + y.sin()).square().mean()
+
+    return Loss(dde.nn.FNN([1, 8, 8, 1], "tanh", "Glorot normal"), residual)
+
+
+def pina() -> nn.Module:
+    package, operator = import_module("pina"), import_module("pina.operator")
+
+    def residual(net: Any, x: Tensor) -> Tensor:
+        points = package.LabelTensor(x.detach(), ["x", "y"]).requires_grad_()
+        u = net(points)
+        u.labels = ["u"]
+        return (operator.laplacian(u, points, components=["u"], d=["x", "y"]).as_subclass(Tensor) - 1).square().mean()
+
+    return Loss(import_module("pina.model").FeedForward(2, 1, inner_size=8, n_layers=2), residual)
+
+
+def neuralop() -> nn.Module:
+    fno = import_module("neuralop.models").FNO(
+        n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=2
+    )
+    for p in filter(torch.is_complex, fno.parameters()):
+        p.data = p.data.to(torch.complex128)
+    return Loss(fno, lambda net, x: (net(x) - x.square()).square().mean())
+
+
+# Force fields: derivatives by positions, inside of the loss
+
+ATOMS = 4
+PAIRS = torch.tensor([[i, j] for i in range(ATOMS) for j in range(ATOMS) if i != j]).T
+
+
+KINDS = torch.tensor([0, 1] * (ATOMS // 2))
+
+
+def molecule_of_atoms(number: int) -> Tensor:
+    return torch.arange(number).repeat_interleave(ATOMS)
+
+
+def pairs(number: int) -> Tensor:
+    """Each two atoms of a molecule."""
+    return (PAIRS[:, None] + ATOMS * torch.arange(number)[:, None]).flatten(1)
+
+
+def energy_and_forces(energy: Tensor, forces: Tensor, e: Tensor, f: Tensor) -> Tensor:
+    return (energy.flatten() - e.flatten()).square().mean() + (forces.reshape(f.shape) - f).square().mean()
+
+
+def torchmdnet() -> nn.Module:
+    make = import_module("torchmdnet.models.model").create_model
+    sizes = {"embedding_dimension": 8, "num_layers": 1, "num_rbf": 6, "num_heads": 2, "max_z": 10, "precision": 64}
+    radii = {"cutoff_lower": 0.0, "cutoff_upper": 5.0, "max_num_neighbors": 8, "rbf_type": "expnorm", "box_vecs": None}
+    names = {"model": "equivariant-transformer", "activation": "silu", "attn_activation": "silu", "aggr": "add"}
+    other = {"distance_influence": "both", "output_model": "Scalar", "reduce_op": "add", "prior_model": None}
+    flags = ("trainable_rbf", "vector_cutoff", "check_errors", "remove_ref_energy")
+    on = {"derivative": True, "static_shapes": True, "neighbor_embedding": True}
+    args = {**sizes, **radii, **names, **other, **dict.fromkeys(flags, False), **on, "atom_filter": -1}
+
+    def loss(model: Any, x: Tensor, e: Tensor, f: Tensor) -> Tensor:
+        out = model(1 + KINDS.repeat(len(x)), x.flatten(0, 1).clone(), molecule_of_atoms(len(x)))
+        return energy_and_forces(*out, e, f)
+
+    return Loss(make(args), loss)
+
+
+def nequip() -> nn.Module:
+    import_module("nequip.utils.global_state").set_global_state(allow_tf32=False)
+    sizes = {"num_layers": 1, "l_max": 1, "num_features": 4, "radial_mlp_width": 8, "num_bessels": 4, "r_max": 4.0}
+    options = {"avg_num_neighbors": 3.0, "compile_mode": "eager", "model_dtype": "float64"}
+    model = import_module("nequip.model").NequIPGNNModel(seed=0, type_names=["H", "O"], **sizes, **options)
+
+    def loss(model: Any, x: Tensor, e: Tensor, f: Tensor) -> Tensor:
+        atoms = {"pos": x.flatten(0, 1), "atom_types": KINDS.repeat(len(x)), "batch": molecule_of_atoms(len(x))}
+        graph = {"edge_index": pairs(len(x)), "num_atoms": torch.full((len(x),), ATOMS)}
+        out = model({**atoms, **graph})
+        return energy_and_forces(out["total_energy"], out["forces"], e, f)
+
+    return Loss(model, loss)
+
+
+# Others
+
+
+def torch_geometric() -> nn.Module:
+    gcn = import_module("torch_geometric.nn").GAT(3, 8, 2, 1, heads=2)
+
+    def loss(net: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (net(x.flatten(0, 1), pairs(len(x))) - y.flatten(0, 1)).square().mean()
+
+    return Loss(gcn, loss)
+
+
+def x_transformers() -> nn.Module:
+    x = import_module("x_transformers")
+    net = x.TransformerWrapper(
+        num_tokens=20, max_seq_len=8, attn_layers=x.Decoder(dim=8, depth=2, heads=2, rotary_pos_emb=True)
+    )
+    return Loss(x.AutoregressiveWrapper(net), lambda net, x: net(x))
+
+
+def denoising() -> nn.Module:
+    ddp = import_module("denoising_diffusion_pytorch")
+    unet = ddp.Unet(8, dim_mults=(1, 2), channels=1, flash_attn=False)
+    net = ddp.GaussianDiffusion(unet, image_size=8, timesteps=10)
+    return Loss(net, lambda net, x, t, noise: net.p_losses(x, t, noise=noise))
+
+
+def open_clip() -> nn.Module:
+    package = import_module("open_clip")
+    net = package.CLIP(
+        8,
+        {"layers": 1, "width": 16, "head_width": 8, "patch_size": 4, "image_size": 8},
+        {"context_length": 6, "vocab_size": 20, "width": 16, "heads": 2, "layers": 1},
+    )
+    return Loss(net, lambda net, image, text: package.ClipLoss()(*net(image, text)))
+
+
+def sentence_transformers(loss: str, **options: Any) -> nn.Module:
+    package, bert = import_module("sentence_transformers.sentence_transformer"), import_module("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    words = bert.BertModel(bert.BertConfig(**sizes, **none, intermediate_size=12), add_pooling_layer=False)
+    embed = lambda f: {**f, "token_embeddings": words(f["input_ids"], f["attention_mask"])[0]}  # noqa: E731
+    layers = [Loss(words, None), package.modules.Pooling(8)]
+    layers[0].forward = embed
+    net = import_module("sentence_transformers").SentenceTransformer(modules=layers, device="cpu")
+
+    def both(net: Any, **texts: Tensor) -> Tensor:
+        features = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in texts.values()]
+        return getattr(package.losses, loss)(net, **options)(features, torch.zeros(()))
+
+    return Loss(net, both)
+
+
+# What takes whole parameters
+
+
+def of_rank(explain: Any, where: Where) -> dict[str, Any]:
+    """What a library computes on each rank from a model with whole parameters and the rank's data."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    batch = {"x": draw(3), "y": draw(2, seed=2)}
+    return {"each rank": rows_of(where, net, batch, lambda full, x, y: explain(bound(net, full), x, y))}
+
+
+def bound(net: nn.Module, full: Any) -> nn.Module:
+    """With parameters that such libraries may call ``backward()`` for."""
+    return fs.bind(net, {name: nn.Parameter(x.detach().clone()) for name, x in full.items()})
+
+
+def captum(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Integrated gradients."""
+    return import_module("captum.attr").IntegratedGradients(net).attribute(x, target=1, n_steps=5).detach()
+
+
+def laplace(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The diagonal of the generalized Gauss-Newton matrix."""
+    found = import_module("laplace").Laplace(net, "regression", subset_of_weights="all", hessian_structure="diag")
+    found.fit(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=1))
+    return found.H.detach()
+
+
+def of(package: str, name: str, model: Any, batch: Any, **options: Any) -> Referee:
+    task = Task(model, batch, itself, bound=True, dropout=True)  # they have none, and nequip a "p" of its own
+    return Referee(package, name, partial(trained, task), fsdp2=partial(trained_by_fsdp2, task), **options)
+
+
+def points() -> Batch:
+    return {"x": draw(3)}
+
+
+def line() -> Batch:
+    return {"x": draw(1)}
+
+
+def plane() -> Batch:
+    return {"x": draw(2)}
+
+
+def images() -> Batch:
+    return {"x": draw(1, 8, 8)}
+
+
+def molecules() -> Batch:
+    return {"x": draw(ATOMS, 3), "e": draw(1, seed=2), "f": draw(ATOMS, 3, seed=3)}
+
+
+def graphs() -> Batch:
+    return {"x": draw(ATOMS, 3), "y": draw(ATOMS, 1, seed=2)}
+
+
+def text() -> Batch:
+    return {"x": tokens(7)}
+
+
+def noised() -> Batch:
+    return {"x": draw(1, 8, 8), "t": torch.tensor([1, 3, 5, 7]), "noise": draw(1, 8, 8, seed=2)}
+
+
+def captions() -> Batch:
+    return {"image": torch.cat([draw(3, 8, 8), draw(3, 8, 8, seed=5)]), "text": torch.cat([tokens(6), tokens(6, 3)])}
+
+
+def texts() -> Batch:
+    return {"one": torch.cat([tokens(6), tokens(6, 3)]), "other": torch.cat([tokens(6, 5), tokens(6, 7)])}
+
+
+MNRL = partial(sentence_transformers, "MultipleNegativesRankingLoss")
+CACHED = partial(sentence_transformers, "CachedMultipleNegativesRankingLoss", mini_batch_size=2)
+WRITTEN, READ = "inplace arithmetic", "data-dependent control flow"  # of batched simulated ranks
+REFEREES = [
+    of("zuko", "neural spline flow", zuko, points),
+    of("normflows", "RealNVP", normflows, points, batched="broadcast shape"),
+    of("deepxde", "equation with a second derivative", deepxde, line),
+    of("pina", "Poisson's equation", pina, plane),
+    of("neuralop", "FNO", neuralop, images, batched=WRITTEN),
+    of("torchmdnet", "equivariant transformer, forces", torchmdnet, molecules, batched="setup_context"),
+    of("nequip", "energies and forces", nequip, molecules, batched="scatter_add_"),
+    of("torch_geometric", "GAT", torch_geometric, graphs),
+    of("x_transformers", "decoder", x_transformers, text),
+    of("denoising_diffusion_pytorch", "U-Net of a diffusion", denoising, noised),
+    of("open_clip", "CLIP", open_clip, captions),
+    of("sentence_transformers", "MNRL", MNRL, texts, batched=READ),
+    of("sentence_transformers", "MNRL, cached", CACHED, texts, batched=READ, refused="does not depend on this Sharded"),
+    Referee("captum", "integrated gradients", partial(of_rank, captum), batched="requires_grad_"),
+    Referee("laplace", "diagonal of Gauss-Newton", partial(of_rank, laplace), batched="inplace randomness"),
+]
