@@ -23,6 +23,7 @@ from tests.support.scripts import printed_by
 FOLDER = Path(__file__).parents[2] / "examples"
 TEXT = ["--text", str(FOLDER / "train_gpt.py")]
 TOY = {
+    "agents.py": ["--steps", "2", "--batch-size", "16"],
     "contrastive.py": ["--steps", "2", "--batch-size", "16"],
     "diloco.py": ["--steps", "2", "--inner", "2", "--codec", "int8"],
     "evolution.py": ["--steps", "1"],
