@@ -140,7 +140,7 @@ def of_train_gpt(mesh: fs.Mesh) -> Any:
 
 
 def of_production(mesh: fs.Mesh) -> Any:
-    options = {"epochs": 1, "patience": 2, "every": 20, "checkpoint": "", "seed": 0}
+    options = {"epochs": 1, "patience": 2, "every": 20, "keep": 2, "checkpoint": "", "seed": 0}
     args = argparse.Namespace(**options, batch_size=4 // mesh.size)
     with patch.multiple(gpt, **SMALL), patch.object(production, "signal"), quiet():
         torch.manual_seed(0)
