@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import functorch_shard as fs
 from functorch_shard.testing import count_collectives
 from tests.support.norms import INF, NAN, Bad, some_none, spoiled, with_padding
-from tests.support.ranks import HYBRID, Ranks, gloo
+from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 ADVICE = "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
-AXES: list[dict[str, int]] = [{"shard": 3}, {"shard": 2, "replicate": 2}]
+SWAPPED = {"shard": 2, "replicate": 2}
 # Where a value is not finite, and the lines of two shards: (name, rank, values that the rank holds, what is wrong). The
 # 527 elements of c.w are in shards of 264, and [8, 15] is element 263.
 Line = tuple[str, int, int, str]
@@ -51,15 +49,21 @@ def reported(tree: Any, what: str = "grads") -> list[str]:
     return [line.removeprefix("  ") for line in lines]
 
 
+def reported_of(mesh: fs.Mesh, case: str) -> list[str]:
+    lines = reported(spoiled(mesh, BAD[case][0]))
+    fs.debug.assert_finite(spoiled(mesh, {}))  # and afterwards the ranks are still in step
+    return lines
+
+
+@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
 @pytest.mark.parametrize("case", BAD)
-def test_every_rank_names_its_parameters_with_the_first_bad_index(case: str) -> None:
-    bad, lines = BAD[case]
-    tree = spoiled(fs.simulated_mesh(2), bad)
-    assert reported(tree) == [line_of(*line, count_of(case)) for line in lines]
+def test_every_rank_names_the_parameters_of_all_with_the_first_bad_index(case: str, ranks: Ranks) -> None:
+    for lines in ranks.run(reported_of, case):
+        assert lines == [line_of(*line, count_of(case)) for line in BAD[case][1]]
 
 
 def test_a_finite_tree_passes_whatever_is_in_its_padding() -> None:
-    for axes in AXES:
+    for axes in ({"shard": 3}, SWAPPED):
         mesh = fs.simulated_mesh(axes)
         tree = spoiled(mesh, {}, "float32", ignored=["b"], align_bytes=64)
         assert any(x.isnan().any() for x in with_padding(tree, NAN).values())
@@ -76,10 +80,18 @@ def test_every_dtype_is_looked_at(dtypes: str) -> None:
     assert lines[0].endswith(f" values are not finite, the first is {shown} at [5]")
 
 
-def test_a_replica_that_differs_is_named_alone() -> None:
-    alone = spoiled(fs.simulated_mesh({"shard": 2, "replicate": 2}), {})
-    alone["c"][1, 0, 0] = NAN  # one replica of the second shard, which is rank 2
-    assert reported(alone) == [line_of("c.w", 2, 263, "nan at [8, 16]")]
+def reported_of_one_replica(mesh: fs.Mesh) -> list[str]:
+    alone = spoiled(mesh, {})
+    row = alone["c"][1, 0] if mesh.is_simulated else alone["c"]  # one replica of the second shard, which is rank 2
+    if mesh.is_simulated or mesh.rank == 2:
+        row[0] = NAN
+    return reported(alone)
+
+
+@pytest.mark.parametrize("ranks", [*simulated(SWAPPED), *gloo(SWAPPED)], ids=str)
+def test_a_replica_that_differs_is_named_alone(ranks: Ranks) -> None:
+    for lines in ranks.run(reported_of_one_replica):
+        assert lines == [line_of("c.w", 2, 263, "nan at [8, 16]")]
 
 
 def test_inside_spmd_the_error_says_to_call_it_outside() -> None:
@@ -99,47 +111,6 @@ def test_a_tree_that_does_not_fit_the_layout_is_refused() -> None:
     assert refused(fs.debug.assert_finite, cut, "cut").startswith(
         "ValueError: assert_finite: cut: 4 problems\n  'a': got shape"
     )
-
-
-def all_reported(mesh: fs.Mesh) -> dict[str, Any]:
-    """What this real rank says of every kind of tree, and the collectives when all is well."""
-    results: dict[str, Any] = {}
-    for case, (bad, _) in BAD.items():
-        tree = spoiled(mesh, bad)
-        results[case] = reported(tree)
-    results["whole"] = reported(spoiled(mesh, {"b.w": {(3,): NAN, (4,): NAN}}, ignored=["b"]))
-    alone = spoiled(mesh, {})
-    if mesh.rank == mesh.size - 1:
-        alone["a"][0] = INF
-    results["one rank"] = reported(alone)
-    fs.debug.assert_finite(with_padding(spoiled(mesh, {}, "float32", align_bytes=64), NAN))
-    dist.barrier()  # and afterwards the ranks are still in step
-    return results
-
-
-@cache
-def reports(ranks: Ranks) -> list[dict[str, Any]]:
-    return ranks.run(all_reported)
-
-
-gloo_ranks = pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)
-
-
-@gloo_ranks
-def test_every_rank_raises_the_same_error(ranks: Ranks) -> None:
-    first, *others = reports(ranks)
-    assert others == [first] * (ranks.size - 1)
-
-
-@gloo_ranks
-def test_what_is_not_finite_is_found_on_real_ranks_as_on_simulated_ones(ranks: Ranks) -> None:
-    mesh, results = fs.simulated_mesh(ranks.axes), reports(ranks)[0]
-    every, last = range(mesh.size), mesh.size - 1
-    for case, (bad, _) in BAD.items():
-        assert sorted(results[case]) == sorted(reported(spoiled(mesh, bad)))
-    assert results["whole"] == [line_of("b.w", rank, 7, "nan at [3]", 2) for rank in every]
-    # the shard of 11 of the last rank begins with element 11 of a.w
-    assert results["one rank"] == [line_of("a.w", last, 4, "inf at [2, 1]")]
 
 
 @pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)

@@ -15,7 +15,7 @@ import functorch_shard as fs
 from functorch_shard.layout.trees import map_items
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import two_layers
-from tests.support.norms import FROZEN, INF, NAN, values, with_padding
+from tests.support.norms import FROZEN, INF, NAN, values
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 from tests.support.steps import copied
@@ -136,13 +136,6 @@ def test_gradients_are_multiplied_by_the_reciprocal_that_torch_takes() -> None:
     inverse = torch.tensor(scale).double().reciprocal().float()
     torch._amp_foreach_non_finite_check_and_unscale_(expected, torch.zeros(1), inverse)
     assert_trees_close([x for x in unscaled.values() if x is not None], expected, rtol=0, atol=0)
-
-
-def test_what_is_in_padding_does_not_skip_a_step() -> None:
-    mesh, scaling = fs.simulated_mesh(3), SCALES["dynamic"]
-    grads = as_grads(with_padding(sharded(mesh, align_bytes=64), NAN))
-    assert any(x is not None and not x.isfinite().all() for x in grads.values())
-    assert scaling.unscale(grads, scaling.init(grads))[1].all()
 
 
 # --- a step that is skipped

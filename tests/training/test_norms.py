@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, jvp
 from torch.nn.utils import get_total_norm
 
 import functorch_shard as fs
@@ -33,7 +31,7 @@ from tests.support.norms import (
     values,
     with_padding,
 )
-from tests.support.ranks import HYBRID, Ranks, gloo
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
 
 every_power = pytest.mark.parametrize("p", POWERS)
@@ -42,29 +40,39 @@ every_power = pytest.mark.parametrize("p", POWERS)
 # --- the norm
 
 
+def norms_of(mesh: fs.Mesh, dtypes: str, ignored: str, p: float) -> Any:
+    """The norm, and the norms by name, of a tree whose padding is NaN."""
+    tree = with_padding(sharded(mesh, dtypes, ignored), NAN)
+    norms = lambda tree: (fs.global_norm(tree, p), fs.debug.param_norms(tree, p))  # noqa: E731
+    norm, by_name = mesh.spmd(norms)(tree)
+    if mesh.is_simulated:
+        inside = first(norm, mesh), {name: first(x, mesh) for name, x in by_name.items()}
+        assert_trees_close(norms(tree), inside, rtol=2e-6, atol=0)
+    return norm, by_name
+
+
 @pytest.mark.parametrize(
-    ("axes", "dtypes", "ignored"),
+    ("dtypes", "ignored", "ranks"),
     [
-        *(({"shard": 3}, dtypes, "b whole") for dtypes in DTYPES),
-        *((HYBRID, "mixed", k) for k in ("sharded", "all whole")),
+        *((dtypes, "b whole", ranks) for dtypes in DTYPES for ranks in (*simulated(3), *gloo(HYBRID))),
+        *(("mixed", ignored, ranks) for ignored in ("sharded", "all whole") for ranks in simulated(HYBRID)),
     ],
     ids=str,
 )
 @every_power
-def test_norms_are_those_of_the_whole_tensors(axes: dict[str, int], p: float, dtypes: str, ignored: str) -> None:
-    mesh, dtype = fs.simulated_mesh(axes), DTYPES[dtypes][1]
-    tree, expected = sharded(mesh, dtypes, ignored), total(values(dtypes), p, dtype)
-    inside = mesh.spmd(lambda tree: fs.global_norm(tree, p))(tree)
-    assert_trees_close(first(inside, mesh), expected, **tolerance(dtypes))
-    assert_trees_close(fs.global_norm(tree, p), expected, **tolerance(dtypes))
-    each = {}
+def test_norms_are_those_of_the_whole_tensors_and_bitwise_the_same_on_every_rank(
+    p: float, dtypes: str, ignored: str, ranks: Ranks
+) -> None:
+    expected, each = total(values(dtypes), p, DTYPES[dtypes][1]), {}
     for name, x in values(dtypes).items():
         dtype = F64 if x.dtype in (F64, torch.complex128) else F32
         each[name] = total({name: x}, p, dtype) if x.numel() else torch.zeros((), dtype=dtype)
-    inside = mesh.spmd(lambda tree: fs.debug.param_norms(tree, p))(tree)
-    for by_name in (fs.debug.param_norms(tree, p), {name: first(x, mesh) for name, x in inside.items()}):
-        assert list(by_name) == list(each)
-        assert_trees_close(by_name, each, rtol=2e-6, atol=0)
+    results = ranks.run(norms_of, dtypes, ignored, p)
+    norm, by_name = results[0]
+    assert_trees_close(norm, expected, **tolerance(dtypes))
+    assert list(by_name) == list(each)
+    assert_trees_close(by_name, each, rtol=2e-6, atol=0)
+    assert_trees_close(results, results[:1] * ranks.size, rtol=0, atol=0)
 
 
 def test_tied_parameters_count_once() -> None:
@@ -156,72 +164,6 @@ def test_a_long_sum_in_float32_keeps_its_digits() -> None:
     )
     together = torch.cat([x.double() for x in given.values()]).norm().float()
     assert_trees_close(mesh.spmd(fs.global_norm)(tree), together.expand(2), rtol=1e-6, atol=0)
-
-
-# --- gloo ranks
-
-gloo_ranks = pytest.mark.parametrize("ranks", gloo(HYBRID), ids=str)
-# Every pair of dtypes and power, of power and what is whole, and of what is whole and dtypes.
-KINDS_WHOLE = list(IGNORED)
-PAIRS = [(d, KINDS_WHOLE[(i + j) % 3], p) for i, d in enumerate(DTYPES) for j, p in enumerate(POWERS)]
-
-
-def all_norms(mesh: fs.Mesh) -> dict[str, dict[str, Any]]:
-    """Every verb on every tree."""
-    results = {}
-    for dtypes, ignored, p in PAIRS:
-        tree = with_padding(sharded(mesh, dtypes, ignored), NAN)
-        results[f"{dtypes}, {ignored}, {p}"] = mesh.spmd(partial(every_verb, p=p))(tree)
-    return results
-
-
-def every_verb(tree: fs.Sharded, p: float) -> dict[str, Any]:
-    part, _ = fs.partition(tree)
-    norm = partial(fs.global_norm, p=p)
-    clipped, before = fs.clip_by_global_norm(tree, 1.0, p)
-    return {
-        "norm": norm(tree),
-        "norm of some": norm(some_none(tree)),
-        "before": before,
-        "clipped": dict(with_zero_padding(clipped)),
-        "by name": fs.debug.param_norms(tree, p),
-        "by name of some": fs.debug.param_norms(some_none(tree), p),
-        "gradient": dict(grad(norm)(part)),
-        "tangent": jvp(norm, (part,), (part,))[1],
-        "finite": fs.all_finite(tree),
-    }
-
-
-def with_zero_padding(tree: fs.Sharded) -> fs.Sharded:
-    """NaN there would stay: clipping multiplies it."""
-    return fs.Sharded({key: torch.where(x.isnan(), 0, x) for key, x in tree.items()}, tree.layout)
-
-
-@cache
-def norms_of(ranks: Ranks) -> list[dict[str, dict[str, Any]]]:
-    return ranks.run(all_norms)
-
-
-@gloo_ranks
-def test_real_ranks_compute_what_simulated_ones_do(ranks: Ranks) -> None:
-    for results, wanted in zip(norms_of(ranks), norms_of(ranks.simulated), strict=True):
-        for case, expected in wanted.items():
-            close = TOLERANCE[F64] if case.startswith("float64") else {**TOLERANCE[F32], "atol": 1e-7}
-            halves = "bfloat16" in case or "mixed" in case  # where the last digit of a norm may round to another one
-            for key, x in expected.items():
-                rounded = halves and key in ("clipped", "gradient")
-                one_digit = {"rtol": 2.0**-7, "atol": 1e-7} if rounded else close
-                assert_trees_close({case: results[case][key]}, {case: x}, **one_digit)
-            assert results[case]["finite"]
-
-
-@gloo_ranks
-def test_every_rank_has_bitwise_the_same_norms(ranks: Ranks) -> None:
-    own = ("clipped", "gradient", "tangent", "finite")
-    first, *others = [{case: {k: x for k, x in of.items() if k not in own} for case, of in results.items()}
-                      for results in norms_of(ranks)]  # fmt: skip
-    for other in others:
-        assert_trees_close(other, first, rtol=0, atol=0)
 
 
 # --- refusals
