@@ -5,19 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-import optree
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import functorch_shard as fs
@@ -56,9 +53,6 @@ def test_a_process_group_is_bound_to_the_device_of_its_rank() -> None:
     assert on_device(launched) == ("Mesh(shard=1, sim:1)", "simulated_nccl", "sim:1")
 
 
-tree_map: Any = optree.tree_map
-
-
 class Forces(nn.Module):
     """It differentiates by its input inside of its forward, through a part that is recomputed."""
 
@@ -90,31 +84,6 @@ def test_a_model_that_differentiates_in_its_forward_recomputes_a_part(recomputed
     expected, actual = on_device(forces, recomputed)
     assert any(x.abs().sum() > 0 for x in actual.values())
     fs.testing.assert_trees_close(actual, expected)
-
-
-def scores(mesh: fs.Mesh) -> None:
-    """Score matching: the derivative by the input of a part that is recomputed, beside the one that is not."""
-    torch.manual_seed(0)
-    net, samples = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).to(mesh.device), torch.randn(8, 4)
-    params, x = fs.shard(net, fs.plan(net, mesh)), mesh.split(samples.to(mesh.device))
-
-    def energy(p: fs.Sharded, x: Tensor) -> Tensor:
-        return functional_call(net, fs.gather(p), (x,)).sum()
-
-    def loss(p: fs.Sharded, energy: Callable[..., Tensor]) -> Tensor:
-        y = x.clone().requires_grad_()
-        return torch.autograd.grad(energy(p, y), y, create_graph=True)[0].square().mean()
-
-    expected = fs.grad(lambda p: loss(p, energy))(params)
-    remat = fs.grad(lambda p: loss(p, fs.remat(energy)))(params)
-    inner = fs.grad(lambda p: torch.func.grad(fs.remat(energy), 1)(p, x).square().mean())(params)
-    for actual in (remat, inner):
-        fs.testing.assert_trees_close(actual, expected)
-
-
-def test_score_matching_through_remat_is_right_on_ranks_of_the_device() -> None:
-    for report in reports(scores, axes={"shard": 2}):
-        assert not report.findings
 
 
 TWO = {"shard": 2}
