@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.func import vmap
 
 import functorch_shard as fs
@@ -205,17 +204,6 @@ def test_the_largest_value_of_real_ranks_is_that_of_simulated_ones_nan_included(
     assert_trees_close(ranks.run(largest), ranks.simulated.run(largest), rtol=0, atol=0)
 
 
-def test_trees_go_leaf_by_leaf_with_none_left_out() -> None:
-    mesh = fs.simulated_mesh(2)
-    tree = {"a": torch.tensor([1.0, 2.0]), "b": [torch.tensor([3, 5]), None]}
-    with fs.testing.count_collectives() as seen:
-        total: Any = mesh.spmd(lambda tree: psum(tree, mesh))(tree)
-    assert seen.by_kind == {"psum": 2}
-    assert torch.equal(total["a"], torch.tensor([3.0, 3.0]))
-    assert torch.equal(total["b"][0], torch.tensor([8, 8]))
-    assert total["b"][1] is None
-
-
 def test_an_axis_of_one_rank_is_the_identity_and_costs_nothing() -> None:
     x = torch.randn(3, 2)
     for mesh in (fs.init_mesh(), fs.simulated_mesh(1)):
@@ -233,33 +221,6 @@ def test_a_value_that_no_rank_changed_is_gathered_once_for_each() -> None:
     same = torch.tensor([1.0, 2.0])
     assert torch.equal(mesh.spmd(lambda: all_gather(same, mesh), out_dims=None)(), same.repeat(3))
     assert torch.equal(mesh.spmd(lambda: psum(same, mesh), out_dims=None)(), 3 * same)
-
-
-def meshes_on_this_rank(mesh: fs.Mesh) -> list[str]:
-    world = mesh.size
-    named = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    texts = [
-        repr(fs.init_mesh()),
-        repr(fs.Mesh.from_device_mesh(named)),
-        repr(fs.init_mesh({"replicate": 1, "shard": -1})),
-    ]
-    for wrong in (
-        lambda: fs.init_mesh({"shard": 5}),
-        lambda: fs.Mesh.from_device_mesh(init_device_mesh("cpu", (world,))),
-    ):
-        try:
-            wrong()
-        except ValueError as error:
-            texts.append(str(error))
-    return texts
-
-
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_meshes_come_from_the_process_group_or_from_a_device_mesh(ranks: Ranks) -> None:
-    texts = ranks.run(meshes_on_this_rank)[1]
-    assert texts[:3] == ["Mesh(shard=2, cpu)", "Mesh(data=2, cpu)", "Mesh(replicate=1 x shard=2, cpu)"]
-    assert texts[3] == "init_mesh: shard=5 makes 5 ranks, but there are 2"
-    assert "expected a device mesh with mesh_dim_names" in texts[4]
 
 
 def test_inputs_are_never_written_to() -> None:

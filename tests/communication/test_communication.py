@@ -188,15 +188,6 @@ def test_a_backend_from_nothing_gives_what_simulated_ranks_do() -> None:
     assert {op.key for op in seen[1:]} == {"(root)"}
 
 
-def test_a_backend_that_lacks_a_collective_cannot_be_made() -> None:
-    class Half(Backend):
-        def index(self) -> int:
-            return 0
-
-    make: Any = Half
-    assert "issue" in refused(make)
-
-
 def test_only_backends_go_into_a_mesh() -> None:
     mesh = fs.simulated_mesh(2)
     assert "wrap returned str, expected what communication.wrap" in refused(mesh.with_backend, lambda axis: axis.name)

@@ -1,8 +1,7 @@
-"""Communication taken apart on real ranks: exact counts, nothing sent where it is skipped, and no hang under checks."""
+"""Communication taken apart on real ranks: nothing sent where it is skipped, and no hang under checks."""
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
-from functorch_shard.collectives import pmax, psum
+from functorch_shard.collectives import pmax
 from functorch_shard.communication import (
     Collective,
     Counter,
@@ -22,12 +21,11 @@ from functorch_shard.communication import (
     wrap,
 )
 from functorch_shard.communication.backend import Issue
-from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.testing import assert_trees_close
 from tests.support.models import awkward, loss_of
 from tests.support.pool import run_ranks
 
 NUM_UNITS, NUM_STEPS = 5, 3
-AGAIN = [1, 2]  # backward still has the last two units of forward, and the first one's gradient needs no weights
 tree_map: Any = optree.tree_map
 
 
@@ -47,48 +45,6 @@ def train(mesh: fs.Mesh, model: nn.Module, layout: fs.Layout | None = None, **op
         params = tree_map(lambda p, g: p if g is None else p - 0.05 * g, params, grads, none_is_leaf=True)
         history += [fs.collectives.pmean(loss, mesh), dict(grads)]
     return [*history, dict(params)]
-
-
-def counted_on_this_rank(axes: dict[str, int]) -> tuple[Any, Any, dict[str, int]]:
-    plain, counter, model = fs.init_mesh(axes), Counter(), units_of_different_sizes()
-    mesh = plain.with_backend(counter)
-    layout = fs.plan(model, mesh)
-    planned = counter.traffic
-    counter.clear()
-    with count_collectives() as seen:
-        actual = train(mesh, model, layout)
-    assert_trees_close(actual, train(plain, model), rtol=0, atol=0)
-    by_axis = {}
-    for c in seen.issued:
-        number, nbytes = by_axis.get((c.axis, c.kind), (0, 0))
-        by_axis[c.axis, c.kind] = number + 1, nbytes + c.nbytes
-    assert {key: (t.number, t.nbytes) for key, t in counter.traffic.items()} == by_axis
-    assert all(0 < t.blocked <= t.seconds for t in counter.traffic.values())
-    return planned, counter.traffic, {key: 8 * buffer.shard_numel for key, buffer in layout.buffers.items()}
-
-
-@pytest.mark.parametrize("axes", [{"shard": 3}, {"replicate": 2, "shard": 2}], ids=str)
-def test_a_counter_counts_a_training_step_to_the_byte(axes: dict[str, int]) -> None:
-    size = fs.simulated_mesh(axes).size
-    for planned, traffic, shards in run_ranks(counted_on_this_rank, size, axes):
-        assert {(axis, kind): t.number for (axis, kind), t in planned.items()} == {
-            (axis, "exchange"): 1 for axis in axes
-        }
-        n, all_units = axes["shard"], sum(shards.values())
-        twice = sum(shards[str(i)] for i in AGAIN)
-        numbers = {"all_gather": NUM_UNITS + len(AGAIN), "psum_scatter": NUM_UNITS, "psum": 1}
-        sent = {
-            "all_gather": (n - 1) * (all_units + twice),
-            "psum_scatter": (n - 1) * all_units,
-            "psum": -(-2 * 8 * (n - 1) // n),  # the loss
-        }
-        for kind in numbers:
-            seen = traffic["shard", kind]
-            assert (seen.number, seen.sent) == (NUM_STEPS * numbers[kind], NUM_STEPS * sent[kind])
-        if "replicate" in axes:
-            seen = traffic["replicate", "psum"]
-            assert (seen.number, seen.sent) == (NUM_STEPS * (NUM_UNITS + 1), NUM_STEPS * (all_units + 8))
-        assert len(traffic) == 3 + ("replicate" in axes)
 
 
 class CountMessages(TorchDispatchMode):
@@ -187,15 +143,3 @@ def test_a_backend_of_ones_own_trains_as_the_precision_that_does_the_same(axes: 
         for expected in same:
             assert_trees_close(actual, expected, rtol=0, atol=0)
         assert all((actual[1][key] != exact[1][key]).any() for key in exact[1])
-
-
-def pickled_on_this_rank() -> tuple[fs.Mesh, int, bool]:
-    mesh = fs.init_mesh().with_backend(Counter()).with_backend(skip("psum"))
-    return pickle.loads(pickle.dumps(mesh)), mesh.rank, mesh.in_spmd
-
-
-def test_a_pickled_mesh_leaves_ranks_and_wraps_behind() -> None:
-    for rank, (mesh, rank_there, in_spmd) in enumerate(run_ranks(pickled_on_this_rank, 2)):
-        assert (mesh.axes, mesh.rank, rank_there, in_spmd) == ({"shard": 2}, rank, rank, True)
-        with pytest.raises(RuntimeError, match="its ranks are not here"):
-            psum(torch.ones(1), mesh)

@@ -99,13 +99,6 @@ def test_every_collective_is_seen_once_by_the_recorder_each_wrapper_and_the_coun
     check_records(*records_of(fs.simulated_mesh(axes)))
 
 
-def test_every_collective_of_every_thread_is_seen_once() -> None:
-    recorded, *_ = records_of(fs.simulated_mesh(2))
-    seen: Seen = []
-    in_threads(*[lambda: every_kind(fs.simulated_mesh(2).with_backend(noting(seen)))] * 3)
-    assert Multiset(seen) == Multiset(3 * recorded)
-
-
 # The door; graphs, which record its name; and mutants, which have an axis do what another one was asked for.
 ALLOWED = ["communication/backend.py", "communication/recorded.py", "testing/invariance.py"]
 

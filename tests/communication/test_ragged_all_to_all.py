@@ -12,7 +12,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Counter
 from functorch_shard.gloo.backend import GlooBackend
-from tests.support.ranks import Ranks, as_any_group, gloo, simulated
+from tests.support.ranks import Ranks, gloo, simulated
 
 Splits = tuple[tuple[int, ...], ...]
 KINDS = [*simulated(2, 3), *gloo(2, 3)]
@@ -68,17 +68,3 @@ def test_each_rank_receives_what_the_others_have_for_it(ranks: Ranks, way: str) 
         assert torch.equal(received[:, : len(expected)], expected.expand(lead, -1))
         mean = -(-lead * sum(map(sum, splits)) // ranks.size)
         assert (number, sent) == (2, 2 * mean * dtype.itemsize)
-
-
-def exchanged_by_torch(mesh: fs.Mesh, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    splits = splits_of(mesh.size, 7)
-    x, other = operand(mesh, splits, 2, dtype), mesh.with_backend(as_any_group)
-    ours, theirs = (m["shard"].issue("ragged_all_to_all", x, splits=splits).wait() for m in (mesh, other))
-    return ours, theirs
-
-
-@pytest.mark.parametrize("ranks", gloo(2, 3), ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_torchs_own_collective_has_the_same_result(ranks: Ranks, dtype: torch.dtype) -> None:
-    for ours, theirs in ranks.run(exchanged_by_torch, dtype):
-        assert torch.equal(ours, theirs)

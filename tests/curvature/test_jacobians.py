@@ -14,7 +14,7 @@ from torch.func import functional_call, hessian, jacrev
 import functorch_shard as fs
 from functorch_shard.collectives import all_gather
 from functorch_shard.testing import assert_trees_close
-from tests.laws.tasks import Data
+from tests.laws.tasks import Data, whole_of
 from tests.support.models import awkward, loss_of
 from tests.support.ranks import HYBRID, Ranks, gloo, rows_of, simulated, slow
 from tests.support.refusals import refused
@@ -70,22 +70,9 @@ def expected_jacobians(num_ranks: int, by: str, reduction: str) -> Any:
 
 
 def with_whole_columns(trees: list[fs.Sharded]) -> dict[str, Tensor]:
-    """Leaves (ranks, rows.., shard) of all ranks to rows and whole columns, by name; copies are equal."""
+    """Leaves (rows.., shard) of each rank to rows and whole columns, by name."""
     layout = trees[0].layout
-    names = [name for name, _ in layout.axes]
-    sizes = [size for _, size in layout.axes]
-    result = {}
-    for key, buffer in layout.buffers.items():
-        stack = torch.stack([tree[key] for tree in trees]).unflatten(0, sizes)  # (axes.., rows.., shard)
-        if "replicate" in names:
-            copies = stack.movedim(names.index("replicate"), 0)
-            assert (copies == copies[0]).all()
-            stack = copies[0]
-        flat = torch.cat(stack.unbind(0), -1) if buffer.num_shards > 1 else stack[0]
-        for slot in buffer.slots:
-            result[slot.name] = flat[..., slot.offset : slot.end].unflatten(-1, slot.shape or (1,))
-            result[slot.name] = result[slot.name] if slot.shape else result[slot.name].squeeze(-1)
-    return result
+    return whole_of(fs.Sharded({key: torch.stack([tree[key] for tree in trees]) for key in trees[0]}, layout))
 
 
 @pytest.mark.parametrize("ranks", ANY_RANKS, ids=str)

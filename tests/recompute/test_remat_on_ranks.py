@@ -1,4 +1,7 @@
-"""remat on simulated and on gloo ranks: every derivative, collectives, random numbers, memory."""
+"""remat on simulated and on gloo ranks: steps as parts, collectives, random numbers, memory.
+
+Its derivatives are in tests/laws, where remat is one of the features around each task.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +19,13 @@ from torch.func import functional_call
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.laws import convention
-from tests.laws.convention import INNER, TASKS, Side, dot_over_ranks
+from tests.laws.convention import INNER, Side, dot_over_ranks
 from tests.support.live_bytes import LiveBytes, settle
-from tests.support.ranks import HYBRID, Ranks, gloo, simulated
+from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import text_of
 from tests.support.rematting import WAYS, plainly, twice
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, "plain": plainly}
-# Sums have the same addends in the same order.
-SAME_ARITHMETIC = ("plain gradient", "forward over reverse")
-
-
-def derived(mesh: fs.Mesh, way: str, wrap: str, inner: str, tasks: tuple[str, ...]) -> dict[str, fs.Full]:
-    loss = partial(WAYS[way], WRAPS[wrap])
-    side = Side(loss, INNER[inner](loss, None), fs.grad, dot_over_ranks, fs.global_norm)
-    return convention.on_mesh(mesh, side, [*tasks])
-
-
-CASES = [("gathered in each", "fs.grad", simulated(3)[0]), ("gathered in each", "fs.grad", gloo(HYBRID)[0])]
-CASES += [("gathered outside", "torch.func.grad", gloo(2)[0]), ("called", "torch.func.grad", simulated(3)[0])]
-
-
-@pytest.mark.parametrize(("way", "inner", "ranks"), CASES, ids=str)
-def test_derivatives_through_gradients_steps_and_penalties_are_those_of_the_unsharded_model(
-    way: str, inner: str, ranks: Ranks
-) -> None:
-    tasks = tuple(task for task in TASKS if task != "through three steps" or ranks.kind == "batched")
-    want = convention.expected(ranks.size, tasks)
-    plain = ranks.once(derived, way, "plain", inner, SAME_ARITHMETIC)
-    for result, same in zip(ranks.run(derived, way, "remat", inner, tasks), plain, strict=True):
-        assert_trees_close(result, want, rtol=1e-10, atol=1e-13)
-        assert_trees_close({task: result[task] for task in SAME_ARITHMETIC}, same, rtol=0, atol=0)
 
 
 def through_rematted_steps(mesh: fs.Mesh, inner: str) -> Any:

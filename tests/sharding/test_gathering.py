@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.testing import assert_trees_close
 from tests.support.models import awkward, loss_of, two_layers
 from tests.support.refusals import refused
 
@@ -88,17 +88,6 @@ def test_inputs_and_the_model_are_never_written_to() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_frozen_and_integer_buffers_are_gathered_but_never_reduced() -> None:
-    mesh, model = fs.simulated_mesh(2), awkward()
-    params = fs.shard(model, fs.plan(model, mesh))
-    x, y = mesh.split((torch.randn(4, 5).double(), torch.randn(4, 3).double()))
-    with count_collectives() as seen:
-        grads = mesh.spmd(lambda p, x, y: fs.grad(lambda p: loss_of(model, fs.gather(p), x, y))(p))(params, x, y)
-    trainable = [key for key, buffer in params.layout.buffers.items() if buffer.trainable]
-    assert seen.by_kind == {"all_gather": len(params), "psum_scatter": len(trainable)}
-    assert {key for key in params if grads[key] is None} == set(params) - set(trainable)
-
-
 def test_partition_spends_nothing_on_the_frozen_half() -> None:
     mesh, model = fs.simulated_mesh(2), awkward()
     params = fs.shard(model, fs.plan(model, mesh))
@@ -147,15 +136,6 @@ def test_a_mesh_axis_that_nothing_reduces_over_is_refused() -> None:
     text = refused(fs.plan, two_layers(), mesh)
     assert "axis 'dp' of 2 ranks is neither shard_axis nor replicate_axis" in text
     assert fs.plan(two_layers(), mesh, replicate_axis="dp").num_ranks == 4
-
-
-def test_one_rank_needs_no_process_group_and_no_collective() -> None:
-    mesh, model = fs.init_mesh(), awkward()
-    params = fs.shard(model, fs.plan(model, mesh))
-    with count_collectives() as seen:
-        full = fs.gather(params)
-    assert seen.total == 0
-    assert_trees_close(dict(full), {name: p.detach() for name, p in model.named_parameters()}, rtol=0, atol=0)
 
 
 def test_shard_lists_every_parameter_that_does_not_fit() -> None:

@@ -11,11 +11,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.testing import assert_trees_close, count_collectives
+from functorch_shard.testing import count_collectives
 from tests.support.lazy_uses import (
     USES,
-    Gather,
-    at_once,
     blocks,
     delayed_training_on_this_rank,
     exceptions_on_this_rank,
@@ -23,55 +21,7 @@ from tests.support.lazy_uses import (
     leaves_of,
     use_on_this_rank,
 )
-from tests.support.models import awkward, loss_of
 from tests.support.pool import run_ranks
-
-PLANS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "labels": {"labels": lambda name, x: "bias" if name.endswith("bias") else None},
-    "two units": {"units": [["inp", "blocks.0"], ["blocks.1", "out"]]},
-    "sum": {"reduction": "sum"},
-    "mixed precision": {"precision": fs.MixedPrecision(torch.bfloat16, torch.float32)},
-}
-
-
-def train(mesh: fs.Mesh, gather: Gather, **options: Any) -> list[Any]:
-    """SGD with momentum: the loss and the parameters after each step."""
-    model = awkward()
-    params = fs.shard(model, fs.plan(model, mesh, **options))
-    opt = fs.optimizer(torch.optim.SGD, lr=0.02, momentum=0.9)
-    state, history = opt.init(params), []
-    dtype = torch.bfloat16 if "precision" in options else torch.float64
-    for i in range(6):
-        x, y = input_of(10 * i + mesh.rank).to(dtype), input_of(10 * i + mesh.rank)[:, :3].to(dtype)
-        grads, loss = fs.grad_and_value(lambda p, x=x, y=y: loss_of(model, gather(p), x, y))(params)
-        params, state = opt.step(params, grads=grads, state=state)
-        history += [loss, dict(params)]
-    return history
-
-
-def train_on_this_rank(axes: dict[str, int], name: str) -> tuple[list[Any], list[Any]]:
-    mesh = fs.init_mesh(axes)
-    expected = train(mesh, at_once, **PLANS[name])
-    for reshard in (True, False):
-        actual = train(mesh, fs.gather, **PLANS[name], reshard_after_forward=reshard)
-        assert_trees_close(actual, expected, rtol=0, atol=0)
-    return expected[0], expected[-2]
-
-
-@pytest.mark.parametrize(
-    ("axes", "name"),
-    [
-        ({"shard": 2}, "plain"),
-        ({"shard": 3}, "plain"),
-        ({"replicate": 2, "shard": 2}, "labels"),
-        *(({"shard": 2}, name) for name in PLANS if name != "plain"),
-    ],
-    ids=str,
-)
-def test_training_is_bitwise_the_same_resharded_kept_and_gathered_at_once(axes: dict[str, int], name: str) -> None:
-    for first, last in run_ranks(train_on_this_rank, fs.simulated_mesh(axes).size, axes, name):
-        assert last < 0.9 * first
 
 
 @pytest.mark.parametrize("name", USES)

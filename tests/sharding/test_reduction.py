@@ -144,14 +144,6 @@ def test_a_result_belongs_to_its_backward_pass_and_is_given_once() -> None:
     assert result(reductions, "a") is None
 
 
-def test_a_pass_that_was_stopped_leaves_nothing_to_the_next() -> None:
-    layout, grads = alone()
-    reductions = Reductions()
-    started(reductions, {"a.w": grads["a.w"] * 100, "b.w": grads["b.w"]}, layout)
-    started(reductions, grads, layout, "b", 2)
-    assert_trees_close({"b": result(reductions, "b", 2)}, {"b": grads["b.w"]})
-
-
 class SlowBackend(Backend):
     """Two ranks with equal values; a reduction reads its operand until it lands, a while after it was waited for."""
 

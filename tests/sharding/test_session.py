@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -19,10 +18,8 @@ from functorch_shard.sharding import session
 from functorch_shard.sharding.reduction import Part
 from functorch_shard.sharding.session import (
     NO_PASS,
-    Decision,
     Session,
     UnitBuffers,
-    UseOrder,
     expected_order,
     small_units,
 )
@@ -186,46 +183,3 @@ def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
 
 
 # The policy alone: orders of use in, units to gather and to free out.
-
-NUM_UNITS = 6
-Uses = Sequence[tuple[int, int]]  # each a unit, and the backward pass that it is used in
-numbers = st.integers(0, NUM_UNITS - 1)
-orders_of_use = st.lists(st.tuples(numbers, passes), max_size=40)
-smalls = st.frozensets(numbers, max_size=NUM_UNITS)
-
-
-@dataclass
-class Driven:
-    """A policy, and what is resident when its decisions are followed."""
-
-    policy: UseOrder
-    resident: list[int] = field(default_factory=list)
-    gathered: list[int] = field(default_factory=list)
-
-    def use(self, unit: int, backward_pass: int = NO_PASS) -> Decision:
-        if unit != self.policy.current and unit in self.resident:
-            self.resident.append(self.resident.pop(self.resident.index(unit)))
-        decision = self.policy.arrive(unit, backward_pass, self.resident)
-        self.resident = [other for other in self.resident if other not in decision.evict]
-        for other in (unit, *decision.fetch):
-            if other not in self.resident:
-                self.resident.append(other)
-                self.gathered.append(other)
-        return decision
-
-
-def followed(policy: UseOrder, uses: Uses) -> list[Decision]:
-    driven = Driven(policy)
-    return [driven.use(*use) for use in uses]
-
-
-@given(orders_of_use, smalls)
-@some_laws
-def test_a_small_unit_decides_nothing_and_the_unit_in_use_is_neither_evicted_nor_gathered_ahead(
-    uses: Uses, small: frozenset[int]
-) -> None:
-    for (unit, _), decision in zip(uses, followed(UseOrder(range(NUM_UNITS), small), uses), strict=True):
-        assert unit not in (*decision.evict, *decision.fetch)
-        assert len(set(decision.fetch) - small) <= 1
-        assert not small.intersection(decision.evict)
-        assert unit not in small or decision == Decision()
