@@ -82,35 +82,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, fs.Sharded, An
     return path, params, state
 
 
-# any layout
-
-
-@pytest.mark.parametrize(
-    ("axes", "options"),
-    [
-        ({"shard": 1}, {"units": 40, "labels": lambda name, p: "bias" if p.ndim < 2 else None}),
-        ({"shard": 3}, {"units": (nn.Linear,), "ignored": ["inp.weight"], "align_bytes": 64}),
-        ({"replicate": 2, "shard": 8}, {}),
-    ],
-    ids=["one", "three", "2 x 8"],
-)
-def test_what_four_ranks_saved_is_loaded_by_any_others_and_back(
-    four: Any, tmp_path: Path, axes: dict[str, int], options: Any
-) -> None:
-    path, params, state = four
-    layout = planned(axes, **options)
-    like = fs.shard({name: torch.zeros_like(p) for name, p in awkward().named_parameters()}, layout)
-    loaded = load(path, {"model": like, "optim": {"state": OPT.init(like)}, "step": 0})
-    assert loaded["step"] == 2
-    assert loaded["model"].layout is layout
-    expected = fs.shard(fs.gather(params, lazy=False), layout)
-    assert all(torch.equal(loaded["model"][key], expected[key]) for key in layout.buffers)  # padding as well
-    save(tmp_path / "x", {"model": loaded["model"], "optim": loaded["optim"]["state"]})  # a bare state has these names
-    again = load(tmp_path / "x", {"model": params, "optim": OPT.init(params)})
-    assert_trees_close(again["model"], params, rtol=0, atol=0)
-    assert_trees_close(again["optim"], state, rtol=0, atol=0)
-
-
 def test_momentum_that_is_not_there_yet_stays_none_and_is_loaded_where_the_checkpoint_has_it(tmp_path: Path) -> None:
     sgd = fs.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     three = fs.shard(two_layers(), planned({"shard": 3}, two_layers()))

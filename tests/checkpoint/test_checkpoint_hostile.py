@@ -11,7 +11,6 @@ import pickle
 import random
 import resource
 import shutil
-import subprocess
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "functorch_shard.json"]  # of two ranks
 LENGTHS = [0, 1, 0.01, 0.5, -1]  # to be left: bytes, or a part of what was there
-HOSTILE = range(7)
+HOSTILE = range(3)
 
 
 def truncate(file: Path, length: float) -> None:
@@ -69,15 +68,11 @@ class Evil:
 
 
 def hostile(marker: Path) -> list[Evil]:
-    """Calls, most of which would leave a file behind."""
+    """Calls that would leave a file behind."""
     calls = [
         (os.system, (f"touch {marker}",)),
         (Path.touch, (marker,)),
         (exec, (f"open({str(marker)!r}, 'w')",)),
-        (getattr, (Path, "home")),
-        (eval, ("1",)),
-        (torch.load, (str(marker),)),
-        (subprocess.run, (["touch", str(marker)],)),
     ]
     assert len(calls) == len(HOSTILE)
     return [Evil(call) for call in calls]

@@ -402,26 +402,10 @@ def another_parameter(module: Any) -> None:
         module[0].register_parameter("extra", nn.Parameter(torch.ones(1)))
 
 
-def half(module: Any) -> None:
-    linear(module)
-    if isinstance(module, nn.Linear):
-        module.weight.data = torch.full_like(module.weight, float("nan"))
-        module.weight.data[0] = 1.0
-        module.bias = nn.Parameter(torch.ones(7))
-
-
 def on_the_meta_device(module: Any) -> None:
     linear(module)
     if isinstance(module, nn.Linear):
         module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"))
-
-
-def parts_from_outside(module: Any) -> None:
-    linear(module)
-    if isinstance(module, nn.Sequential):
-        parts: list[Any] = [*module.children()]
-        parts[0].weight[0].zero_()
-        parts[1].weight.data.mul_(2)
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], list[str]]] = {
@@ -434,20 +418,6 @@ REFUSED: dict[str, tuple[Callable[[Any], None], list[str]]] = {
         [f"{name!r}: written to by init, called with Linear '0'" for name in ("1.weight", "1.bias")],
     ),
     "another": (another_parameter, ["'1.weight': replaced in another call than that of Linear '1'", "'0.extra'"]),
-    "half": (
-        half,
-        [
-            "'0.weight': 3 of 6 elements left unfilled by init, called with Linear '0'",
-            "'1.bias': put a tensor of shape (7,), torch.float32 there, expected (3,)",
-        ],
-    ),
-    "parts": (
-        parts_from_outside,
-        [
-            "'0.weight': 3 of 6 elements left unfilled by init, called with Sequential, the model itself",
-            "'1.weight': 6 of 6 elements left unfilled by init, called with Sequential, the model itself",
-        ],
-    ),
     "meta": (on_the_meta_device, ["'1.weight': put a tensor without values there, on the meta device by init"]),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 from collections import namedtuple
@@ -213,17 +212,6 @@ def test_a_batch_that_ranks_do_not_divide_is_refused_by_name() -> None:
     assert "['x']: shape (6, 4), and 4 ranks do not divide dim 0" in text
     assert "['z']: shape ()" in text
     assert "the tensor: shape (6,)" in refused(mesh.split, torch.zeros(6))
-
-
-def test_copies_keep_the_mesh_and_pickles_make_one_of_the_same_sizes() -> None:
-    mesh = fs.simulated_mesh({"replicate": 2, "shard": 3})
-    assert copy.deepcopy(mesh) is mesh
-    thawed = pickle.loads(pickle.dumps(mesh))
-    assert (thawed.axes, thawed.device, thawed.is_simulated) == (mesh.axes, mesh.device, True)
-    rows = torch.randn(2, 3, 4)
-    torch.testing.assert_close(thawed.spmd(lambda x: psum(x, thawed))(rows)[0, 0], rows.sum((0, 1)))
-    real = pickle.loads(pickle.dumps(fs.init_mesh()))
-    assert real.axes == {"shard": 1}
 
 
 def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:

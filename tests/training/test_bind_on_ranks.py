@@ -105,6 +105,7 @@ def _nested(model: Any, x: Tensor) -> Tensor:
     return model.how(lambda x: model.how(model.blocks[2], model.how(model.inner, x)), x)
 
 
+again = partial(checkpoint, use_reentrant=False)
 STYLES: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "layer": _in_layers,
     "modules": _modules,
@@ -113,8 +114,6 @@ STYLES: dict[str, Callable[[Model, Tensor], Tensor]] = {
     "method": _method,
     "nested": _nested,
 }
-
-WITHOUT_REENTRY, WITH_REENTRY = (partial(checkpoint, use_reentrant=flag) for flag in (False, True))
 
 
 def build(style: str, how: Callable[..., Any] | None = None) -> Model:
@@ -155,12 +154,9 @@ def own_state(model: nn.Module) -> list[tuple[str, int, int]]:
     return [(name, id(x), x._version) for name, x in held]
 
 
-again = partial(checkpoint, use_reentrant=False)
-
-
 @pytest.mark.parametrize("style", STYLES)
 def test_ten_steps_are_bitwise_those_without_checkpointing(style: str) -> None:
-    mesh, model = fs.init_mesh(), build(style, WITHOUT_REENTRY)
+    mesh, model = fs.init_mesh(), build(style, again)
     before = own_state(model)
     expected, actual = train(mesh, build(style), bound), train(mesh, model, bound)
     assert expected[0][-1] < expected[0][0]
@@ -174,7 +170,7 @@ def test_ten_steps_are_bitwise_those_without_checkpointing(style: str) -> None:
 def test_functional_call_of_them_is_refused_inside_of_grad_and_the_error_names_bind(
     style: str, lazy: bool | None
 ) -> None:
-    model = build(style, WITHOUT_REENTRY)
+    model = build(style, again)
     text = refused(train, fs.init_mesh(), model, partial(by_functional_call, lazy=lazy))
     assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
     assert "functorch_shard.bind(model, params)(...)" in text
@@ -309,7 +305,7 @@ def train_on_this_rank() -> dict[str, Any]:
     mesh, results = fs.init_mesh(), {}
     for style in STYLES:
         expected = train(mesh, build(style), by_functional_call)
-        others = [train(mesh, build(style, WITHOUT_REENTRY), partial(_bound, lazy=lazy)) for lazy in (None, False)]
+        others = [train(mesh, build(style, again), partial(_bound, lazy=lazy)) for lazy in (None, False)]
         results[style] = expected, others
     return results
 
@@ -334,7 +330,7 @@ def backward_on_this_rank() -> list[Any]:
 def _called_with_two_sets_of_parameters(style: str) -> Any:
     """Plain backward, twice; without and with checkpointing."""
     mesh, results = fs.init_mesh(), []
-    for how in (None, WITHOUT_REENTRY):
+    for how in (None, again):
         model = build(style, how)
         params = fs.shard(model, fs.plan(model, mesh))
         leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)

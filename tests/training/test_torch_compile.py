@@ -102,9 +102,3 @@ def test_what_a_compiled_function_gathers_is_plain(mesh: fs.Mesh) -> None:
 
     assert double(params).tolist() == [0, 2, 4]
     assert kinds == [Tensor]
-
-
-def test_spmd_leaves_functions_as_they_are_on_real_ranks() -> None:
-    mesh = fs.init_mesh()
-    assert mesh.spmd(torch.vmap) is torch.vmap
-    assert mesh.spmd(mesh.split).__func__ is fs.Mesh.split

@@ -101,15 +101,3 @@ def test_unused_parameters_have_zeros_which_adamw_decays_and_none_which_it_skips
 @pytest.mark.parametrize("ranks", [*simulated(2, 3), *gloo(3)], ids=str)
 def test_what_some_ranks_use_is_the_mean_with_zeros_of_the_others(ranks: Ranks) -> None:
     ranks.run(assert_what_some_ranks_use_is_the_mean_with_zeros)
-
-
-def test_a_gradient_by_name_that_was_not_computed_is_zeros_as_in_torch_func() -> None:
-    layout = fs.plan(Partly(), fs.simulated_mesh(2))
-    full = fs.gather(fs.shard(Partly(), layout))
-
-    def loss(full: Any) -> Tensor:
-        return full["used.weight"].square().sum()
-
-    ours, theirs = fs.grad(loss)(full), torch.func.grad(loss)(full)
-    assert_trees_close(dict(ours), dict(theirs), rtol=0, atol=0)
-    assert not ours["idle.weight"].any()
