@@ -22,7 +22,7 @@ from .layout.trees import Sharded as Sharded
 from .mesh.init import init_mesh
 from .mesh.mesh import Mesh as Mesh
 from .mesh.mesh import simulated_mesh
-from .sharding.gather import gather, iter_parameters
+from .sharding.gather import gather
 from .sharding.lazy_tensor import materialize
 from .sharding.scatter import accumulate, scatter_grads
 from .sharding.shard import merge, partition, shard
@@ -71,7 +71,6 @@ __all__ = [
     "hessian",
     "init",
     "init_mesh",
-    "iter_parameters",
     "jacfwd",
     "jacrev",
     "materialize",

@@ -6,13 +6,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from heapq import nlargest
 from itertools import zip_longest
 from pathlib import Path
 
 SHOWN = 20  # problems that an error lists; the rest is counted
 _HINTED = 5  # names that get a suggestion: each is compared with every known name
-_COMPARED = 50  # names that difflib compares, at 0.1 ms each
 
 
 def reject(verb: str, problems: Sequence[str], advice: str, kind: type[Exception] = ValueError) -> None:
@@ -57,21 +55,8 @@ def hints(names: Iterable[str]) -> Callable[[str], str]:
 
 def hint(name: str, names: Sequence[str]) -> str:
     """A suggestion: the most similar of ``names``."""
-    close = get_close_matches(name, _candidates(name, names), n=1)
+    close = get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _candidates(name: str, names: Sequence[str]) -> Sequence[str]:
-    """The names with the longest common prefix and suffix: a typo leaves the rest of a name as it is."""
-    if len(names) <= _COMPARED:
-        return names
-    backwards = name[::-1]
-    return nlargest(_COMPARED, names, key=lambda x: _common(name, x) + _common(backwards, x[::-1]))
-
-
-def _common(a: str, b: str) -> int:
-    """How many characters two texts have in common before they differ."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def shown(text: str) -> str:

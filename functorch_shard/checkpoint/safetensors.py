@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import local_path, reject
-from ..layout.layout import Layout
-from ..layout.trees import Sharded, check_sharded
-from ..sharding.gather import iter_parameters
+from ..layout.layout import Layout, as_stored
+from ..layout.trees import Sharded, by_unit, check_sharded, check_shards
+from ..sharding.gather import gather
 from ..torch_internals.autograd import in_transform
 from .format import Entry, Region, Value
 from .loading import load_into
@@ -119,8 +119,11 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
 
     def write() -> None:
+        check_shards(_EXPORT, params, layout)
+        stored = Sharded({key: x.detach() for key, x in params.items()}, as_stored(layout))
         names = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
-        tensors = ((other, x) for name, x in iter_parameters(params) for other in names[name])
+        whole = (gather(unit, lazy=False) for unit in by_unit(stored))
+        tensors = ((other, x) for unit in whole for name, x in unit.items() for other in names[name])
         slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
         sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in names[slot.name]}
         try:

@@ -101,8 +101,7 @@ def refusal(x: Any) -> str:
         return opaque_problem(x) or ("" if is_hashable(x) else f"a {type(x).__name__}, which is not hashable")
     if type(x) not in (Tensor, torch.nn.Parameter, FakeTensor):
         return f"a {type(x).__name__}; expected a plain tensor"
-    kind = memory_kind_of(x)
-    if kind.pinned or kind.directory is not None:
+    if memory_kind_of(x).pinned:
         return "offloaded (fs.offload); a graph computes in the memory of the device"
     return ""
 

@@ -18,7 +18,7 @@ from ..layout.layout import Layout, axis_sizes, rank_dims, shard_at, shard_axis
 from ..layout.trees import Sharded
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import being_traced
-from ..training.optimizer_step import PARAM, ByLabel, run_below_transforms, tensors_among
+from ..training.optimizer_step import PARAM, ByLabel, run_below_transforms
 from ..training.trials import Leaves
 from .plan import Plan, make_plan
 from .spec import find_spec
@@ -66,7 +66,7 @@ class WholePart:
         leaves = {key: {PARAM: params[key]} for key in active}
         for name, key in ((name, key) for name, buffers in plan.state.items() for key in buffers):
             leaves.setdefault(key, {})[name] = state[name][key]
-        trees: Any = leaves, {key: grads[key] for key in active}, tensors_among(options, rows)
+        trees: Any = leaves, {key: grads[key] for key in active}
         over = {name for x in optree.tree_leaves(trees) if isinstance(x, Tensor) for name in axes_over(x)}
         return run_below_transforms(call, rows, self._place(layout, over), *trees)
 

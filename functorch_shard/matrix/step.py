@@ -25,7 +25,6 @@ from ..training.optimizer_step import (
     Rows,
     owned,
     update,
-    with_values,
 )
 from ..training.trials import Class, Leaves
 from .plan import Part, Plan, Round
@@ -49,13 +48,10 @@ class WholeStep:
     device: torch.device
     donate: bool
 
-    def __call__(
-        self, place: Leaves, given: Mapping[str, Leaves], grads: Shards, values: Any, rows: Rows
-    ) -> dict[str, Leaves]:
+    def __call__(self, place: Leaves, given: Mapping[str, Leaves], grads: Shards, rows: Rows) -> dict[str, Leaves]:
         """``given`` has parameters and leaves of state, ``place`` what distinguishes simulated ranks."""
         new = {key: dict(zip(of, owned(of.values(), self.donate), strict=True)) for key, of in given.items()}
-        options, axis = with_values(self.options, values, rows), self.axis
-        index, others, every = place["index"], place["others"], [*product(*map(range, rows))]
+        axis, index, others, every = self.axis, place["index"], place["others"], [*product(*map(range, rows))]
         places: dict[int, list[Place]] = {}
         if isinstance(index, Tensor):
             for row, rank in zip(every, index.flatten().tolist(), strict=True):
@@ -65,7 +61,7 @@ class WholeStep:
         else:
             places[index] = every
         places = dict(sorted(places.items()))
-        _Run(self, axis, options, places, isinstance(index, Tensor), grads, new).all_rounds()
+        _Run(self, axis, places, isinstance(index, Tensor), grads, new).all_rounds()
         return new
 
 
@@ -75,7 +71,6 @@ class _Run:
 
     step: WholeStep
     axis: Axis | None
-    options: ByLabel
     places: Mapping[int, Sequence[Place]]  # of the rows of each rank, by its position on the shard axis
     stacked: bool  # whether the ranks are simulated
     grads: Shards
@@ -166,7 +161,7 @@ class _Run:
             part.of((grads if of_grad else params)[part.name], part.start).copy_(values)
         groups = {}
         for name, param in params.items() if self.step.device.type != "meta" else ():  # a class may ask for numbers
-            shape, options = plan.owned[name].slot.shape, self.options[plan.owned[name].label]
+            shape, options = plan.owned[name].slot.shape, self.step.options[plan.owned[name].label]
             groups[name] = Group(param.view(shape), grads[name].view(shape), self._state(name, place), options)
         update(self.step.cls, [*groups.values()], self.step.known)
         for name, group in groups.items():

@@ -155,7 +155,7 @@ class _Rows:
                     there.copy_(row)
 
     def _own(self, x: Tensor) -> Tensor:
-        is_kept = x.device.type == "cpu" and (x.untyped_storage().filename or x.is_pinned())  # what memory it is counts
+        is_kept = x.device.type == "cpu" and x.is_pinned()  # what memory it is counts
         with torch.inference_mode(False):  # an inference tensor would count no writes
             row = x.data if is_kept else x.detach().clone()
         self._copies.append((x, row, version_of(row)))

@@ -1,4 +1,4 @@
-"""``gather``: whole parameters from shards, at once or lazy, differentiable; ``iter_parameters``: one unit at a time.
+"""``gather``: whole parameters from shards, at once or lazy, differentiable.
 
 As autograd sees a lazy gather: shards in, lazy tensors out, gradients reduced while backward goes on. A *part* is what
 of a unit is differentiated together; ``_Gather`` is its node. ``_Join`` is the node of all shards in front of them,
@@ -7,7 +7,7 @@ whose backward waits for the reductions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..collectives.rules import Encoding, averaged, gathered
-from ..collectives.sinks import inside, prepare, sink_here, without_derivative
+from ..collectives.sinks import prepare, sink_here
 from ..communication.simulated import watch
 from ..layout.buffers import Buffer, unpack
-from ..layout.layout import Layout, as_stored, shard_axis
-from ..layout.trees import Full, Sharded, by_unit, check_sharded, check_shards, map_items
+from ..layout.layout import Layout, shard_axis
+from ..layout.trees import Full, Sharded, check_sharded, check_shards
 from ..storage.memory_kind import memory_kind_of, working_device
 from ..torch_internals.autograd import (
     Function,
@@ -108,7 +108,8 @@ def gather(
         tensor([[2., 2.],
                 [3., 0.]])
 
-    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``.
+    Stands for ``_rebuild_full_params`` and ``summon_full_params`` of fairscale's ``FullyShardedDataParallel``. For one
+    whole unit at a time: ``for name, x in gather(params).items(): ... materialize(x)``, on every rank.
     """
     plain = lazy is None and frame_compiler() is not None  # what Dynamo compiles behind this call takes plain tensors
     for tree in (params, *more):
@@ -144,67 +145,9 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
     return Full({name: whole[name] for name in layout.slots}, layout)
 
 
-def iter_parameters(params: Sharded, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the whole parameters, gathering one unit at a time.
-
-    ``dict(iter_parameters(params))`` equals ``gather(params, lazy=False)`` in the stored dtypes, or in ``dtype``. Every
-    tensor stays valid after the next one was asked for. For inference engines that load weights, and for exports.
-
-    Args:
-        params: a ``Sharded``, or a stacked one outside ``spmd`` on simulated ranks.
-        dtype: the dtype of floating-point tensors; integers keep theirs. ``None``: as stored.
-
-    Returns:
-        An iterator of ``(name, tensor)``, unit by unit, without a graph. A tied parameter comes once, under its first
-        name. ``params.layout.slots`` has shapes and dtypes beforehand, ``params.layout.aliases`` the further names.
-
-    Raises:
-        TypeError: ``params`` is not a ``Sharded``, or ``dtype`` not a floating-point dtype.
-        ValueError: shards that do not fit their layout.
-        NotImplementedError: a derivative by ``params`` goes through the tensors.
-
-    Cost:
-        The collectives of one gather. All real ranks iterate alike, each to its end or to the same tensor. Memory: one
-        unit, beside what the caller keeps.
-
-    Example:
-        >>> values = {"a.w": torch.tensor([1.0, 2.0, 3.0]), "b.w": torch.ones(2, 2)}
-        >>> params = fs.shard(values, fs.plan(values, fs.simulated_mesh(2)))
-        >>> for name, x in iter_parameters(params, dtype=torch.bfloat16):
-        ...     print(name, x.dtype, x.sum().item())
-        a.w torch.bfloat16 6.0
-        b.w torch.bfloat16 4.0
-
-    Stands for ``summon_full_params`` around a loop over ``named_parameters()``, and for ``FullStateDictConfig`` with
-    ``rank0_only``: ``{name: x.cpu() for name, x in iter_parameters(params) if mesh.rank == 0}``.
-    """
-    check_sharded("iter_parameters", params, "; it is whole already" if isinstance(params, Full) else "")
-    check_shards("iter_parameters", params, params.layout)
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"iter_parameters: dtype: got {dtype}, expected a floating-point dtype, or None")
-    stored = Sharded(dict(params), as_stored(params.layout))
-    return _iterate(stored, dtype)
-
-
-def _iterate(params: Sharded, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    for unit in by_unit(params):
-        with torch.no_grad():
-            whole: Mapping[str, Tensor] = _gather(map_items(lambda _, x: x.detach(), unit), False, dtype, None)
-        if in_transform() or (inside() and torch.is_grad_enabled()):
-            whole = without_derivative(_NO_DERIVATIVE, whole, unit.values())
-        yield from whole.items()
-
-
-_NO_DERIVATIVE = (
-    "iter_parameters: its tensors have no derivative by the parameters. Use gather, or pass detached shards."
-)
-
-
 def _is_far(x: Tensor, buffer: Buffer, layout: Layout) -> bool:
     """Whether values are on other ranks, or ``x`` was offloaded: the device may not have memory for all of them."""
-    if buffer.num_shards > 1:
-        return True
-    return x.device != working_device(x, layout.mesh.device) or memory_kind_of(x).directory is not None
+    return buffer.num_shards > 1 or x.device != working_device(x, layout.mesh.device)
 
 
 def _at_once(

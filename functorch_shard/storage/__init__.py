@@ -1,4 +1,4 @@
-"""Memory kinds of tensors: on a device, on the host, pinned, or memory-mapped from a file.
+"""Memory kinds of tensors: on a device, on the host, or pinned there.
 
 ``memory_kind``: the kind of a tensor, and tensors of the same kind. ``offloading``: ``offload``.
 

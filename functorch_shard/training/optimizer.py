@@ -17,7 +17,7 @@ from ..layout.buffers import Buffer
 from ..layout.layout import Layout
 from ..layout.trees import Sharded, check_sharded, check_shards
 from ..storage.memory_kind import wait_for_copies
-from ..torch_internals.autograd import eager, in_transform
+from ..torch_internals.autograd import being_traced, eager, in_transform, is_functorch_wrapped_tensor
 from .optimizer_step import PARAM, ByLabel, Part
 from .trials import NUMBER, Leaves, Options, apart, check_class, on_host, option_names
 
@@ -169,7 +169,7 @@ class Optimizer(Static):
             donate: update in place. ``params`` and ``state`` must not be used again: their memory holds the results.
             labels: options of labels for this step.
             overrides: options for this step, for example ``lr=schedule(i)``; options of a label override them.
-                A tensor is the same on all ranks, and in all rows of a vmap.
+                They are numbers, not tensors.
 
         Returns:
             ``(params, state)`` with the same structure. Buffers that are not trainable are returned as they are.
@@ -177,9 +177,9 @@ class Optimizer(Static):
         Raises:
             TypeError: ``grads`` or ``state`` as positional arguments; an option that the class does not have, or with
                 which it is not elementwise.
-            ValueError: trees that do not fit, or labels that no buffer has; all problems are listed. Or step counts, or
-                an option, differ between ranks or rows.
-            NotImplementedError: the step is differentiated, by its trees or by an option.
+            ValueError: trees that do not fit, or labels that no buffer has; all problems are listed. Or step counts
+                differ between ranks or rows.
+            NotImplementedError: the step is differentiated by its trees.
 
         Cost:
             No collectives; a copy of parameters and state, or none with ``donate=True``.
@@ -273,10 +273,12 @@ class Optimizer(Static):
         return found
 
     def check_options(self, options: Options) -> None:
-        """Raise unless the class has options of these names."""
+        """Raise unless the class has options of these names, and none is a tensor."""
         odd = [] if "**" in self.known else [name for name in options if name not in self.known]
         problems = [f"{name!r}: {self.cls.__name__} has no such option" for name in odd]
         reject("optimizer", problems, f"Its options are {', '.join(self.known)}.", TypeError)
+        tensors = [f"{name!r}: got a tensor, expected a number" for name, x in options.items() if _has_tensor(x)]
+        reject("optimizer", tensors, _NUMBERS, TypeError)
 
     @cached_property
     def _planned(self) -> dict[Layout, list[Any]]:
@@ -325,6 +327,10 @@ def _by_name(
     return {name: Sharded(tree, layouts.get(name, layout)) for name, tree in found.items()}
 
 
+_NUMBERS = (
+    "Pass float(x); to a step of fs.compile a float, which is an input of its graph. An update has no derivative by "
+    "its options: for one, write the update with tree_map."
+)
 _START_AGAIN = "Start from opt.init(params); fs.reshard(state[name], opt.init(params)[name].layout) moves owners."
 
 
@@ -334,6 +340,12 @@ def _without_buffers(labels: Mapping[str, Any], layout: Layout) -> tuple[list[st
     odd = [f"{label!r}: no buffer has this label{hint(label, present)}" for label in labels if label not in present]
     have = f"The layout has {present or 'no labels'}; plan(labels=...) sets them."
     return odd, f"{have} Leave out options of labels that the parameters do not have."
+
+
+def _has_tensor(x: Any) -> bool:
+    """Whether an option has a tensor, other than a number of a recorded step, which is not differentiated."""
+    tensors = [value for value in (x if isinstance(x, (list, tuple)) else [x]) if isinstance(value, Tensor)]
+    return any(not being_traced() or value.requires_grad or is_functorch_wrapped_tensor(value) for value in tensors)
 
 
 def _check_state(state: Any) -> None:

@@ -26,7 +26,6 @@ from ..torch_internals.autograd import (
     being_traced,
     traced_as_it_runs,
 )
-from ..torch_internals.tensors import as_number, is_number
 from .trials import (
     IMPLEMENTATIONS,
     LEAVE_GRADIENTS,
@@ -76,7 +75,7 @@ def update(cls: Class, groups: Sequence[Group], known: Collection[str]) -> None:
         options = {**implementation(cls, same[0].options, params, known), **same[0].options}
         later: dict[str, Any] = {}  # constructors would compare the numbers of a traced program
         for name, x in options.items():
-            if isinstance(x, Tensor) and is_number(x):  # which fused kernels take as a tensor
+            if isinstance(x, Tensor):  # of a recorded step, which fused kernels take as a tensor
                 later[name] = x if options.get("fused") else x.item()
         take_step(cls(params, **{**options, **dict.fromkeys(later, 0.5)}), same, later)
 
@@ -194,17 +193,15 @@ class Part:
             if key in self.buffers and grad is not None:
                 buffers[key] = grad, {name: tree[key] for name, tree in trees if key in tree}
         rows = rank_dims(params.layout)
-        return run_below_transforms(
-            partial(self._updated, options, donate), rows, buffers, tensors_among(options, rows)
-        )
+        return run_below_transforms(partial(self._updated, options, donate), rows, buffers)
 
     def _updated(
-        self, options: ByLabel, donate: bool, buffers: Mapping[str, tuple[Tensor, Leaves]], values: Any, rows: Rows
+        self, options: ByLabel, donate: bool, buffers: Mapping[str, tuple[Tensor, Leaves]], rows: Rows
     ) -> dict[str, Leaves]:
         """Update all rows at once, from the gradient and the leaves of each buffer, as plain tensors."""
         counts = [x for _, of in buffers.values() for x in of.values() if isinstance(x, Tensor) and x.shape == rows]
-        check_rows(counts, rows, "step counts, as opt.init gives")
-        first, options, groups = (0,) * len(rows), with_values(options, values, rows), dict[str, Group]()
+        _check_counts(counts, rows)
+        first, groups = (0,) * len(rows), dict[str, Group]()
         for key, (grad, given) in buffers.items():
             state, own = dict[str, Any](), options[self.buffers[key].label]
             for name, x in zip(given, owned(given.values(), donate), strict=True):
@@ -293,48 +290,19 @@ class _Below(Function):
         return results, (0,) * len(results)
 
 
-def tensors_among(options: ByLabel, rows: Rows) -> Any:
-    """``options`` with ``None`` for other values, and dims for the ``rows`` of those in front.
-
-    They are inputs of a step as parameters are: below a vmap they have its rows, and their derivatives raise. Numbers
-    of a traced program have no rows.
-    """
-
-    def as_input(x: Any) -> Any:
-        return x.expand((*rows, *x.shape)) if isinstance(x, Tensor) and not is_number(x) else None
-
-    given: Any = options
-    return optree.tree_map(as_input, given, none_is_leaf=True)
-
-
-def with_values(options: ByLabel, values: Any, rows: Rows) -> ByLabel:
-    """``options`` with what a step got for the tensors among them."""
-    check_rows(optree.tree_leaves(values), rows, "options, for example lr")
-    first = (0,) * len(rows)
-
-    def chosen(x: Any, value: Any) -> Any:
-        if value is None:
-            return x
-        return as_number(value[first]) if being_traced() else value[first]  # constructors would compare it
-
-    given: Any = options
-    new: Any = optree.tree_map(chosen, given, values, none_is_leaf=True)
-    return new
-
-
-def check_rows(values: Iterable[Any], rows: Rows, what: str) -> None:
-    """Raise unless each of ``values``, which are ``what``, is the same in all rows of a batch."""
-    equal = [(x == x[(0,) * len(rows)]).all() for x in values if isinstance(x, Tensor)] if rows and all(rows) else []
+def _check_counts(counts: Iterable[Tensor], rows: Rows) -> None:
+    """Raise unless each step count is the same in all rows of a batch."""
+    equal = [(x == x[(0,) * len(rows)]).all() for x in counts] if rows and all(rows) else []
     if being_traced():
         for each in equal:
-            assert_when_run(each, _OTHER_ROWS.format(what))
+            assert_when_run(each, _OTHER_COUNTS)
     elif not all(map(bool, equal)):
-        raise ValueError(_OTHER_ROWS.format(what))
+        raise ValueError(_OTHER_COUNTS)
 
 
-_OTHER_ROWS = (
-    "step: one step updates all ranks, and all rows of a vmap, with the same {}. Pass numbers, or tensors that are the "
-    "same for all (collectives.pmean); train members of a sweep one by one."
+_OTHER_COUNTS = (
+    "step: one step updates all ranks, and all rows of a vmap, with the same step counts, as opt.init gives: train "
+    "members of a sweep one by one."
 )
 
 
@@ -349,7 +317,7 @@ def owned(values: Iterable[Any], donated: bool) -> list[Any]:
         x
         if not isinstance(x, Tensor)
         else memory_kind_of(x).copy(x)
-        if type(x) is Tensor and x.is_cpu and (x.is_pinned() or x.untyped_storage().filename)
+        if type(x) is Tensor and x.is_cpu and x.is_pinned()
         else x.detach().clone(memory_format=torch.contiguous_format)
         for x in values
     ]

@@ -53,7 +53,6 @@ params = fs.shard({"w": torch.ones(3)}, fs.plan({"w": torch.ones(3)}, fs.init_me
 with tempfile.TemporaryDirectory() as folder:
     for tree in (params, {"x": torch.ones(3)}):
         fs.checkpoint.save(f"{folder}/{len(tree)}-{type(tree).__name__}", tree)
-        assert fs.offload(tree, f"{folder}/mapped").keys() == tree.keys()
 dist.destroy_process_group()
 """
 

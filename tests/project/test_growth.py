@@ -154,7 +154,6 @@ TASKS: dict[str, Task] = {
     "gather": of_tree(fs.gather),
     "gather lazily": of_tree(lambda params: fs.gather(params, lazy=True)),
     "partition and merge": of_tree(lambda params: fs.gather(*fs.partition(params))),
-    "iterate": of_tree(lambda params: dict(fs.iter_parameters(params))),
     "grad": of_tree(MESH.spmd(fs.grad(loss))),
     "scatter_grads": of_tree(MESH.spmd(lambda params: fs.scatter_grads(fs.gather(params)))),
     "norm": of_tree(fs.global_norm),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from functorch_shard.storage.memory_kind import memory_kind_of
 from functorch_shard.testing import count_collectives
 from tests.support.different_units import SMALL, Units, assert_trained, inputs_of, train
 from tests.support.pool import run_ranks
@@ -214,18 +212,3 @@ def test_replicas_that_use_different_units_in_other_orders_train_as_in_one_proce
     results = run_ranks(trained_on_this_rank, 4)
     for i, uses in enumerate((two_of_a_replica, nothing_in_a_replica)):
         assert_trained([each[i] for each in results], UNITS, SMALL, uses, 4)
-
-
-def offloaded_on_this_rank() -> tuple[list[Tensor], list[Tensor], bool]:
-    mesh, model = fs.init_mesh(AXES), Units(UNITS, SMALL)
-    params = fs.shard(model, planned(model, mesh))
-    with tempfile.TemporaryDirectory() as directory:
-        grads = fs.grad(once)(fs.offload(params, directory), mesh)
-        mapped = all(memory_kind_of(x) != memory_kind_of(params[key]) for key, x in grads.items())
-        return [x.clone() for x in grads.values()], [*fs.grad(once)(params, mesh).values()], mapped
-
-
-def test_of_offloaded_shards_the_means_are_where_those_are() -> None:
-    for offloaded, expected, mapped in run_ranks(offloaded_on_this_rank, 4):
-        assert mapped
-        assert all(map(torch.equal, offloaded, expected))

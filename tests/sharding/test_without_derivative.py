@@ -48,7 +48,6 @@ def refused(mesh: fs.Mesh, name: str, loss: Callable[..., Tensor], derivative: C
 
 BETWEEN_STEPS: dict[str, Callable[[fs.Sharded], Any]] = {
     "offload": lambda params: sum(x.sum() for x in fs.offload(params, "cpu").values()),
-    "iter_parameters": lambda params: sum(x.sum() for _, x in fs.iter_parameters(params)),
     "reshard": lambda params: sum(x.sum() for x in fs.reshard(params, params.layout).values()),
 }
 

@@ -301,7 +301,7 @@ def one_rank_of_the_data_axis_has_the_parts_of_all(axes: DeviceMesh, mesh: fs.Me
     model = distributed(axes)
     layout = fs.plan(model, mesh)
     expected = fs.shard(model, layout)
-    iterated = {name: whole(x).detach() for name, x in fs.iter_parameters(expected)}
+    iterated = {name: whole(fs.materialize(x)).detach() for name, x in fs.gather(expected).items()}
     exactly(iterated, tree_map(Tensor.detach, tied_values()))
     with torch.no_grad():  # what other ranks have counts nothing
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Options of a step that are tensors: a learning rate that is computed, batched, recorded, or differentiated by."""
+"""Options of a step are numbers: a learning rate is recorded as one, and refused as a tensor."""
 
 from __future__ import annotations
 
@@ -67,45 +67,14 @@ def close(params: fs.Sharded, whole: dict[str, Tensor]) -> None:
     assert_trees_close(dict(fs.gather(params, lazy=False)), whole, rtol=0, atol=1e-12)
 
 
-@on_each([*simulated({"replicate": 2, "shard": 2}), *sequential(2), *gloo(2)])
-def test_a_rate_of_each_rank_that_is_the_same_on_all_is_that_rate(mesh: fs.Mesh) -> None:
-    for case in CLASSES:
-        params, state, step = training(mesh, case)
-        for lr in RATES:
-            rate = torch.full((mesh.size,), lr, dtype=torch.float64)
-            of_rank = mesh.split(rate).squeeze(-1)  # a row on simulated ranks, a number on real ones
-            params, state = mesh.spmd(step)(params, state, *mesh.split(samples()), of_rank)
-        close(params, unsharded(case))
-
-
-@pytest.mark.parametrize("case", CLASSES)
-def test_one_step_of_all_ranks_and_rows_has_one_rate_and_one_count(case: str) -> None:
-    mesh = fs.simulated_mesh(2)
-    params, state, step = training(mesh, case)
-    args, rates = mesh.split(samples()), torch.tensor([0.1, 0.2])
-    refused = pytest.raises(ValueError, match="step: one step updates all ranks, and all rows of a vmap, with the same")
-    with refused:
-        mesh.spmd(step)(params, state, *args, rates)
-    if case != "whole":
-        with refused:
-            mesh.spmd(torch.func.vmap(step, in_dims=(None,) * 4 + (0,)), in_dims=(0,) * 4 + (None,))(
-                params, state, *args, rates
-            )
-    if case == "adamw":
-        counted = {**state, "step": fs.Sharded(dict.fromkeys(state["step"], rates), params.layout)}
-        with refused:
-            mesh.spmd(step)(params, counted, *args, 0.1)
-
-
-@pytest.mark.parametrize("dims", [(), (1,)], ids=["number", "one_element"])
-def test_a_recorded_step_has_a_tensor_for_a_rate_as_an_input(dims: tuple[int, ...]) -> None:
+def test_a_recorded_step_has_a_float_for_a_rate_as_an_input() -> None:
     mesh = fs.simulated_mesh(2)
     for case in ("sgd", "adamw"):
         params, state, step = training(mesh, case)
-        recorded = fs.compile(mesh.spmd(step, in_dims=(0, 0, 0, 0, None)), backend="replay")
+        halved = lambda *args, step=step: step(*args[:-1], args[-1] * 0.5)  # noqa: E731
+        recorded = fs.compile(mesh.spmd(halved, in_dims=(0, 0, 0, 0, None)), backend="replay")
         for lr in RATES:
-            rate = torch.full(dims, lr, dtype=torch.float64)
-            params, state = recorded(params, state, *mesh.split(samples()), rate)
+            params, state = recorded(params, state, *mesh.split(samples()), 2 * lr)
         close(params, unsharded(case))
         assert "3 recordings" not in repr(recorded)  # momentum begins with the second step
 
@@ -129,25 +98,34 @@ def test_options_other_than_the_rate_are_in_the_optimizer_of_a_recorded_step_or_
     assert_trees_close(recorded(*args), step(*args))
 
 
-DERIVATIVES: list[Any] = [
-    lambda after, lr: fs.grad(after)(lr),
-    lambda after, lr: torch.func.grad(after)(lr),
-    lambda after, lr: torch.func.jvp(after, (lr,), (lr,)),
+RATE = torch.tensor(0.1, dtype=torch.float64)
+PROGRAMS: list[Any] = [
+    lambda after: after(RATE),
+    lambda after: after((RATE, 0.9)),
+    lambda after: torch.func.vmap(after)(RATE[None]),
+    lambda after: fs.grad(after)(RATE),
+    lambda after: torch.func.grad(after)(RATE),
+    lambda after: torch.func.jvp(after, (RATE,), (RATE,)),
 ]
 
 
 @on_each([*simulated(2), *sequential(2), *gloo(2)])
-def test_the_derivative_by_a_rate_is_refused_and_never_zero(mesh: fs.Mesh) -> None:
-    for case, derivative in product(CLASSES, DERIVATIVES):
-        refused(mesh, *training(mesh, case), derivative)
+def test_a_tensor_for_a_rate_is_refused_and_has_no_derivative_that_is_zero(mesh: fs.Mesh) -> None:
+    for case, program in product(CLASSES, PROGRAMS):
+        refused(mesh, *training(mesh, case), program)
 
 
-def refused(mesh: fs.Mesh, params: fs.Sharded, state: Any, step: Callable[..., Any], derivative: Any) -> None:
+def refused(mesh: fs.Mesh, params: fs.Sharded, state: Any, step: Callable[..., Any], program: Any) -> None:
     def by_rate(params: fs.Sharded, state: Any, x: Tensor, y: Tensor) -> Any:
-        def norm_after(lr: Tensor) -> Tensor:
-            return fs.global_norm(step(params, state, x, y, lr)[0])
+        return program(lambda lr: fs.global_norm(step(params, state, x, y, lr)[0]))
 
-        return derivative(norm_after, torch.tensor(0.1, dtype=torch.float64))
-
-    with pytest.raises(NotImplementedError, match="updates have no derivative"):
+    with pytest.raises(TypeError, match="'lr': got a tensor, expected a number"):
         mesh.spmd(by_rate)(params, state, *mesh.split(samples()))
+
+
+def test_all_ranks_have_one_step_count() -> None:
+    mesh = fs.simulated_mesh(2)
+    params, state, step = training(mesh, "adamw")
+    state["step"] = fs.Sharded(dict.fromkeys(state["step"], torch.tensor([0.0, 1.0])), params.layout)
+    with pytest.raises(ValueError, match="step: one step updates all ranks, and all rows of a vmap, with the same"):
+        mesh.spmd(step)(params, state, *mesh.split(samples()), 0.1)
