@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,28 @@ def test_everything_that_does_not_fit_is_reported_at_once(tmp_path: Path) -> Non
     assert "'fc.weight': not in the checkpoint (did you mean 'model.fc.weight'?)" in text
     assert "'mask': not in the checkpoint" in text
     assert "none: no such file" in refused(import_safetensors, tmp_path / "none", layout)
+
+
+def header(text: str | bytes | dict[str, Any], numbers: int = 0, length: int | None = None) -> bytes:
+    data = json.dumps(text).encode() if isinstance(text, dict) else text if isinstance(text, bytes) else text.encode()
+    return struct.pack("<Q", len(data) if length is None else length) + data + bytes(numbers)
+
+
+HOSTILE: dict[str, bytes] = {
+    "empty": b"",
+    "huge length": header("{}", length=2**63),
+    "nested": header("[" * 200_000),
+    "outside": header({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, 4),
+    "huge shape": header({"w": {"dtype": "F32", "shape": [2**63, 2], "data_offsets": [0, 8]}}, 8),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path: Path, fault: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE[fault])
+    text = refused(import_safetensors, tmp_path, planned({"w": torch.zeros(2)}))
+    assert text.startswith("ValueError: import_safetensors")
+    assert f"{tmp_path / 'model.safetensors'}: " in text
 
 
 def test_all_files_of_a_directory_are_read_links_too_and_each_name_once(tmp_path: Path) -> None:
