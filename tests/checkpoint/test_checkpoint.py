@@ -213,7 +213,6 @@ def test_wrong_paths_and_numbers_are_refused(tmp_path: Path, monkeypatch: pytest
         verbs += [(export_safetensors, params), (import_safetensors, params.layout)]
         for verb, *arguments in verbs:
             assert said in refused(verb, Path(path) if verb is save else path, *arguments)
-        assert said in refused(fs.offload, params, path)
     for keep in (True, 0, "2"):
         assert f"keep: got {keep!r}, expected an int, 1 or more" in refused(save, "x", {"step": 3}, keep=keep)
     assert list(tmp_path.iterdir()) == []
