@@ -137,11 +137,13 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         used, unused = Leaves(), dict[int, str]()
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
-            call, rest = [*args], iter(tensors)
+            given: Any = [*args], kwargs
+            call, named = optree.tree_map(_of_this_level, given, is_leaf=is_node) if nested else given
+            rest = iter(tensors)
             for argument in arguments:
                 call[argument.position] = argument.filled(rest, keep_others=True)
             with own_parametrizations():
-                value, aux = check_scalar(fn(*call, **kwargs), has_aux)
+                value, aux = check_scalar(fn(*call, **named), has_aux)
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
             graph, rest = nodes(value.grad_fn), iter(tensors)
@@ -345,6 +347,13 @@ def _needs_graph(arguments: Sequence[_Argument], args: Sequence[Any], kwargs: An
         return True
     outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return outer or has_tangents(tensors)
+
+
+def _of_this_level(x: Any) -> Any:
+    """Return a view of ``x`` that ``fn`` may differentiate by hand, ``requires_grad_()`` included, as outside of vjp."""
+    if type(x) is not Tensor or not _differentiable(x):
+        return x
+    return x.view_as(x).requires_grad_() if x.requires_grad else x.view_as(x)
 
 
 def _has_graph(x: Any) -> bool:

@@ -23,6 +23,11 @@ def forces(call: Call, params: Any, x: Tensor) -> Tensor:
     return energy.square().mean() + grad(energy.sum(), x, create_graph=True)[0].square().mean()
 
 
+def forces_of_the_batch_itself(call: Call, params: Any, x: Tensor) -> Tensor:
+    energy = call(params, x.requires_grad_())
+    return energy.square().mean() + grad(energy.sum(), x, create_graph=True)[0].square().mean()
+
+
 def equation(call: Call, params: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     u = call(params, x)
@@ -38,7 +43,7 @@ def inner_step(call: Call, params: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
-@pytest.mark.parametrize("task", [forces, equation, inner_step])
+@pytest.mark.parametrize("task", [forces, forces_of_the_batch_itself, equation, inner_step])
 @pytest.mark.parametrize("kind", ["batched", "sequential"])
 def test_gradients_and_products_with_the_hessian_are_those_of_the_unsharded_program(
     task: Any, axes: dict[str, int], kind: Any
@@ -62,3 +67,21 @@ def test_gradients_and_products_with_the_hessian_are_those_of_the_unsharded_prog
     along = grad(expected, list(full.values()), list(fs.gather(v, lazy=False).values()))
     for got, want in ((grads, expected), (product, along)):
         assert_trees_close(fs.gather(got), dict(zip(full, want, strict=True)), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["real", "batched", "sequential"])
+def test_a_batch_may_require_grad_before_the_step(kind: Any) -> None:
+    torch.manual_seed(0)
+    mesh = fs.init_mesh() if kind == "real" else fs.simulated_mesh(1, kind=kind)
+    model, x = nn.Linear(3, 1).double(), torch.randn(4, 3, dtype=torch.float64)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return forces_of_the_batch_itself(lambda p, x: functional_call(model, p, (x,)).square(), params, x)
+
+    params = fs.shard(model, fs.plan(model, mesh))
+    step = mesh.spmd(fs.grad(lambda p, x: loss(fs.gather(p), x)))
+    own = dict(model.named_parameters())
+    expected = dict(zip(own, grad(loss(own, x.clone()), list(own.values())), strict=True))
+    for requires_grad in (False, True):
+        grads = step(params, mesh.split(x.clone().requires_grad_(requires_grad)))
+        assert_trees_close(fs.gather(grads), expected, rtol=1e-12, atol=1e-14)
