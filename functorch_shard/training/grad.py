@@ -138,7 +138,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             given: Any = [*args], kwargs
-            call, named = optree.tree_map(_of_this_level, given, is_leaf=is_node) if nested else given
+            given = optree.tree_map(_of_this_level, given, is_leaf=is_node) if nested else given
+            call, named = given
             rest = iter(tensors)
             for argument in arguments:
                 call[argument.position] = argument.filled(rest, keep_others=True)
@@ -350,7 +351,7 @@ def _needs_graph(arguments: Sequence[_Argument], args: Sequence[Any], kwargs: An
 
 
 def _of_this_level(x: Any) -> Any:
-    """Return a view of ``x`` that ``fn`` may differentiate by hand, ``requires_grad_()`` included, as outside of vjp."""
+    """Return a view of ``x`` that ``fn`` may differentiate by, and call ``requires_grad_()`` of, as without vjp."""
     if type(x) is not Tensor or not _differentiable(x):
         return x
     return x.view_as(x).requires_grad_() if x.requires_grad else x.view_as(x)
