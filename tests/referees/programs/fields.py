@@ -126,8 +126,8 @@ def torchmdnet() -> nn.Module:
     args = {**sizes, **radii, **names, **other, **dict.fromkeys(flags, False), **on, "atom_filter": -1}
 
     def loss(model: Any, x: Tensor, e: Tensor, f: Tensor) -> Tensor:
-        out = model(1 + KINDS.repeat(len(x)), x.flatten(0, 1).clone(), molecule_of_atoms(len(x)))
-        return energy_and_forces(*out, e, f)
+        energy, forces = model(1 + KINDS.repeat(len(x)), x.flatten(0, 1).clone(), molecule_of_atoms(len(x)))
+        return energy_and_forces(energy, forces, e, f)
 
     return Loss(make(args), loss)
 
