@@ -27,12 +27,14 @@ TOY = {
     "contrastive.py": ["--steps", "2", "--batch-size", "16"],
     "diloco.py": ["--steps", "2", "--inner", "2", "--codec", "int8"],
     "evolution.py": ["--steps", "1"],
+    "force_field.py": ["--steps", "2", "--molecules", "8"],
     "lanczos.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "long_context.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "maml.py": ["--steps", "2"],
     "moe.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "muon_gpt.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "pipeline.py": ["--steps", "2", "--batch-size", "4", "--microbatches", "4", *TEXT],
+    "pinn.py": ["--steps", "2", "--points", "8"],
     "production.py": ["--epochs", "1", *TEXT],
     "score_matching.py": ["--steps", "2", "--batch-size", "16"],
 }
@@ -70,7 +72,7 @@ def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> No
     assert tables[1:] == [""] * len(tables[1:]), "the first rank alone prints"
 
 
-@pytest.mark.parametrize("name", ["contrastive.py", "maml.py", "muon_gpt.py", "score_matching.py"])
+@pytest.mark.parametrize("name", ["contrastive.py", "force_field.py", "maml.py", "muon_gpt.py", "score_matching.py"])
 def test_an_example_fails_where_gradients_are_not_reduced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     broken = fs.simulated_mesh(2).with_backend(fs.communication.skip("psum_scatter", "psum"))
