@@ -39,7 +39,7 @@ def unsharded() -> dict[str, Tensor]:
 
 
 def sharded(mesh: fs.Mesh) -> tuple[fs.Full, list[list[str]], set[str]]:
-    """Trained parameters, buffers with state, and buffers whose gradients are sent in the last step."""
+    """Trained parameters, buffers with state, and buffers whose gradients are sent."""
     model = build()
     params = fs.shard(model, fs.plan(model, mesh, units="blocks"))
     opt = fs.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
@@ -49,11 +49,11 @@ def sharded(mesh: fs.Mesh) -> tuple[fs.Full, list[list[str]], set[str]]:
         assert all((grads[key] is None) == (not buffer.trainable) for key, buffer in params.layout.buffers.items())
         return opt.step(params, grads=grads, state=state)
 
-    state, seen = opt.init(params), None
-    for _ in range(STEPS):
-        with count_collectives() as seen:
+    state = opt.init(params)
+    with count_collectives() as seen:
+        for _ in range(STEPS):
             params, state = mesh.spmd(step)(params, state, *mesh.split(batch()))
-    reduced = {str(one.key) for one in (seen.issued if seen else ()) if one.kind == "psum_scatter"}
+    reduced = {str(one.key) for one in seen.issued if one.kind == "psum_scatter"}
     held = [sorted(tree) for tree in state.values()]
     return fs.gather(params, lazy=False), held, reduced
 
