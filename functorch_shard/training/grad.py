@@ -138,8 +138,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             given: Any = [*args], kwargs
-            given = optree.tree_map(_of_this_level, given, is_leaf=is_node) if nested else given
-            call, named = given
+            call, named = cast(Any, optree.tree_map(_of_this_level, given, is_leaf=is_node)) if nested else given
             rest = iter(tensors)
             for argument in arguments:
                 call[argument.position] = argument.filled(rest, keep_others=True)
@@ -260,9 +259,7 @@ def positions(argnums: Argnums, num_args: int) -> list[int]:
 def check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
     """The scalar and ``aux`` that a differentiated function returned; raises where it returned something else."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"grad: has_aux=True: expected the function to return (scalar, aux), got {type(result).__name__}"
-        )
+        raise TypeError(f"grad: has_aux=True: expected (scalar, aux) of the function, got {type(result).__name__}")
     value, aux = result if has_aux else (result, None)
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
@@ -346,8 +343,7 @@ def _needs_graph(arguments: Sequence[_Argument], args: Sequence[Any], kwargs: An
     # torch.func differentiates tensors from inference mode; plain autograd gives zeros or an error.
     if torch.is_inference_mode_enabled() or any(x.is_inference() for x in tensors):
         return True
-    outer = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return outer or has_tangents(tensors)
+    return (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or has_tangents(tensors)
 
 
 def _of_this_level(x: Any) -> Any:
@@ -377,5 +373,4 @@ def _average_each(grads: list[Tensor], inputs: Sequence[Leaf], boundary: Boundar
 
 
 def _has_copies(inputs: Sequence[Leaf]) -> bool:
-    layouts = {id(x.place[1]): x.place[1] for x in inputs if x.place}
-    return any(layout.num_ranks > layout.num_shards for layout in layouts.values())
+    return any(x.place[1].num_ranks > x.place[1].num_shards for x in inputs if x.place)
