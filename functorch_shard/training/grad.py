@@ -259,7 +259,7 @@ def positions(argnums: Argnums, num_args: int) -> list[int]:
 def check_scalar(result: Any, has_aux: bool) -> tuple[Tensor, Any]:
     """The scalar and ``aux`` that a differentiated function returned; raises where it returned something else."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(f"grad: has_aux=True: expected (scalar, aux) of the function, got {type(result).__name__}")
+        raise TypeError(f"grad: has_aux=True: expected fn to return (scalar, aux), got {type(result).__name__}")
     value, aux = result if has_aux else (result, None)
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         got = f"shape {tuple(value.shape)}, {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
