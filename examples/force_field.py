@@ -29,8 +29,7 @@ class Message(nn.Module):
         self.mix = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, s: Tensor, v: Tensor, radial: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-        sent = self.scalars(s)[:, None] * self.filter(radial) * OTHERS  # (n, to, from, 3 WIDTH)
-        a, b, c = sent.chunk(3, -1)
+        a, b, c = (self.scalars(s)[:, None] * self.filter(radial) * OTHERS).chunk(3, -1)  # (n, to, from, WIDTH)
         v = v + (b[..., None] * direction[:, :, :, None] + c[..., None] * v[:, None]).sum(2)  # (n, atom, WIDTH, 3)
         return s + a.sum(2) + self.mix(torch.cat([s, v.square().sum(-1)], -1)), v
 
@@ -55,8 +54,7 @@ class Energy(nn.Module):
 
 def potential(x: Tensor) -> Tensor:
     """The energy of molecules (n, ATOMS, 3): (n,)."""
-    arrow = x[:, None] - x[:, :, None]
-    r = (arrow.square().sum(-1) + 1e-6).sqrt()
+    r = ((x[:, None] - x[:, :, None]).square().sum(-1) + 1e-6).sqrt()
     return ((1 - torch.exp(1.5 - r)).square() * OTHERS[..., 0]).sum((1, 2)) / 4
 
 
@@ -74,13 +72,15 @@ def loss_of(energy: Callable[[Tensor], Tensor], x: Tensor, e: Tensor, f: Tensor)
 def molecules(number: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     corners = torch.tensor([[0, 0, 0], [1, 1, 0], [1, 0, 1], [0, 1, 1], [1.5, 1.5, 1.5]], dtype=torch.float64)
     x = 1.2 * corners + 0.15 * torch.randn(number, ATOMS, 3, generator=generator, dtype=torch.float64)
-    return x, *(y.detach() for y in energy_and_forces(potential, x))
+    energy, forces = energy_and_forces(potential, x)
+    return x, energy.detach(), forces.detach()
 
 
 def under_fsdp2(batch: tuple[Tensor, ...]) -> None:
     model = Energy().double()
-    fully_shard([*model.messages])
-    loss_of(fully_shard(model), *batch).backward()
+    for unit in ([*model.messages], model):
+        fully_shard(unit)
+    loss_of(model, *batch).backward()
 
 
 def main() -> None:

@@ -50,7 +50,8 @@ def under_fsdp2(points: Tensor) -> None:
     for layer in model.net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
-    residual(fully_shard(model), points).square().mean().backward()
+    fully_shard(model)
+    residual(model, points).square().mean().backward()
 
 
 def main() -> None:
