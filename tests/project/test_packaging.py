@@ -40,7 +40,8 @@ def test_links_of_a_release_are_addresses_of_files_that_are_there() -> None:
     urls = re.findall(r'^\w+ = "(https://.*)"$', addresses.with_urls(PYPROJECT, home, "v1"), re.MULTILINE)
     assert len(urls) == 4
     assert all((ROOT / path).exists() for url in urls for path in re.findall(rf"^{home}/blob/v1/(.*)", url))
-    assert "addresses.py" in RELEASE
+    assert "addresses.py" in (ROOT / ".ci/release").read_text()
+    assert ".ci/release" in RELEASE
 
 
 def test_tests_run_on_every_python_that_the_package_names() -> None:
