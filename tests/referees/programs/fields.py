@@ -1,4 +1,4 @@
-"""The smallest training of other libraries: flows, equations, force fields, graphs, contrastive losses, agents."""
+"""The smallest training of other libraries: flows, equations, force fields, graphs, contrastive losses."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Loss(nn.Module):
         super().__init__()
         self.model, self._loss = model, loss
 
-    def forward(self, **batch: Tensor) -> Tensor:
-        return self._loss(self.model, **batch)
+    def forward(self, *args: Any, **batch: Tensor) -> Any:
+        return self._loss(self.model, *args, **batch)
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
@@ -189,9 +189,8 @@ def sentence_transformers(loss: str, **options: Any) -> nn.Module:
     sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     words = bert.BertModel(bert.BertConfig(**sizes, **none, intermediate_size=12), add_pooling_layer=False)
-    embed = lambda f: {**f, "token_embeddings": words(f["input_ids"], f["attention_mask"])[0]}  # noqa: E731
-    layers = [Loss(words, None), package.modules.Pooling(8)]
-    layers[0].forward = embed
+    embed = lambda words, f: {**f, "token_embeddings": words(f["input_ids"], f["attention_mask"])[0]}  # noqa: E731
+    layers = [Loss(words, embed), package.modules.Pooling(8)]
     net = import_module("sentence_transformers").SentenceTransformer(modules=layers, device="cpu")
 
     def both(net: Any, **texts: Tensor) -> Tensor:
