@@ -92,9 +92,13 @@ def test_the_readme_shows_one_picture() -> None:
     assert re.findall(r"!\[[^\]]+\]\(docs/_static/(\w+)\.svg\)", README) == ["layout"]
 
 
-def sharded() -> nn.Module:
+def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def sharded() -> nn.Module:
+    model = plain()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
     return model
@@ -122,31 +126,37 @@ ROWS: dict[str, Callable[[nn.Module, dict[str, Any], Tensor], Any]] = {
 }
 
 
-def outcome(program: Callable[[nn.Module, dict[str, Any], Tensor], Any]) -> str:
-    """Of parameters that are three times those of a model which was called before."""
+def outcome(program: Callable[[nn.Module, dict[str, Any], Tensor], Any], called: bool = True) -> str:
+    """Of parameters that are three times those of a model, which was called before or not."""
     model, x = sharded(), torch.ones(4, 5)
-    own = model(x).square().mean()
+    whole = {name: 3 * p for name, p in plain().named_parameters()}
+    values = {"takes the model's own values": plain()(x).square().mean(), "right": loss(plain(), whole, x)}
+    if called:
+        model(x)
     params = {name: 3 * p.detach() for name, p in model.named_parameters()}
     try:
         result = program(model, params, x)
     except Exception:
         return "raises"
     if isinstance(result, Tensor):
-        return "takes the model's own values" if torch.equal(result, own) else "right"
+        return next((says for says, value in values.items() if torch.equal(result, value)), "wrong")
     return "zeros" if not any(leaf.to_local().any() for leaf in result.values()) else "right"
 
 
-def outcomes() -> dict[str, str]:
-    return {row: outcome(program) for row, program in ROWS.items()}
+def outcomes() -> list[dict[str, str]]:
+    return [{row: outcome(program, called) for row, program in ROWS.items()} for called in (False, True)]
 
 
 @cache
-def found() -> dict[str, str]:
+def found() -> list[dict[str, str]]:
     return run_ranks(outcomes, 2)[0]
+
+
+BEFORE_FORWARD = {"zeros": "raises", "takes the model's own values": "right"}  # docs/coming_from/fsdp.md
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_fsdp2_does_what_readme_says(row: str) -> None:
     says = re.search(rf"^\| {re.escape(row)} \| (.*?) \|", README, re.MULTILINE)
     assert says is not None
-    assert found()[row] == says[1]
+    assert [of[row] for of in found()] == [BEFORE_FORWARD.get(says[1], says[1]), says[1]]
