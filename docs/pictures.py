@@ -73,7 +73,7 @@ def model() -> nn.Module:
 
 def layout() -> str:
     """Which rank holds how much of which parameter, on four ranks."""
-    return fs.visualize(fs.plan(model(), fs.simulated_mesh(4), units="blocks")).svg(900)
+    return fs.visualize(fs.plan(model(), fs.simulated_mesh(4), units="blocks")).svg(460)  # legible on a phone
 
 
 class OneOfFour(fs.communication.Backend):
