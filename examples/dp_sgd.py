@@ -5,9 +5,9 @@ torchrun --nproc-per-node 2 examples/dp_sgd.py           # the same program on 2
 
 DP-SGD (Abadi et al., arxiv.org/abs/1607.00133) with all samples in each step: the gradient of every sample is clipped
 to a norm of 1, and noise is added to their sum. Norms come first, some samples at a time, by vmap over grad; then one
-sharded gradient of the losses, each weighted by its clipping factor. Each rank draws the noise of its own shard, which
-depends on seed, names and indices alone: nothing is sent, and any number of ranks trains the same model. (It is not a
-cryptographic generator: for a release draw from one.)
+sharded gradient of the losses, each weighted by its clipping factor (docs/guides/per_sample.md has what this holds and
+sends). Each rank draws the noise of its own shard, which depends on seed, names and indices alone: nothing is sent, and
+any number of ranks trains the same model. (It is not a cryptographic generator: for a release draw from one.)
 """
 
 import math
