@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import zip_longest
-from pathlib import Path
 
 SHOWN = 20  # problems that an error lists; the rest is counted
 _HINTED = 5  # names that get a suggestion: each is compared with every known name
@@ -82,20 +79,3 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str], left: int = 1
 def axes_text(axes: Mapping[str, int]) -> str:
     """Names and sizes of axes: ``replicate=2 x shard=4``."""
     return " x ".join(f"{name}={size}" for name, size in axes.items())
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the largest unit of which there is at least one: ``1.75 GiB``."""
-    power = min((max(nbytes, 1).bit_length() - 1) // 10, 5)
-    return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {'KMGTP'[power - 1]}iB"
-
-
-def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` as an absolute one; refuse what a folder of the working directory would be made for."""
-    text = os.fspath(path)
-    if re.match(r"[A-Za-z][\w+.-]*:/", text):  # pathlib leaves one slash of two
-        advice = "expected a path of a file system. Mount the bucket, or copy complete directories there."
-        raise ValueError(f"{argument}: got the URL {text!r}, {advice}")
-    if text == "~" or text.startswith("~/"):
-        raise ValueError(f"{argument}: got {text!r}, in which nothing expands ~. Pass os.path.expanduser(path).")
-    return Path(path).absolute()

@@ -16,13 +16,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ..errors import local_path
 from .digests import digest
 from .loading import load_into
 from .reader import Reader
 from .safetensors import export_safetensors, import_safetensors
 from .saving import save_tree
-from .staging import ordered
+from .staging import local_path, ordered
 
 __all__ = ["digest", "export_safetensors", "import_safetensors", "latest", "load", "save", "verify"]
 

@@ -20,7 +20,6 @@ import optree
 import torch
 from torch import Tensor
 
-from ..errors import local_path
 from ..layout.buffers import Unit
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
@@ -29,6 +28,7 @@ from ..torch_internals.autograd import in_transform
 from .format import saved
 from .leaves import Leaf, leaves_of
 from .reader import Reader
+from .staging import local_path
 
 
 def digest(source: Any) -> str:

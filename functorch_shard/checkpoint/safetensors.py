@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import local_path, reject
+from ..errors import reject
 from ..layout.layout import Layout, as_stored
-from ..layout.trees import Sharded, by_unit, check_sharded, check_shards
+from ..layout.trees import Sharded, check_sharded, check_shards
 from ..sharding.gather import gather
 from ..torch_internals.autograd import in_transform
 from .format import Entry, Region, Value
 from .loading import load_into
 from .reader import Reader
-from .staging import StagingDirectory, sync
+from .staging import StagingDirectory, local_path, sync
 
 StrPath = str | os.PathLike[str]
 INDEX, SINGLE, MAX_SHARD_SIZE = "model.safetensors.index.json", "model.safetensors", 5 * 10**9  # Hugging Face's
@@ -122,7 +122,8 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
         check_shards(_EXPORT, params, layout)
         stored = Sharded({key: x.detach() for key, x in params.items()}, as_stored(layout))
         names = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
-        whole = (gather(unit, lazy=False) for unit in by_unit(stored))
+        parts = (Sharded({key: stored[key] for key in part.buffers}, part) for part in layouts_of_units(stored.layout))
+        whole = (gather(part, lazy=False) for part in parts)
         tensors = ((other, x) for unit in whole for name, x in unit.items() for other in names[name])
         slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
         sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in names[slot.name]}
@@ -134,6 +135,14 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
                 pass
 
     mesh.agree(_EXPORT, write, lambda _: [])
+
+
+def layouts_of_units(layout: Layout) -> Iterator[Layout]:
+    """A layout for each unit."""
+    for unit in layout.units:
+        names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
+        ties = sorted((alias, name) for name in names for alias in layout.aliases_of.get(name, ()))
+        yield replace(layout, units=(unit,), aliases=tuple(ties))
 
 
 def write_files(

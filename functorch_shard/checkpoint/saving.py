@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import local_path, reject
+from ..errors import reject
 from ..layout.layout import places_of
 from ..layout.trees import participants_of, ranks_here
 from ..mesh.mesh import Mesh
@@ -25,7 +25,7 @@ from ..sharding.lazy_tensor import Lazy
 from ..torch_internals.autograd import in_transform
 from .format import FORMAT, MANIFEST, METADATA, metadata_of, saved
 from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem, twice
-from .staging import StagingDirectory, is_free, lock, ordered, refuse_existing, remove, write_durably
+from .staging import StagingDirectory, is_free, local_path, lock, ordered, refuse_existing, remove, write_durably
 
 SAME = "Every rank must pass the same path, options and tree. A path that contains the time may differ between ranks."
 _POLL = 0.05  # seconds between looks at the files of other ranks

@@ -9,6 +9,7 @@ belongs to a process that was killed, and is removed.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -24,6 +25,17 @@ except ImportError:  # without locks, staging directories of other processes are
     fcntl = None
 
 _STAGING, _FAILED = ".functorch_shard.staging", "failed"
+
+
+def local_path(argument: str, path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` as an absolute one; refuse what a folder of the working directory would be made for."""
+    text = os.fspath(path)
+    if re.match(r"[A-Za-z][\w+.-]*:/", text):  # pathlib leaves one slash of two
+        advice = "expected a path of a file system. Mount the bucket, or copy complete directories there."
+        raise ValueError(f"{argument}: got the URL {text!r}, {advice}")
+    if text == "~" or text.startswith("~/"):
+        raise ValueError(f"{argument}: got {text!r}, in which nothing expands ~. Pass os.path.expanduser(path).")
+    return Path(path).absolute()
 
 
 @dataclass

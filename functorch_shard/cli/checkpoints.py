@@ -9,7 +9,9 @@ from ..checkpoint import digests
 from ..checkpoint.format import NotPlainError
 from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import MAX_SHARD_SIZE, write_files
-from ..errors import local_path, reject, shown, size_text, table
+from ..checkpoint.staging import local_path
+from ..errors import reject, shown, table
+from .main import size_text
 
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .. import Estimate, Layout, MixedPrecision, estimate, simulated_mesh
 from .. import optimizer as optimizer_of
 from .. import plan as plan_of
-from ..errors import axes_text, hint, size_text, table
+from ..errors import axes_text, hint, table
 
 Source = nn.Module | Mapping[str, Tensor]
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reducing", "peak")
@@ -123,6 +123,12 @@ def _formatted(model: str, layouts: Sequence[Layout], expected: Sequence[Estimat
     header = ["mesh", "ranks", *_MEMORY, *(f"sent, {name}" for name in axes)]
     note = "Bytes of one rank in one step, without activations and without messages of a backend."
     return "\n".join([title, "", table(rows, header), note])
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in the largest unit of which there is at least one: ``1.75 GiB``."""
+    power = min((max(nbytes, 1).bit_length() - 1) // 10, 5)
+    return f"{nbytes} B" if power == 0 else f"{nbytes / (1 << 10 * power):.2f} {'KMGTP'[power - 1]}iB"
 
 
 def _named(option: str, module: Any, name: str) -> Any:

@@ -214,14 +214,6 @@ def select_buffers(layout: Layout, keep: Mapping[str, bool]) -> Layout:
     return replace(layout, units=tuple(unit for unit in units if unit.buffers), aliases=aliases)
 
 
-def layouts_of_units(layout: Layout) -> Iterator[Layout]:
-    """A layout for each unit."""
-    for unit in layout.units:
-        names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
-        ties = sorted((alias, name) for name in names for alias in layout.aliases_of.get(name, ()))
-        yield replace(layout, units=(unit,), aliases=tuple(ties))
-
-
 def merged(layout: Layout, others: Sequence[Layout]) -> Layout:
     """The layout of ``layout`` and ``others``, the inverse of :func:`select_buffers`; the parts are disjoint.
 

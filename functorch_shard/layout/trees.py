@@ -22,7 +22,7 @@ from ..errors import name_problems, reject, table
 from ..mesh.init import job_mesh
 from ..mesh.mesh import Mesh
 from ..torch_internals.tensors import GLOBAL_NAMESPACE, torch_pytree
-from .layout import Layout, axis_sizes, layouts_of_units
+from .layout import Layout, axis_sizes
 
 Node = TypeVar("Node", "Sharded", "Full")
 _OF_TORCH_SAVE = 2
@@ -106,12 +106,6 @@ class Full(dict[str, Any]):
 
 def is_node(x: Any) -> bool:
     return isinstance(x, (Sharded, Full))
-
-
-def by_unit(tree: Sharded) -> Iterator[Sharded]:
-    """The tree of each unit alone, in order."""
-    for layout in layouts_of_units(tree.layout):
-        yield Sharded({key: tree[key] for key in layout.buffers}, layout)
 
 
 def map_items(fn: Callable[[str, Any], Any], tree: Node) -> Node:

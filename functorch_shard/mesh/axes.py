@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -14,6 +14,8 @@ from ..communication.backend import Axis, Backend, DetachedBackend
 from ..communication.process_group import GroupBackend
 from ..errors import axes_text
 from ..torch_internals.tensors import timeout_of
+
+Wrapper = Callable[[Axis], Axis | Backend]
 
 
 def check_axes(verb: str, sizes: Mapping[str, int]) -> None:
@@ -40,10 +42,14 @@ def is_accelerator(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
+def backend_of(group: Any, device: torch.device) -> str | None:
+    """Return the name of torch's backend for tensors on ``device`` in a process group."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device.type)
+
+
 def group_axis(name: str, group: Any, rank: int, size: int, device: torch.device) -> Axis:
     """Return the ranks of a process group of torch as an axis, over the fastest backend for tensors on ``device``."""
-    config = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    if config.get(device.type) != "gloo":
+    if backend_of(group, device) != "gloo":
         return Axis(name, size, GroupBackend(group, rank, size))
     from ..gloo.backend import GlooBackend
 
@@ -74,3 +80,21 @@ def joint_backend(
     timeout = timeout_of(one.group) if isinstance(one, GroupBackend) else None
     group: Any = dist.new_group(found, timeout=timeout, use_local_synchronization=True)
     return group_axis("", group, index, len(found), device).backend
+
+
+def wrapped(axis: Axis, wrap: Wrapper) -> Axis:
+    """Return the axis behind what ``wrap`` puts before it."""
+    made = wrap(axis)
+    if made is axis.backend or isinstance(made, Axis):
+        return made if isinstance(made, Axis) else axis
+    if not isinstance(made, Backend):
+        raise TypeError(
+            f"Mesh.with_backend: wrap returned {type(made).__name__}, expected what communication.wrap(function)(axis) "
+            "returns, or an object of a class that inherits from communication.Backend."
+        )
+    if axis.is_wrapped:
+        raise ValueError(
+            f"Mesh.with_backend: axis {axis.name!r} is wrapped already, and nothing would go through that wrap: pass "
+            "the backend first, then what stands before it."
+        )
+    return Axis(axis.name, axis.size, made)

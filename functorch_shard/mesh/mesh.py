@@ -8,28 +8,28 @@ the user's own vmaps. JAX's ``vmap(axis_name=...)`` is the same idea.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any, TypeVar, overload
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..communication.backend import Axis, Backend
-from ..containers import Static
+from ..communication.backend import Axis
+from ..containers import Static, opened
 from ..errors import axes_text
 from ..torch_internals.autograd import eager
 from ..torch_internals.tensors import whole_mesh
 from .agreement import agree, gather_texts
-from .axes import check_axes, group_axis, joint_backend, with_index
+from .axes import Wrapper, backend_of, check_axes, group_axis, joint_backend, with_index, wrapped
 from .spmd import BatchedRanks, Simulated, split_tensor
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 T = TypeVar("T")
-Wrapper = Callable[[Axis], Axis | Backend]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,6 +59,15 @@ class Mesh(Static):
         """The number of ranks: the product of the axes."""
         return prod(self.axes.values())
 
+    @cached_property
+    def kind(self) -> str | None:
+        """Simulated ranks: ``"batched"`` or ``"sequential"``. Real ones: torch's backend, such as ``"gloo"``.
+
+        ``None``: one rank without a process group.
+        """
+        group = self.device_mesh and self.device_mesh.get_group(0)
+        return self._simulated.kind if self._simulated else group and backend_of(group, self.device)
+
     @property
     def is_simulated(self) -> bool:
         """Whether code here has the values of all ranks, in rank dims: on simulated ranks.
@@ -71,11 +80,6 @@ class Mesh(Static):
     def in_spmd(self) -> bool:
         """Whether code here runs as one of the ranks: always on real ranks, inside ``spmd`` on simulated ones."""
         return self._axes[0].backend.in_rank  # as of all of them
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all ranks are in this process."""
-        return self._simulated is not None
 
     def __getitem__(self, name: str | tuple[str, ...]) -> Axis:
         """The axis of this name; of several, ``mesh["dp", "cp"]``, in the mesh's order, their ranks as one.
@@ -95,7 +99,7 @@ class Mesh(Static):
         """Return the axes ``names`` as one, behind what each of ``wraps`` puts before them."""
         if (name, wraps) not in self._joint:
             if wraps:
-                made = _wrapped(self._joined(name, names, wraps[:-1]), wraps[-1])
+                made = wrapped(self._joined(name, names, wraps[:-1]), wraps[-1])
             else:
                 simulated, size = self._simulated, prod(self.axes[each] for each in names)
                 backend = simulated.joint(names) if simulated else None
@@ -203,6 +207,28 @@ class Mesh(Static):
             raise KeyError(f"split: dim: {', '.join(sorted(unknown))}: the mesh has the axes {axes_text(self.axes)}")
         return split_tensor(tree, self.axes, dims, self._part)
 
+    def batches(self, of_rank: Callable[[int], Iterable[Any]]) -> Iterator[Any]:
+        """Yield the batches of each rank's own loader as ``spmd`` takes them, on ``mesh.device``.
+
+        Real ranks get those of ``of_rank(mesh.rank)``; simulated ones those of all ranks, stacked in a dim per axis.
+
+        Args:
+            of_rank: from a rank to what it iterates over, trees of tensors, such as a ``DataLoader``.
+
+        Raises:
+            ValueError: simulated ranks have other numbers of batches.
+            RuntimeError: their batches have other shapes. Pad them, with labels that the loss ignores.
+
+        Example:
+            >>> mesh = fs.simulated_mesh(2)
+            >>> [x.tolist() for x in mesh.batches(lambda rank: torch.arange(6)[rank::2].split(2))]
+            [[[0, 2], [1, 3]], [[4], [5]]]
+        """
+        sizes = tuple(self.axes.values()) if self.is_simulated else ()
+        stacked = lambda *xs: (torch.stack(xs).unflatten(0, sizes) if sizes else xs[0]).to(self.device)  # noqa: E731
+        for trees in zip(*map(of_rank, range(self.size) if sizes else [self.rank]), strict=True):
+            yield optree.tree_map(stacked, *map(opened, trees))
+
     def _part(self, rows: Tensor) -> Tensor:
         """Of values of all ranks, in a dim for each axis: those that code here sees."""
         if not self.is_simulated:
@@ -253,14 +279,11 @@ class Mesh(Static):
                 instead of ``axis.backend``.
 
         Returns:
-            A mesh of the same axes. Wrapped again, the last wrap is asked first.
+            A mesh of the same axes. Wrapped again, the last wrap is asked first. All ranks have to wrap alike.
 
         Raises:
             TypeError: ``wrap`` returned something else than an axis or a ``fs.communication.Backend``.
             ValueError: a backend of your own for an axis that is wrapped already: nothing would go through the wrap.
-
-        Cost:
-            That of ``wrap``. All ranks have to wrap alike.
 
         Example:
             >>> counter = fs.communication.Counter()
@@ -269,7 +292,7 @@ class Mesh(Static):
             >>> [(axis, kind, seen.number, seen.nbytes) for (axis, kind), seen in counter.traffic.items()]
             [('replicate', 'psum', 1, 12), ('shard', 'psum', 1, 12)]
         """
-        axes = tuple(_wrapped(axis, wrap) for axis in self._axes)
+        axes = tuple(wrapped(axis, wrap) for axis in self._axes)
         simulated = self._simulated
         if simulated and not any(axis.backend is here.backend for axis in axes for here in simulated.axes):
             simulated = None
@@ -375,20 +398,3 @@ def simulated_mesh(
     else:
         raise ValueError(f"simulated_mesh: kind: got {kind!r}, expected 'batched' or 'sequential'")
     return Mesh(ranks.axes, where, _simulated=ranks)
-
-
-def _wrapped(axis: Axis, wrap: Wrapper) -> Axis:
-    made = wrap(axis)
-    if made is axis.backend or isinstance(made, Axis):
-        return made if isinstance(made, Axis) else axis
-    if not isinstance(made, Backend):
-        raise TypeError(
-            f"Mesh.with_backend: wrap returned {type(made).__name__}, expected what communication.wrap(function)(axis) "
-            "returns, or an object of a class that inherits from communication.Backend."
-        )
-    if axis.is_wrapped:
-        raise ValueError(
-            f"Mesh.with_backend: axis {axis.name!r} is wrapped already, and nothing would go through that wrap: pass "
-            "the backend first, then what stands before it."
-        )
-    return Axis(axis.name, axis.size, made)

@@ -129,7 +129,7 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
     check_shards("gather", shards, layout)
     mesh, buffers = layout.mesh, layout.buffers
     watched = watch if mesh.in_spmd else sink_here().watch
-    one_memory = mesh.is_simulated or (mesh.shares_memory and lazy is None)
+    one_memory = mesh.is_simulated or (lazy is None and mesh.kind == "sequential")
     may_be_lazy = {} if one_memory or lazy is False else shards
     later = {key: x for key, x in may_be_lazy.items() if lazy or _is_far(x, buffers[key], layout)}
     whole = _lazily(later, layout, dtype, codec) if later else {}

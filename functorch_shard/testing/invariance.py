@@ -275,7 +275,7 @@ def _changes(op: Collective, mesh: Mesh) -> Iterator[str]:
 
 def _watched(mesh: Mesh, issue: Callable[..., Work]) -> Mesh:
     """Return ranks that pass ``issue`` each collective with its number, in the order in which a rank issues them."""
-    if mesh.shares_memory:
+    if mesh.kind in ("batched", "sequential"):
         mesh = simulated_mesh(mesh.axes, device=mesh.device, kind="sequential")
     numbers: dict[int | None, Iterator[int]] = {}
     axes = {axis.name: axis for axis in mesh}

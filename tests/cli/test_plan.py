@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import functorch_shard as fs
-from functorch_shard.cli.main import main
-from functorch_shard.errors import size_text
+from functorch_shard.cli.main import main, size_text
 
 ROOT = Path(__file__).parents[2]
 HERE = "tests.cli.test_plan:"

@@ -25,7 +25,7 @@ from tests.laws.training import (
     reference,
     sharded,
 )
-from tests.support.ranks import HYBRID, Ranks, gloo, is_batched, sequential, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, sequential, simulated
 from tests.support.refusals import text_of
 
 F64, F32, MIXED = NUMBERS
@@ -61,7 +61,7 @@ class Outcome:
 def outcome(mesh: fs.Mesh, training: Training) -> Outcome:
     """All sides in one process, with the same kernels."""
     case, kind = CASES[training[0]], NUMBERS[training[1]]
-    axes, side = dict(mesh.axes), "side by side" if is_batched(mesh) else "one by one"
+    axes, side = dict(mesh.axes), "side by side" if mesh.kind == "batched" else "one by one"
     ours = sharded(case, mesh, kind.dtype, kind.precision)
     expected = reference(case, axes, kind.dtype, kind.precision, side)
     unsharded, theirs = text_of(assert_alike, ours, expected, kind.rtol, kind.atol), ""

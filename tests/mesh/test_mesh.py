@@ -16,6 +16,7 @@ import functorch_shard as fs
 from functorch_shard.collectives import pmean, psum
 from functorch_shard.mesh.init import choose_device
 from functorch_shard.testing import assert_trees_close
+from tests.support.ranks import gloo, on_each, sequential, simulated
 from tests.support.refusals import refused
 from tests.support.scripts import exit_code_of
 
@@ -34,7 +35,7 @@ def test_a_mesh_tells_its_axes_outermost_first() -> None:
 def test_plain_python_has_one_rank_and_no_process_group() -> None:
     mesh = fs.init_mesh({"replicate": 1, "shard": -1})
     assert mesh.axes == {"replicate": 1, "shard": 1}
-    assert (mesh.size, mesh.rank, mesh.is_simulated) == (1, 0, False)
+    assert (mesh.size, mesh.rank, mesh.is_simulated, mesh.kind) == (1, 0, False, None)
     assert not torch.distributed.is_initialized()
 
 
@@ -211,6 +212,30 @@ def test_a_batch_that_ranks_do_not_divide_is_refused_by_name() -> None:
     assert "['x']: shape (6, 4), and 4 ranks do not divide dim 0" in text
     assert "['z']: shape ()" in text
     assert "the tensor: shape (6,)" in refused(mesh.split, torch.zeros(6))
+
+
+@on_each([*simulated(3), *sequential(3, {"a": 3, "b": 2}), *gloo(2)])
+def test_batches_of_each_ranks_loader_reach_that_rank(mesh: fs.Mesh) -> None:
+    loader = lambda rank: ({"x": torch.full((n, 2), rank)} for n in (3, 1))  # noqa: E731
+    index = mesh.spmd(lambda batch: batch["x"] - fs.collectives.axis_index(mesh))
+    rows = [index(batch) for batch in mesh.batches(loader)]
+    assert [x.shape[-2:] for x in rows] == [(3, 2), (1, 2)]
+    assert not any(x.any() for x in rows)
+
+
+def test_loaders_that_differ_in_shape_or_length_are_refused() -> None:
+    mesh = fs.simulated_mesh(2)
+    assert "expects each tensor to be equal size" in refused(next, mesh.batches(lambda rank: [torch.ones(rank)]))
+    assert "is shorter than" in refused([].extend, mesh.batches(lambda rank: torch.ones(2 - rank, 1)))
+
+
+@on_each([*simulated(2), *sequential(2), *gloo(2)])
+def test_a_mesh_tells_its_kind_in_and_out_of_spmd(mesh: fs.Mesh) -> None:
+    by_type = {"BatchedRanks": "batched", "SequentialRanks": "sequential", "NoneType": "gloo"}
+    expected = by_type[type(mesh._simulated).__name__]
+    kinds = [mesh.kind, mesh.with_backend(fs.communication.Counter()).kind]
+    mesh.spmd(lambda: kinds.append(mesh.kind))()
+    assert {*kinds} == {expected}
 
 
 def test_an_unpickled_tree_is_put_on_the_mesh_that_runs() -> None:

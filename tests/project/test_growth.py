@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import functorch_shard as fs
+from functorch_shard.checkpoint.safetensors import layouts_of_units
 from functorch_shard.errors import name_problems
-from functorch_shard.layout.layout import layouts_of_units, select_buffers
+from functorch_shard.layout.layout import select_buffers
 from tests.support.refusals import refused
 
 FEW, MANY, AT_MOST = 25, 50, 2.2  # what is linear takes 2, or less where something is done once

@@ -32,7 +32,6 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Backend
 from functorch_shard.communication.process_group import GroupBackend
-from functorch_shard.communication.simulated import StackedBackend
 from functorch_shard.gloo.backend import GlooBackend
 from tests.support.pool import run_ranks
 
@@ -104,11 +103,6 @@ def _row(tree: Any, coordinate: tuple[int, ...]) -> Any:
     return optree.tree_map(
         lambda x: x[coordinate] if isinstance(x, Tensor) else x, tree, is_leaf=whole, none_is_leaf=True
     )
-
-
-def is_batched(mesh: fs.Mesh) -> bool:
-    """Whether its ranks are one vmap, whose kernels round as those for a batch of matrices do."""
-    return mesh.is_simulated and isinstance(next(iter(mesh)).backend, StackedBackend)
 
 
 def as_any_group(axis: fs.Axis) -> Backend:
