@@ -41,11 +41,7 @@ def train_sharded(args: Any, mesh: fs.Mesh, model: GPT, train_data: Tensor, vali
     signal.signal(signal.SIGTERM, lambda *_: told.fill_(1))
 
     def of_ranks(data: Tensor, *where: int) -> Any:
-        """Yield what this process passes to spmd: the batches of all simulated ranks in a stack, or its own."""
-        here = range(mesh.size) if mesh.is_simulated else [mesh.rank]
-        for each in zip(*(batches(data, rank, mesh.size, args.batch_size, *where) for rank in here), strict=True):
-            batch = [torch.stack(x).to(mesh.device) for x in zip(*each, strict=True)]
-            yield batch if mesh.is_simulated else [x[0] for x in batch]
+        return mesh.batches(lambda rank: batches(data, rank, mesh.size, args.batch_size, *where))
 
     def loss_fn(params: fs.Sharded, x: Tensor, y: Tensor) -> Tensor:
         loss, number = total(model, fs.gather(params), x, y)  # fs.grad divides by mesh.size
@@ -72,8 +68,8 @@ def train_sharded(args: Any, mesh: fs.Mesh, model: GPT, train_data: Tensor, vali
     losses, valid = job["losses"], job["valid"]
     while len(valid) < args.epochs and (not valid or min(valid) in valid[-args.patience :]):
         for x, y in of_ranks(train_data, len(valid), job["batch"]):
-            torch.manual_seed(hash((args.seed, len(losses), mesh.rank)))  # dropout: no state to save
-            job["model"], job["state"], (loss, any_told) = train_step(job["model"], job["state"], x, y)
+            with fs.virtual.key(args.seed, len(losses), mesh.rank).seeded(mesh.device):  # dropout: no state to save
+                job["model"], job["state"], (loss, any_told) = train_step(job["model"], job["state"], x, y)
             losses.append(loss.item())
             job["batch"] += 1
             if any_told or job["batch"] % args.every == 0:
@@ -105,7 +101,7 @@ def main() -> None:
         "a rank passes": ", ".join(f"{x.number} {kind} of {x.nbytes:,} bytes" for (_, kind), x in seen.traffic.items()),
         "a rank holds": f"{nbytes((dict(job['model']), dict(job['state'])), mesh):,} bytes of model and optimizer",
     }
-    if args.checkpoint:
+    if args.checkpoint or not job["valid"]:
         return finish(mesh, [], costs)
     mean = lambda batch: torch.div(*total(model, dict(model.named_parameters()), *batch))  # noqa: E731
     epochs = [batches(train_data, 0, 1, args.batch_size * mesh.size, epoch) for epoch in range(len(job["valid"]))]

@@ -74,9 +74,8 @@ def train(mesh: fs.Mesh, args: argparse.Namespace, text: Tensor, say: Any) -> tu
     start = time.perf_counter()
     for step in range(args.steps):
         x, y = mesh.split(windows(text, torch.randint(len(text) - CONTEXT, (batch_size,), generator=data)))
-        # Like fold_in of JAX: every rank and step has its own dropout, and there is no state to save.
-        torch.manual_seed(hash((args.seed, step, mesh.rank)))
-        params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
+        with fs.virtual.key(args.seed, step, mesh.rank).seeded(mesh.device):  # dropout: no state to save
+            params, state, loss = train_step(params, state, x, y, schedule(step, args.steps))
         losses.append(loss.item())
         done, passed = step + 1, time.perf_counter() - start
         if passed > said + 5 or done in (1, 10, args.steps):

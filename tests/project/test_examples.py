@@ -131,6 +131,10 @@ def validation_losses(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("validation losses:"))
 
 
+def test_a_job_of_no_epochs_ends(job: list[str]) -> None:
+    assert "a rank holds" in printed_by(PRODUCTION, *job, "--epochs", "0")[0]
+
+
 @pytest.mark.slow
 def test_a_job_that_is_told_to_end_saves_and_goes_on_as_if_undisturbed_past_a_damaged_checkpoint(
     job: list[str], tmp_path: Path
