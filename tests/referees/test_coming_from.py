@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -17,6 +20,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
+from tests.support.pages import blocks
 
 RANKS, LR, MOMENTUM, CLIP = 2, 0.5, 0.9, 0.05
 Trained = dict[str, Any]
@@ -140,6 +144,30 @@ def by_jax(micro: int = 1) -> Trained:
         updates, state = opt.update(mean, state, p)
         p = optax.apply_updates(p, updates)
     return p
+
+
+STEPS = blocks("docs/coming_from/jax.md")[:2]
+
+
+def _page_for_jax() -> tuple[list[str], Trained, Trained]:
+    """What both steps of the page print, and their parameters. A new process can have two devices in JAX."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    page: dict[str, Any] = {"__name__": "jax.md"}
+    with redirect_stdout(io.StringIO()) as printed:
+        for block in STEPS:
+            exec(compile(block, "jax.md", "exec"), page)
+    assert page["jax"].device_count() == 2
+    ours, theirs = dict(fs.gather(page["params"])), {name: np.asarray(p) for name, p in page["weights"].items()}
+    assert all((p - ours[name]).abs().max() > 1e-2 for name, p in page["model"].named_parameters())
+    return printed.getvalue().splitlines(), ours, theirs
+
+
+def test_the_step_of_the_page_for_jax_prints_and_trains_the_same_in_jax() -> None:
+    pytest.importorskip("jax")
+    pytest.importorskip("optax")
+    printed, ours, theirs = run_ranks(_page_for_jax, 1)[0]
+    assert printed == [line for block in STEPS for line in re.findall("# > (.*)", block)]
+    alike(ours, theirs)
 
 
 OTHERS: dict[str, Callable[..., Trained]] = {
