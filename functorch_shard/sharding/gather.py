@@ -124,7 +124,7 @@ def _gather(params: Sharded, lazy: bool | None, dtype: torch.dtype | None, codec
     if codec is not None:
         from ..codecs import encoding
 
-        codec = encoding("gather", codec)
+        codec = encoding(codec)
     shards, layout = dict(params.items()), params.layout
     check_shards("gather", shards, layout)
     mesh, buffers = layout.mesh, layout.buffers

@@ -82,35 +82,24 @@ def scatter_grads(grads: Mapping[str, Any], layout: Layout | None = None) -> Sha
         tensor([[2., 2.],
                 [3., 0.]])
     """
-    layout = layout_of_grads("scatter_grads", grads, layout)
+    if isinstance(grads, Sharded):
+        raise TypeError("scatter_grads: got a Sharded, expected full gradients; these are sharded already.")
+    layout = layout or (grads.layout if isinstance(grads, Full) else None)
+    if layout is None or not isinstance(grads, Mapping):
+        raise TypeError(f"scatter_grads: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
+    check_layout("scatter_grads", layout)
     check_grads(grads, layout)
     if not layout.mesh.in_spmd:
         return layout.mesh.spmd(lambda grads: scatter_grads(grads, layout))(dict(grads))
-    parts = near_grads(grads, layout)
-    return Sharded(
-        {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
-    )
-
-
-def near_grads(grads: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The local parts of full gradients, where they can be reduced."""
-    device = layout.mesh.device
     if layout.tensor_meshes:
         from ..tensor_parallel import local_grads
 
         grads = local_grads(grads, layout)
-    return {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in grads.items()}
-
-
-def layout_of_grads(verb: str, grads: Any, layout: Layout | None) -> Layout:
-    """The layout that full gradients are to be scattered by."""
-    if isinstance(grads, Sharded):
-        raise TypeError(f"{verb}: got a Sharded, expected full gradients; these are sharded already.")
-    layout = layout or (grads.layout if isinstance(grads, Full) else None)
-    if layout is None or not isinstance(grads, Mapping):
-        raise TypeError(f"{verb}: got {type(grads).__name__}, expected a Full, or a mapping and a layout.")
-    check_layout(verb, layout)
-    return layout
+    device = layout.mesh.device
+    parts = {name: to_working_device(x, device) if isinstance(x, Tensor) else x for name, x in grads.items()}
+    return Sharded(
+        {key: reduced_and_cast(parts, b, layout) if b.trainable else None for key, b in layout.buffers.items()}, layout
+    )
 
 
 @eager

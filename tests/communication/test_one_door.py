@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.collectives import all_gather, pmax, psum, psum_scatter
+from functorch_shard.collectives import all_gather, all_to_all, pmax, psum, psum_scatter
 from functorch_shard.communication import Collective, Counter, Finished, Work, wrap
 from functorch_shard.testing import count_collectives
 from tests.support.models import loss_of
@@ -34,7 +34,7 @@ def noting(seen: Seen) -> Callable[[Any], Any]:
 
 
 def every_kind(mesh: fs.Mesh) -> None:
-    """A step, a copy from one rank, encoded gradients, and each collective by itself, in forward and backward."""
+    """A step, a copy from one rank, an encoded gather, and each collective by itself, in forward and backward."""
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
     layout = fs.plan(model, mesh)
     ranks = tuple(mesh.axes.values()) if mesh.is_simulated else ()
@@ -44,10 +44,11 @@ def every_kind(mesh: fs.Mesh) -> None:
         params = fs.shard(model, layout, from_rank=1)
         inputs, targets = x[:1].expand(2, 5), x[:1].expand(2, 3)
         grads = fs.grad(lambda p: loss_of(model, fs.gather(p), inputs, targets))(params)
-        encoded = fs.codecs.scatter_encoded_grads(fs.gather(params, lazy=False), fs.codecs.int8(), layout=layout)
+        encoded = fs.gather(params, lazy=False, codec=fs.codecs.int8())
         each = psum(x, mesh), pmax(x, mesh), all_gather(x, mesh), psum_scatter(x, mesh)
+        swapped = all_to_all(x, mesh["shard"], split_dim=0, concat_dim=0)
         slope = fs.grad(lambda x: psum(x.square(), mesh).sum())(x)
-        return dict(grads), encoded[0], each, slope
+        return dict(grads), dict(encoded), each, swapped, slope
 
     mesh.spmd(one_rank)(rows)
 

@@ -86,18 +86,6 @@ def frozen_and_kept(mesh: fs.Mesh) -> Made:
     return gradient(mesh, net, reshard_after_forward=False)
 
 
-def encoded_gradients(mesh: fs.Mesh) -> Made:
-    net = Net()
-    params, _ = of(mesh, net)
-
-    def step(params: fs.Sharded, x: Tensor) -> Any:
-        full = fs.gather(params, lazy=False)
-        grads = torch.func.grad(lambda full: functional_call(net, full, (x,)).square().mean())(dict(full))
-        return fs.codecs.scatter_encoded_grads(full | grads, codec=fs.codecs.int8())
-
-    return params, step
-
-
 def loss_scale(mesh: fs.Mesh) -> Made:
     params, loss = of(mesh, Net())
     scale = fs.LossScale.dynamic()
@@ -130,7 +118,6 @@ MADE: dict[str, Callable[[fs.Mesh], Made]] = {
     "gathered at once": lambda mesh: gradient(mesh, Net(), lambda p: fs.gather(p, lazy=False)),
     "encoded": lambda mesh: gradient(mesh, Net(), lambda p: fs.gather(p, codec=fs.codecs.int8())),
     "frozen and kept": frozen_and_kept,
-    "encoded gradients": encoded_gradients,
     "loss scale": loss_scale,
     "buffers": buffers,
     "checkpoints": checkpoints,
@@ -149,7 +136,7 @@ def compare(mesh: fs.Mesh, name: str, backend: str, atol: float) -> None:
     assert_trees_close(*results, rtol=0, atol=atol)
 
 
-SIMULATED = ("dropout", "encoded", "encoded gradients", "loss scale", "buffers")
+SIMULATED = ("dropout", "encoded", "loss scale", "buffers")
 
 
 @pytest.mark.parametrize(
@@ -168,10 +155,9 @@ def test_a_graph_for_a_compiler_gives_the_numbers_of_the_step(ranks: Ranks, name
     ranks.run(compare, name, "aot_eager", 1e-5)
 
 
-@pytest.mark.parametrize("name", ["encoded", "encoded gradients"])
-def test_codecs_are_refused_by_compilers(name: str) -> None:
+def test_codecs_are_refused_by_compilers() -> None:
     mesh = fs.simulated_mesh(2)
-    params, fn = MADE[name](mesh)
+    params, fn = MADE["encoded"](mesh)
     with pytest.raises(NotImplementedError, match="backend='replay'"):
         fs.compile(mesh.spmd(fn), backend="aot_eager")(params, rows(mesh, 0))
 
