@@ -1,4 +1,4 @@
-"""Debug values: norms, what is not finite, over which axes of ranks values vary, and where two runs differ."""
+"""Debug values: norms, over which axes of ranks values vary, and where two runs differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .sharding.varying import Issued, Types, types, varies
-from .training.norms import assert_finite, param_norms
+from .training.norms import param_norms
 
 if TYPE_CHECKING:  # on first use: the files of checkpoints take half a second to import
     from .checkpoint.digests import Difference, digests, first_difference
@@ -15,7 +15,6 @@ __all__ = [
     "Difference",
     "Issued",
     "Types",
-    "assert_finite",
     "digests",
     "first_difference",
     "param_norms",

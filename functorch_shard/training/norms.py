@@ -6,7 +6,7 @@ ranks of the shard axis combine these, and buffers that every rank holds whole a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..collectives.primitives import pmax, psum, shared_max, shared_sum
 from ..communication.backend import Axis
-from ..errors import reject
 from ..layout.buffers import Buffer, of_rank, slot_of_each, without_padding
-from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index, shards_of_ranks
-from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items, participants_of, ranks_here
+from ..layout.layout import Layout, as_stored, select_buffers, shard_axis, shard_index
+from ..layout.trees import Full, Sharded, check_sharded, check_shards, map_items
 from ..sharding.gather import gather
 from ..storage.memory_kind import on_each_device, stacked, to_memory_kind_of
 from ..torch_internals.autograd import eager
@@ -70,7 +69,7 @@ def clip_by_global_norm(grads: Sharded, max_norm: float, p: float = 2.0) -> tupl
 
     ``torch.nn.utils.clip_grad_norm_`` as a pure function: gradients are multiplied by ``max_norm / (norm + 1e-6)``, at
     most 1. A norm that is not finite has the same effect as with ``error_if_nonfinite=False``: NaN makes every gradient
-    NaN, infinity makes them 0, and NaN where they were infinite. :func:`assert_finite` locates such values.
+    NaN, infinity makes them 0, and NaN where they were infinite. ``fs.debug.param_norms`` names the parameters.
 
     Args:
         grads: as in :func:`global_norm`.
@@ -116,9 +115,9 @@ def scaled(tree: Sharded, factor: Tensor) -> Sharded:
 
 
 def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
-    """Compute the p-norm of each parameter, by name, without gathering: for logging.
+    """Compute the p-norm of each parameter, by name, without gathering: for logging, and to find what is not finite.
 
-    ``global_norm(tree, p)`` is the norm of these norms.
+    ``global_norm(tree, p)`` is the norm of these norms. A parameter with a NaN or an infinity has such a norm.
 
     Args:
         tree: as in :func:`global_norm`.
@@ -144,54 +143,6 @@ def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
         return {name: x.flatten()[0] for name, x in mesh.spmd(lambda tree: param_norms(tree, p))(tree).items()}
     totals = {name: total for (name, _), total in _sums_of_tree(kind, tree, by_name=True).items()}
     return {name: kind.root(totals[name]) for name in tree.layout.slots if name in totals}
-
-
-def assert_finite(tree: Sharded, what: str = "tree") -> None:
-    """Raise unless every value is finite; the error locates each NaN and infinity by parameter, index and rank.
-
-    The error is the same on every rank. Padding is ignored. Call it outside of ``spmd`` on simulated ranks: inside,
-    values are not known yet.
-
-    Args:
-        tree: parameters, gradients or any ``Sharded``, which may have ``None`` leaves; with rank dims outside ``spmd``.
-        what: the name of the tree in the error, for example ``"grads"``.
-
-    Raises:
-        FloatingPointError: one line for each parameter and each rank that holds a NaN or an infinity of it (20 lines at
-            most): how many, and the first of them with its index in the parameter's shape (of a DTensor: in the shape
-            of the local part).
-        RuntimeError: inside ``spmd`` on simulated ranks.
-        TypeError: ``tree`` is not a ``Sharded``.
-        ValueError: shards that do not fit their layout.
-
-    Cost:
-        Reads all values and synchronizes with the device. One all-gather of 8 bytes per axis; another for an error.
-
-    Example:
-        >>> layout = fs.plan({"fc.w": torch.zeros(3, 2)}, fs.simulated_mesh(2))
-        >>> grads = fs.shard({"fc.w": torch.tensor([[0.0, 1.0], [2.0, 3.0], [float("nan"), 5.0]])}, layout)
-        >>> assert_finite(grads, "grads")
-        Traceback (most recent call last):
-        FloatingPointError: assert_finite: grads: 1 problem
-          'fc.w' on rank 1: 1 of 3 values are not finite, the first is nan at [2, 0]
-        Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN.
-    """
-    check_sharded(f"assert_finite: {what}", tree)
-    mesh = tree.layout.mesh
-    if mesh.is_simulated and mesh.in_spmd:
-        raise RuntimeError(
-            f"assert_finite: {what}: inside spmd the values of simulated ranks are not known yet. Return the tree from "
-            "the function, and call assert_finite outside."
-        )
-    check_shards(f"assert_finite: {what}", tree, tree.layout, allow_none=True, gradients=True)
-    participants = participants_of(tree)
-    with torch.no_grad():
-        text = "\n".join(_problems(tree, ranks_here(participants)))
-    problems = [line for each in participants.gather_texts(text) for line in each.splitlines()]
-    advice = (
-        "Gradients that overflow in float16 want fs.LossScale; torch.autograd.detect_anomaly() finds what made a NaN."
-    )
-    reject(f"assert_finite: {what}", problems, advice, FloatingPointError)
 
 
 @eager
@@ -364,27 +315,3 @@ def wide(x: Tensor) -> Tensor:
     if x.dtype in (torch.float64, torch.complex64, torch.complex128):
         return x
     return x.to(torch.complex64 if x.is_complex() else torch.float32)
-
-
-def _problems(tree: Sharded, named: Sequence[int]) -> Iterator[str]:
-    """Yield a line for each parameter and each rank here that holds bad values of it; ``named``: the ranks' numbers."""
-    layout = tree.layout
-    shard_of, here = shards_of_ranks(layout), ranks_here(layout.mesh)
-    for key, buffer in layout.buffers.items():
-        if tree[key] is None or _is_finite(tree[key]):
-            continue
-        for row, rank, number in zip(tree[key].reshape(len(here), -1), here, named, strict=True):
-            for name, offset, numel, start in buffer.slices(shard_of[rank]):
-                values = row[offset : offset + numel]
-                if not _is_finite(values):
-                    yield f"{name!r} on rank {number}: {_first(values, start, layout.slots[name].shape)}"
-
-
-def _is_finite(x: Tensor) -> bool:
-    return not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(wide(x)).all())
-
-
-def _first(values: Tensor, start: int, shape: Sequence[int]) -> str:
-    bad = (~torch.isfinite(wide(values))).nonzero().flatten()
-    index = [int(i) for i in torch.unravel_index(bad[0].cpu() + start, tuple(shape))]
-    return f"{len(bad)} of {values.numel()} values are not finite, the first is {values[bad[0]].item()} at {index}"
