@@ -9,7 +9,7 @@ random ones. Imports ``training`` and what is below.
 """
 
 from .operators import Operator, fisher, from_vector, gauss_newton, hessian, to_vector
-from .vectors import rademacher_like, randn_like, vdot
+from .vectors import randn_like, vdot
 
 __all__ = [
     "Operator",
@@ -17,7 +17,6 @@ __all__ = [
     "from_vector",
     "gauss_newton",
     "hessian",
-    "rademacher_like",
     "randn_like",
     "to_vector",
     "vdot",

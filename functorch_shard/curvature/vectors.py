@@ -9,7 +9,7 @@ may round the last elements of a vector differently from the first, and values w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import sqrt
 
 import torch
@@ -76,7 +76,8 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
     """Draw a tree of independent standard normal numbers, which depend on seed, names and indices only.
 
     ``gather(randn_like(params, seed))`` is bitwise the same for any number of ranks, units, labels and replicas, and
-    for any part of a model. torch's generators are not used and nothing is sent; padding stays zero.
+    for any part of a model. torch's generators are not used and nothing is sent; padding stays zero. Independent signs
+    are ``optree.tree_map(torch.sgn, randn_like(params, seed))``.
 
     Args:
         tree: a ``Sharded`` whose layout, dtypes and devices the result has, or a stacked one outside ``spmd``; its
@@ -100,36 +101,23 @@ def randn_like(tree: Sharded, seed: int | Tensor) -> Sharded:
         >>> bool((x["w"] == y["w"]).all())
         True
     """
-    return _random("randn_like", tree, seed, _normal)
+    _check("randn_like", tree)
+    is_scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0
+    if not is_scalar and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"randn_like: seed: got {seed!r}, expected an int or an int64 tensor of shape ()")
+    layout = tree.layout
+    if not layout.mesh.in_spmd:
+        return layout.mesh.spmd(lambda tree: randn_like(tree, seed))(tree)
 
+    def drawn(key: str, x: Tensor | None) -> Tensor | None:
+        buffer = layout.buffers[key]
+        if x is None or not buffer.differentiable:
+            return None if x is None else torch.zeros_like(x)
+        rank = shard_index(buffer, layout)
+        bits = _element_bits(seed, buffer, layout, rank, layout.mesh.device)
+        return without_padding(_normal(bits, x.dtype), buffer, rank).to(x.device)
 
-@eager
-def rademacher_like(tree: Sharded, seed: int | Tensor) -> Sharded:
-    """Draw a tree of independent signs, -1 or 1, which depend on seed, names and indices only.
-
-    The probes of Hutchinson's estimator: ``vdot(z, hvp(z))`` has the trace of the Hessian as its mean, with less
-    variance than with normal numbers.
-
-    Args:
-        tree: a ``Sharded`` whose layout, dtypes and devices the result has, as for :func:`randn_like`.
-        seed: an int, or an int64 tensor of shape ``()``, the same on every rank.
-
-    Returns:
-        A ``Sharded`` like ``tree``, of -1 and 1; complex numbers are real.
-
-    Raises:
-        TypeError: ``tree`` is not a ``Sharded``, or ``seed`` neither an int nor an int64 tensor of shape ``()``.
-
-    Cost:
-        No communication.
-
-    Example:
-        >>> layout = fs.plan({"fc.w": torch.zeros(3)}, fs.simulated_mesh(2))
-        >>> rademacher_like(fs.shard({"fc.w": torch.zeros(3)}, layout), seed=0)["fc"].abs()   # row r = rank r
-        tensor([[1., 1.],
-                [1., 0.]])
-    """
-    return _random("rademacher_like", tree, seed, _signs)
+    return map_items(drawn, tree)
 
 
 def _check(verb: str, *trees: Sharded) -> None:
@@ -144,30 +132,6 @@ def _normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
     if not dtype.is_complex:
         return normal(bits).to(dtype)
     return (torch.complex(normal(bits), normal(_second(bits))) * sqrt(0.5)).to(dtype)
-
-
-def _signs(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    return ((bits < 0).double() * 2 - 1).to(dtype)
-
-
-def _random(verb: str, tree: Sharded, seed: int | Tensor, draw: Callable[[Tensor, torch.dtype], Tensor]) -> Sharded:
-    _check(verb, tree)
-    is_scalar = isinstance(seed, Tensor) and seed.dtype == torch.int64 and seed.ndim == 0
-    if not is_scalar and (isinstance(seed, bool) or not isinstance(seed, int)):
-        raise TypeError(f"{verb}: seed: got {seed!r}, expected an int or an int64 tensor of shape ()")
-    layout = tree.layout
-    if not layout.mesh.in_spmd:
-        return layout.mesh.spmd(lambda tree: _random(verb, tree, seed, draw))(tree)
-
-    def drawn(key: str, x: Tensor | None) -> Tensor | None:
-        buffer = layout.buffers[key]
-        if x is None or not buffer.differentiable:
-            return None if x is None else torch.zeros_like(x)
-        rank = shard_index(buffer, layout)
-        bits = _element_bits(seed, buffer, layout, rank, layout.mesh.device)
-        return without_padding(draw(bits, x.dtype), buffer, rank).to(x.device)
-
-    return map_items(drawn, tree)
 
 
 def _element_bits(
