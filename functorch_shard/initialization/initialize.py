@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import reject
 from ..layout.layout import Layout
 from ..layout.planning import aliases_of, named_tensors
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, check_layout
 from ..layout.units import below
 from ..layout.validation import check_model, local_part
 from ..mesh.agreement import value_lines
@@ -103,8 +103,7 @@ def init(
 
     Stands for FSDP's ``param_init_fn`` and its initialisation from the meta device.
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"init: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    check_layout("init", layout)
     mesh, lines = layout.mesh, list[str]()  # the lines have to be equal on all ranks
 
     def build() -> tuple[Sharded, dict[str, Tensor]]:

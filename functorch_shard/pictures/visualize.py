@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..layout.layout import Layout
+from ..layout.trees import check_layout
 from . import svg, text_table
 
 
@@ -76,6 +77,5 @@ def visualize(layout: Layout) -> LayoutPicture:
         <BLANKLINE>
         2 replicas: column r is on 2 ranks of the mesh, {0, 3}, {1, 4}, {2, 5}
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"visualize: layout: got {type(layout).__name__}, expected a Layout, such as params.layout")
+    check_layout("visualize", layout)
     return LayoutPicture(layout)

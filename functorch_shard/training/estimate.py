@@ -17,20 +17,18 @@ from torch import Tensor
 
 from ..communication.collective import KINDS
 from ..communication.wrappers import Traffic
-from ..errors import axes_text, table
 from ..layout.buffers import Buffer, Unit
 from ..layout.layout import Layout, rank_dims
-from ..layout.trees import Sharded
+from ..layout.trees import Sharded, check_layout
 from ..sharding.session import small_units
 from .optimizer import Optimizer
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of one rank in a training step; ``print`` shows a table.
+    """Bytes of one rank in a training step.
 
     Args:
-        axes: names and sizes of the mesh.
         parameters: the shards.
         gradients: the shards of the gradients, as a step returns them.
         optimizer: the state after the first step; 0 without an optimizer.
@@ -39,7 +37,6 @@ class Estimate:
         traffic: the collectives of a step by axis and kind, as ``fs.communication.Counter`` counts them, without times.
     """
 
-    axes: tuple[tuple[str, int], ...]
     parameters: int
     gradients: int
     optimizer: int
@@ -48,14 +45,9 @@ class Estimate:
     traffic: Mapping[tuple[str, str], Traffic]
 
     @property
-    def between_steps(self) -> int:
-        """Bytes between steps: parameters and optimizer state."""
-        return self.parameters + self.optimizer
-
-    @property
     def peak(self) -> int:
         """The maximal bytes at a time, without activations and messages of a backend."""
-        return self.between_steps + self.gradients + self.gathered + self.reducing
+        return self.parameters + self.optimizer + self.gradients + self.gathered + self.reducing
 
     @property
     def sent(self) -> int:
@@ -63,16 +55,7 @@ class Estimate:
         return sum(one.sent for one in self.traffic.values())
 
     def __repr__(self) -> str:
-        return f"Estimate({axes_text(dict(self.axes))}: peak {self.peak:,} bytes, {self.sent:,} bytes sent per step)"
-
-    def __str__(self) -> str:
-        memory = table([(name.replace("_", " "), getattr(self, name)) for name in _ROWS], ("memory", "bytes a rank"))
-        sends = [(axis, kind, one.number, one.nbytes, one.sent) for (axis, kind), one in self.traffic.items()]
-        header = ("axis", "kind", "number", "bytes", "sent")
-        return "\n".join([memory, "", table(sends, header, left=2), f"{axes_text(dict(self.axes))}; one step"])
-
-
-_ROWS = ("parameters", "gradients", "optimizer", "gathered", "reducing", "between_steps", "peak")
+        return f"Estimate(peak {self.peak:,} bytes, {self.sent:,} bytes sent per step)"
 
 
 def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
@@ -101,11 +84,10 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(*(nn.Linear(8192, 8192) for _ in range(48)))
         >>> mesh = fs.simulated_mesh({"replicate": 16, "shard": 64})
-        >>> estimate(fs.plan(model, mesh), fs.optimizer(torch.optim.AdamW))   # print shows a table
-        Estimate(replicate=16 x shard=64: peak 1,879,277,760 bytes, 37,904,357,376 bytes sent per step)
+        >>> estimate(fs.plan(model, mesh), fs.optimizer(torch.optim.AdamW))
+        Estimate(peak 1,879,277,760 bytes, 37,904,357,376 bytes sent per step)
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"estimate: layout: got {type(layout).__name__}, expected a Layout from plan().")
+    check_layout("estimate", layout)
     buffers, of = layout.buffers.values(), {key: layout.schedules[key, None] for key in layout.buffers}
     sizes = {key: schedule.gathered.itemsize + schedule.reduced.itemsize for key, schedule in of.items()}
     reducing = [sum(b.numel * sizes[b.key] for b in unit.buffers if b.trainable) for unit in layout.units]
@@ -117,7 +99,6 @@ def estimate(layout: Layout, opt: Optimizer | None = None) -> Estimate:
         one = Traffic(1, nbytes, KINDS[kind].sent(nbytes, layout.axis_size(axis)))
         traffic[axis, kind] = traffic.get((axis, kind), Traffic()) + one
     return Estimate(
-        axes=layout.axes,
         parameters=sum(b.shard_numel * b.dtype.itemsize for b in buffers),
         gradients=sum(b.shard_numel * of[b.key].returned.itemsize for b in buffers if b.trainable),
         optimizer=_state_bytes(layout, opt) if opt else 0,

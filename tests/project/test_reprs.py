@@ -68,7 +68,7 @@ EXPECTED = {
     "Optimizer": "Optimizer(AdamW, lr=0.001, weight_decay=0.1)",
     "LossScale": "LossScale(initial=65536.0, growth=2.0, ",
     "NoLossScale": "LossScale(",
-    "Estimate": "Estimate(replicate=2 x shard=4: peak ",
+    "Estimate": "Estimate(peak ",
     "Counter": "Counter",
     "Traffic": "Traffic(number=14, nbytes=",
 }

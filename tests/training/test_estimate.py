@@ -72,7 +72,6 @@ def test_a_step_has_the_bytes_and_sends_what_was_estimated(axes: dict[str, int],
     assert expected.parameters == nbytes(params, layout) > 0
     assert expected.gradients == nbytes(grads, layout) > 0
     assert expected.optimizer == nbytes(state, layout)
-    assert expected.between_steps == expected.parameters + expected.optimizer
     counted = {key: Traffic(t.number, t.nbytes, t.sent) for key, t in counter.traffic.items() if key[1] != "exchange"}
     assert expected.traffic == counted
     assert bool(counted) == (layout.mesh.size > 1)
@@ -123,7 +122,6 @@ def test_a_model_that_no_machine_holds_on_1024_ranks_takes_no_time() -> None:
         ("replicate", "psum"): Traffic(100, 100 * unit // 128, 100 * unit // 128 * 14 // 8),
     }
     assert f"{expected.peak:,}" in str(expected)
-    assert "replicate=8 x shard=128" in str(expected)
 
 
 def test_other_arguments_than_a_layout_are_refused() -> None:

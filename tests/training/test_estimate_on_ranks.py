@@ -67,7 +67,7 @@ def test_memory_is_what_was_estimated() -> None:
     expected = fs.estimate(fs.plan(model, fs.simulated_mesh(RANKS)), opt)
     received = UNIT * (RANKS - 1) // RANKS  # gloo's
     for live in training("adamw", "sockets"):
-        assert live.at("end 9") == expected.between_steps
+        assert live.at("end 9") == expected.parameters + expected.optimizer
         forward = max(live.growth(f"forward {i}", f"backward {i}") for i in range(STEPS))
         assert expected.gathered <= forward <= expected.gathered + activations()
         peak = max(live.peak(f"step {i}", f"end {i}") for i in range(1, STEPS))
