@@ -253,7 +253,7 @@ def _over(kind: str, transposed: str, tree: Any, axis: Over, dim: int | None = N
             x = x.to(torch.int64)
         for one in reversed(axes) if kind == "all_gather" else axes:
             if kind == "pmax":
-                x = Maximum.apply(x, *one.backend.place(), LinearMap(one))
+                x = Maximum.apply(x, *one.backend.place(), LinearMap(one, "psum", "psum"))
             else:
                 from_last = 0 if dim is None else dim % x.ndim - x.ndim
                 x = linear_map_of(x, LinearMap(one, kind, transposed, from_last, mean=mean))
@@ -335,7 +335,7 @@ class Maximum(Function):
 def _share(x: Tensor, largest: Tensor, place: Any, total: LinearMap) -> Tensor:
     """What part of the result's derivative belongs to this rank: 1 / (number of winners) for a winner, or 0."""
     wins = (x == largest).to(x.dtype)
-    return wins / Linear.apply(wins, *place, LinearMap(total.axis))
+    return wins / Linear.apply(wins, *place, LinearMap(total.axis, "psum", "psum"))
 
 
 def shared_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -344,9 +344,9 @@ def shared_sum(x: Tensor, axis: Axis) -> Tensor:
     By ``psum`` the gradient counts every rank's use of the result, which is right where each rank returns a loss of its
     own. A loss that is the same on all ranks counts once: the sum hands its gradient on unchanged.
     """
-    return Linear.apply(x, None, None, LinearMap(axis, transposed=COPY))
+    return Linear.apply(x, None, None, LinearMap(axis, "psum", COPY))
 
 
 def shared_max(x: Tensor, axis: Axis) -> Tensor:
     """``pmax`` over real ranks that compute one loss together."""
-    return Maximum.apply(x, None, None, LinearMap(axis, transposed=COPY))
+    return Maximum.apply(x, None, None, LinearMap(axis, "psum", COPY))

@@ -53,8 +53,8 @@ class LinearMap:
     """
 
     axis: Axis
-    kind: str = "psum"
-    transposed: str = "psum"
+    kind: str
+    transposed: str
     dim: int = 0
     source: int = 0
     splits: Splits = ()
@@ -289,7 +289,7 @@ class _Mean:
 def _sum(x: Tensor, axis: Axis | None, index: Tensor | None, others: Tensor | None) -> Tensor:
     if axis is None:  # outside of the level of simulated ranks, which are the rows of x
         return sum_in_rank_order(x.unbind(0)).expand_as(x)
-    return Linear.apply(x, index, others, LinearMap(axis))
+    return Linear.apply(x, index, others, LinearMap(axis, "psum", "psum"))
 
 
 class _Averaged(Function):
