@@ -229,7 +229,10 @@ def packages() -> str:
 
 def _box(name: str, about: str, x: float, y: float, width: float, style: str, every: dict[str, set[str]]) -> list[str]:
     tip = f"{name} imports {', '.join(sorted(every[name])) or 'no other package'}"
-    lines = [svg.text(x + 10, y + 16, name), svg.text(x + 10, y + 32, about, "fs-faint")]
+    lines = [
+        svg.text(x + 10, y + 16, name),
+        svg.text(x + 10, y + 32, about, "fs-ink" if style == "fs-hue0" else "fs-faint"),
+    ]
     return [svg.rectangle(x, y, width, 40, style, tip), *lines]
 
 
@@ -324,7 +327,7 @@ def long_context() -> str:
         body += [svg.text(x + cell / 2, y + cell / 2 + 4, f"hop {hop}", "fs-ink" if j <= i else "fs-faint", "middle")]
     for i in range(ranks):
         body += [svg.text(62, top + cell * i + cell / 2 + 4, f"rank {i}", "fs-faint", "end")]
-        body += [svg.text(70 + cell * (i + 0.5), top + cell * ranks + 16, f"k, v {i}", "fs-faint", "middle")]
+        body += [svg.text(70 + cell * (i + 0.5), top + cell * ranks + 16, f"k,v {i}", "fs-faint", "middle")]
 
     start = 300
     body += [
