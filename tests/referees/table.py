@@ -13,7 +13,8 @@ from tests.referees.referee import Outcome, Referee, beside, outcomes
 
 PACKAGES = (
     *("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt"),
-    *("torchdiffeq", "timm", "diffusers", "mace", "fields", "pytorch_optimizer", "schedulefree", "launchers"),
+    *("torchdiffeq", "timm", "diffusers", "mace", "fields", "torchrl"),
+    *("pytorch_optimizer", "schedulefree", "launchers"),
 )
 COLUMNS = ("batched 2", "batched 4", "sequential 2", "sequential 4", "gloo 2")
 HEADER = ("program", *COLUMNS, "FSDP2, gloo 2", "refused with")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from tests.laws import convention
 from tests.support.pages import run
 from tests.support.ranks import HYBRID, Ranks, gloo
 
-pytest.importorskip("torchopt")
+needs_torchopt = pytest.mark.skipif(find_spec("torchopt") is None, reason="torchopt is not installed")
 every_kind = pytest.mark.parametrize("ranks", gloo(2, HYBRID), ids=str)
 
 
-def test_the_python_of_the_page_runs_with_their_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    run("docs/pytree_libraries.md", capsys)
+@pytest.mark.parametrize("library", ["torchopt", "tensordict"])
+def test_the_python_of_the_page_runs_with_their_programs(library: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(library)
+    others = re.compile(r"^(?:import|from) (?!torch\b|optree|functorch_shard)(\w+)", re.MULTILINE)
+    run("docs/pytree_libraries.md", capsys, lambda block: {*others.findall(block)} <= {library})
 
 
 def gradient(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
@@ -36,6 +41,7 @@ def clipped(mesh: fs.Mesh) -> list[float]:
     return [fs.global_norm(by_torchopt).item(), fs.global_norm(fs.clip_by_global_norm(grads, 0.01)[0]).item()]
 
 
+@needs_torchopt
 @every_kind
 def test_clipping_of_torchopt_clips_by_the_norm_of_each_rank(ranks: Ranks) -> None:
     for by_torchopt, by_this in ranks.run(clipped):
@@ -58,6 +64,7 @@ def tree_map(fn: Any, *trees: Any) -> Any:
     return import_module("optree").tree_map(fn, *trees)
 
 
+@needs_torchopt
 @every_kind
 def test_cg_of_torchopt_solves_on_flat_vectors_and_not_on_shards(ranks: Ranks) -> None:
     for by_tree, by_vector in ranks.run(solved):
