@@ -6,6 +6,8 @@ a step that is recorded. Laws run every task with every wrapper and every kind o
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
@@ -49,6 +51,10 @@ def _saved_and_loaded(tree: fs.Sharded) -> fs.Sharded:
         return fs.checkpoint.load(f"{folder}/tree", tree)
 
 
+def _pickled(tree: fs.Sharded) -> fs.Sharded:
+    return pickle.loads(pickle.dumps(copy.deepcopy(tree))).on(tree.layout.mesh)
+
+
 def _moved(tree: fs.Sharded) -> fs.Sharded:
     return fs.Sharded(fs.offload(tree, "cpu"), tree.layout)
 
@@ -74,6 +80,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "remat": Wrapper(loss=fs.remat),
     "offload": Wrapper(tree=_moved),
     "saved and loaded": Wrapper(tree=_saved_and_loaded),
+    "pickled": Wrapper(tree=_pickled),
     "counted": Wrapper(tree=_counted),
     "replayed": Wrapper(step=_replayed),
     "encoded": Wrapper(gather={"codec": (_unchanged, _unchanged)}),

@@ -43,6 +43,7 @@ def assert_close(actual: Tree, expected: Tree) -> None:
     assert_trees_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+# Only values matter: gathered tensors are row-major.
 IN_MEMORY: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: torch.randn(5, 3, dtype=torch.float64).T,
     "channels_last": lambda: torch.randn(2, 3, 4, 5, dtype=torch.float64).to(memory_format=torch.channels_last),
@@ -65,11 +66,6 @@ def test_parameters_that_are_not_contiguous_keep_their_values(mesh: fs.Mesh) -> 
     assert all(x.is_contiguous() for x in full.values())
     grads = mesh.spmd(fs.grad(lambda p: sum((x**3).sum() for x in fs.gather(p).values())))(params)
     assert_close(whole(grads), {name: 3 * x**2 for name, x in values.items()})
-
-
-# -- layouts ----------------------------------------------------------------------------------------------------------
-
-# Strides of tensors: only values matter, and gathered tensors are row-major.
 
 
 @every_mesh
@@ -100,9 +96,6 @@ def test_dtypes_of_one_unit_have_buffers_gradients_and_steps_of_their_own(mesh: 
     assert_trees_close(whole(stepped), {name: x / 2 for name, x in values.items()}, rtol=0, atol=0)
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
 @every_mesh
 def test_gradients_are_divided_after_the_sum_and_never_before(mesh: fs.Mesh) -> None:
     """No predivision: a gradient of the smallest number there is would be lost by it."""
@@ -111,9 +104,6 @@ def test_gradients_are_divided_after_the_sum_and_never_before(mesh: fs.Mesh) -> 
     rows = smallest if mesh.in_spmd else smallest.expand(*mesh.axes.values(), 3)
     assert_trees_close(whole(fs.scatter_grads({"w": rows}, layout)), {"w": smallest}, rtol=0, atol=0)
     assert mesh.size == 1 or not (smallest / mesh.size)[0]
-
-
-# -- whole parameters, parts of them, copies --------------------------------------------------------------------------
 
 
 @every_mesh
@@ -155,6 +145,3 @@ def test_a_moving_average_sends_nothing_and_is_evaluated_like_parameters(mesh: f
 def mesh_rows(mesh: fs.Mesh, rows: Tensor) -> Tensor:
     """Of the results for a global batch, those that this process has."""
     return mesh.split(rows).flatten(0, -2)
-
-
-# -- control over each parameter --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call
 
 import functorch_shard as fs
@@ -54,7 +55,15 @@ def traffic_on_this_rank(reshard: bool) -> dict[str, list[tuple[str, str]]]:
         loss(leaves)
     with count_collectives() as inferring, torch.inference_mode():
         loss(params)
-    counters = {"grad": by_grad, "backward": by_backward, "no_grad": evaluating, "inference": inferring}
+    with count_collectives() as offloading, save_on_cpu():
+        fs.grad(loss)(params)
+    counters = {
+        "grad": by_grad,
+        "backward": by_backward,
+        "no_grad": evaluating,
+        "inference": inferring,
+        "offload": offloading,
+    }
     return {name: _by_unit(counter.issued, layout) for name, counter in counters.items()}
 
 
@@ -76,7 +85,7 @@ def test_a_step_costs_no_more_messages_than_the_last_two_units_allow(reshard: bo
     again = [2, 1, 0] if reshard else []
     first, second = run_ranks(traffic_on_this_rank, 2, reshard)
     assert first == second
-    for name in ("grad", "backward"):
+    for name in ("grad", "backward", "offload"):
         assert _units(first[name], "all_gather") == forward + again
         assert _units(first[name], "psum_scatter") == forward[::-1]
         assert len(first[name]) == len(forward + again + forward)

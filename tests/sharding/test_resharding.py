@@ -331,3 +331,4 @@ def test_one_rank_takes_all_and_one_of_many_is_refused() -> None:
     last = fs.reshard(single, many.on(pickle.loads(pickle.dumps(fs.Mesh(axes, torch.device("cpu"))))))
     assert same_bits(last, fs.Sharded({key: x[-1] for key, x in params.items()}, many))
     assert "tree.on(mesh)" in refused(fs.reshard, last, alone)
+    assert "its ranks are not here" in refused(fs.gather, last)

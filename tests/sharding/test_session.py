@@ -180,6 +180,3 @@ def test_forward_mode_fetches_each_unit_once_and_its_tangents_once() -> None:
     assert result == (28, 28)
     assert before_use == [[]]
     assert sorted(seen) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-# The policy alone: orders of use in, units to gather and to free out.

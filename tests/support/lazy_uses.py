@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -141,8 +142,8 @@ def _backward_in_a_hook(model: nn.Sequential, gather: Gather, leaves: fs.Sharded
     return gradients(leaves)
 
 
-def _saved_on_cpu(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor) -> Any:
-    with torch.autograd.graph.save_on_cpu():
+def _saved(model: nn.Sequential, gather: Gather, leaves: fs.Sharded, x: Tensor, hooks: Callable[[], Any]) -> Any:
+    with hooks():
         loss = run_blocks(model, gather(leaves), x).square().sum()
     loss.backward()
     return gradients(leaves)
@@ -175,7 +176,9 @@ USES: dict[str, Callable[..., Any]] = {
     "some inputs": _some_inputs,
     "hooks on parameters": _hooks_on_parameters,
     "a backward inside of a backward": _backward_in_a_hook,
-    "saved tensors on the host": _saved_on_cpu,
+    "saved tensors on the host": partial(_saved, hooks=save_on_cpu),
+    "saved tensors themselves": partial(_saved, hooks=lambda: saved_tensors_hooks(lambda x: x, lambda x: x)),
+    "saved copies": partial(_saved, hooks=lambda: saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x)),
     "without gradients": _without_gradients,
 }
 
