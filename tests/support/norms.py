@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 import functorch_shard as fs
 
@@ -101,20 +101,12 @@ def first(x: Tensor, mesh: fs.Mesh) -> Tensor:
     return rows[0]
 
 
-def clipped_by_torch(tensors: Mapping[str, Tensor], max_norm: float, p: float) -> tuple[dict[str, Tensor], Tensor]:
-    params = {name: nn.Parameter(torch.zeros_like(x)) for name, x in tensors.items() if x.numel() or p != INF}
+def clipped_by_torch(tensors: Mapping[str, Tensor], max_norm: float, norm: Tensor) -> dict[str, Tensor]:
+    params = {name: nn.Parameter(torch.zeros_like(x)) for name, x in tensors.items()}
     for name, param in params.items():
         param.grad = tensors[name].clone()
-    norm = clip_grad_norm_(params.values(), max_norm, p)
-    clipped = {name: params[name].grad if name in params else x for name, x in tensors.items()}
-    return {name: x for name, x in clipped.items() if x is not None}, norm
-
-
-def padded(mesh: fs.Mesh, ignored: str = "b whole") -> fs.Sharded:
-    """With more than eight elements of padding."""
-    tree = sharded(mesh, "float32", ignored, align_bytes=64, units=10**9)
-    assert sum(sum(buffer.split_sizes[::2]) for buffer in tree.layout.buffers.values()) > 8
-    return tree
+    clip_grads_with_norm_(params.values(), max_norm, norm)
+    return {name: param.grad for name, param in params.items() if param.grad is not None}
 
 
 def spoiled_values(bad: Bad, dtypes: str = "float64") -> dict[str, Tensor]:

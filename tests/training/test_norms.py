@@ -1,16 +1,21 @@
-"""Norms on simulated and on gloo ranks: those of whole tensors by torch itself, with one number sent."""
+"""Norms, clipping and their derivatives: those of whole tensors by torch itself, with one number sent."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import grad, jvp
 from torch.nn.utils import get_total_norm
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives
+from tests.laws.tasks import whole
 from tests.support.norms import (
     DTYPES,
     F32,
@@ -21,11 +26,12 @@ from tests.support.norms import (
     NAN,
     POWERS,
     SHAPES,
-    TOLERANCE,
+    clipped_by_torch,
     first,
-    padded,
     sharded,
     some_none,
+    spoiled,
+    spoiled_values,
     tolerance,
     total,
     values,
@@ -33,22 +39,30 @@ from tests.support.norms import (
 )
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.refusals import refused
+from tests.support.steps import copied
 
 every_power = pytest.mark.parametrize("p", POWERS)
-
-
-# --- the norm
+MAX_NORMS = (1.0, 0.0, 1e6)
 
 
 def norms_of(mesh: fs.Mesh, dtypes: str, ignored: str, p: float) -> Any:
-    """The norm, and the norms by name, of a tree whose padding is NaN."""
+    """The norm, the norms by name, and clipped trees, of a tree whose padding is NaN."""
     tree = with_padding(sharded(mesh, dtypes, ignored), NAN)
-    norms = lambda tree: (fs.global_norm(tree, p), fs.debug.param_norms(tree, p))  # noqa: E731
-    norm, by_name = mesh.spmd(norms)(tree)
+    before = copied(tree)
+
+    def norms(tree: fs.Sharded) -> Any:
+        clipped, again = zip(*(fs.clip_by_global_norm(tree, most, p) for most in MAX_NORMS), strict=True)
+        return (fs.global_norm(tree, p), *again), fs.debug.param_norms(tree, p), clipped
+
+    found, by_name, clipped = mesh.spmd(norms)(tree)
     if mesh.is_simulated:
-        inside = first(norm, mesh), {name: first(x, mesh) for name, x in by_name.items()}
-        assert_trees_close(norms(tree), inside, rtol=2e-6, atol=0)
-    return norm, by_name
+        inside = [first(x, mesh) for x in found], {name: first(x, mesh) for name, x in by_name.items()}
+        outside = norms(tree)
+        assert_trees_close(([*outside[0]], outside[1]), inside, rtol=2e-6, atol=0)
+        assert_trees_close([with_padding(x, NAN) for x in outside[2]], [with_padding(x, NAN) for x in clipped])
+    assert_trees_close(tree, before, rtol=0, atol=0)
+    assert all({key: x.dtype for key, x in each.items()} == {k: x.dtype for k, x in tree.items()} for each in clipped)
+    return torch.stack(found, -1), by_name, [fs.gather(each, lazy=False) for each in clipped]
 
 
 @pytest.mark.parametrize(
@@ -60,19 +74,49 @@ def norms_of(mesh: fs.Mesh, dtypes: str, ignored: str, p: float) -> Any:
     ids=str,
 )
 @every_power
-def test_norms_are_those_of_the_whole_tensors_and_bitwise_the_same_on_every_rank(
+def test_norms_and_clipping_are_those_of_torch_and_bitwise_the_same_on_every_rank(
     p: float, dtypes: str, ignored: str, ranks: Ranks
 ) -> None:
-    expected, each = total(values(dtypes), p, DTYPES[dtypes][1]), {}
-    for name, x in values(dtypes).items():
-        dtype = F64 if x.dtype in (F64, torch.complex128) else F32
-        each[name] = total({name: x}, p, dtype) if x.numel() else torch.zeros((), dtype=dtype)
+    given, dtype = values(dtypes), DTYPES[dtypes][1]
+    expected, each = total(given, p, dtype), {}
+    for name, x in given.items():
+        own = F64 if x.dtype in (F64, torch.complex128) else F32
+        each[name] = total({name: x}, p, own) if x.numel() else torch.zeros((), dtype=own)
     results = ranks.run(norms_of, dtypes, ignored, p)
-    norm, by_name = results[0]
-    assert_trees_close(norm, expected, **tolerance(dtypes))
+    found, by_name, clipped = results[0]
+    assert_trees_close(found, expected.expand(4), **tolerance(dtypes))
     assert list(by_name) == list(each)
     assert_trees_close(by_name, each, rtol=2e-6, atol=0)
+    for most, full in zip(MAX_NORMS, clipped, strict=True):
+        by_torch = clipped_by_torch(given, most, expected)
+        close: Any = tolerance(dtypes) if dtypes == "float64" else {}
+        assert_trees_close(dict(full), {**by_torch, **FROZEN}, **close)
     assert_trees_close(results, results[:1] * ranks.size, rtol=0, atol=0)
+
+
+BAD = [{"c.w": {(16, 30): bad}} for bad in (NAN, INF, -INF)]
+
+
+def clipped_where_bad(mesh: fs.Mesh) -> list[tuple[Tensor, Tensor, fs.Full]]:
+    """Norms of trees in which the last rank alone has a NaN or an infinity."""
+    results = []
+    for bad, p in product(BAD, POWERS):
+        tree = spoiled(mesh, bad)
+        clipped, norm = mesh.spmd(lambda tree, p=p: fs.clip_by_global_norm(tree, 1.0, p))(tree)
+        results.append((norm, mesh.spmd(fs.all_finite)(tree), fs.gather(clipped, lazy=False)))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [*simulated(2), *gloo(2)], ids=str)
+def test_a_nan_of_the_last_rank_reaches_all_ranks_as_in_torch(ranks: Ranks) -> None:
+    for results in ranks.run(clipped_where_bad):
+        for (bad, p), (norm, finite, clipped) in zip(product(BAD, POWERS), results, strict=True):
+            given = {n: x for n, x in spoiled_values(bad).items() if n not in FROZEN and x.numel()}
+            total_norm = get_total_norm([*given.values()], p)
+            assert_trees_close(norm, total_norm)
+            expected = clipped_by_torch(given, 1.0, total_norm)
+            assert_trees_close({name: clipped[name] for name in expected}, expected)
+            assert not finite
 
 
 def test_tied_parameters_count_once() -> None:
@@ -80,10 +124,8 @@ def test_tied_parameters_count_once() -> None:
     model["b"].weight = model["a"].weight
     mesh = fs.simulated_mesh(2)
     params = fs.shard(model, fs.plan(model, mesh))
-    expected = get_total_norm([p.detach() for p in model.parameters()])
     assert len(list(model.parameters())) == 3
-    assert_trees_close(fs.global_norm(params), expected)
-    assert_trees_close(mesh.spmd(fs.global_norm)(params)[1], expected)
+    assert_trees_close(fs.global_norm(params), get_total_norm([p.detach() for p in model.parameters()]))
     assert list(fs.debug.param_norms(params)) == ["a.weight", "a.bias", "b.bias"]
 
 
@@ -93,7 +135,7 @@ def test_missing_gradients_and_integers_count_nothing(p: float) -> None:
     tree = some_none(sharded(mesh))
     there = {name: x for name, x in values().items() if not name.startswith("c")}
     for norm in (fs.global_norm(tree, p), first(mesh.spmd(lambda tree: fs.global_norm(tree, p))(tree), mesh)):
-        assert_trees_close(norm, total(there, p, F64), **TOLERANCE[F64])
+        assert_trees_close(norm, total(there, p, F64), **tolerance("float64"))
     clipped, _ = fs.clip_by_global_norm(tree, 0.1, p)
     assert [key for key, x in clipped.items() if x is None] == [key for key, x in tree.items() if x is None]
     integers = [key for key, buffer in tree.layout.buffers.items() if not buffer.differentiable]
@@ -113,45 +155,21 @@ def test_the_norm_of_nothing_is_zero(p: float) -> None:
     assert fs.debug.param_norms(none, p) == {}
 
 
-# --- padding
-
-
-@every_power
-def test_padding_never_reaches_the_norm(p: float) -> None:
-    mesh = fs.simulated_mesh(3)
-    tree = padded(mesh)
-    dirty = with_padding(tree, NAN)
-    for run in (lambda fn: fn, mesh.spmd):
-        norms = run(lambda tree: (fs.global_norm(tree, p), fs.debug.param_norms(tree, p)))
-        assert_trees_close(norms(dirty), norms(tree), rtol=0, atol=0)
-        clip = run(lambda tree: fs.clip_by_global_norm(tree, 0.5, p))
-        (clipped, _), (expected, _) = clip(dirty), clip(tree)
-        assert_trees_close(with_padding(clipped, 0.0), expected, rtol=0, atol=0)
-
-
-# --- what is sent
-
-
 @pytest.mark.parametrize("ignored", IGNORED)
 @every_power
 def test_one_number_is_sent_over_the_shard_axis_and_none_over_replicas(ignored: str, p: float) -> None:
-    axes = {"replicate": 2, "shard": 2}
-    mesh = fs.simulated_mesh(axes)
-    tree = sharded(mesh, "mixed", ignored)
-    kind, anything = "pmax" if p == INF else "psum", axes.get("shard", 1) > 1 and ignored != "all whole"
-    for norm in (lambda tree: fs.global_norm(tree, p), lambda tree: fs.clip_by_global_norm(tree, 1.0, p)):
+    mesh = fs.simulated_mesh(HYBRID)
+    tree, kind, alone = sharded(mesh, "mixed", ignored), "pmax" if p == INF else "psum", ignored == "all whole"
+    verbs: dict[Any, int] = {
+        fs.global_norm: 1,
+        (lambda tree, p: fs.clip_by_global_norm(tree, 1.0, p)): 1,
+        fs.debug.param_norms: len(SHAPES) - (3 if ignored == "b whole" else 0),
+    }
+    for verb, number in verbs.items():
         with count_collectives() as seen:
-            mesh.spmd(norm)(tree)
-        expected = [(kind, "shard", 1, 4)] if anything else []
+            mesh.spmd(partial(verb, p=p))(tree)
+        expected = [] if alone else [(kind, "shard", number, 4 * number)]
         assert [(c.kind, c.axis, c.numel, c.nbytes) for c in seen.issued] == expected
-    with count_collectives() as seen:
-        mesh.spmd(lambda tree: fs.debug.param_norms(tree, p))(tree)
-    num_sharded = len(SHAPES) - (3 if ignored == "b whole" else 0)
-    expected = [(kind, "shard", num_sharded, 4 * num_sharded)] if anything else []
-    assert [(c.kind, c.axis, c.numel, c.nbytes) for c in seen.issued] == expected
-
-
-# --- norms by name
 
 
 def test_a_long_sum_in_float32_keeps_its_digits() -> None:
@@ -159,14 +177,9 @@ def test_a_long_sum_in_float32_keeps_its_digits() -> None:
     given = {"w": torch.full((1_000_003,), 0.1), "v": torch.full((77_777,), 0.3)}
     tree = fs.shard(given, fs.plan(given, mesh))
     exact = {name: x.double().norm().float() for name, x in given.items()}
-    assert_trees_close(
-        mesh.spmd(fs.debug.param_norms)(tree), {n: x.expand(2) for n, x in exact.items()}, rtol=1e-6, atol=0
-    )
+    assert_trees_close(fs.debug.param_norms(tree), exact, rtol=1e-6, atol=0)
     together = torch.cat([x.double() for x in given.values()]).norm().float()
-    assert_trees_close(mesh.spmd(fs.global_norm)(tree), together.expand(2), rtol=1e-6, atol=0)
-
-
-# --- refusals
+    assert_trees_close(fs.global_norm(tree), together, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -182,3 +195,63 @@ def test_a_wrong_power_or_a_wrong_tree_is_refused(verb: Any) -> None:
     assert "got dict, expected a Sharded." in refused(verb, dict(tree))
     cut = fs.Sharded({key: x[..., :1] for key, x in tree.items()}, tree.layout)
     assert "problems\n  'a': got shape (2, 1), torch.float64, expected (2, 11)" in refused(verb, cut)
+
+
+# --- derivatives
+
+
+def vector_norm(tensors: Mapping[str, Tensor], p: float) -> Tensor:
+    return torch.linalg.vector_norm(torch.cat([x.flatten() for x in tensors.values()]), p)
+
+
+@pytest.mark.parametrize(("axes", "ignored"), [({"shard": 5}, "b whole"), (HYBRID, "sharded")], ids=str)
+@every_power
+def test_derivatives_are_those_of_the_norm_of_whole_tensors(axes: dict[str, int], ignored: str, p: float) -> None:
+    """Padding, which is NaN here, has no gradient, and its tangent does not count."""
+    mesh, given, v = fs.simulated_mesh(axes), values(), values(seed=1)
+    layout = fs.plan(given, mesh, ignored=IGNORED[ignored], align_bytes=64)
+    assert any(sum(buffer.split_sizes[::2]) for buffer in layout.buffers.values())
+    tree, direction = (with_padding(fs.shard(x, layout), NAN) for x in (given, v))
+    norm, plain = partial(fs.global_norm, p=p), partial(vector_norm, p=p)
+
+    def once(gradient: fs.Sharded) -> dict[str, Tensor]:
+        """Each rank whose result depends on a part adds to its gradient: all of them, or the one with a whole copy."""
+        assert_trees_close(with_padding(gradient, 0.0), gradient, rtol=0, atol=0)
+        number = {slot.name: buffer.num_shards for buffer in layout.buffers.values() for slot in buffer.slots}
+        return {name: x / number[name] for name, x in whole(gradient, axes.get("replicate", 1)).items()}
+
+    assert_trees_close(once(mesh.spmd(grad(norm))(tree)), grad(plain)(given), rtol=1e-11, atol=1e-13)
+    tangent = mesh.spmd(lambda tree, v: jvp(norm, (tree,), (v,))[1])(tree, direction)
+    assert_trees_close(first(tangent, mesh), jvp(plain, (given,), (v,))[1], rtol=1e-11, atol=1e-13)
+    second = mesh.spmd(lambda tree, v: jvp(grad(norm), (tree,), (v,))[1])(tree, direction)
+    assert_trees_close(once(second), jvp(grad(plain), (given,), (v,))[1], rtol=1e-10, atol=1e-12)
+
+
+@every_power
+def test_outside_spmd_every_copy_has_the_gradient_of_the_one_norm(p: float) -> None:
+    mesh, given = fs.simulated_mesh(HYBRID), values()
+    tree = fs.shard(given, fs.plan(given, mesh, ignored=["b"]))
+    gradient = grad(lambda tree: fs.global_norm(tree, p))(tree)
+    expected = fs.shard(grad(lambda tensors: vector_norm(tensors, p))(given), tree.layout)
+    assert_trees_close(gradient, expected, rtol=1e-12, atol=1e-14)
+
+
+@every_power
+def test_at_zero_every_derivative_is_zero_and_not_nan(p: float) -> None:
+    mesh, dtypes = fs.simulated_mesh(3), "complex"
+    given = {name: torch.zeros_like(x) for name, x in values(dtypes).items()}
+    tree = fs.shard(given, fs.plan(given, mesh, ignored=["b"]))
+    for run in (lambda fn: fn, mesh.spmd):
+        gradient = run(grad(lambda tree: fs.global_norm(tree, p)))(tree)
+        assert_trees_close(gradient, tree, rtol=0, atol=0)
+        clipped = run(lambda tree: fs.clip_by_global_norm(tree, 1.0, p)[0])(tree)
+        assert_trees_close(clipped, tree, rtol=0, atol=0)
+    partly = {**given, "a.w": values(dtypes)["a.w"]}
+    tree = fs.shard(partly, tree.layout)
+    gradient = mesh.spmd(grad(lambda tree: fs.global_norm(tree, p)))(tree)
+    alone = total({"a.w": partly["a.w"]}, p, DTYPES[dtypes][1])
+    for name, x in fs.gather(gradient).items():
+        assert x.isfinite().all()
+        assert (name == "a.w") == bool(x.any())
+        if p == 2 and name == "a.w":
+            assert_trees_close(x, 3 * partly[name] / alone)
