@@ -229,25 +229,28 @@ def sum_in_rank_order(rows: Tensor, axes: Mapping[str, int]) -> Tensor:
 def sharded(
     case: Case, mesh: fs.Mesh, dtype: torch.dtype, precision: fs.MixedPrecision | None = None, **options: Any
 ) -> Training:
-    """On simulated or real ranks: gradients and parameters as ``gather`` gives them, on rank 0 or this one."""
+    """On simulated or real ranks: gradients and parameters as ``gather`` gives them, on rank 0 or this one.
+
+    A step with frozen parameters is written as one without.
+    """
     model, training = case.build(dtype), Training()
-    params, frozen = fs.partition(fs.shard(model, fs.plan(model, mesh, precision=precision, **options)))
+    params = fs.shard(model, fs.plan(model, mesh, precision=precision, **options))
     opt = fs.optimizer(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
     state = opt.init(params)
     whole = partial(fs.gather, lazy=False, dtype=dtype)
 
     @mesh.spmd
-    def gradients(params: fs.Sharded, frozen: fs.Sharded, x: Tensor, y: Tensor) -> Any:
-        def loss_of(p: fs.Sharded) -> Tensor:
-            return case.loss_of(model, fs.gather(p, frozen), x, y)
-
-        grads, loss = fs.grad_and_value(loss_of)(params)
+    def gradients(params: fs.Sharded, x: Tensor, y: Tensor) -> Any:
+        grads, loss = fs.grad_and_value(lambda p: case.loss_of(model, fs.gather(p), x, y))(params)
         return grads, fs.collectives.pmean(loss, mesh)
 
     for batch in case.batches(mesh.size, dtype):
-        grads, loss = gradients(params, frozen, *mesh.split(batch))
+        grads, loss = gradients(params, *mesh.split(batch))
+        assert all((grads[key] is None) != buffer.trainable for key, buffer in params.layout.buffers.items())
         params, state = opt.step(params, grads=grads, state=state)
-        training.add(loss.flatten()[0], whole(grads), whole(params, frozen))
+        trained, _ = fs.partition(grads)
+        training.add(loss.flatten()[0], whole(trained), whole(params))
+    assert {*state["momentum_buffer"]} == {key for key, buffer in params.layout.buffers.items() if buffer.trainable}
     return training
 
 

@@ -20,10 +20,10 @@ import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close, count_collectives, run_ranks
 from tests.laws import convention
 from tests.laws.convention import INNER, Side, dot_over_ranks
+from tests.recompute.test_remat import plainly, twice
 from tests.support.live_bytes import LiveBytes, settle
 from tests.support.ranks import Ranks, gloo, simulated
 from tests.support.refusals import text_of
-from tests.support.rematting import WAYS, plainly, twice
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"remat": fs.remat, "twice": twice, "plain": plainly}
 
@@ -116,9 +116,27 @@ def test_a_gradient_gathers_each_part_twice_and_reduces_it_once(ranks: Ranks) ->
         assert result["jvp"][2] == {"all_gather": 12}
 
 
+def gathered_outside(p: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Two parts with whole parameters, lazy ones on real ranks, as arguments."""
+    full = fs.gather(p)
+    for i, layer in enumerate(convention.model().children()):
+        x = fs.remat(layer)(x) if i == 1 else fs.remat(functional_call)(layer, layer_of(full, i), x)
+    return ((x - y) ** 2).mean()
+
+
+def layer_of(full: Any, i: int) -> dict[str, Tensor]:
+    return {name: full[f"{i}.{name}"] for name in ("weight", "bias")}
+
+
+WAYS = {
+    "gathered inside": fs.remat(partial(convention.sharded_loss, lazy=None)),
+    "gathered outside": gathered_outside,
+}
+
+
 def refusals(mesh: fs.Mesh, way: str) -> list[str]:
     """A gradient through a step, by a derivative that would take the mean twice."""
-    loss = partial(WAYS[way], fs.remat)
+    loss = WAYS[way]
     side = Side(loss, fs.grad(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
     inner = Side(loss, torch.func.grad(loss), torch.func.grad, dot_over_ranks, fs.global_norm)
     return [text_of(convention.on_mesh, mesh, one, ["through one step"]) for one in (side, inner)]

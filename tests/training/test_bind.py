@@ -226,24 +226,6 @@ def test_a_compiled_module_is_bound_as_what_was_compiled(in_place: bool) -> None
     assert torch.equal(bound(torch.ones(1, 2)), torch.ones(1, 2))
 
 
-def test_a_loss_that_holds_the_model_and_a_model_on_meta_are_bound() -> None:
-    class Loss(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.model(x).square().sum()
-
-    loss, mesh, x = Loss(nn.Linear(2, 1)), fs.init_mesh(), torch.ones(1, 2)
-    params = fs.shard(loss, fs.plan(loss, mesh))
-    expected = loss(x)
-    loss.to("meta")
-    assert torch.equal(fs.bind(loss, params)(x), expected)
-    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        loss(x).item()
-
-
 def test_a_tied_model_that_to_meta_untied_is_bound_as_it_was_planned_and_what_is_left_on_meta_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3)).eval()
     model[1].weight = model[0].weight

@@ -321,30 +321,3 @@ def test_ten_steps_are_bitwise_those_without_checkpointing_and_gather_what_they_
             more = GATHERED_AGAIN.get(style, 0)
             assert kinds == [{"all_gather": 8, "psum_scatter": 5}] * 10
             assert others[0][3] == [{"all_gather": 8 + more, "psum_scatter": 5}] * 10, style
-
-
-def backward_on_this_rank() -> list[Any]:
-    return [_called_with_two_sets_of_parameters(style) for style in STYLES]
-
-
-def _called_with_two_sets_of_parameters(style: str) -> Any:
-    """Plain backward, twice; without and with checkpointing."""
-    mesh, results = fs.init_mesh(), []
-    for how in (None, again):
-        model = build(style, how)
-        params = fs.shard(model, fs.plan(model, mesh))
-        leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
-        other = fs.Sharded({key: 0.9 * x + 0.01 for key, x in leaves.items()}, params.layout)
-        x = mesh.split(inputs())
-        torch.manual_seed(0)
-        loss = (bound(model, leaves, x) * bound(model, other, x + 1)).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        results.append({key: x.grad for key, x in leaves.items()})
-    return results
-
-
-def test_each_copy_of_one_model_is_recomputed_with_its_own_parameters_by_plain_backward() -> None:
-    for results in run_ranks(backward_on_this_rank, 2):
-        for expected, actual in results:
-            assert_trees_close(actual, expected, rtol=1e-12, atol=1e-12)

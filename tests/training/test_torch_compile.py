@@ -1,4 +1,7 @@
-"""``torch.compile`` of a step breaks its graph at each call of the library: the numbers are those of the eager step."""
+"""``torch.compile`` of a model in a step is one graph; of a step it breaks the graph at each call of the library.
+
+The numbers are those of the eager step.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.func import jvp
+from torch.func import functional_call, jvp
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
 from tests.support.differentiated import Program, data
-from tests.support.ranks import Ranks, gloo, on_each, simulated
+from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 
 EXACT: Any = {"rtol": 1e-12, "atol": 1e-14}
 
@@ -35,6 +38,20 @@ class Plain(Program):
         leaves = {key: shard.detach().requires_grad_() for key, shard in trainable.items()}
         value = self._loss(x, frozen)(fs.Sharded(leaves, trainable.layout))
         return list(torch.autograd.grad(value, list(leaves.values())))
+
+
+@on_each([*simulated(2, HYBRID), *gloo(2)])
+def test_a_compiled_loss_of_plain_whole_parameters_is_one_graph_on_real_ranks(mesh: fs.Mesh) -> None:
+    torch._dynamo.reset()
+    program, x = Program(mesh), data(mesh, 1)
+
+    def loss(full: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(program.model, full, (x,)).square().mean()
+
+    # under the vmap of simulated ranks the graph breaks
+    compiled: Any = torch.compile(loss, backend="aot_eager", fullgraph=not mesh.is_simulated)
+    step = mesh.spmd(fs.grad(lambda p, x: compiled(dict(fs.gather(p, lazy=False)), x)))
+    assert_trees_close(step(program.params, x), mesh.spmd(fs.grad(program.loss))(program.params, x), **EXACT)
 
 
 def check(mesh: fs.Mesh, name: str) -> None:

@@ -102,5 +102,10 @@ REFEREES = [
         partial(trained, task("vit_tiny_patch16_224", 16, "set_grad_checkpointing", **VIT)),
         batched=CHECKPOINTED,
     ),
+    of(
+        "ResNet, checkpointing",  # BatchNorm in what is run again
+        partial(trained, task("resnet10t", 32, "set_grad_checkpointing")),
+        batched="running_mean",
+    ),
     of("ViT, gradients of single images", per_sample),
 ]

@@ -202,6 +202,7 @@ REFEREES = [
     referee("GPT-2", **CHECKPOINTING),
     referee("BERT", padded_text, **CHECKPOINTING | {"batched": MASKED}),
     referee("T5", padded_text, **CHECKPOINTING | {"batched": MASKED}),
+    referee("Mixtral", experts_implementation="eager", **CHECKPOINTING),
     referee("ViT", pixels, **CHECKPOINTING),
     referee("Whisper", sound, **CHECKPOINTING),
     Referee(
