@@ -6,7 +6,6 @@ python -m tests.benchmarks.checkpoints --rounds 1                     # the shor
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import shutil
@@ -23,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from functorch_shard.checkpoint import save
 from functorch_shard.testing import run_ranks
-from tests.benchmarks.resident import status
+from tests.benchmarks.tools import command_line, status
 from tests.benchmarks.workloads import WORKLOADS, Workload
 from tests.support.checkpoints import FSDP2, Ours
 from tests.support.live_bytes import LiveBytes
@@ -152,12 +151,7 @@ def check_memory(memory: Memory) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", choices=WORKLOADS, default="gpt")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", help="where to write; a temporary one unless given")
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__, workload="gpt", ranks=2, rounds=5, directory=None)  # where to write
     with tempfile.TemporaryDirectory(dir=chosen.directory) as folder:
         times, memory = run_ranks(measure, chosen.ranks, chosen.workload, chosen.rounds, folder, timeout=3000)[0]
     print(f"{chosen.workload}, {chosen.ranks} gloo ranks: {chosen.rounds} rounds")

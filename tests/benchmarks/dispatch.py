@@ -8,7 +8,6 @@ bound by the host. Values are meaningless, since the fake group copies nothing.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from functools import partial
 
@@ -20,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import functorch_shard as fs
 from tests.benchmarks.contenders import alone, fsdp2, ours
-from tests.benchmarks.turns import in_turns
+from tests.benchmarks.tools import command_line, in_turns
 from tests.benchmarks.workloads import Block, Workload
 
 WIDTH, HEADS, SAMPLES, LENGTH = 32, 4, 2, 8
@@ -50,11 +49,7 @@ CONTENDERS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--blocks", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=30)
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__, ranks=8, blocks=24, rounds=30)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=chosen.ranks)
     x = torch.randn(SAMPLES, LENGTH, WIDTH)

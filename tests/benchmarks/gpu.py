@@ -11,7 +11,6 @@ is a row that says so. Each table is printed when it is complete.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import json
@@ -36,6 +35,7 @@ from torch.func import functional_call
 import functorch_shard as fs
 from tests.benchmarks.contenders import Step, alone, fsdp2, ours
 from tests.benchmarks.decoders import SHAPES, Shape, toy, workload
+from tests.benchmarks.tools import command_line
 from tests.benchmarks.workloads import Workload
 
 WARM_UP = 3
@@ -290,16 +290,7 @@ def _said(rows: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes")
-    parser.add_argument("--rounds", type=int, help="steps that are timed, of each contender")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no further table is begun")
-    parser.add_argument("--json", help="write everything measured to this file, after each table")
-    run(parser.parse_args())
-
-
-def run(chosen: argparse.Namespace) -> None:
+    chosen = command_line(__doc__, device="cuda", tiny=False, rounds=0, minutes=9.0, json=None)  # when no table begins
     device, begin = Device(torch.device(chosen.device)), time.monotonic()
     rounds = chosen.rounds or (2 if chosen.tiny else 20)
     shapes = [toy(shape) for shape in SHAPES] if chosen.tiny else SHAPES

@@ -11,7 +11,6 @@ validation losses and parameters are those of the undisturbed one, bitwise, and 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import multiprocessing
 import os
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 import functorch_shard as fs
+from tests.benchmarks.tools import command_line
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "production.py"
 RANKS, EPOCHS, EVERY, KEEP = 2, 3, 3, 3
@@ -235,10 +235,7 @@ def show(life: Life, job: int, number: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__, kills=50, seed=0)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill_loop_") as folder:
         ended = kill_loop(chosen.kills, chosen.seed, Path(folder))

@@ -8,7 +8,6 @@ are left out: optimizers make their state in them.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -27,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from functorch_shard.gloo.backend import GlooBackend
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import fsdp2, ours
+from tests.benchmarks.tools import command_line
 from tests.benchmarks.workloads import WORKLOADS
 from tests.support.live_bytes import LiveBytes
 
@@ -99,14 +99,12 @@ def thinned(values: Sequence[int]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the curves to this file")
-    path = parser.parse_args().json
+    path = command_line(__doc__, json=None).json
     curves = {name: run_ranks(curves_on_this_rank, RANKS, name)[0] for name in CONTENDERS}
     for name, phases in curves.items():
         print(f"{name}: peak {max(map(max, phases.values())):.1f} MiB,", {k: max(v) for k, v in phases.items()})
     if path:
-        path.write_text(json.dumps({"torch": torch.__version__, "MiB": curves}) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps({"torch": torch.__version__, "MiB": curves}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

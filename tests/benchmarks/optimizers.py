@@ -8,7 +8,6 @@ on matrices with ``whole=True``.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import json
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import check_elementwise, run_ranks
+from tests.benchmarks.tools import command_line
 
 LIBRARIES = (
     "torch.optim",
@@ -145,11 +145,7 @@ def sweep(libraries: list[str], whole: bool) -> list[tuple[str, str, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("libraries", nargs="*", default=list(LIBRARIES))
-    parser.add_argument("--whole", action="store_true", help="with whole=True, on matrices")
-    parser.add_argument("--json", help="a file for the results")
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__, libraries=[*LIBRARIES], whole=False, json=None)
     first, second = run_ranks(sweep, 2, chosen.libraries, chosen.whole, timeout=3600)
     different = [pair for pair in zip(first, second, strict=True) if pair[0] != pair[1]]
     assert not different, f"the ranks disagree: {different}"

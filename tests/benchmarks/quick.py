@@ -15,7 +15,7 @@ from torch import nn
 
 import functorch_shard as fs
 from tests.benchmarks.simulated import adamw_step
-from tests.benchmarks.turns import in_turns
+from tests.benchmarks.tools import in_turns
 
 STEP_LIMIT_MS, IMPORT_LIMIT_MS = 50.0, 250.0
 

@@ -9,7 +9,6 @@ by rank, for want of a batching rule.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
-from tests.benchmarks.turns import in_turns, milliseconds
+from tests.benchmarks.tools import command_line, in_turns, milliseconds
 from tests.benchmarks.workloads import WORKLOADS, Block, Workload
 
 Step = Callable[[], Tensor]
@@ -139,12 +138,7 @@ def without_batching_rule(step: Step) -> set[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--models", nargs="+", default=[*WORKS], choices=[*WORKS])
-    parser.add_argument("--backends", nargs="*", default=["replay"])
-    chosen = parser.parse_args()
+    chosen = command_line(__doc__, ranks=4, rounds=15, models=[*WORKS], backends=["replay"])
     torch.set_num_threads(1)
     print(f"{chosen.ranks} simulated ranks, one thread; ms, ratio to a {LOOP}, first call, of {chosen.rounds} steps")
     for name in chosen.models:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from functorch_shard.testing import run_ranks
 from tests.benchmarks.contenders import CONTENDERS, takes_replicas
-from tests.benchmarks.resident import forget_peak, status
+from tests.benchmarks.tools import forget_peak, status
 from tests.benchmarks.workloads import WORKLOADS
 from tests.support.two_hosts import on_two_hosts
 

@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Mapping
 
+from tests.benchmarks.tools import command_line
 from tests.laws import nestings_fsdp2
 from tests.laws.nestings import COLUMNS, INNER, OUTER, ROWS, UNSHARDED, Row, verdicts
 
@@ -60,10 +60,7 @@ def errors(found: Verdicts) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--columns", nargs="*", default=[""], help="parts of the names of kinds of ranks")
-    parser.add_argument("--markdown", action="store_true", help="the table alone")
-    given = parser.parse_args()
+    given = command_line(__doc__, columns=[""], markdown=False)
     found: dict[str, dict[Row, str]] = {}
     for name, column in COLUMNS.items():
         if any(part in name for part in given.columns):

@@ -5,7 +5,6 @@ python -m tests.benchmarks.virtual [--ranks 2] [--virtual 8] [--steps 20]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
+from tests.benchmarks.tools import command_line
 from tests.benchmarks.workloads import WORKLOADS
 
 
@@ -53,11 +53,7 @@ def measure(virtual_ranks: int, steps: int) -> tuple[dict[str, list[float]], dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--virtual", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
-    args = parser.parse_args()
+    args = command_line(__doc__, ranks=2, virtual=8, steps=20)
     seconds, sent = fs.testing.run_ranks(measure, args.ranks, args.virtual, args.steps, timeout=1800)[0]
     ratios = [a / b for a, b in zip(seconds["virtual"], seconds["plain"], strict=True)]  # of steps that are neighbours
     low, _, high = statistics.quantiles(ratios)

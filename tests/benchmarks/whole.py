@@ -7,7 +7,6 @@ the results are apart. Every rank computes with one thread, so more ranks than c
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from torch import Tensor
 import functorch_shard as fs
 from functorch_shard.communication import Counter
 from functorch_shard.testing import run_ranks
+from tests.benchmarks.tools import command_line
 
 MUON: dict[str, Any] = {"lr": 0.02}
 Step = Callable[[fs.Sharded, fs.Sharded], fs.Sharded]
@@ -92,12 +92,7 @@ def measured(width: int, layers: int, rounds: int) -> tuple[dict[str, dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time a step of Muon by owners, and by every rank.")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = command_line(__doc__, ranks=[1, 2, 4], width=512, layers=4, rounds=5)
     numel = sum(x.numel() for x in matrices(args.width, args.layers).values())
     print(f"Muon, {4 * args.layers} matrices, {numel:,} float32, {os.cpu_count()} cores, one thread a rank")
     print("ranks  by           seconds  processor  collectives    MB sent  difference")

@@ -18,7 +18,7 @@ from functorch_shard.collectives import all_gather, all_to_all, pmax, psum, psum
 from functorch_shard.communication import Collective, Counter, Finished, Work, wrap
 from functorch_shard.testing import count_collectives
 from tests.support.models import loss_of
-from tests.support.pool import run_ranks
+from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
 Seen = list[tuple[Any, ...]]
 
@@ -53,51 +53,28 @@ def every_kind(mesh: fs.Mesh) -> None:
     mesh.spmd(one_rank)(rows)
 
 
-def records_of(plain: fs.Mesh) -> tuple[Seen, Seen, Seen, int]:
-    """What the recorder, two wrappers and a counter saw of one program."""
-    first, last, counter = list[Any](), list[Any](), Counter()
-    mesh = plain.with_backend(noting(first)).with_backend(counter).with_backend(noting(last))
+def records(mesh: fs.Mesh) -> tuple[Seen, Seen]:
+    """What all of them saw, and what is seen in another thread."""
+    first, last, counter, in_a_thread = list[Any](), list[Any](), Counter(), list[Any]()
+    wrapped = mesh.with_backend(noting(first)).with_backend(counter).with_backend(noting(last))
     with count_collectives() as recorded:
-        every_kind(mesh)
-    return list(map(shown, recorded.issued)), first, last, counter.total.number
+        every_kind(wrapped)
+    assert first == last == [*map(shown, recorded.issued)]
+    assert counter.total.number == len(first)
+    thread = threading.Thread(target=lambda: every_kind(mesh.with_backend(noting(in_a_thread))))
+    thread.start()
+    thread.join()
+    return first, in_a_thread
 
 
-def in_threads(*works: Callable[[], Any]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+KINDS_OF_RANKS = [{"shard": 2}, {"shard": 3}, HYBRID]
 
 
-AXES = [{"shard": 2}, {"shard": 3}, {"replicate": 2, "shard": 2}]
-
-
-def check_records(recorded: Seen, first: Seen, last: Seen, counted: int) -> None:
-    assert recorded == first == last
-    assert counted == len(recorded)
-    assert {kind for kind, *_ in recorded} >= KINDS
-
-
-def records_on_this_rank(axes: dict[str, int]) -> tuple[Any, ...]:
-    mesh, seen = fs.init_mesh(axes), list[Any]()
-    records = records_of(mesh)
-    in_threads(lambda: every_kind(mesh.with_backend(noting(seen))))
-    return *records, seen
-
-
-@pytest.mark.parametrize("axes", AXES, ids=str)
-def test_every_collective_is_seen_once_on_real_ranks_and_in_another_thread(axes: dict[str, int]) -> None:
-    results = run_ranks(records_on_this_rank, fs.simulated_mesh(axes).size, axes)
-    for *records, in_a_thread in results:
-        check_records(*records)
-        assert Multiset(in_a_thread) == Multiset(records[0])
-    assert {"exchange", "broadcast"} <= {kind for recorded, *_ in results for kind, *_ in recorded}
-
-
-@pytest.mark.parametrize("axes", AXES, ids=str)
-def test_every_collective_is_seen_once_by_the_recorder_each_wrapper_and_the_counter(axes: dict[str, int]) -> None:
-    check_records(*records_of(fs.simulated_mesh(axes)))
+@pytest.mark.parametrize("ranks", [*gloo(*KINDS_OF_RANKS), *simulated(*KINDS_OF_RANKS)], ids=str)
+def test_every_collective_is_seen_once_by_the_recorder_each_wrapper_and_the_counter(ranks: Ranks) -> None:
+    for first, in_a_thread in ranks.run(records):
+        assert Multiset(in_a_thread) == Multiset(first)
+        assert {kind for kind, *_ in first} >= KINDS | ({"exchange", "broadcast"} if ranks.real else set())
 
 
 # The door; graphs, which record its name; and mutants, which have an axis do what another one was asked for.

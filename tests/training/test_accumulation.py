@@ -10,16 +10,15 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import CollectiveCounter, assert_trees_close, count_collectives
-from tests.support.models import awkward, loss_of
+from tests.support.models import awkward, loss_of, two_layers
 from tests.support.ranks import Ranks, gloo, rows_of, simulated
 
-NUM_MICROBATCHES, LENGTH, VOCABULARY, WIDTH = 3, 5, 7, 4
+NUM_MICROBATCHES, LENGTH = 3, 5
 AXES: list[dict[str, int]] = [{"shard": 2}, {"replicate": 2, "shard": 2}]
 COUNTS = [[5, 0, 3], [0, 0, 0], [1, 4, 2], [0, 5, 5]]  # tokens of each rank and microbatch
 Grads = dict[str, Tensor]
@@ -124,44 +123,25 @@ WAYS: dict[str, Callable[[fs.Mesh], tuple[Grads, list[CollectiveCounter], fs.Lay
 }
 
 
-class Tagger(nn.Module):
-    """A label for every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.hidden, self.head = nn.Linear(WIDTH, 9), nn.Linear(9, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.hidden(self.embed(tokens)).tanh())
-
-
-def tagger() -> nn.Module:
-    torch.manual_seed(0)
-    return Tagger().double()
-
-
 def tokens(num_ranks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each rank and microbatch: tokens, labels, and how many of them are there. Rank 1 has no token at all."""
+    """For each rank and microbatch: inputs, targets, and how many of them are there. Rank 1 has none at all."""
     generator = torch.Generator().manual_seed(6)
-
-    def draw() -> Tensor:
-        return torch.randint(VOCABULARY, (len(COUNTS), NUM_MICROBATCHES, LENGTH), generator=generator)
-
-    return draw()[:num_ranks], draw()[:num_ranks], torch.tensor(COUNTS[:num_ranks])
+    shape = len(COUNTS), NUM_MICROBATCHES, LENGTH
+    x, y = (torch.randn(*shape, n, dtype=torch.float64, generator=generator)[:num_ranks] for n in (5, 3))
+    return x, y, torch.tensor(COUNTS[:num_ranks])
 
 
 def all_tokens_at_once(num_ranks: int) -> tuple[Grads, Tensor]:
     """A single process: the mean over the tokens that are there."""
-    model, (x, y, counts) = tagger(), tokens(num_ranks)
+    model, (x, y, counts) = two_layers().double(), tokens(num_ranks)
     there = torch.arange(LENGTH) < counts[..., None]
-    loss = F.cross_entropy(model(x[there]), y[there])
+    loss = (model(x[there]) - y[there]).square().sum(-1).mean()
     return gradients_of(model, loss), loss.detach()
 
 
 def loss_sum(model: nn.Module, parameters: Any, x: Tensor, y: Tensor, count: Tensor | int) -> Tensor:
     """The sum over this rank's tokens; what is behind the last of them counts nothing."""
-    losses = F.cross_entropy(functional_call(model, dict(parameters), (x,)), y, reduction="none")
+    losses = (functional_call(model, dict(parameters), (x,)) - y).square().sum(-1)
     return (losses * (torch.arange(len(x)) < count)).sum()
 
 
@@ -170,7 +150,7 @@ def weighted_by_tokens(mesh: fs.Mesh, way: str, cut: bool = False) -> tuple[Grad
 
     ``cut``: leave out what is no token, so that ranks compute with unequal shapes, 0 among them (real ranks only).
     """
-    model = tagger()
+    model = two_layers().double()
     params = fs.shard(model, fs.plan(model, mesh, reduction="sum"))
     apart = fs.plan(model, mesh, reduction="sum", replicate_axis=None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,59 +44,39 @@ class Solved(nn.Module):
         return Adjoint.apply(self.net, x.clone().requires_grad_(), *self.net.parameters())
 
 
-def by_functional_call(model: nn.Module, params: fs.Sharded, x: Tensor) -> Tensor:
-    return functional_call(model, fs.gather(params), (x,))
-
-
-def by_plain_tensors(model: nn.Module, params: fs.Sharded, x: Tensor) -> Tensor:
-    return functional_call(model, dict(fs.gather(params, lazy=False)), (x,))
-
-
 def data() -> Tensor:
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-CALLS: list[Callable[..., Tensor]] = [by_functional_call, by_plain_tensors]
-on_ranks = pytest.mark.parametrize("ranks", [*sequential(2), *gloo(2)], ids=str)
-
-
-def refusals(mesh: fs.Mesh) -> list[str]:
-    model = Solved()
-    params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(data())
-    losses = [lambda p, x, call=call: call(model, p, x).square().mean() for call in CALLS]
-    return [text_of(mesh.spmd(fs.grad(loss)), params, x) for loss in losses]
-
-
-@on_ranks
-def test_the_modules_own_parameters_in_backward_are_refused_by_name(ranks: Ranks) -> None:
-    torch.manual_seed(0)
-    for texts in ranks.run(refusals):
-        for text in texts:
-            assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
-            assert "functorch_shard.bind(model, params)(...)" in text
-
-
-def by_bind(mesh: fs.Mesh) -> list[Any]:
-    """Under fs.grad, and with real ranks under backward() too."""
+def solved(mesh: fs.Mesh) -> tuple[list[str], list[fs.Full]]:
+    """What is said to functional_call; gradients with bind, with real ranks by backward() too."""
     torch.manual_seed(0)
     model = Solved()
     params, x = fs.shard(model, fs.plan(model, mesh)), mesh.split(data())
     model = Solved()  # with other values
+    losses: list[Any] = [
+        lambda p, x, lazy=lazy: functional_call(model, dict(fs.gather(p, lazy=lazy)), (x,)).square().mean()
+        for lazy in (None, False)
+    ]
+    texts = [text_of(mesh.spmd(fs.grad(loss)), params, x) for loss in losses]
     results = [mesh.spmd(fs.grad(lambda p, x: fs.bind(model, p)(x).square().mean()))(params, x)]
-    if not mesh.is_simulated and mesh.rank is not None:
+    if not mesh.is_simulated:
         leaves = fs.Sharded({key: x.clone().requires_grad_() for key, x in params.items()}, params.layout)
         fs.bind(model, leaves)(x).square().mean().backward()
         results.append(fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout))
-    return [fs.gather(grads, lazy=False) for grads in results]
+    return texts, [fs.gather(grads, lazy=False) for grads in results]
 
 
-@on_ranks
-def test_with_bind_they_are_the_given_ones(ranks: Ranks) -> None:
+@pytest.mark.parametrize("ranks", [*sequential(2), *gloo(2)], ids=str)
+def test_parameters_in_backward_are_the_given_ones_with_bind_and_else_refused_by_name(ranks: Ranks) -> None:
     torch.manual_seed(0)
     model = Solved()
     model.net(data()).square().mean().backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    for results in ranks.run(by_bind):
+    for texts, results in ranks.run(solved):
+        for text in texts:
+            assert "RuntimeError: grad: backward differentiates a module's own parameter of shape" in text
+            assert "functorch_shard.bind(model, params)(...)" in text
         for grads in results:
             assert_trees_close(dict(grads), expected, rtol=1e-10, atol=1e-12)
 
@@ -119,7 +98,7 @@ def test_a_backward_may_use_other_modules_that_it_does_not_differentiate() -> No
     torch.manual_seed(0)
     model, other, mesh = two_layers((5, 7, 5)).double(), nn.Linear(5, 5, bias=False).double(), fs.init_mesh()
     params = fs.shard(model, fs.plan(model, mesh))
-    grads = fs.grad(lambda p: Scaled.apply(by_functional_call(model, p, data()), other).sum())(params)
+    grads = fs.grad(lambda p: Scaled.apply(functional_call(model, fs.gather(p), (data(),)), other).sum())(params)
     model(data()).backward(other(torch.ones(6, 5).double()))
     expected = {name: p.grad for name, p in model.named_parameters()}
     assert_trees_close(dict(fs.gather(grads, lazy=False)), expected, rtol=1e-10, atol=1e-12)

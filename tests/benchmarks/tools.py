@@ -1,0 +1,46 @@
+"""What measurements share: options of a command, contenders in turns, and what the kernel says of memory."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def command_line(doc: str | None, **defaults: Any) -> Namespace:
+    """Options of a command by their defaults: a flag, numbers, texts, or lists of those; ``None`` is a text."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    for name, default in defaults.items():
+        many = isinstance(default, list)
+        kind = type(default[0] if many else default) if default is not None else str
+        how: Any = {"action": "store_true"} if kind is bool else {"type": kind, "nargs": "*" if many else None}
+        parser.add_argument(f"--{name}", default=default, **how)
+    return parser.parse_args()
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 0) -> dict[str, list[float]]:
+    """Milliseconds of each call of each contender, without the first ``warm_up``: none has all of a noisy minute."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(warm_up + rounds):
+        for name, call in calls.items():
+            found[name].append(milliseconds(call))
+    return {name: times[warm_up:] for name, times in found.items()}
+
+
+def status(field: str) -> float:
+    """``VmRSS``, what is resident, or ``VmHWM``, its peak, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+
+def forget_peak() -> None:
+    """Let ``VmHWM`` begin anew: see clear_refs in proc(5)."""
+    Path("/proc/self/clear_refs").write_text("5")
