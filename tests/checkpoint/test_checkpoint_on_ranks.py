@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,10 +25,10 @@ from functorch_shard.layout.layout import select_buffers
 from functorch_shard.layout.trees import Sharded
 from functorch_shard.testing import assert_trees_close
 from tests.support.checkpoints import FSDP2, Ours
-from tests.support.launching import end, environ, start
+from tests.support.launching import environ
 from tests.support.models import Awkward, two_layers
 from tests.support.pool import run_ranks
-from tests.support.scripts import free_port
+from tests.support.scripts import free_port, start
 from tests.support.tensor_parallel import Transformer, parallelize, tie, transformer
 
 exactly = partial(assert_trees_close, rtol=0, atol=0)
@@ -399,17 +398,15 @@ def test_training_goes_on_in_the_other_program_on_other_ranks(first: str, two: A
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_in_an_asynchronous_save_is_named_by_the_other_one(tmp_path: Path, victim: int) -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", KILLED, str(victim), str(tmp_path / "x")]
-    ranks = [start(command, environ(**job, RANK=str(rank))) for rank in range(2)]
-    try:
-        outputs = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            end(rank)
-    assert ranks[victim].returncode == -signal.SIGKILL, outputs
+    files, given = [tmp_path / f"rank-{rank}" for rank in range(2)], (str(victim), str(tmp_path / "runs" / "x"))
+    ranks = [start(KILLED, *given, environ=environ(**job, RANK=str(i)), output=file) for i, file in enumerate(files)]
+    for rank in ranks:
+        rank.join(100)
+        rank.kill()
+    assert ranks[victim].exitcode == -signal.SIGKILL
     said = f"save failed on rank {victim}, so no rank can go on. There:\nthe process ended\n"
-    assert outputs[1 - victim][0] == said, outputs
-    assert latest(tmp_path) is None
+    assert files[1 - victim].read_text() == said
+    assert latest(tmp_path / "runs") is None
 
 
 def test_one_rank_that_fails_is_named_on_every_rank_and_leaves_nothing(folder: Path, two: Any) -> None:

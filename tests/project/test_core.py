@@ -44,26 +44,34 @@ FEATURES = {
 MOST_MODULES, MOST_LINES = 47, 9_500  # of the core: these numbers go down
 
 
-def loaded() -> dict[str, int]:
-    """The lines of each module that a program loads which simulates two ranks."""
-    program = (
-        "import json, sys, functorch_shard as fs; fs.simulated_mesh(2)\n"
-        "ours = {n: m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'functorch_shard'}\n"
-        "print(json.dumps({n: len(open(file).readlines()) for n, file in ours.items()}))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return json.loads(result.stdout)
+PROGRAM = """
+import json, sys, threading, torch
+from pathlib import Path
+before = {*sys.modules}
+import functorch_shard as fs
+fs.simulated_mesh(2)
+ours = {n: m.__file__ for n, m in sys.modules.items() if n.partition(".")[0] == "functorch_shard"}
+layout = fs.plan({"w": torch.zeros(3)}, fs.init_mesh())
+fs.scatter_grads(fs.gather(fs.shard({"w": torch.zeros(3)}, layout)))
+slow = {"torch.distributed.checkpoint", "torch.distributed.tensor"} & {*sys.modules} - before
+started = threading.active_count() - 1 + torch.distributed.is_initialized()
+print(json.dumps([{n: len(Path(file).read_text().splitlines()) for n, file in ours.items()}, sorted(slow), started]))
+"""
+
+
+def test_an_import_loads_the_core_and_no_feature_and_starts_nothing() -> None:
+    """Of a program that simulates two ranks; also a gather needs no slow part of torch."""
+    command = [sys.executable, "-W", "error", "-c", PROGRAM]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    lines, slow, started = json.loads(result.stdout)
+    assert [name for name in lines if is_feature(name.partition(".")[2])] == []
+    assert len(lines) <= MOST_MODULES, "list in FEATURES what only some programs use, and import it where it is chosen"
+    assert sum(lines.values()) <= MOST_LINES, "the core became longer: shorten it, or make a feature of a part"
+    assert (slow, started) == ([], 0)
 
 
 def is_feature(module: str) -> bool:
     return any(module == name or module.startswith(f"{name}.") for name in FEATURES)
-
-
-def test_an_import_loads_the_core_and_no_feature() -> None:
-    lines = loaded()
-    assert [name for name in lines if is_feature(name.partition(".")[2])] == []
-    assert len(lines) <= MOST_MODULES, "list in FEATURES what only some programs use, and import it where it is chosen"
-    assert sum(lines.values()) <= MOST_LINES, "the core became longer: shorten it, or make a feature of a part"
 
 
 def test_the_listed_features_exist() -> None:

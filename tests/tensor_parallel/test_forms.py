@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from math import prod
@@ -63,17 +61,6 @@ def test_layouts_differ_when_the_dtensors_do() -> None:
     assert text in "\n".join(lines_of(layout))
     assert str(layout).endswith("16 bytes\nDTensors: the local parts of 2 parameters over tensor=2")
     assert "DTensor" not in str(plain)
-
-
-def test_nothing_loads_torch_distributed_tensor_before_there_is_a_dtensor() -> None:
-    code = (
-        "import sys, torch, functorch_shard as fs\n"
-        "layout = fs.plan({'w': torch.zeros(3)}, fs.init_mesh())\n"
-        "full = fs.gather(fs.shard({'w': torch.zeros(3)}, layout))\n"
-        "fs.scatter_grads(full)\n"
-        "assert 'torch.distributed.tensor' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_layout_with_dtensors_needs_the_ranks_that_they_are_on() -> None:
