@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
+from tests.support.models import loss_of, two_layers
 from tests.support.ranks import gloo, on_each, sequential, simulated
 
 CLASSES = {
@@ -23,42 +23,31 @@ CLASSES = {
 RATES = (0.1, 0.05, 0.02)
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-
-
 def samples() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(12, 5, generator=generator, dtype=torch.float64),
-        torch.randn(12, 3, generator=generator, dtype=torch.float64),
-    )
-
-
-def error(model: nn.Module, full: Any, x: Tensor, y: Tensor) -> Tensor:
-    return (functional_call(model, full, (x,)) - y).square().mean()
+    x, y = (torch.randn(12, n, generator=generator, dtype=torch.float64) for n in (5, 3))
+    return x, y
 
 
 def training(mesh: fs.Mesh, case: str) -> tuple[fs.Sharded, Any, Callable[..., Any]]:
     """Parameters, state, and a step that takes a learning rate."""
-    model, (cls, options) = network(), CLASSES[case]
+    model, (cls, options) = two_layers().double(), CLASSES[case]
     params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(cls, lr=1.0, **options)
 
     def step(params: fs.Sharded, state: Any, x: Tensor, y: Tensor, lr: Any) -> Any:
-        grads = fs.grad(lambda params: error(model, fs.gather(params), x, y))(params)
+        grads = fs.grad(lambda params: loss_of(model, fs.gather(params), x, y))(params)
         return opt.step(params, grads=grads, state=state, lr=lr)
 
     return params, opt.init(params), step
 
 
 def unsharded(case: str) -> dict[str, Tensor]:
-    model, (cls, options) = network(), CLASSES[case]
+    model, (cls, options) = two_layers().double(), CLASSES[case]
     opt = cls(model.parameters(), lr=1.0, **{name: x for name, x in options.items() if name != "whole"})
     for lr in RATES:
         opt.param_groups[0]["lr"] = lr
         opt.zero_grad()
-        error(model, dict(model.named_parameters()), *samples()).backward()
+        loss_of(model, dict(model.named_parameters()), *samples()).backward()
         opt.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
@@ -81,12 +70,12 @@ def test_a_recorded_step_has_a_float_for_a_rate_as_an_input() -> None:
 
 def test_options_other_than_the_rate_are_in_the_optimizer_of_a_recorded_step_or_refused() -> None:
     mesh = fs.simulated_mesh(2)
-    model, (x, y) = network(), mesh.split(samples())
+    model, (x, y) = two_layers().double(), mesh.split(samples())
     params = fs.shard(model, fs.plan(model, mesh))
 
     @mesh.spmd
     def step(opt: Any, params: fs.Sharded, state: Any, x: Tensor, y: Tensor, options: Any) -> Any:
-        grads = fs.grad(lambda params: error(model, fs.gather(params), x, y))(params)
+        grads = fs.grad(lambda params: loss_of(model, fs.gather(params), x, y))(params)
         return opt.step(params, grads=grads, state=state, lr=0.5, **options)
 
     options: Any = {"betas": (0.8, 0.9)}
