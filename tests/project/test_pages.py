@@ -70,6 +70,8 @@ def test_tests_files_and_modules_that_pages_name_exist() -> None:
         wrong += [(page, f"{path}::{name}") for path, name in named(text) if f"def {name}(" not in tests[path]]
         paths = re.findall(r"(?:examples|tests|\.ci)/[\w/.]+\w", text)
         wrong += [(page, path) for path in paths if not (ROOT / path).exists()]
+        names = re.findall(r"`(test_\w+\.py)`", text)
+        wrong += [(page, name) for name in names if not [*(ROOT / "tests").rglob(name)]]
         for module in re.findall(r"python -m (tests\.[\w.]+)", text):
             place = ROOT / module.replace(".", "/")
             if not place.with_suffix(".py").exists() and not (place / "__main__.py").exists():
