@@ -154,7 +154,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
                 if own and argument.kind and not any(id(x) in used for x in own):
                     unused[argument.position] = argument.kind
             if unused and not sink_here().anchors:
-                refuse_unused(fn, unused)
+                refuse_unused(fn, unused, used.values())
             elif unused:  # others may use what all ranks gathered: wait for the gradients
                 sink_here().nothing = -0.0
             return value, aux
@@ -167,7 +167,8 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         trees = [argument.filled(rest, keep_others=False) for argument in arguments]
         if unused:
             pairs = [(argument.position, tree) for argument, tree in zip(arguments, trees, strict=True)]
-            refuse_unused(fn, {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)})
+            still = {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)}
+            refuse_unused(fn, still, used.values())
         if hidden and not inside():
             refuse_hidden(hidden, grads, [x.place for x in inputs])
         return trees[0] if isinstance(argnums, int) else tuple(trees), (value, aux) if has_aux else value

@@ -26,8 +26,9 @@ _ADVICE = (
 )
 
 
-def refuse_unused(fn: Callable[..., Any], kinds: Mapping[int, str]) -> None:
-    """Raise if there are arguments, given by position, whose leaves the result of ``fn`` does not depend on."""
+def refuse_unused(fn: Callable[..., Any], kinds: Mapping[int, str], leaves: Iterable[Tensor]) -> None:
+    """Raise if the result of ``fn`` depends on ``leaves``, and not on arguments that are given by position."""
+    _refuse_hooked(leaves if kinds else ())
     name = getattr(fn, "__name__", type(fn).__name__)
     problems = [f"args[{i}]: the result of {name} does not depend on this {kind}" for i, kind in kinds.items()]
     reject("grad", problems, _ADVICE)
@@ -88,8 +89,7 @@ def refuse_hidden(
     leaves = [*leaves]
     meta = [x for x in leaves if x.is_meta and not any(grad.is_meta for grad in grads)]
     reject("grad", [f"a parameter of shape {tuple(x.shape)} on the meta device is used" for x in meta], _META)
-    hooked = [x for x in leaves if not isinstance(x, nn.Parameter) and hooks_of(x)]
-    reject("grad", [f"a tensor of shape {tuple(x.shape)} that is not an argument has a hook" for x in hooked], _HOOKED)
+    _refuse_hooked(leaves)
     own = {(tuple(x.shape), x.dtype) for x in leaves if isinstance(x, nn.Parameter)}
     late: list[str] = []
     for grad, place in zip(grads, places, strict=True) if own else ():
@@ -102,6 +102,11 @@ def refuse_hidden(
             zero = [slot for slot in slots if not without_batches(full[slot.name]).any()]
             late += [f"{s.name!r}: no gradient, and a module's own parameter of shape {s.shape} is used" for s in zero]
     reject("grad", late, _LATE)
+
+
+def _refuse_hooked(leaves: Iterable[Tensor]) -> None:
+    hooked = [x for x in leaves if not isinstance(x, nn.Parameter) and hooks_of(x)]
+    reject("grad", [f"a tensor of shape {tuple(x.shape)} that is not an argument has a hook" for x in hooked], _HOOKED)
 
 
 _META = (

@@ -288,9 +288,10 @@ def test_a_parameter_that_is_read_after_functional_call_is_refused_by_name(ranks
 class Cached(nn.Module):
     """As GradCache: the loss is detached, and its hook runs the encoder again and calls ``backward()``."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.alone = alone
         self.encoder: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -304,11 +305,11 @@ class Cached(nn.Module):
                 (self.encoder(x) * grad).sum().mul(seed).backward()
 
         loss.register_hook(run_again)
-        return loss + 1e-3 * self.encoder[0].weight.square().sum()
+        return loss if self.alone else loss + 1e-3 * self.encoder[0].weight.square().sum()
 
 
-def by_a_hook(mesh: fs.Mesh) -> tuple[str, fs.Full]:
-    model = Cached()
+def by_a_hook(mesh: fs.Mesh, alone: bool) -> tuple[str, fs.Full]:
+    model = Cached(alone)
     params = fs.shard(model, fs.plan(model, mesh))
     x = mesh.split(torch.arange(16.0, dtype=torch.float64).sin().view(4, 4))
     loss = lambda p: fs.bind(model, p)(x)  # noqa: E731
@@ -319,11 +320,12 @@ def by_a_hook(mesh: fs.Mesh) -> tuple[str, fs.Full]:
     )
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_a_hook_that_calls_backward_is_run_by_backward_and_refused_by_grad(ranks: Ranks) -> None:
-    model = Cached()
+def test_a_hook_that_calls_backward_is_run_by_backward_and_refused_by_grad(ranks: Ranks, alone: bool) -> None:
+    model = Cached(alone)
     for part in torch.arange(16.0, dtype=torch.float64).sin().view(4, 4).chunk(2):
         (model(part) / 2).backward()
-    for text, grads in ranks.run(by_a_hook):
+    for text, grads in ranks.run(by_a_hook, alone):
         assert "a tensor of shape () that is not an argument has a hook" in text
         assert_trees_close(dict(grads), {n: p.grad for n, p in model.named_parameters()}, rtol=1e-12, atol=1e-14)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from importlib import import_module
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import functorch_shard as fs
 from tests.referees.referee import Referee, Where
-from tests.referees.training import Batch, Task, rows_of, trained, trained_by_fsdp2
+from tests.referees.training import Batch, Task, parts, rows_of, trained, trained_by_fsdp2
 
 
 class Loss(nn.Module):
@@ -159,6 +160,17 @@ def torch_geometric() -> nn.Module:
     return Loss(gcn, loss)
 
 
+def torchtitan() -> nn.Module:
+    """Its smallest Llama 3, with the attention of its image models: the others need compiled kernels or a GPU."""
+    attention = import_module("torchtitan.models.common.attention").ScaledDotProductAttention
+    config = import_module("torchtitan.models.llama3").llama3_configs["debugmodel"]("flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = attention.Config()
+    loss = lambda net, x: nn.functional.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())  # noqa: E731
+    return Loss(config.build(), loss)
+
+
 def x_transformers() -> nn.Module:
     x = import_module("x_transformers")
     net = x.TransformerWrapper(
@@ -228,6 +240,56 @@ def laplace(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return found.H.detach()
 
 
+def by_backward(make: Any, batch: Any, where: Where) -> dict[str, Any]:
+    """The gradient by ``backward()``, for a loss whose hook calls it."""
+    task = Task(make, batch, itself)
+    model = task.made()
+    if isinstance(where, int):
+        torch.stack([model(**part) for part in parts(batch(), where)]).mean().backward()
+        return {"gradient": {name: p.grad for name, p in model.named_parameters()}}
+    params = fs.shard(model, fs.plan(model, where))
+
+    @where.spmd
+    def gradient(params: fs.Sharded, batch: Any) -> fs.Sharded:
+        leaves = fs.Sharded({key: x.detach().requires_grad_() for key, x in params.items()}, params.layout)
+        fs.bind(model, fs.gather(leaves, lazy=True))(**batch).backward()  # the hook calls it for each part of a batch
+        return fs.Sharded({key: x.grad for key, x in leaves.items()}, params.layout)
+
+    return {"gradient": fs.gather(gradient(params, where.split(dict(batch()))), lazy=False)}
+
+
+def dattri(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The influence of each sample on each other one, by a regularized Hessian."""
+    influence, data = import_module("dattri.algorithm"), torch.utils.data
+    loss = lambda params, batch: (torch.func.functional_call(net, params, batch[0]) - batch[1]).square().mean()  # noqa: E731
+    task = import_module("dattri.task").AttributionTask(loss, net, net.state_dict())
+    samples = data.DataLoader(data.TensorDataset(x, y), batch_size=len(x))
+    attributor = influence.IFAttributorExplicit(task, regularization=1.0)
+    attributor.cache(samples)
+    return attributor.attribute(samples, samples)
+
+
+def kronfluence(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The influence of each sample on each other one, by factors of the Hessian."""
+    package = import_module("kronfluence")
+
+    class Squares(package.Task):
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            return (model(batch[0]) - batch[1]).square().sum()
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return self.compute_train_loss(batch, model)
+
+    task, data = Squares(), torch.utils.data.TensorDataset(x, y)
+    with TemporaryDirectory() as folder:
+        model = package.prepare_model(net, task)
+        analyzer = package.Analyzer("net", model, task, cpu=True, output_dir=folder, disable_tqdm=True)
+        analyzer.fit_all_factors("factors", data, per_device_batch_size=2)
+        sizes = {"per_device_query_batch_size": 2, "per_device_train_batch_size": 2}
+        analyzer.compute_pairwise_scores("scores", "factors", data, data, **sizes)
+        return analyzer.load_pairwise_scores("scores")["all_modules"]
+
+
 def of(package: str, name: str, model: Any, batch: Any, **options: Any) -> Referee:
     task = Task(model, batch, itself, bound=True, dropout=True)  # they have none, and nequip a "p" of its own
     return Referee(package, name, partial(trained, task), fsdp2=partial(trained_by_fsdp2, task), **options)
@@ -275,7 +337,7 @@ def texts() -> Batch:
 
 MNRL = partial(sentence_transformers, "MultipleNegativesRankingLoss")
 CACHED = partial(sentence_transformers, "CachedMultipleNegativesRankingLoss", mini_batch_size=2)
-WRITTEN, READ = "inplace arithmetic", "data-dependent control flow"  # of batched simulated ranks
+WRITTEN, READ, DRAWN = "inplace arithmetic", "data-dependent control flow", "inplace randomness"  # of batched ranks
 REFEREES = [
     of("zuko", "neural spline flow", zuko, points),
     of("normflows", "RealNVP", normflows, points, batched="broadcast shape"),
@@ -285,11 +347,20 @@ REFEREES = [
     of("torchmdnet", "equivariant transformer, forces", torchmdnet, molecules, batched="setup_context"),
     of("nequip", "energies and forces", nequip, molecules, batched="scatter_add_"),
     of("torch_geometric", "GAT", torch_geometric, graphs),
+    of("torchtitan", "Llama 3", torchtitan, text, tolerance=1e-6),
     of("x_transformers", "decoder", x_transformers, text),
     of("denoising_diffusion_pytorch", "U-Net of a diffusion", denoising, noised),
     of("open_clip", "CLIP", open_clip, captions),
     of("sentence_transformers", "MNRL", MNRL, texts, batched=READ),
-    of("sentence_transformers", "MNRL, cached", CACHED, texts, batched=READ, refused="does not depend on this Sharded"),
+    of("sentence_transformers", "MNRL, cached", CACHED, texts, batched=READ, refused="is not an argument has a hook"),
+    Referee(
+        "sentence_transformers",
+        "MNRL, cached, by backward()",
+        partial(by_backward, CACHED, texts),
+        batched="requires_grad_",
+    ),
     Referee("captum", "integrated gradients", partial(of_rank, captum), batched="requires_grad_"),
-    Referee("laplace", "diagonal of Gauss-Newton", partial(of_rank, laplace), batched="inplace randomness"),
+    Referee("dattri", "influence by the Hessian", partial(of_rank, dattri), batched=DRAWN),
+    Referee("kronfluence", "influence by Kronecker factors", partial(of_rank, kronfluence), batched=DRAWN),
+    Referee("laplace", "diagonal of Gauss-Newton", partial(of_rank, laplace), batched=DRAWN),
 ]
