@@ -87,16 +87,14 @@ def opaque_problem(x: Any, matters: Callable[[Any], bool] = lambda _: True) -> s
     return f"a {type(x).__name__}, which is not a supported container, and holds tensors" if _holds(x, matters) else ""
 
 
-def refuse_opaque(
-    verb: str, tree: Any, root: str, advice: str = "", matters: Callable[[Any], bool] = lambda _: True
-) -> None:
+def refuse_opaque(verb: str, tree: Any, root: str, matters: Callable[[Any], bool] = lambda _: True) -> None:
     """Raise for all leaves of an opened tree that have an :func:`opaque_problem`."""
     if not _others(optree.tree_leaves(tree, none_is_leaf=True)):
         return
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     found = [(path, opaque_problem(x, matters)) for path, x in zip(paths, leaves, strict=True)]
     problems = [f"{root}{place(path)}: {problem}" for path, problem in found if problem]
-    reject(verb, problems, KNOWN + advice, TypeError)
+    reject(verb, problems, KNOWN, TypeError)
 
 
 def place(path: Iterable[Any]) -> str:

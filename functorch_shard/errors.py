@@ -28,9 +28,7 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(cut([repr(name) for name in names])) or "none"
 
 
-def name_problems(
-    got: Iterable[str], expected: Iterable[str], allowed: Iterable[str] = (), where: str = "the layout"
-) -> list[str]:
+def name_problems(got: Iterable[str], expected: Iterable[str], allowed: Iterable[str] = ()) -> list[str]:
     """One line for each name of ``expected`` that is missing and each of ``got`` that is not expected.
 
     If there are too many to list, the two kinds alternate: a missing name and a wrong one often belong together.
@@ -38,7 +36,7 @@ def name_problems(
     got, expected = list(got), list(expected)
     present, wanted, guess = set(got), {*expected, *allowed}, hints(expected)
     missing = [f"{name!r}: missing" for name in expected if name not in present]
-    odd = [f"{name!r}: not in {where}{guess(name)}" for name in got if name not in wanted]
+    odd = [f"{name!r}: not in the layout{guess(name)}" for name in got if name not in wanted]
     if len(missing) + len(odd) <= SHOWN:
         return missing + odd
     return [line for pair in zip_longest(missing, odd) for line in pair if line is not None]

@@ -20,11 +20,11 @@ import optree
 import torch
 from torch import Tensor
 
+from ..collectives.sinks import refuse_derivatives
 from ..layout.buffers import Unit
 from ..layout.layout import Layout
 from ..layout.trees import Sharded
 from ..sharding.gather import gather
-from ..torch_internals.autograd import in_transform
 from .format import saved
 from .leaves import Leaf, leaves_of
 from .reader import Reader
@@ -87,8 +87,7 @@ def digests(source: Any) -> dict[str, str]:
         reader = Reader.open(local_path("digest: path", source))
         read = {name: reader.whole if entry.dtype else reader.plain for name, entry in reader.entries.items()}
         return {name: _of(value(name)) for name, value in read.items()}
-    if in_transform():
-        raise RuntimeError("digest: inside a transform or spmd, where a tree is one rank's. Call it outside.")
+    refuse_derivatives("digest")
     with torch.no_grad():
         return {name: made for leaf in leaves_of(source) for name, made in _of_leaf(leaf)}
 

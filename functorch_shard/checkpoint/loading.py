@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.sinks import refuse_derivatives
 from ..errors import hints, reject
 from ..layout.buffers import Slot
 from ..layout.trees import participants_of
 from ..mesh.mesh import Mesh
-from ..torch_internals.autograd import in_transform
 from .format import Entry, Path, dotted
 from .leaves import Leaf, chunks_of, leaves_of, tensor_problem, with_values
 from .reader import Reader
@@ -30,8 +30,7 @@ def load_into(verb: str, like: Any, open_files: Callable[[], Reader], donate: bo
     participants = participants_of(like)
 
     def begin() -> _Loading:
-        if in_transform():
-            raise RuntimeError(f"{verb}: inside a transform or spmd, where a tree is one rank's. Call it outside.")
+        refuse_derivatives(verb)
         return _Loading.of(verb, open_files(), like, participants, donate, advice)
 
     loading = participants.agree(verb, begin, _Loading.lines, SAME)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.sinks import refuse_derivatives
 from ..errors import reject
-from ..layout.layout import Layout, as_stored
-from ..layout.trees import Sharded, check_sharded, check_shards
+from ..layout.layout import Layout, as_stored, rank_dims
+from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
 from ..sharding.gather import gather
-from ..torch_internals.autograd import in_transform
 from .format import Entry, Region, Value
 from .loading import load_into
 from .reader import Reader
@@ -65,11 +65,8 @@ def import_safetensors(path: StrPath, layout: Layout) -> Sharded:
         tensor([[1., 2.],
                 [3., 0.]])
     """
-    if not isinstance(layout, Layout):
-        raise TypeError(f"{_IMPORT}: layout: got {type(layout).__name__}, expected a Layout from plan().")
-    mesh = layout.mesh
-    dims = tuple(mesh.axes.values()) if mesh.is_simulated else ()
-    buffers = layout.buffers.items()
+    check_layout(_IMPORT, layout)
+    dims, buffers = rank_dims(layout), layout.buffers.items()
     like = {key: torch.empty(*dims, b.shard_numel, dtype=b.dtype, device="meta") for key, b in buffers}
     advice = "Nothing was read. For other names plan a dict with those of the files: plan({name: tensor}, mesh)."
     with ExitStack() as opened:
@@ -113,8 +110,7 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
     """
     check_sharded(_EXPORT, params)
     layout, mesh = params.layout, params.layout.mesh
-    if in_transform() or (mesh.in_spmd and mesh.is_simulated):
-        raise RuntimeError(f"{_EXPORT}: inside a transform or spmd, where a tree is one rank's. Call it outside.")
+    refuse_derivatives(_EXPORT)
     dtensors = [f"{name!r}: a {slot.dtensor}" for name, slot in layout.slots.items() if slot.dtensor]
     reject(_EXPORT, dtensors, "Gather them, full_tensor(), and plan whole tensors.", NotImplementedError)
 

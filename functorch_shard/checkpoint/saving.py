@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..collectives.sinks import refuse_derivatives
 from ..errors import reject
 from ..layout.layout import places_of
 from ..layout.trees import participants_of, ranks_here
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
-from ..torch_internals.autograd import in_transform
 from .format import FORMAT, MANIFEST, METADATA, metadata_of, saved
 from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem, twice
 from .staging import StagingDirectory, is_free, local_path, lock, ordered, refuse_existing, remove, write_durably
@@ -65,8 +65,7 @@ class _Saving:
 
     def begin(self, path: str | os.PathLike[str]) -> str:
         """Validate the arguments, and make the directory; its path."""
-        if in_transform():
-            raise RuntimeError("save: inside a transform or spmd, where a tree is one rank's. Call it outside.")
+        refuse_derivatives("save")
         if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
             raise ValueError(f"save: keep: got {self.keep!r}, expected an int, 1 or more")
         self.staging.target = target = local_path("save: path", path)

@@ -214,7 +214,7 @@ class _Differentiated(Function):
         return tuple(None if x is None else x.view_as(x) for x in tangents)
 
 
-def refuse_derivatives(verb: str, tensors: Iterable[Tensor]) -> None:
+def refuse_derivatives(verb: str, tensors: Iterable[Tensor] = ()) -> None:
     """Raise inside a transform, or if ``fs.grad`` differentiates by ``tensors``: what ``verb`` returns has no graph."""
     if in_transform():
         raise RuntimeError(CALLED_INSIDE.format(verb))

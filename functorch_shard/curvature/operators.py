@@ -213,7 +213,7 @@ def _operator(kind: str, product: Product, params: Sharded, *args: Any) -> Opera
 
 def _product(operator: Operator, v: Sharded) -> Sharded:
     trainable, frozen = partition(operator.params)
-    check_shards("matvec", v, v.layout, allow_none=True, gradients=True)
+    check_shards("matvec", v, v.layout, gradients=True)
     part = v if v.layout == trainable.layout else _trainable(v)
     tangent = {key: torch.zeros_like(x) if part[key] is None else part[key].to(x.dtype) for key, x in trainable.items()}
     tree = Sharded(tangent, trainable.layout)
@@ -261,7 +261,7 @@ def to_vector(tree: Sharded) -> Tensor:
         tensor([1., 2., 3., 4., 5.])
     """
     check_sharded("to_vector", tree)
-    check_shards("to_vector", tree, tree.layout, allow_none=True, gradients=True)
+    check_shards("to_vector", tree, tree.layout, gradients=True)
     layout = _vector_layout("to_vector", tree.layout)
     shards = {key: _filled(tree[key], key, layout) for key in layout.buffers}
     full = gather(Sharded(shards, as_stored(layout)), lazy=False)

@@ -125,7 +125,7 @@ def _check(verb: str, *trees: Sharded) -> None:
         check_sharded(verb, tree)
         if tree.layout != trees[0].layout:
             raise ValueError(f"{verb}: the trees have different layouts. fs.reshard moves one to the other's layout.")
-        check_shards(verb, tree, trees[0].layout, allow_none=True, gradients=True)
+        check_shards(verb, tree, trees[0].layout, gradients=True)
 
 
 def _normal(bits: Tensor, dtype: torch.dtype) -> Tensor:

@@ -174,18 +174,16 @@ def check_layout(verb: str, layout: object) -> None:
         raise TypeError(f"{verb}: layout: got {type(layout).__name__}, expected a Layout from plan().")
 
 
-def check_shards(
-    verb: str, shards: Mapping[str, Any], layout: Layout, *, allow_none: bool = False, gradients: bool = False
-) -> None:
+def check_shards(verb: str, shards: Mapping[str, Any], layout: Layout, *, gradients: bool = False) -> None:
     """Raise unless every buffer has one shard of its shape and dtype, with rank dims outside ``spmd``.
 
-    ``gradients`` may have another precision than the buffer.
+    ``gradients`` may have another precision than the buffer, or be ``None``.
     """
     ranks = () if layout.mesh.in_spmd else axis_sizes(layout)
     problems = [] if shards.keys() == layout.buffers.keys() else name_problems(shards, layout.buffers)
     for key, x in shards.items():
         buffer = layout.buffers.get(key)
-        if buffer is None or (allow_none and x is None):
+        if buffer is None or (gradients and x is None):
             continue
         shape, dtype = (*ranks, buffer.shard_numel), grad_dtype(x, buffer.dtype) if gradients else buffer.dtype
         if isinstance(x, Tensor) and x.shape == shape and x.dtype == dtype and x.layout is torch.strided:

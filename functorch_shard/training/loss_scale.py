@@ -141,7 +141,7 @@ class LossScale(Static):
         check_sharded("LossScale.unscale: grads", grads)
         if not self.skips:
             return grads, torch.ones(rank_dims(grads.layout), dtype=torch.bool, device=grads.layout.mesh.device)
-        check_shards("LossScale.unscale: grads", grads, grads.layout, allow_none=True, gradients=True)
+        check_shards("LossScale.unscale: grads", grads, grads.layout, gradients=True)
         if not grads.layout.mesh.in_spmd:
             return grads.layout.mesh.spmd(self.unscale)(grads, state)
         # rounded once, as torch.amp.GradScaler does

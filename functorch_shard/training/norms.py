@@ -287,7 +287,7 @@ def _checked(verb: str, tree: Sharded, p: float) -> Norm:
     check_sharded(verb, tree, "; torch.nn.utils.get_total_norm takes whole tensors" if isinstance(tree, Full) else "")
     if not p >= 1:
         raise ValueError(f"{verb}: p: got {p}, expected 1 or more, or float('inf')")
-    check_shards(verb, tree, tree.layout, allow_none=True, gradients=True)
+    check_shards(verb, tree, tree.layout, gradients=True)
     return Norm(p)
 
 

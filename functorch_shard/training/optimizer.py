@@ -191,7 +191,7 @@ class Optimizer(Static):
         if grads.layout != layout:
             text = f"step: grads have a different layout: {grads.layout!r}; that of the parameters: {layout!r}"
             raise ValueError(f"{text}. Use one layout for both.")
-        check_shards("step: grads", grads, layout, allow_none=True, gradients=True)
+        check_shards("step: grads", grads, layout, gradients=True)
         _check_state(state)
         self.check_options(overrides)
         for label, options in labels.items():
