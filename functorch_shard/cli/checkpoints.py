@@ -11,7 +11,6 @@ from ..checkpoint.reader import Reader
 from ..checkpoint.safetensors import MAX_SHARD_SIZE, write_files
 from ..checkpoint.staging import local_path
 from ..errors import reject, shown, table
-from .main import size_text
 
 _SHORT = Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
@@ -44,7 +43,7 @@ def verify(reader: Reader) -> str:
     if problems := reader.verify():
         raise RuntimeError("\n".join(problems))
     nbytes = sum(entry.nbytes for entry in reader.entries.values())
-    return f"{shown(str(reader.folder))}: {len(reader.entries)} names, {size_text(nbytes)} of tensors, valid"
+    return f"{shown(str(reader.folder))}: {len(reader.entries)} names, {nbytes:,} bytes of tensors, valid"
 
 
 def digest(reader: Reader, leaves: bool) -> str:
