@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
@@ -27,7 +27,6 @@ from ..torch_internals.autograd import NO_PASS, WATCHER, backward_pass, levels
 from ..torch_internals.tensors import batch_levels, is_number
 from .shard import copy_dims
 
-T = TypeVar("T")
 Axes = tuple[str, ...]
 
 
@@ -66,16 +65,16 @@ def varies(x: Any) -> Any:
             "fs.simulated_mesh(...).spmd(fn). Sequential and real ranks compute one value each; compare those, or run "
             "the same function on a batched mesh."
         )
-    return _map(axes_over, opened(x))
+    return _over(opened(x))
 
 
-def _map(of: Callable[[Tensor], T], tree: Any) -> Any:
-    """Return ``tree`` with ``of`` of its tensors, ``()`` for other leaves, and dicts for its mappings."""
+def _over(tree: Any) -> Any:
+    """Return ``tree`` with the axes of its tensors, ``()`` for other leaves, and dicts for its mappings."""
 
     def of_leaf(x: Any) -> Any:
         if isinstance(x, Mapping):
-            return {key: _map(of, value) for key, value in x.items()}
-        return of(x) if isinstance(x, Tensor) else ()
+            return {key: _over(value) for key, value in x.items()}
+        return axes_over(x) if isinstance(x, Tensor) else ()
 
     return optree.tree_map(of_leaf, tree, is_leaf=lambda x: isinstance(x, Mapping), none_is_leaf=True)
 
@@ -277,7 +276,7 @@ def _with_one_copy(tree: Any, put: Callable[[Any], Any]) -> Any:
             return None
         number = _is_number(key, tree)
         x = x if number else put(x)
-        for dim in range(x.ndim) if number else _dims_of_copies(key, tree):
+        for dim in range(x.ndim) if number else copy_dims(tree.layout.buffers[key], tree.layout):
             x = x.select(dim, 0).unsqueeze(dim).expand(x.shape)
         return x
 
@@ -292,17 +291,13 @@ def _is_number(key: str, tree: Sharded) -> bool:
     return tree[key].ndim == len(rank_dims(tree.layout))
 
 
-def _dims_of_copies(key: str, tree: Sharded) -> list[int]:
-    return copy_dims(tree.layout.buffers[key], tree.layout)
-
-
 def _drifting(result: Any) -> Iterator[str]:
     """Yield a line for each buffer of a result whose copies vary."""
     paths, leaves, _ = optree.tree_flatten_with_path(result, is_leaf=lambda x: isinstance(x, Sharded))
     for path, tree in zip(paths, leaves, strict=True):
         for key, x in tree.items() if isinstance(tree, Sharded) else ():
             if x is not None and not _is_number(key, tree):
-                copies = [[*tree.layout.mesh.axes][dim] for dim in _dims_of_copies(key, tree)]
+                copies = [[*tree.layout.mesh.axes][dim] for dim in copy_dims(tree.layout.buffers[key], tree.layout)]
                 if over := [name for name in axes_over(x) if name in copies]:
                     yield f"result{place(path)}: buffer {key!r} varies over {_text(over)}, where ranks have copies"
 
