@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
+from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks, train_unsharded
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, logging  # pyright: ignore[reportMissingImports]
 
@@ -34,10 +34,8 @@ def fine_tune(mesh: fs.Mesh, config: LlamaConfig, batches: list[Tensor], folder:
 
     @mesh.spmd(out_dims=(0, 0, None))
     def train_step(params: fs.Sharded, state: Any, buffers: Any, tokens: Tensor) -> Any:
-        def loss_fn(params: fs.Sharded) -> Tensor:
-            return fs.apply(model, params, buffers, input_ids=tokens, labels=tokens)[0].loss
-
-        grads, loss = fs.grad_and_value(loss_fn)(params)
+        loss_of = lambda p: fs.bind(model, p, buffers)(input_ids=tokens, labels=tokens).loss  # noqa: E731
+        grads, loss = fs.grad_and_value(loss_of)(params)
         return *opt.step(params, grads=grads, state=state), fs.collectives.pmean(loss, mesh)
 
     state, losses = opt.init(params), []
@@ -52,18 +50,11 @@ def fine_tune(mesh: fs.Mesh, config: LlamaConfig, batches: list[Tensor], folder:
 
 def fine_tune_unsharded(config: LlamaConfig, batches: list[Tensor]) -> tuple[LlamaForCausalLM, Tensor]:
     """The same in plain torch, on the CPU and without checkpointing."""
-    model, losses = LlamaForCausalLM(config), []
+    model = LlamaForCausalLM(config)
     torch.manual_seed(SEED)
     with torch.no_grad():
         model.apply(model._init_weights)
-    opt = torch.optim.AdamW(model.parameters(), lr=LR)
-    for tokens in batches:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.detach())
-    return model, torch.stack(losses)
+    return model, train_unsharded(model, lambda x: model(input_ids=x, labels=x).loss, batches, LR)[1]
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ def test_the_page_of_referees_has_no_error_of_another_library() -> None:
     assert "RAISES" not in "\n".join(" ".join(line) for line in LINES)
 
 
-OTHERS = re.compile(r"^(?:import|from) (?:torchopt|scipy|jax|tensordict)\b", re.MULTILINE)  # in tests/referees
+# Their blocks run in tests/referees.
+OTHERS = re.compile(r"^(?:import|from) (?:torchopt|scipy|jax|tensordict|transformers)\b", re.MULTILINE)
 NOTEBOOKS = program("notebooks")
 TUTORIALS = [str(page.relative_to(ROOT)) for page in NOTEBOOKS.PAGES]
 WITH_PYTHON = [page for page in PAGES if blocks(page) and page not in TUTORIALS]

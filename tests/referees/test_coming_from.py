@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 import functorch_shard as fs
 from functorch_shard.testing import run_ranks
-from tests.support.pages import blocks
+from tests.support.pages import blocks, run
 
 RANKS, LR, MOMENTUM, CLIP = 2, 0.5, 0.9, 0.05
 Trained = dict[str, Any]
@@ -258,3 +258,8 @@ def test_derivatives_are_those_of_the_mean_over_ranks_in_jax(jax: Any) -> None:
     same(fs.gather(rows)["w"], jax.jacfwd(mean)(w))
     (columns,) = mesh.spmd(fs.hessian(loss_fn))(params, ROWS)["w"].values()  # (ranks, rows, elements of a shard)
     same(columns.transpose(0, 1).flatten(1), jax.hessian(mean)(w))
+
+
+def test_the_llama_of_the_page_trains_and_its_decoder_layers_are_units(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    run("docs/coming_from/fsdp.md", capsys)
