@@ -17,7 +17,7 @@ from tests.benchmarks.workloads import Block
 from tests.support.gpt_steps import gpt_of, gpt_step
 from tests.support.ranks import HYBRID, gloo, on_each, simulated
 
-BLOCKS, UNITS = 8, 12  # of the GPT: embed, position, the blocks, norm, head
+BLOCKS, UNITS = 4, 8  # of the GPT: embed, position, the blocks, norm, head
 
 
 def gpt_on_this_rank(mesh: fs.Mesh) -> dict[str, Any]:
