@@ -138,10 +138,7 @@ def steps(shape: Shape, tokens: int, device: Device, rounds: int) -> dict[str, d
     rows = {}
     for name in CONTENDERS:
         if "CUDA graphs" in name and not device.cuda:
-            rows[name] = {
-                "error": f"not on a {device.device.type}: a capture is of a stream of CUDA",
-                "warnings": [],
-            }
+            rows[name] = {"error": f"not on a {device.device.type}: a capture is of a stream of CUDA", "warnings": []}
         else:
             rows[name] = measured(lambda name=name: build(name), device, rounds)
     return rows

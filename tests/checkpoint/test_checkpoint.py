@@ -16,22 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.testing._internal.two_tensor import TwoTensor
 
 import functorch_shard as fs
-from functorch_shard.checkpoint import (
-    export_safetensors,
-    import_safetensors,
-    latest,
-    load,
-    save,
-    saving,
-    verify,
-)
+from functorch_shard.checkpoint import export_safetensors, import_safetensors, latest, load, save, saving, verify
 from functorch_shard.checkpoint.format import entries_of
 from functorch_shard.cli.main import main as command
 from functorch_shard.testing import assert_trees_close

@@ -69,11 +69,7 @@ class Evil:
 
 def hostile(marker: Path) -> list[Evil]:
     """Calls that would leave a file behind."""
-    calls = [
-        (os.system, (f"touch {marker}",)),
-        (Path.touch, (marker,)),
-        (exec, (f"open({str(marker)!r}, 'w')",)),
-    ]
+    calls = [(os.system, (f"touch {marker}",)), (Path.touch, (marker,)), (exec, (f"open({str(marker)!r}, 'w')",))]
     assert len(calls) == len(HOSTILE)
     return [Evil(call) for call in calls]
 

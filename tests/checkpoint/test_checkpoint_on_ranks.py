@@ -84,9 +84,7 @@ def whole(x: Any) -> Tensor:
 def by_name(tree: Any) -> Any:
     """Every tree of shards as whole tensors by name, on any mesh; what is a number of its buffer, for each name."""
     return optree.tree_map(
-        lambda x: _whole_by_name(x) if isinstance(x, Sharded) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Sharded),
+        lambda x: _whole_by_name(x) if isinstance(x, Sharded) else x, tree, is_leaf=lambda x: isinstance(x, Sharded)
     )
 
 

@@ -22,12 +22,7 @@ CODECS = {
     "float8": fs.codecs.float8(),
     "float8_e5m2": fs.codecs.float8(7, torch.float8_e5m2),
 }
-AXES: list[dict[str, int]] = [
-    {"shard": 1},
-    {"shard": 3},
-    {"shard": 3, "replicate": 2},
-    {"replicate": 3},
-]
+AXES: list[dict[str, int]] = [{"shard": 1}, {"shard": 3}, {"shard": 3, "replicate": 2}, {"replicate": 3}]
 
 
 def values() -> dict[str, Tensor]:
@@ -223,10 +218,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         (lambda x: x, lambda x: x[1:]),
         "ValueError: codec: decode returned (5,), expected a tensor of the shape (6,) that was encoded",
     ),
-    "by value": (
-        (lambda x: x[x > 0], lambda x: x),
-        "ValueError: codec: encode gave other shapes for other values: ",
-    ),
+    "by value": ((lambda x: x[x > 0], lambda x: x), "ValueError: codec: encode gave other shapes for other values: "),
 }
 
 

@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 import functorch_shard as fs
-from functorch_shard.communication import (
-    Backend,
-    Collective,
-    Counter,
-    Finished,
-    Traffic,
-    Work,
-    skip,
-    wrap,
-)
+from functorch_shard.communication import Backend, Collective, Counter, Finished, Traffic, Work, skip, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.models import awkward, loss_of

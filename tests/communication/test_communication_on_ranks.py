@@ -13,13 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functorch_shard as fs
 from functorch_shard.collectives import pmax
-from functorch_shard.communication import (
-    Collective,
-    Counter,
-    Work,
-    skip,
-    wrap,
-)
+from functorch_shard.communication import Collective, Counter, Work, skip, wrap
 from functorch_shard.communication.backend import Issue
 from functorch_shard.testing import assert_trees_close
 from tests.support.models import awkward, loss_of

@@ -16,11 +16,7 @@ from tests.support.ranks import Ranks, gloo, simulated
 
 Splits = tuple[tuple[int, ...], ...]
 KINDS = [*simulated(2, 3), *gloo(2, 3)]
-WAYS = {
-    "envelope": (11, torch.bfloat16),
-    "shared memory": (5000, torch.complex64),
-    "sockets": (5000, torch.bfloat16),
-}
+WAYS = {"envelope": (11, torch.bfloat16), "shared memory": (5000, torch.complex64), "sockets": (5000, torch.bfloat16)}
 
 
 def splits_of(size: int, largest: int) -> Splits:

@@ -35,10 +35,7 @@ def loss_with(**gather: Any) -> Loss:
     return loss
 
 
-LOSSES: dict[str, Loss] = {
-    "lazy": loss_with(),
-    "at once": loss_with(lazy=False),
-}
+LOSSES: dict[str, Loss] = {"lazy": loss_with(), "at once": loss_with(lazy=False)}
 DERIVED: dict[str, Callable[[Loss, fs.Sharded, fs.Sharded, Tensor], Any]] = {
     "gradient": lambda loss, p, v, x: fs.grad(loss)(p, x),
     "hessian": lambda loss, p, v, x: hessian(loss)(p, x) @ v,

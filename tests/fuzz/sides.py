@@ -222,11 +222,7 @@ DERIVATIVES: dict[str, Callable[..., Results]] = {
         zip(("grad", "by x"), s.by_both(lambda p, x: f(p, x, y), p, x), strict=True)
     ),
     "both trees": lambda s, f, p, v, x, y: dict(
-        zip(
-            ("grad", "by delta"),
-            s.by_both(lambda p, d: replace(s, delta=d).loss(p, x, y), p, s.delta),
-            strict=True,
-        )
+        zip(("grad", "by delta"), s.by_both(lambda p, d: replace(s, delta=d).loss(p, x, y), p, s.delta), strict=True)
     ),
     "hvp": lambda s, f, p, v, x, y: {"hvp": jvp(s.grad(lambda p: f(p, x, y)), (p,), (v,))[1]},
     "grad of grad": lambda s, f, p, v, x, y: {"hvp": s.grad(lambda p: s.dot(s.grad(lambda p: f(p, x, y))(p), v))(p)},

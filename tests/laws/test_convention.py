@@ -261,9 +261,7 @@ OUTER = fs.grad, autograd_outer
 
 
 @every_real
-def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(
-    ranks: Ranks,
-) -> None:
+def test_a_second_derivative_by_backward_is_of_the_mean_of_what_ranks_return_as_by_fs_grad(ranks: Ranks) -> None:
     for results in ranks.run(by_hand_on_this_rank):
         for by_fs, by_backward in results:
             assert_trees_close(by_backward, by_fs, rtol=1e-10, atol=1e-13)

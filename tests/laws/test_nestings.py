@@ -10,17 +10,7 @@ import torch
 
 from tests.benchmarks.transforms import sign
 from tests.laws import nestings_fsdp2
-from tests.laws.nestings import (
-    COLLECTIVES,
-    COLUMNS,
-    INNER,
-    MIXED,
-    OUTER,
-    ROWS,
-    UNSHARDED,
-    Row,
-    verdicts,
-)
+from tests.laws.nestings import COLLECTIVES, COLUMNS, INNER, MIXED, OUTER, ROWS, UNSHARDED, Row, verdicts
 from tests.support.pages import ROOT
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.

@@ -210,10 +210,7 @@ def _one_by_one(fn: Callable[..., Any], *rows: Tensor) -> Any:
 
 # Whoever computes each rank by itself, and whoever computes all of them in one batch: a batched product of matrices in
 # bfloat16 rounds its sums at other places than one product after the other.
-SIDES: dict[str, Callable[..., Any]] = {
-    "one by one": _one_by_one,
-    "side by side": lambda fn, *rows: vmap(fn)(*rows),
-}
+SIDES: dict[str, Callable[..., Any]] = {"one by one": _one_by_one, "side by side": lambda fn, *rows: vmap(fn)(*rows)}
 
 
 def sum_in_rank_order(rows: Tensor, axes: Mapping[str, int]) -> Tensor:

@@ -208,12 +208,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         r"plan: units: 2 problems\n  'nope': no parameter or module of that name\n  'b\.v': no .*\nList every",
     ),
     "twice": (TENSORS, [["a"], ["b", "a.w"]], ValueError, r"'a\.w': listed twice, in 'a' and 'b'"),
-    "list of classes": (
-        nn.Linear(2, 3),
-        [nn.Linear],
-        TypeError,
-        r"lists of names, for example \[\['embed'",
-    ),
+    "list of classes": (nn.Linear(2, 3), [nn.Linear], TypeError, r"lists of names, for example \[\['embed'"),
     "class for a mapping": (
         TENSORS,
         nn.Linear,

@@ -14,16 +14,7 @@ import functorch_shard as fs
 from functorch_shard.matrix import plan
 from functorch_shard.testing import assert_trees_close, count_collectives
 from tests.support.live_bytes import LiveBytes
-from tests.support.matrix import (
-    CASES,
-    SHAPES,
-    assert_unsharded,
-    is_whole,
-    optimizer,
-    planned,
-    trained,
-    values,
-)
+from tests.support.matrix import CASES, SHAPES, assert_unsharded, is_whole, optimizer, planned, trained, values
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 from tests.support.steps import copied, structure, tensors
 

@@ -14,16 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import functorch_shard as fs
 from functorch_shard.layout.layout import select_buffers
 from functorch_shard.testing import assert_trees_close
-from tests.support.matrix import (
-    CASES,
-    REST,
-    assert_unsharded,
-    is_whole,
-    optimizer,
-    planned,
-    trained,
-    values,
-)
+from tests.support.matrix import CASES, REST, assert_unsharded, is_whole, optimizer, planned, trained, values
 from tests.support.ranks import HYBRID, Ranks, gloo, simulated
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

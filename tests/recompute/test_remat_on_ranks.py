@@ -128,10 +128,7 @@ def layer_of(full: Any, i: int) -> dict[str, Tensor]:
     return {name: full[f"{i}.{name}"] for name in ("weight", "bias")}
 
 
-WAYS = {
-    "gathered inside": fs.remat(partial(convention.sharded_loss, lazy=None)),
-    "gathered outside": gathered_outside,
-}
+WAYS = {"gathered inside": fs.remat(partial(convention.sharded_loss, lazy=None)), "gathered outside": gathered_outside}
 
 
 def refusals(mesh: fs.Mesh, way: str) -> list[str]:

@@ -394,10 +394,7 @@ def test_settings_of_the_process_around_a_collective_are_refused_and_a_tracer_se
         with sdpa_kernel(SDPBackend.MATH):
             return psum(x, mesh)
 
-    for program, name in (
-        (with_double, "torch.get_default_dtype()"),
-        (attending, "sdpa_kernel"),
-    ):
+    for program, name in ((with_double, "torch.get_default_dtype()"), (attending, "sdpa_kernel")):
         text = refused(mesh.spmd(program), rows())
         assert "waits for a collective inside of" in text
         assert name in text

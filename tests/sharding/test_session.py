@@ -16,13 +16,7 @@ from torch import Tensor, nn
 import functorch_shard as fs
 from functorch_shard.sharding import session
 from functorch_shard.sharding.reduction import Part
-from functorch_shard.sharding.session import (
-    NO_PASS,
-    Session,
-    UnitBuffers,
-    expected_order,
-    small_units,
-)
+from functorch_shard.sharding.session import NO_PASS, Session, UnitBuffers, expected_order, small_units
 
 some_laws = settings(max_examples=100, deadline=None)
 passes = st.sampled_from([NO_PASS, NO_PASS, 1, 2])

@@ -78,10 +78,7 @@ def run(opt: fs.Optimizer, layout: fs.Layout, num_steps: int = NUM_STEPS, wrap: 
 
 
 def stock(
-    case: str,
-    num_steps: int = NUM_STEPS,
-    lr: Callable[[int], float] | None = None,
-    device: torch.device | str = "cpu",
+    case: str, num_steps: int = NUM_STEPS, lr: Callable[[int], float] | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """The same by torch, on plain parameters."""
     cls, options = CASES[case]

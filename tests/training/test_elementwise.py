@@ -52,10 +52,7 @@ REFUSED: list[tuple[Any, str]] = [
     (torch.optim.Adafactor, "its state is of rows and columns(?s:.*)Pass whole=True"),
     (torch.optim.Muon, "it makes whole matrices orthogonal(?s:.*)Pass whole=True"),
     (homemade.HasModes, "it has a train mode and an eval mode(?s:.*)Gather what it needs"),
-    (
-        homemade.Averaged,
-        r"pass elementwise=True, which fs.testing.check_elementwise\(Averaged, ...\) tests; else",
-    ),
+    (homemade.Averaged, r"pass elementwise=True, which fs.testing.check_elementwise\(Averaged, ...\) tests; else"),
 ]
 
 

@@ -59,10 +59,7 @@ def of(name: str, solver: str, method: str, task: Any = None, **options: Any) ->
 WHOLE, BOUND = {"lazy": False}, {"bound": True}
 UNITS = "All ranks must use the same units in the same order"
 WRITTEN = {"batched": "exists a Tensor"}
-OWN = {
-    "batched": "setup_context",
-    "refused": "grad: backward differentiates a module's own parameter",
-}
+OWN = {"batched": "setup_context", "refused": "grad: backward differentiates a module's own parameter"}
 REFEREES = [
     of("rk4", "odeint", "rk4", **WRITTEN),
     of("dopri5, other numbers of steps on each rank", "odeint", "dopri5", **WRITTEN, gloo=UNITS),

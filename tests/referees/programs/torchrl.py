@@ -111,7 +111,4 @@ def of(package: str, name: str, make: Any, loss: Any, of_gathered: Any, **option
     return Referee(package, name, program, fsdp2=fsdp2, **options)
 
 
-REFEREES = [
-    of("tensordict", "to_module", mlp, squares, to_module),
-    of("torchrl", "SACLoss", sac, of_both, of_gathered),
-]
+REFEREES = [of("tensordict", "to_module", mlp, squares, to_module), of("torchrl", "SACLoss", sac, of_both, of_gathered)]

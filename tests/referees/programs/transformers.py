@@ -47,11 +47,7 @@ MODELS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
         "MixtralForCausalLM",
         {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
     ),
-    "ViT": (
-        "ViTConfig",
-        "ViTForImageClassification",
-        {**IMAGES, "image_size": 8, "patch_size": 4, "num_labels": 5},
-    ),
+    "ViT": ("ViTConfig", "ViTForImageClassification", {**IMAGES, "image_size": 8, "patch_size": 4, "num_labels": 5}),
     "Whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
