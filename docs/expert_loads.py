@@ -16,19 +16,16 @@ STEPS, BATCH = 150, 16
 
 def loads(balance: float) -> list[dict[str, Any]]:
     """Of each step: the part of tokens of each expert of the last layer, and of choices without a place in any."""
-    moe, gpt = import_module("moe"), import_module("gpt")
-    text, generator = gpt.read_text(None)[0], torch.Generator().manual_seed(0)
+    moe, mixture, gpt = map(import_module, ("moe", "mixture", "gpt"))
+    text = gpt.read_text(None)[0]
     torch.manual_seed(0)
     model, found = moe.Model(balance=balance), []
     opt = torch.optim.AdamW(model.parameters(), lr=moe.LR)
-    for _ in range(STEPS):
-        starts = torch.randint(len(text) - moe.LENGTH, (BATCH, 1), generator=generator)
-        tokens = text[starts + torch.arange(moe.LENGTH)].long()
-        loss = model.loss(dict(model.named_parameters()), tokens, moe.on_whole_tensors, lambda x: x)
-        with torch.no_grad():
-            _, routings = model(tokens, moe.on_whole_tensors)
-        load = routings[-1].chosen.mean((0, 1)) / moe.CHOSEN
-        dropped = 1 - sum(x.places.sum() for x in routings) / sum(x.chosen.sum() for x in routings)
+    for x, y in gpt.batches(text, STEPS, BATCH):
+        logits, means = model(x)
+        loss = model.loss((logits, means), y)
+        load = means.detach()[-1, 1] / mixture.CHOSEN
+        dropped = 1 - means.detach()[:, 2].sum() / means.detach()[:, 1].sum()
         opt.zero_grad()
         loss.backward()
         opt.step()

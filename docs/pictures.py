@@ -368,9 +368,9 @@ def long_context() -> str:
 
 
 def pipeline() -> str:
-    """The ticks of two schedules of examples/pipeline.py, and how many microbatches each stage holds."""
+    """The ticks of two schedules of examples/schedules.py, and how many microbatches each stage holds."""
     sys.path.append(str(PLACE.parents[1] / "examples"))
-    program: Any = import_module("pipeline")
+    program: Any = import_module("schedules")
     stages, number, cell, left, top = 4, 6, 40, 76, 70
     body = [svg.text(16, 22, f"{number} microbatches through {stages} stages: each tick, what a stage runs")]
     for panel, (name, schedule) in enumerate((("GPipe", program.gpipe), ("1F1B", program.one_f_one_b))):

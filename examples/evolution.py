@@ -5,8 +5,7 @@ torchrun --nproc-per-node 2 examples/evolution.py        # the same program on 2
 
 As in Salimans et al. (arxiv.org/abs/1703.03864): perturb the parameters in both directions of some random vectors, see
 for how many steps a cart keeps its pole upright, and go along the vectors, weighted by the differences. A vector is a
-seed: each rank draws its shard of it, when it perturbs and again when it steps. Ranks play from different starts,
-gather perturbed parameters, and average one number for each perturbation. Vectors do not depend on the number of ranks.
+seed: each rank draws its shard of it, when it perturbs and again when it steps, the same on any number of ranks.
 """
 
 import math
@@ -60,41 +59,38 @@ def evolve(mesh: fs.Mesh, model: nn.Module, starts: list[Tensor]) -> Any:
             params = moved(params, seed, weight)
         return params, torch.cat([up, down]).mean()
 
-    outcomes = []
+    outcomes, seeds = [], torch.arange(PAIRS * len(starts)).split(PAIRS)
     with fs.testing.count_collectives() as seen:
-        generation(params, mesh.split(starts[0]), seeds_of(0))  # a pure function: this one is for the count
+        generation(params, mesh.split(starts[0]), seeds[0])  # a pure function: this one is for the count
     with fs.testing.count_collectives() as of_move:
         moved(params, torch.tensor(0), SIGMA)
     for i, start in enumerate(starts):
-        params, outcome = generation(params, mesh.split(start), seeds_of(i))
+        params, outcome = generation(params, mesh.split(start), seeds[i])
         outcomes.append(outcome)
     return params, torch.stack(outcomes), seen, of_move
 
 
-def seeds_of(generation: int) -> Tensor:
-    return torch.arange(PAIRS) + PAIRS * generation
-
-
 def evolve_unsharded(model: nn.Module, starts: list[Tensor]) -> Any:
-    """The same with whole tensors, one perturbation after the other."""
+    """The same with whole tensors."""
     full, outcomes = {name: p.detach() for name, p in model.named_parameters()}, []
     alone = fs.shard(model, fs.plan(model, fs.simulated_mesh(1)))  # for its vectors
+    seeds = torch.arange(PAIRS * len(starts)).split(PAIRS)
 
-    def moved(full: dict[str, Tensor], vector: dict[str, Tensor], by: float | Tensor) -> dict[str, Tensor]:
+    def moved(full: dict[str, Tensor], seed: Tensor, by: float | Tensor) -> dict[str, Tensor]:
+        vector = fs.gather(fs.curvature.randn_like(alone, seed))
         return {name: p + by * vector[name] for name, p in full.items()}
 
     for i, start in enumerate(starts):
-        vectors = [fs.gather(fs.curvature.randn_like(alone, seed)) for seed in seeds_of(i).tolist()]
-        plays = [[time_upright(model, moved(full, e, by), start) for e in vectors] for by in (SIGMA, -SIGMA)]
-        up, down = (torch.stack(each) for each in plays)
-        for vector, weight in zip(vectors, weights_of(up, down), strict=True):
-            full = moved(full, vector, weight)
+        play = vmap(lambda seed, by: time_upright(model, moved(full, seed, by), start), (0, None))  # noqa: B023
+        up, down = play(seeds[i], SIGMA), play(seeds[i], -SIGMA)
+        for seed, weight in zip(seeds[i], weights_of(up, down), strict=True):
+            full = moved(full, seed, weight)
         outcomes.append(torch.cat([up, down]).mean())
     return full, torch.stack(outcomes)
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=20)  # generations
+    args = arguments(__doc__, steps=10)  # generations
     mesh, generator = ranks(args.ranks), torch.Generator().manual_seed(0)
     starts = [torch.rand(12, 4, generator=generator).double() / 5 - 0.1 for _ in range(args.steps)]
     unseen = torch.rand(64, 4, generator=generator).double() / 5 - 0.1

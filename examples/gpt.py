@@ -2,7 +2,7 @@
 
 import math
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,43 +13,65 @@ from torch.func import functional_call
 CONTEXT, WIDTH, HEADS, DEPTH, VOCABULARY = 64, 128, 4, 4, 256
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-        self.dropout = nn.Dropout(dropout)
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1))  # (B, T, 3, H, D)
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, of_heads: Callable[[Tensor, Tensor, Tensor], Tensor] = causal) -> Tensor:
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1))  # (B, T, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.dropout(self.proj(y.transpose(1, 2).flatten(2)))  # (B, T, C)
-        return x + self.dropout(self.mlp(self.norm_2(x)))
+        return self.proj(of_heads(q, k, v).transpose(1, 2).flatten(2))  # (B, T, C)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention, self.norm, self.dropout = Attention(width), nn.LayerNorm(width), nn.Dropout(dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, of_heads: Callable[[Tensor, Tensor, Tensor], Tensor] = causal) -> Tensor:
+        x = x + self.dropout(self.attention(x, of_heads))
+        return x + self.dropout(self.mlp(self.norm(x)))
 
 
 class GPT(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int | None = None, depth: int | None = None) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.before = nn.Embedding(VOCABULARY, WIDTH)  # a byte has little information: the two before it help early on
-        self.before_that = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.zeros(CONTEXT, WIDTH))
-        self.blocks = nn.ModuleList([Block(dropout) for _ in range(DEPTH)])
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        width, depth = WIDTH if width is None else width, DEPTH if depth is None else depth
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.before = nn.Embedding(VOCABULARY, width)  # a byte has little information: the two before it help early on
+        self.before_that = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(torch.zeros(CONTEXT, width))
+        self.blocks = nn.ModuleList([Block(width, dropout) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         for table in (self.embed, self.before, self.before_that):
             nn.init.normal_(table.weight, std=0.02)
         self.head.weight = self.embed.weight  # tied: sharded once, both uses add to its gradient
 
-    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
+    def first(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, C)
         earlier = F.pad(tokens, (2, 0))  # (B, T + 2)
         x = self.embed(tokens) + self.before(earlier[:, 1:-1]) + self.before_that(earlier[:, :-2])
-        x = x + self.position[: tokens.shape[-1]]
+        return x + self.position[: tokens.shape[-1]]
+
+    def last(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, V)
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor) -> Tensor:  # (B, T) -> (B, T, V)
+        x = self.first(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.last(x)
+
+
+def losses_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each sequence."""
+    return F.cross_entropy(logits.mT, targets, reduction="none").mean(-1)
 
 
 def read_text(path: str | None) -> tuple[Tensor, Tensor]:
@@ -66,10 +88,16 @@ def read_text(path: str | None) -> tuple[Tensor, Tensor]:
     return train, valid
 
 
-def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (len(starts), CONTEXT)."""
-    tokens = text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+def windows(text: Tensor, starts: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, each (len(starts), length)."""
+    tokens = text[starts[:, None] + torch.arange((length or CONTEXT) + 1)].long()
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def batches(text: Tensor, steps: int, size: int, length: int | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Global batches, the same on every rank."""
+    last, generator = len(text) - (length or CONTEXT), torch.Generator().manual_seed(0)
+    return [windows(text, torch.randint(last, (size,), generator=generator), length) for _ in range(steps)]
 
 
 def schedule(step: int, num_steps: int, peak: float = 4e-3) -> float:

@@ -19,7 +19,7 @@ from torch.func import functional_call, grad, vmap
 
 import functorch_shard as fs
 
-INNER_LR, SHOTS, TASKS = 0.05, 10, 32
+INNER_LR, LR, SHOTS, TASKS = 0.05, 1e-2, 10, 32
 Tasks = tuple[Tensor, Tensor, Tensor, Tensor]  # points to learn from and points to test, each (tasks, SHOTS, 1)
 
 
@@ -48,7 +48,7 @@ def meta_loss(model: nn.Module, full: dict[str, Tensor], tasks: Tasks) -> Tensor
 
 
 def train(mesh: fs.Mesh, model: nn.Module, batches: list[Tasks]) -> Any:
-    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.Adam, lr=3e-3)
+    params, opt = fs.shard(model, fs.plan(model, mesh)), fs.optimizer(torch.optim.Adam, lr=LR)
 
     @mesh.spmd
     def meta_step(params: fs.Sharded, state: Any, tasks: Tasks) -> Any:
@@ -66,7 +66,7 @@ def train(mesh: fs.Mesh, model: nn.Module, batches: list[Tasks]) -> Any:
 def train_unsharded(model: nn.Module, batches: list[Tasks]) -> dict[str, Tensor]:
     """The same in plain torch."""
     whole = dict(model.named_parameters())
-    opt = torch.optim.Adam(whole.values(), lr=3e-3)
+    opt = torch.optim.Adam(whole.values(), lr=LR)
     for tasks in batches:
         grads = grad(lambda full: meta_loss(model, full, tasks))({name: x.detach() for name, x in whole.items()})  # noqa: B023
         for name, x in whole.items():
@@ -76,7 +76,7 @@ def train_unsharded(model: nn.Module, batches: list[Tasks]) -> dict[str, Tensor]
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=600)
+    args = arguments(__doc__, steps=200)
     mesh, generator = ranks(args.ranks), torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1)).double()

@@ -11,15 +11,14 @@ torch.optim.Muon itself does the step. Embeddings and vectors are AdamW's, step 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from gpt import GPT, read_text, windows
+from gpt import GPT, batches, losses_of, read_text
 from side_by_side import Row, arguments, finish, flat, nbytes, passed, ranks
 from torch import Tensor
 from torch.func import functional_call
 
 import functorch_shard as fs
 
-MUON_LR, ADAMW_LR = 0.02, 4e-3
+WIDTH, DEPTH, MUON_LR, ADAMW_LR = 64, 2, 0.02, 4e-3
 Batches = list[tuple[Tensor, Tensor]]
 
 
@@ -30,14 +29,15 @@ def label(name: str, p: Tensor) -> str | None:
 
 def new_model() -> GPT:
     torch.manual_seed(0)
-    return GPT().double()  # Muon rounds to bfloat16: in float32 another order of summation is another training
+    # Muon rounds to bfloat16: in float32 another order of summation is another training.
+    return GPT(width=WIDTH, depth=DEPTH).double()
 
 
 def loss_of(model: GPT, full: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(functional_call(model, full, (x,)).flatten(0, 1), y.flatten())
+    return losses_of(functional_call(model, full, (x,)), y).mean()
 
 
-def train(mesh: fs.Mesh, opt: fs.Optimizer, batches: Batches) -> Any:
+def train(mesh: fs.Mesh, opt: fs.Optimizer, data: Batches) -> Any:
     model = new_model()
     params = fs.shard(model, fs.plan(model, mesh, labels=label))
 
@@ -48,21 +48,21 @@ def train(mesh: fs.Mesh, opt: fs.Optimizer, batches: Batches) -> Any:
 
     state, losses = opt.init(params), []
     with fs.testing.count_collectives() as seen:
-        train_step(params, state, *mesh.split(batches[0]))  # a step is pure: this one is for the count
-    for batch in batches:
+        train_step(params, state, *mesh.split(data[0]))  # a step is pure: this one is for the count
+    for batch in data:
         params, state, loss = train_step(params, state, *mesh.split(batch))
         losses.append(loss)
     return params, state, torch.stack(losses), seen
 
 
-def train_unsharded(batches: Batches) -> tuple[dict[str, Tensor], Tensor]:
+def train_unsharded(data: Batches) -> tuple[dict[str, Tensor], Tensor]:
     """The same in plain torch."""
     model, losses = new_model(), []
     by_label: dict[str | None, list[Tensor]] = {}
     for name, p in model.named_parameters():
         by_label.setdefault(label(name, p), []).append(p)
     opts = [torch.optim.Muon(by_label[None], lr=MUON_LR), torch.optim.AdamW(by_label["rest"], lr=ADAMW_LR)]
-    for x, y in batches:
+    for x, y in data:
         loss = loss_of(model, dict(model.named_parameters()), x, y)
         model.zero_grad()
         loss.backward()
@@ -73,15 +73,13 @@ def train_unsharded(batches: Batches) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def main() -> None:
-    args = arguments(__doc__, steps=60, batch_size=16, text="")  # sequences on all ranks together
-    mesh, text, generator = ranks(args.ranks), read_text(args.text)[0], torch.Generator().manual_seed(0)
-    starts = [torch.randint(len(text) - 65, (args.batch_size,), generator=generator) for _ in range(args.steps)]
-    batches = [windows(text, each) for each in starts]
+    args = arguments(__doc__, steps=50, batch_size=16, text="")  # sequences on all ranks together
+    mesh, data = ranks(args.ranks), batches(read_text(args.text)[0], args.steps, args.batch_size)
 
     adamw = fs.optimizer(torch.optim.AdamW, lr=ADAMW_LR)
     muon = fs.optimizer(torch.optim.Muon, lr=MUON_LR, whole=True, labels={"rest": adamw})
-    params, state, losses, seen = train(mesh, muon, batches)
-    (_, other_state, by_adamw, _), (whole, expected) = train(mesh, adamw, batches), train_unsharded(batches)
+    params, state, losses, seen = train(mesh, muon, data)
+    (_, other_state, by_adamw, _), (whole, expected) = train(mesh, adamw, data), train_unsharded(data)
     rows = [
         Row("last loss by Muon", losses[-1].item(), expected[-1].item(), 1e-8),
         Row("losses of all steps", losses, expected, 1e-8),

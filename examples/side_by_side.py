@@ -86,7 +86,7 @@ def train(mesh: fs.Mesh, params: fs.Sharded, gradient: Callable[..., Any], parts
 
 
 def train_unsharded(model: torch.nn.Module, loss_of: Callable[[Any], Tensor], batches: Sequence[Any], lr: float) -> Any:
-    """The same in plain torch, of ``loss_of(batch)``: parameters and losses."""
+    """The same in plain torch, of ``loss_of(batch)``: what was trained, and losses."""
     opt, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
     for batch in batches:
         loss = loss_of(batch)
@@ -94,7 +94,7 @@ def train_unsharded(model: torch.nn.Module, loss_of: Callable[[Any], Tensor], ba
         loss.backward()
         opt.step()
         losses.append(loss.detach())
-    return {name: p.detach() for name, p in model.named_parameters()}, torch.stack(losses)
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}, torch.stack(losses)
 
 
 def flat(tree: Mapping[str, Tensor]) -> Tensor:
@@ -113,20 +113,14 @@ def nbytes(tree: Any, mesh: fs.Mesh) -> int:
     return total // mesh.size if mesh.is_simulated else total
 
 
-def activations(model: torch.nn.Module, *batch: Tensor) -> int:
-    """Bytes that autograd keeps of ``model(*batch)`` for backward; parameters and inputs are not counted."""
-    known = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *batch)}
-    kept = dict[int, int]()
-
-    def keep(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        output = model(*batch)
-    del output  # until here no memory has been used twice
-    return sum(size for place, size in kept.items() if place not in known)
+def beside(mesh: fs.Mesh, found: Any, whole: Any, by: str = "") -> tuple[list[Row], dict[str, str]]:
+    """Results and costs of what ``train`` has returned, beside what ``train_unsharded`` has."""
+    (params, losses, seen), (expected, wanted) = found, whole
+    full = fs.gather(params, lazy=False)
+    ours, theirs = flat({name: full[name] for name in expected}), flat(expected)
+    rows = [Row(f"losses of all steps{by}", losses, wanted, 1e-9), Row(f"parameters{by}", ours, theirs, 1e-8)]
+    holds = f"{nbytes(params, mesh):,} bytes of {theirs.nbytes:,} bytes of parameters"
+    return rows, {f"a rank passes in a step{by}": passed(seen), "a rank holds": holds}
 
 
 def fsdp2(program: Callable[[], object]) -> str:

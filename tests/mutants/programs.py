@@ -31,11 +31,13 @@ from tests.support.models import awkward
 from tests.support.pages import ROOT
 
 sys.path.append(str(ROOT / "examples"))  # they import each other, as scripts do
-NAMES = ["maml", "score_matching", "dp_sgd", "influence", "lanczos", "evolution", "unit_test_your_sharding"]
-maml, score_matching, dp_sgd, influence, lanczos, evolution, tested = map(import_module, NAMES)
+NAMES = ["maml", "dp_sgd", "influence", "lanczos", "evolution", "unit_test_your_sharding"]
+maml, dp_sgd, influence, lanczos, evolution, tested = map(import_module, NAMES)
+agents, contrastive, force_field, pinn = map(import_module, ["agents", "contrastive", "force_field", "pinn"])
 gpt, train_gpt, muon_gpt, lora = map(import_module, ["gpt", "train_gpt", "muon_gpt", "lora"])
+side_by_side = import_module("side_by_side")
 production, same_bits, diloco = map(import_module, ["production", "same_bits", "diloco"])
-long_context, moe, pipeline = map(import_module, ["long_context", "moe", "pipeline"])
+long_context, moe, pipeline, schedules = map(import_module, ["long_context", "moe", "pipeline", "schedules"])
 
 RANKS = 4  # on which there are the fewest samples for each
 Program = Callable[[fs.Mesh], Any]
@@ -94,8 +96,46 @@ def of_maml(mesh: fs.Mesh) -> Any:
     return maml.train(mesh, small(1, 6, 1), [maml.sines(draw(), 8)])[0]
 
 
-def of_score_matching(mesh: fs.Mesh) -> Any:
-    return score_matching.train(mesh, small(2, 6, 1), [score_matching.samples(8, draw())])[:2]
+def gradient_of(mesh: fs.Mesh, model: nn.Module | fs.Sharded, gradient: Any, *batch: Tensor) -> Any:
+    """The gradient, and the loss of all samples."""
+
+    @mesh.spmd(out_dims=(0, None))
+    def run(params: fs.Sharded, *batch: Tensor) -> Any:
+        grads, loss = gradient(params, *batch)
+        return grads, fs.collectives.pmean(loss, mesh)
+
+    params = fs.shard(model, fs.plan(model, mesh)) if isinstance(model, nn.Module) else model
+    return run(params, *mesh.split(batch))
+
+
+def of_pinn(mesh: fs.Mesh) -> Any:
+    points = torch.rand(8, 2, generator=draw(), dtype=torch.float64)
+    model = nn.Sequential(small(2, 6, 1), nn.Flatten(0))
+    return gradient_of(mesh, model, pinn.gradient(model), points)
+
+
+def of_force_field(mesh: fs.Mesh) -> Any:
+    torch.manual_seed(0)
+    with patch.multiple(force_field, WIDTH=4, RADII=3):
+        model = force_field.Energy().double()
+        return gradient_of(mesh, model, force_field.gradient(model), *force_field.molecules(4, draw()))
+
+
+def of_contrastive(mesh: fs.Mesh, chunks: int = 0) -> Any:
+    torch.manual_seed(0)
+    with patch.multiple(contrastive, SIDE=3, WORDS=2, WIDTH=4):
+        model, batch = contrastive.CLIP().double(), contrastive.scenes(8, draw())
+    if not chunks:
+        return gradient_of(mesh, model, contrastive.gradient(mesh, model), *batch)
+    run = mesh.spmd(lambda params, *batch: contrastive.grad_cache(mesh, model, params, *batch, chunks=chunks))
+    return run(fs.shard(model, fs.plan(model, mesh)), *mesh.split(batch))
+
+
+def of_agents(mesh: fs.Mesh) -> Any:
+    torch.manual_seed(0)
+    state, action, noise = torch.randn(4, 5, generator=draw(), dtype=torch.float64).split((2, 1, 2), -1)
+    trees, losses = agents.train(mesh, agents.new_model(), [(state, action, *agents.push(state, action), noise)])
+    return *trees, losses
 
 
 def of_dp_sgd(mesh: fs.Mesh) -> Any:
@@ -160,7 +200,7 @@ def of_hf_llama(mesh: fs.Mesh) -> Any:
 def of_muon(mesh: fs.Mesh) -> Any:
     rest = fs.optimizer(torch.optim.AdamW, lr=4e-3)
     muon = fs.optimizer(torch.optim.Muon, lr=0.02, whole=True, labels={"rest": rest})
-    with patch.multiple(gpt, **SMALL), quiet():
+    with patch.multiple(gpt, **SMALL), patch.multiple(muon_gpt, WIDTH=8, DEPTH=1), quiet():
         params, _, losses, _ = muon_gpt.train(mesh, muon, of_text())
     return params, losses
 
@@ -172,12 +212,13 @@ def of_evolution(mesh: fs.Mesh) -> Any:
 
 
 def of_lora(mesh: fs.Mesh) -> Any:
-    with patch.multiple(lora, **SMALL), warnings.catch_warnings():
+    torch.manual_seed(0)
+    with patch.multiple(gpt, **SMALL), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.manual_seed(0)
-        model = lora.adapted(lora.GPT(), 2, torch.float32)
-        full, cost = lora.adapt(model, mesh, 2 * of_text(), 1e-2, lambda *_: None)
-    return full, cost["losses"]
+        model = lora.adapted(gpt.GPT().double(), 2)
+        adapters, base = lora.shards(mesh, model)
+        parts = [(base, *mesh.split(batch)) for batch in 2 * of_text()]
+        return side_by_side.train(mesh, adapters, lora.gradient(model), parts, 1e-2)[:2]
 
 
 def bound(model: nn.Module, full: Any, args: Any) -> Any:
@@ -192,32 +233,42 @@ def of_long_context(mesh: fs.Mesh, way: str) -> Any:
     torch.manual_seed(0)
     program = long_context.Program(mesh, long_context.Model().double(), getattr(long_context, way))
     tokens = torch.randint(256, (2, long_context.LENGTH), generator=draw())
-    return gradient_and_losses(program, (tokens, tokens.roll(-1, 1)))
+    return gradient_and_losses(program, tokens, tokens.roll(-1, 1))
 
 
 def of_moe(mesh: fs.Mesh) -> Any:
     torch.manual_seed(0)
-    return gradient_and_losses(
-        moe.Program(mesh, moe.Model().double()), (torch.randint(256, (4, moe.LENGTH), generator=draw()),)
-    )
+    program = moe.Program(mesh, moe.Model().double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return gradient_of(mesh, program.params, fs.grad_and_value(program.loss), *of_text()[0])
 
 
 def of_pipeline(mesh: fs.Mesh, schedule: str = "") -> Any:
     torch.manual_seed(0)
-    program, tokens = pipeline.Program(mesh, pipeline.Model().double(), 2), torch.randint(256, (4, 9), generator=draw())
+    program = pipeline.Program(mesh, pipeline.new_model(), 2)
     if not schedule:
-        return gradient_and_losses(program, (tokens,))
-    ticks = getattr(pipeline, schedule)(mesh.axes["stage"], 2)
-    run = mesh.spmd(lambda p, x: program.gradients(ticks, p, x)[0])
+        return gradient_and_losses(program, *of_text()[0])
+    ticks = getattr(schedules, schedule)(mesh.axes["stage"], 2)
+    run = mesh.spmd(lambda p, *batch: schedules.gradients(program, ticks, p, *batch)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return run(program.params, program.split(tokens))
+        return run(program.params, *program.split(of_text()[0]))
 
 
-def gradient_and_losses(program: Any, batch: tuple[Tensor, ...]) -> Any:
-    @program.mesh.spmd(out_dims=(0, None))
+def gradient_and_losses(program: Any, *batch: Tensor) -> Any:
+    """The gradient of the mean loss, and the losses of all sequences."""
+    mesh = program.mesh
+
+    @mesh.spmd(out_dims=(0, None))
     def run(params: fs.Sharded, *batch: Tensor) -> Any:
-        return fs.grad(program.loss)(params, *batch), program.losses(params, *batch)
+        def loss(params: fs.Sharded) -> tuple[Tensor, Tensor]:
+            found = program.of_rank(params, *batch)
+            return found.mean(), found
+
+        grads, found = fs.grad(loss, has_aux=True)(params)
+        found = fs.collectives.pmean(found, mesh["context"]) if "context" in mesh.axes else found
+        return grads, fs.collectives.all_gather(found, mesh["shard"])
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # attention without a batching rule is slow
@@ -270,7 +321,11 @@ PROGRAMS: dict[str, Program] = {
     **{f"repaired: {name}": partial(public_bugs.whole, name=name, wrong=False) for name in public_bugs.BUGS},
     "example: unit_test_your_sharding": tested.first_step,
     "example: maml": of_maml,
-    "example: score_matching": of_score_matching,
+    "example: pinn": of_pinn,
+    "example: force_field": of_force_field,
+    "example: contrastive": of_contrastive,
+    "example: contrastive, GradCache": partial(of_contrastive, chunks=2),
+    "example: agents": of_agents,
     "example: dp_sgd": of_dp_sgd,
     "example: influence": of_influence,
     "example: lanczos": of_lanczos,
@@ -300,7 +355,7 @@ AXES = {  # of others: one, replicate, shard
 if find_spec("transformers"):
     PROGRAMS["example: hf_llama"] = of_hf_llama
 SEQUENTIAL = {"example: hf_llama", "example: same_bits"}  # programs that batched ranks refuse
-FLOAT32 = {"example: lora", "example: hf_llama"}  # programs that compute norms or losses in it
+FLOAT32 = {"example: hf_llama"}  # programs that compute norms or losses in it
 TRAININGS = (of_libraries.trained, torchopt.optimized, torchopt.maml, opacus.private_step, posteriors.sampled)
 for each in referees():
     training_of = getattr(each.program, "func", each.program) in TRAININGS
@@ -325,7 +380,6 @@ EQUIVALENT = [
     ("law: fs.grad, one parameter a unit", r"of 0 float64", "of no elements"),
     ("law: fs.grad, one parameter a unit", r"all_gather .*norm.bias", "a bias of a normalization is zeros at first"),
     ("example: maml", r" [0-5], ", COUNTED),
-    ("example: score_matching", r" [0-7], ", COUNTED),
     ("example: dp_sgd", r" [0-7], ", COUNTED),
     ("example: influence", r"3[23], psum of 1 ", "of the direction after the last step, which no step uses"),
     ("example: lanczos", r" (5|7|9|11|2[2468]|4[1357]), psum", "of a gradient whose tangent alone is returned"),
@@ -341,13 +395,17 @@ EQUIVALENT = [
     ("example: same_bits", r" (0|12), all_gather .*'.root.'", "positions are zeros at first"),
     ("example: production", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: production", r"pmax", "no rank is told to end"),
-    ("example: lora", r" (0|11), all_gather .*'.root./frozen'", "positions are zeros at first"),
-    ("example: moe", r" (0|32), all_gather .*'.root.'", "positions are zeros at first"),
-    ("example: moe", r" 1[45], psum .* over '\w+': over", "backward adds up over all ranks what differs between them"),
-    ("example: moe", r" 1[67], psum .* over '\w+': over", "the cotangent is one on every rank"),
-    ("example: pipeline", r" (0|22), all_gather .*'.root.'", "positions are zeros at first"),
-    ("example: pipeline$", r" 10, psum", "the loss itself is thrown away"),
-    ("example: pipeline$", r" 11, psum .* over '\w+': over", "the cotangent is one on every rank"),
-    ("example: pipeline, 1F1B", r" 12, psum", "the loss itself is thrown away"),
+    ("example: lora", r" ([0-9]|1[01]), ", COUNTED),
+    ("example: lora", r" (12|24), all_gather .*'.root./frozen'", "positions are zeros at first"),
+    ("example: lora", r" (16|28), all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
+    ("example: agents", r" ([7-9]|10), all_gather", "of targets but for those of critics, which no loss uses"),
+    ("GradCache", r" [25], all_gather .*: doubled", "embeddings are normalized"),
+    ("GradCache", r" (14|32), all_gather", "the surrogate is linear in the temperature"),
+    ("example: moe", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: moe", r" 1[78], psum .* over '\w+': over", "the cotangent is one on every rank"),
+    ("example: long_context", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: pipeline", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    ("example: pipeline$", r" 9, psum .* over '\w+': over", "the cotangent is one on every rank"),
+    ("example: pipeline, 1F1B", r" 10, psum", "the loss itself is thrown away"),
     ("referee", r" [356], all_gather .*norm.*: (dropped|over)", "the weights of a normalization are ones at first"),
 ]

@@ -30,49 +30,58 @@ class Case(NamedTuple):
     """A program on a mesh, and the same on whole tensors: its loss, and those of all sequences."""
 
     model: Any
-    batch: tuple[Tensor, ...]
-    on: Callable[[fs.Mesh], Any]  # has params, loss, losses and split
+    on: Callable[[fs.Mesh], Any]  # has params, loss and split
+    of_rank: Callable[..., Tensor]  # by a program: the losses of a rank's sequences
     loss: Callable[[Full], Tensor]
     losses: Callable[..., Tensor]
     axes: tuple[str, str]
 
 
-@cache
-def case(name: str) -> Case:
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (8, 13), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def imported(name: str) -> Any:
     if str(FOLDER) not in sys.path:
         sys.path.append(str(FOLDER))  # where examples find what they share
+    return import_module(name)
+
+
+@cache
+def case(name: str) -> Case:
+    losses_of = imported("gpt").losses_of
     torch.manual_seed(0)
-    tokens = torch.randint(256, (8, 13))
     if name == "moe":
-        moe = import_module("moe")
+        moe = imported("moe")
         model = moe.Model().double()
         return Case(
             model,
-            (tokens,),
             lambda mesh: moe.Program(mesh, model),
-            lambda full: model.loss(full, tokens, moe.on_whole_tensors, lambda x: x),
-            lambda full, tokens: functional_call(model, full, (tokens, moe.on_whole_tensors))[0],
+            lambda program, params, x, y: losses_of(program.of_rank(params, x)[0], y),
+            lambda full: model.loss(functional_call(model, full, (batch()[0],)), batch()[1]),
+            lambda full, x, y: losses_of(functional_call(model, full, (x,))[0], y),
             ("expert", "shard"),
         )
+    of_rank = lambda program, *args: program.of_rank(*args)  # noqa: E731
     if name == "pipeline":
-        pipeline = import_module("pipeline")
-        model = pipeline.Model().double()
-        return Case(
-            model,
-            (tokens,),
-            lambda mesh: pipeline.Program(mesh, model, microbatches=2),
-            lambda full: functional_call(model, full, (tokens,)).mean(),
-            lambda full, tokens: functional_call(model, full, (tokens,)),
-            ("stage", "shard"),
-        )
-    long_context = import_module("long_context")
-    model, batch = long_context.Model().double(), (tokens[:, :-1], tokens[:, 1:])
+        pipeline = imported("pipeline")
+        model = pipeline.new_model()
 
-    def losses(full: Full, *batch: Tensor) -> Tensor:
-        return functional_call(model, full, (*batch, 0, long_context.on_whole_sequence))
+        def losses(full: Full, x: Tensor, y: Tensor) -> Tensor:
+            return losses_of(functional_call(model, full, (x,)), y)
 
-    on = lambda mesh: long_context.Program(mesh, model, getattr(long_context, name))  # noqa: E731
-    return Case(model, batch, on, lambda full: losses(full, *batch).mean(), losses, ("shard", "context"))
+        on, axes = lambda mesh: pipeline.Program(mesh, model, microbatches=2), ("stage", "shard")
+    else:
+        long_context = imported("long_context")
+        model = long_context.Model().double()
+
+        def losses(full: Full, x: Tensor, y: Tensor) -> Tensor:
+            return functional_call(model, full, (x, y))
+
+        on = lambda mesh: long_context.Program(mesh, model, getattr(long_context, name))  # noqa: E731
+        axes = ("shard", "context")
+    return Case(model, on, of_rank, lambda full: losses(full, *batch()).mean(), losses, axes)
 
 
 def whole(model: torch.nn.Module) -> Full:
@@ -81,8 +90,17 @@ def whole(model: torch.nn.Module) -> Full:
 
 def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
     """Derivatives on ``mesh``, as whole values."""
-    program = case(name).on(mesh)
+    program, of_rank = case(name).on(mesh), case(name).of_rank
     direction, loss = fs.curvature.randn_like(program.params, seed=1), program.loss
+
+    def losses(params: fs.Sharded, *batch: Tensor) -> Tensor:
+        """Of each sequence of all ranks."""
+        found = of_rank(program, params, *batch)
+        if "context" in mesh.axes:
+            found = fs.collectives.pmean(found, mesh["context"])
+        for axis in ("shard", "expert", "replicate"):
+            found = fs.collectives.all_gather(found, mesh[axis]) if axis in mesh.axes else found
+        return found
 
     @mesh.spmd(out_dims=(0, None, None, 0, 0))
     def derivatives(params: fs.Sharded, v: fs.Sharded, *batch: Tensor) -> Any:
@@ -90,10 +108,10 @@ def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
         hvp = jvp(lambda params: fs.grad(loss)(params, *batch), (params,), (v,))[1]
         pushed = jvp(lambda params: loss(params, *batch), (params,), (v,))[1]
         scalars = (fs.collectives.pmean(x, mesh) for x in (value, pushed))
-        return grads, *scalars, hvp, fs.jacrev(program.losses)(params, *batch)
+        return grads, *scalars, hvp, fs.jacrev(losses)(params, *batch)
 
     with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-        grads, value, pushed, hvp, rows = derivatives(program.params, direction, *program.split(case(name).batch))
+        grads, value, pushed, hvp, rows = derivatives(program.params, direction, *program.split(batch()))
     axes = len(mesh.axes) if mesh.is_simulated else 0
     of_samples = [fs.Sharded({key: x.select(axes, i) for key, x in rows.items()}, rows.layout) for i in range(8)]
     trees = {"gradient": grads, "hvp": hvp, **{f"sample {i}": tree for i, tree in enumerate(of_samples)}}
@@ -101,7 +119,7 @@ def of_shards(name: str, mesh: fs.Mesh) -> dict[str, Any]:
 
 
 def expected(name: str) -> dict[str, Any]:
-    model, batch, on, loss, losses, axes = case(name)
+    model, on, _, loss, losses, axes = case(name)
     full, one = whole(model), fs.simulated_mesh(dict.fromkeys(axes, 1))
     drawn = fs.gather(fs.curvature.randn_like(on(one).params, seed=1))
     v = {name: drawn[name].detach() for name in full}
@@ -109,7 +127,7 @@ def expected(name: str) -> dict[str, Any]:
         grads, value = grad_and_value(loss)(full)
         hvp, pushed = jvp(grad(loss), (full,), (v,))[1], jvp(loss, (full,), (v,))[1]
         of_one = lambda full, *sample: losses(full, *(x[None] for x in sample))[0]  # noqa: E731
-        rows = vmap(grad(of_one), (None, *[0] * len(batch)))(full, *batch)
+        rows = vmap(grad(of_one), (None, 0, 0))(full, *batch())
     of_samples = {f"sample {i}": {name: x[i] for name, x in rows.items()} for i in range(8)}
     return {"loss": value, "jvp": pushed, "gradient": grads, "hvp": hvp, **of_samples}
 
@@ -132,19 +150,18 @@ def test_a_ring_of_four_ranks_attends_to_the_whole_sequence() -> None:
 
 def by_schedule(mesh: fs.Mesh, schedule: str, microbatches: int = 2) -> None:
     """The gradient that a schedule takes by itself, and its derivative, against the unsharded loss."""
-    model, pipeline = case("pipeline").model, import_module("pipeline")
-    program = pipeline.Program(mesh, model, microbatches)
-    ticks = getattr(pipeline, schedule)(mesh.axes["stage"], microbatches)
+    schedules, program = imported("schedules"), imported("pipeline").Program(mesh, case("pipeline").model, microbatches)
+    ticks = getattr(schedules, schedule)(mesh.axes["stage"], microbatches)
     direction = fs.curvature.randn_like(program.params, seed=1)
 
     @mesh.spmd(out_dims=(0, 0, None))
-    def derivatives(params: fs.Sharded, v: fs.Sharded, tokens: Tensor) -> Any:
-        of = lambda params: program.gradients(ticks, params, tokens)  # noqa: E731
+    def derivatives(params: fs.Sharded, v: fs.Sharded, *batch: Tensor) -> Any:
+        of = lambda params: schedules.gradients(program, ticks, params, *batch)  # noqa: E731
         (grads, loss), (hvp, _), *_ = jvp(of, (params,), (v,))
         return grads, hvp, fs.collectives.pmean(loss, mesh)
 
     with sdpa_kernel(SDPBackend.MATH):
-        grads, hvp, loss = derivatives(program.params, direction, *program.split(case("pipeline").batch))
+        grads, hvp, loss = derivatives(program.params, direction, *program.split(batch()))
     found = {"loss": loss, **{key: dict(fs.gather(x, lazy=False)) for key, x in (("gradient", grads), ("hvp", hvp))}}
     want = expected("pipeline")
     assert_trees_close(found, {key: want[key] for key in found}, rtol=0, atol=1e-10)
@@ -163,9 +180,8 @@ def test_gradients_by_a_schedule_are_those_of_the_whole_program(schedule: str) -
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 1), (4, 2), (4, 7)])
 def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages: int, microbatches: int) -> None:
-    case("pipeline")
-    pipeline = import_module("pipeline")
-    for schedule, held in ((pipeline.gpipe, microbatches), (pipeline.one_f_one_b, min(stages, microbatches))):
+    schedules = imported("schedules")
+    for schedule, held in ((schedules.gpipe, microbatches), (schedules.one_f_one_b, min(stages, microbatches))):
         ticks = schedule(stages, microbatches)
         ahead = {(s, m): t for t, tick in enumerate(ticks) for s, m in enumerate(tick.forward) if m >= 0}
         back = {(s, m): t for t, tick in enumerate(ticks) for s, m in enumerate(tick.backward) if m >= 0}
@@ -173,14 +189,13 @@ def test_a_schedule_runs_each_microbatch_once_when_what_it_needs_is_there(stages
         assert ahead.keys() == back.keys() == {(s, m) for s in range(stages) for m in range(microbatches)}
         assert all(ahead[s, m] < back[s, m] and ahead.get((s - 1, m), -1) < ahead[s, m] for s, m in ahead)
         assert all(back[s - 1, m] == back[s, m] + 1 for s, m in back if s), "a gradient is used as it arrives"
-        assert pipeline.slots(ticks) == held
+        assert schedules.slots(ticks) == held
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 def test_a_batch_that_microbatches_do_not_divide_is_refused(schedule: str) -> None:
-    model, batch, *_ = case("pipeline")
-    mesh, pipeline = fs.simulated_mesh({"stage": 2, "shard": 2}), import_module("pipeline")
-    program = pipeline.Program(mesh, model, microbatches=3)  # of the 4 samples of a rank
-    gradients = partial(program.gradients, getattr(pipeline, schedule)(2, 3))
+    mesh, schedules = fs.simulated_mesh({"stage": 2, "shard": 2}), imported("schedules")
+    program = imported("pipeline").Program(mesh, case("pipeline").model, microbatches=3)  # of the 4 samples of a rank
+    gradients = partial(schedules.gradients, program, getattr(schedules, schedule)(2, 3))
     with pytest.raises(RuntimeError, match="unflatten"):
-        mesh.spmd(gradients, out_dims=0)(program.params, *program.split(batch))
+        mesh.spmd(gradients, out_dims=0)(program.params, *program.split(batch()))

@@ -29,6 +29,7 @@ TOY = {
     "evolution.py": ["--steps", "1"],
     "force_field.py": ["--steps", "2", "--molecules", "8"],
     "lanczos.py": ["--steps", "2", "--batch-size", "2", *TEXT],
+    "lora.py": ["--steps", "2", "--pretrain-steps", "2", "--batch-size", "2", *TEXT],
     "long_context.py": ["--steps", "2", "--batch-size", "2", *TEXT],
     "maml.py": ["--steps", "2"],
     "moe.py": ["--steps", "2", "--batch-size", "2", *TEXT],
@@ -36,13 +37,13 @@ TOY = {
     "pipeline.py": ["--steps", "2", "--batch-size", "4", "--microbatches", "4", *TEXT],
     "pinn.py": ["--steps", "2", "--points", "8"],
     "production.py": ["--epochs", "1", *TEXT],
-    "score_matching.py": ["--steps", "2", "--batch-size", "16"],
+    "schedules.py": ["--steps", "2", "--batch-size", "4", "--microbatches", "4", *TEXT],
 }
 ELSEWHERE = {
-    "tests/project/test_examples.py": {"gpt.py", "lora.py", "train_gpt.py"},
+    "tests/project/test_examples.py": {"gpt.py", "train_gpt.py"},
     "tests/referees/test_examples.py": {"dp_sgd.py", "hf_llama.py", "influence.py"},
     "tests/virtual/test_example.py": {"same_bits.py"},
-    "here": {"diloco_unsharded.py", "side_by_side.py", "unit_test_your_sharding.py"},
+    "here": {"diloco_unsharded.py", "mixture.py", "side_by_side.py", "stacks.py", "unit_test_your_sharding.py"},
 }
 
 
@@ -72,7 +73,7 @@ def test_results_are_those_of_the_unsharded_program(name: str, ranks: str) -> No
     assert tables[1:] == [""] * len(tables[1:]), "the first rank alone prints"
 
 
-@pytest.mark.parametrize("name", ["contrastive.py", "force_field.py", "maml.py", "muon_gpt.py", "score_matching.py"])
+@pytest.mark.parametrize("name", ["contrastive.py", "force_field.py", "maml.py", "muon_gpt.py", "pinn.py"])
 def test_an_example_fails_where_gradients_are_not_reduced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     broken = fs.simulated_mesh(2).with_backend(fs.communication.skip("psum_scatter", "psum"))

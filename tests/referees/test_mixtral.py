@@ -1,4 +1,4 @@
-"""A layer of examples/moe.py with place for all tokens is Mixtral's block, by transformers' own code."""
+"""A layer of examples/mixture.py with place for all tokens is Mixtral's block, by transformers' own code."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ pytest.importorskip("transformers")
 FOLDER = str(Path(__file__).parents[2] / "examples")
 
 
-def moe() -> Any:
+def mixture() -> Any:
     if FOLDER not in sys.path:
         sys.path.append(FOLDER)
-    return import_module("moe")
+    return import_module("mixture")
 
 
 class Layer(nn.Module):
-    """The router and the experts of a block, with as many places as tokens."""
+    """The experts, with as many places as tokens."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        block = moe().Block().double()
-        self.router, self.up, self.down = block.router, block.up, block.down
+        self.experts = mixture().Experts().double()
 
-    def forward(self, x: Tensor, mixture: Any) -> Tensor:
-        return mixture(x, moe().route(self.router(x), x.shape[1]), self.up, self.down)
+    def forward(self, x: Tensor, way: Any) -> Tensor:
+        return self.experts(x, x.shape[1], way)[0]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -48,23 +47,26 @@ def data() -> tuple[Tensor, Tensor]:
 
 def by_shards(mesh: fs.Mesh) -> dict[str, Any]:
     layer, (x, weights) = Layer(), data()
-    program = moe().Program(mesh, layer)
+    params, local = import_module("stacks").with_stacks(
+        mesh, "expert", dict(layer.named_parameters()), ["experts.up", "experts.down"]
+    )
+    way = mixture().by_all_to_all(mesh["expert"])
 
     def loss(params: fs.Sharded, x: Tensor, weights: Tensor) -> Any:
-        y = functional_call(layer, program.local(params), (x, program.mixture))
+        y = functional_call(layer, local(params), (x, way))
         return mesh.size * (y * weights).sum(), y
 
     def of_rank(params: fs.Sharded, x: Tensor, weights: Tensor) -> Any:
         (by_params, by_x), (_, y) = fs.grad_and_value(loss, (0, 1), has_aux=True)(params, x, weights)
         return by_params, *fs.collectives.all_gather((by_x / mesh.size, y), mesh)
 
-    by_params, by_x, y = mesh.spmd(of_rank, out_dims=(0, None, None))(program.params, *mesh.split((x, weights)))
+    by_params, by_x, y = mesh.spmd(of_rank, out_dims=(0, None, None))(params, *mesh.split((x, weights)))
     return {"y": y, "x": by_x, **fs.gather(by_params, lazy=False)}
 
 
 def by_transformers() -> dict[str, Any]:
     mixtral = import_module("transformers.models.mixtral.modeling_mixtral")
-    module, layer, (x, weights) = moe(), Layer(), data()
+    module, layer, (x, weights) = mixture(), Layer(), data()
     config = mixtral.MixtralConfig(
         hidden_size=module.WIDTH,
         intermediate_size=module.HIDDEN,
@@ -74,6 +76,7 @@ def by_transformers() -> dict[str, Any]:
     )
     block = mixtral.MixtralSparseMoeBlock(config).double()
     names = {"router.weight": "gate.weight", "up": "experts.gate_up_proj", "down": "experts.down_proj"}
+    names = {f"experts.{name}": theirs for name, theirs in names.items()}
     params = {name: p.detach() for name, p in layer.named_parameters()}
 
     def loss(params: dict[str, Tensor], x: Tensor) -> Any:
