@@ -357,11 +357,12 @@ if find_spec("transformers"):
 SEQUENTIAL = {"example: hf_llama", "example: same_bits"}  # programs that batched ranks refuse
 FLOAT32 = {"example: hf_llama"}  # programs that compute norms or losses in it
 TRAININGS = (of_libraries.trained, torchopt.optimized, torchopt.maml, opacus.private_step, posteriors.sampled)
+BY_HAND = ("torchebm", "deepxde", "pina")  # they call requires_grad_() for each microbatch: vmap lets them once
 for each in referees():
     training_of = getattr(each.program, "func", each.program) in TRAININGS
     if each.installed and training_of and not each.refused:
         PROGRAMS[f"referee: {each}"] = partial(of_referee, program=each.program)
-        SEQUENTIAL |= {f"referee: {each}"} if each.batched else set()
+        SEQUENTIAL |= {f"referee: {each}"} if each.batched or each.package in BY_HAND else set()
         in_float32 = each.tolerance > 1e-8 or each.package in ("transformers", "peft")
         FLOAT32 |= {f"referee: {each}"} if in_float32 else set()
 # What the types of a right program tell. DiLoCo's workers have moments of their own, of which others would be copies.
@@ -407,5 +408,6 @@ EQUIVALENT = [
     ("example: pipeline", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: pipeline$", r" 9, psum .* over '\w+': over", "the cotangent is one on every rank"),
     ("example: pipeline, 1F1B", r" 10, psum", "the loss itself is thrown away"),
+    ("referee: normflows", r" 0, all_gather .*'model.q0'", "the mean and the scale of a Gaussian are zeros at first"),
     ("referee", r" [356], all_gather .*norm.*: (dropped|over)", "the weights of a normalization are ones at first"),
 ]

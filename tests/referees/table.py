@@ -13,7 +13,7 @@ from tests.referees.referee import Outcome, Referee, beside, outcomes
 
 PACKAGES = (
     *("transformers", "peft", "torchebm", "opacus", "curvlinops", "hessian_eigenthings", "posteriors", "torchopt"),
-    *("torchdiffeq", "timm", "diffusers", "mace", "fields", "torchrl"),
+    *("torchdiffeq", "timm", "diffusers", "fields", "torchrl"),
     *("pytorch_optimizer", "schedulefree", "launchers"),
 )
 COLUMNS = ("batched 2", "batched 4", "sequential 2", "sequential 4", "gloo 2")

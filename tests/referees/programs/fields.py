@@ -8,6 +8,7 @@ from importlib import import_module
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -146,6 +147,28 @@ def nequip() -> nn.Module:
         return energy_and_forces(out["total_energy"], out["forces"], e, f)
 
     return Loss(model, loss)
+
+
+def mace() -> nn.Module:
+    with torch.serialization.safe_globals([slice]):  # e3nn 0.4 loads its constants when it is imported
+        irreps = import_module("e3nn.o3").Irreps
+    modules = import_module("mace.modules")
+    block = modules.interaction_classes["RealAgnosticResidualInteractionBlock"]
+    sizes = {"r_max": 4.0, "num_bessel": 4, "num_polynomial_cutoff": 3, "max_ell": 2, "correlation": 2}
+    layers = {"num_interactions": 2, "interaction_cls": block, "interaction_cls_first": block}
+    kinds = {"num_elements": 2, "atomic_numbers": [1, 8], "atomic_energies": numpy.zeros(2), "avg_num_neighbors": 3.0}
+    widths = {"hidden_irreps": irreps("4x0e + 4x1o"), "MLP_irreps": irreps("4x0e"), "gate": nn.functional.silu}
+    scale = {"atomic_inter_scale": 1.0, "atomic_inter_shift": 0.0}
+
+    def loss(model: Any, x: Tensor, e: Tensor, f: Tensor) -> Tensor:
+        edges, cells = pairs(len(x)), 20 * torch.eye(3, dtype=x.dtype).repeat(len(x), 1)
+        shifts = {"shifts": x.new_zeros(edges.shape[1], 3), "unit_shifts": x.new_zeros(edges.shape[1], 3)}
+        atoms = {"positions": x.flatten(0, 1).clone(), "node_attrs": torch.eye(2, dtype=x.dtype)[KINDS.repeat(len(x))]}
+        where = {"batch": molecule_of_atoms(len(x)), "ptr": ATOMS * torch.arange(len(x) + 1)}
+        out = model({**atoms, **where, **shifts, "edge_index": edges, "cell": cells}, training=True)
+        return energy_and_forces(out["energy"], out["forces"], e, f)
+
+    return Loss(modules.ScaleShiftMACE(**sizes, **layers, **kinds, **widths, **scale), loss)
 
 
 # Others
@@ -346,6 +369,7 @@ REFEREES = [
     of("neuralop", "FNO", neuralop, images, batched=WRITTEN),
     of("torchmdnet", "equivariant transformer, forces", torchmdnet, molecules, batched="setup_context"),
     of("nequip", "energies and forces", nequip, molecules, batched="scatter_add_"),
+    of("mace", "energies and forces", mace, molecules, batched="scatter_add_"),
     of("torch_geometric", "GAT", torch_geometric, graphs),
     of("torchtitan", "Llama 3", torchtitan, text, tolerance=1e-6),
     of("x_transformers", "decoder", x_transformers, text),
