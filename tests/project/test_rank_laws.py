@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.rank_laws import TASKS, num_overlapping, run, spans_of
-from tests.support.ranks import gloo
-
-
-def test_on_two_gloo_ranks() -> None:
-    gloo(2)[0].run(TASKS["programs"])
+from tests.support.rank_laws import num_overlapping, run, spans_of
 
 
 @pytest.mark.slow
