@@ -67,18 +67,14 @@ def check(mesh: fs.Mesh, name: str) -> None:
         assert any(bool(leaf.any()) for leaf in optree.tree_leaves(result))
 
 
-QUICK = {("gloo shard=2", "jvp"), ("shard=3", "hvp")}
 CASES = [(ranks, name) for ranks in [*simulated(3), *gloo(2)] for name in ("grad", "jvp", "hvp", "clipped")]
 CASES += [(ranks, "autograd") for ranks in gloo(2)]  # requires_grad_ is not for batched ranks
+QUICK, *SLOW = sorted(CASES, key=lambda case: (case[0].real, case[1] != "hvp"))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo")  # about what it does not trace
 @pytest.mark.parametrize(
-    ("ranks", "name"),
-    [
-        pytest.param(ranks, name, id=f"{ranks}-{name}", marks=() if (str(ranks), name) in QUICK else pytest.mark.slow)
-        for ranks, name in CASES
-    ],
+    ("ranks", "name"), [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
 def test_a_compiled_step_has_the_derivatives_of_the_eager_one(ranks: Ranks, name: str) -> None:
     ranks.run(check, name)
