@@ -210,7 +210,7 @@ class Mesh(Static):
     def batches(self, of_rank: Callable[[int], Iterable[Any]]) -> Iterator[Any]:
         """Yield the batches of each rank's own loader as ``spmd`` takes them, on ``mesh.device``.
 
-        Real ranks get those of ``of_rank(mesh.rank)``; simulated ones those of all ranks, stacked in a dim per axis.
+        Rank r gets those of ``of_rank(r)``. Outside ``spmd`` those of all simulated ranks are stacked, a dim per axis.
 
         Args:
             of_rank: from a rank to what it iterates over, trees of tensors, such as a ``DataLoader``.
@@ -224,10 +224,10 @@ class Mesh(Static):
             >>> [x.tolist() for x in mesh.batches(lambda rank: torch.arange(6)[rank::2].split(2))]
             [[[0, 2], [1, 3]], [[4], [5]]]
         """
-        sizes = tuple(self.axes.values()) if self.is_simulated else ()
-        stacked = lambda *xs: (torch.stack(xs).unflatten(0, sizes) if sizes else xs[0]).to(self.device)  # noqa: E731
-        for trees in zip(*map(of_rank, range(self.size) if sizes else [self.rank]), strict=True):
-            yield optree.tree_map(stacked, *map(opened, trees))
+        dims = tuple(self.axes.values()) if self.is_simulated else ()
+        put = lambda *xs: (self._part(torch.stack(xs).unflatten(0, dims)) if dims else xs[0]).to(self.device)  # noqa: E731
+        for trees in zip(*map(of_rank, range(self.size) if dims else [self.rank]), strict=True):
+            yield optree.tree_map(put, *map(opened, trees))
 
     def _part(self, rows: Tensor) -> Tensor:
         """Of values of all ranks, in a dim for each axis: those that code here sees."""

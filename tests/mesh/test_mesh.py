@@ -219,7 +219,10 @@ def test_batches_of_each_ranks_loader_reach_that_rank(mesh: fs.Mesh) -> None:
     loader = lambda rank: ({"x": torch.full((n, 2), rank)} for n in (3, 1))  # noqa: E731
     index = mesh.spmd(lambda batch: batch["x"] - fs.collectives.axis_index(mesh))
     rows = [index(batch) for batch in mesh.batches(loader)]
-    assert [x.shape[-2:] for x in rows] == [(3, 2), (1, 2)]
+    inside = lambda _: [batch["x"] - fs.collectives.axis_index(mesh) for batch in mesh.batches(loader)]  # noqa: E731
+    rows += mesh.spmd(inside)(rows[0])
+    assert [x.shape[-2:] for x in rows] == [(3, 2), (1, 2)] * 2
+    assert {x.ndim for x in rows} == {rows[0].ndim}
     assert not any(x.any() for x in rows)
 
 
