@@ -134,7 +134,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
     def gradient_and_value(*args: Any, **kwargs: Any) -> Any:
         arguments = [_Argument.of(args[i], i) for i in positions(argnums, len(args))]
         inputs = [leaf for argument in arguments for leaf in argument.leaves if leaf.wanted]
-        used, unused = Leaves(), dict[int, str]()
+        used, unused, others = Leaves(), dict[int, str](), list[Tensor]()
 
         def scalar(tensors: Sequence[Tensor]) -> tuple[Tensor, Any]:
             given: Any = [*args], kwargs
@@ -146,15 +146,16 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
                 value, aux = check_scalar(fn(*call, **named), has_aux)
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            graph, rest = nodes(value.grad_fn), iter(tensors)
+            graph, rest, own = nodes(value.grad_fn), iter(tensors), {id(x) for x in tensors}
             used.update(leaves_in(graph, [value]))
+            others.extend(x for i, x in used.items() if i not in own)
             refuse_strided(graph, [x.place for x in inputs if x.place])
             for argument in arguments:
-                own = [next(rest) for leaf in argument.leaves if leaf.wanted]
-                if own and argument.kind and not any(id(x) in used for x in own):
+                leaves = [next(rest) for leaf in argument.leaves if leaf.wanted]
+                if leaves and argument.kind and not any(id(x) in used for x in leaves):
                     unused[argument.position] = argument.kind
             if unused and not sink_here().anchors:
-                refuse_unused(fn, unused, used.values())
+                refuse_unused(fn, unused, others)
             elif unused:  # others may use what all ranks gathered: wait for the gradients
                 sink_here().nothing = -0.0
             return value, aux
@@ -168,7 +169,7 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
         if unused:
             pairs = [(argument.position, tree) for argument, tree in zip(arguments, trees, strict=True)]
             still = {i: unused[i] for i, x in pairs if i in unused and is_unused(x, reduced=not nested)}
-            refuse_unused(fn, still, used.values())
+            refuse_unused(fn, still, others)
         if hidden and not inside():
             refuse_hidden(hidden, grads, [x.place for x in inputs])
         return trees[0] if isinstance(argnums, int) else tuple(trees), (value, aux) if has_aux else value

@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 def refuse_unused(fn: Callable[..., Any], kinds: Mapping[int, str], leaves: Iterable[Tensor]) -> None:
-    """Raise if the result of ``fn`` depends on ``leaves``, and not on arguments that are given by position."""
+    """Raise if the result of ``fn`` depends on ``leaves`` of no argument, and not on arguments given by position."""
     _refuse_hooked(leaves if kinds else ())
     name = getattr(fn, "__name__", type(fn).__name__)
     problems = [f"args[{i}]: the result of {name} does not depend on this {kind}" for i, kind in kinds.items()]

@@ -40,7 +40,8 @@ def refusals_of(mesh: fs.Mesh) -> dict[str, str]:
 
     by_shards = mesh.spmd(fs.grad_and_value(forgetful))
     by_full = mesh.spmd(lambda p, x: fs.grad(lambda full: model(x).mean())(fs.gather(p)))
-    of_x = mesh.spmd(fs.grad(lambda params, x: x.square().mean(), argnums=(0, 1)))
+    hooked = lambda x: x.register_hook(lambda grad: grad) and x  # noqa: E731
+    of_x = mesh.spmd(fs.grad(lambda params, x: hooked(x).square().mean(), argnums=(0, 1)))
     constant = mesh.spmd(fs.grad(lambda params, x: torch.tensor(1.0)))
     calls = {"Sharded": by_shards, "Full": by_full, "with x": of_x, "constant": constant}
     return {name: refused(call, params, rows) for name, call in calls.items()}
