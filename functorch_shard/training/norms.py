@@ -117,7 +117,8 @@ def scaled(tree: Sharded, factor: Tensor) -> Sharded:
 def param_norms(tree: Sharded, p: float = 2.0) -> dict[str, Tensor]:
     """Compute the p-norm of each parameter, by name, without gathering: for logging, and to find what is not finite.
 
-    ``global_norm(tree, p)`` is the norm of these norms. A parameter with a NaN or an infinity has such a norm.
+    ``global_norm(tree, p)`` is the norm of these norms. With ``p=torch.inf`` a norm is finite if all values are; powers
+    of large values overflow.
 
     Args:
         tree: as in :func:`global_norm`.
