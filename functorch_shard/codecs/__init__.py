@@ -124,7 +124,7 @@ def encoding(codec: Any) -> RowEncoding:
 
 @dataclass(frozen=True)
 class RowEncoding:
-    """A codec of rows: what a gather or a reduction sends in place of elements."""
+    """A codec of rows: what a gather sends in place of elements."""
 
     codec: Codec
 

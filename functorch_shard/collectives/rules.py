@@ -122,7 +122,7 @@ Divide = Callable[[Tensor, float], Tensor]
 
 
 class Encoding(Protocol):
-    """What a gather sends in place of elements: ``codecs/encoding.py``."""
+    """What a gather sends in place of elements: ``codecs.RowEncoding``."""
 
     def gather(self, x: Tensor, size: int, send: Callable[[Tensor], Work]) -> Work: ...
 

@@ -25,8 +25,8 @@ class MixedPrecision:
     Args:
         param_dtype: what ``gather`` returns, and what the model computes in. ``None``: as stored.
         reduce_dtype: what gradients are summed over ranks in. ``None``: what they come in, and that is ``param_dtype``.
-            Autograd sums the uses of one parameter on a rank in that one. Sums in float16 are divided in part before
-            and in part after, as FSDP does it, against overflow.
+            Autograd sums the uses of one parameter on a rank in ``param_dtype``. Sums in float16 are divided in part
+            before and in part after, as FSDP does it, against overflow.
         keep_low_precision_grads: whether gradients come back in the dtype they were reduced in, and not in the stored
             one. ``opt.step`` takes both; autograd's own (``torch.func.grad``) are always in the stored dtype.
 

@@ -63,7 +63,7 @@ def test_the_digest_of_a_tree_is_that_of_its_files_and_of_whole_values(tmp_path:
     assert digest(tree) == digest(tmp_path / "x") == digest(tree_of(planned(5)))
 
 
-def test_padding_has_no_digest_and_any_other_bit_has(tmp_path: Path) -> None:
+def test_padding_has_no_digest_and_any_other_bit_has() -> None:
     layout = planned(4)
     tree = tree_of(layout)
     expected, key = digest(tree), layout.key_of["b.half"]
