@@ -146,14 +146,16 @@ def grad_and_value(fn: Callable[..., Any], argnums: Argnums = 0, has_aux: bool =
                 value, aux = check_scalar(fn(*call, **named), has_aux)
             if aux is not None:
                 refuse_opaque("grad", opened(aux), "aux", matters=_has_graph)
-            graph, rest, own = nodes(value.grad_fn), iter(tensors), {id(x) for x in tensors}
+            graph, rest = nodes(value.grad_fn), iter(tensors)
             used.update(leaves_in(graph, [value]))
-            others.extend(x for i, x in used.items() if i not in own)
             refuse_strided(graph, [x.place for x in inputs if x.place])
             for argument in arguments:
-                leaves = [next(rest) for leaf in argument.leaves if leaf.wanted]
-                if leaves and argument.kind and not any(id(x) in used for x in leaves):
+                own = [next(rest) for leaf in argument.leaves if leaf.wanted]
+                if own and argument.kind and not any(id(x) in used for x in own):
                     unused[argument.position] = argument.kind
+            if unused:
+                given_ids = {id(x) for x in tensors}
+                others.extend(x for i, x in used.items() if i not in given_ids)
             if unused and not sink_here().anchors:
                 refuse_unused(fn, unused, others)
             elif unused:  # others may use what all ranks gathered: wait for the gradients
