@@ -368,6 +368,7 @@ for each in referees():
 # What the types of a right program tell. DiLoCo's workers have moments of their own, of which others would be copies.
 TOLD = {"example: diloco": r"exp_avg.* varies over worker"}
 # Mutants that are the program: a pattern of its name, one of the mutant, and why.
+PLACED = "example: (train_gpt|production|moe|long_context|pipeline)"  # the first gather is that of positions
 COUNTED = "of a step that is run to count what it sends, and thrown away"
 EQUIVALENT = [
     ("law", r"of \d+ bool .*: doubled", "twice a bool is that bool"),
@@ -392,9 +393,8 @@ EQUIVALENT = [
     ("example: muon_gpt", r" (33|40), psum.*: doubled", "Muon's first step goes by the direction of the gradient"),
     ("example: muon_gpt", r" 25, all_gather .*'.root./rest'", "positions are zeros at first"),
     ("example: hf_llama", r" 3, all_gather .*: (dropped|over)", "the weights of a normalization are ones at first"),
-    ("example: train_gpt", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: same_bits", r" (0|12), all_gather .*'.root.'", "positions are zeros at first"),
-    ("example: production", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
+    (PLACED, r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: production", r"pmax", "no rank is told to end"),
     ("example: lora", r" ([0-9]|1[01]), ", COUNTED),
     ("example: lora", r" (12|24), all_gather .*'.root./frozen'", "positions are zeros at first"),
@@ -402,10 +402,7 @@ EQUIVALENT = [
     ("example: agents", r" ([7-9]|10), all_gather", "of targets but for those of critics, which no loss uses"),
     ("GradCache", r" [25], all_gather .*: doubled", "embeddings are normalized"),
     ("GradCache", r" (14|32), all_gather", "the surrogate is linear in the temperature"),
-    ("example: moe", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: moe", r" 1[78], psum .* over '\w+': over", "the cotangent is one on every rank"),
-    ("example: long_context", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
-    ("example: pipeline", r" 0, all_gather .*'.root.'", "positions are zeros at first"),
     ("example: pipeline$", r" 9, psum .* over '\w+': over", "the cotangent is one on every rank"),
     ("example: pipeline, 1F1B", r" 10, psum", "the loss itself is thrown away"),
     ("referee: normflows", r" 0, all_gather .*'model.q0'", "the mean and the scale of a Gaussian are zeros at first"),
