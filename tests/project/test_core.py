@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import functorch_shard as fs
+from tests.project.test_architecture import FEATURES, MODULES, PACKAGE, own_imports
 
-PACKAGE = Path(fs.__file__).parent
-# What no program loads before it asks for it; the core imports these inside of the function that chooses them.
-FEATURES = {
-    "checkpoint",
-    "cli",
-    "codecs",
-    "collectives.exchanges",
-    "curvature",
-    "debug",
-    "graph",
-    "initialization",
-    "pictures",
-    "recompute",
-    "matrix",
-    "sequential",
-    "tensor_parallel",
-    "testing",
-    "virtual",
-    "communication.joint",
-    "communication.recorded",
-    "communication.wrappers",
-    "gloo",
-    "mesh.launching",
-    "sharding.overlapped_means",
-    "sharding.reshard",
-    "sharding.varying",
-    "storage.offloading",
-    "torch_internals.satellites",
-    "training.elementwise",
-    "training.estimate",
-}
 MOST_MODULES, MOST_LINES = 47, 9_520  # of the core: these numbers go down
 
 
@@ -85,14 +53,6 @@ def test_every_public_name_is_found_on_first_use() -> None:
 
 
 def test_the_core_imports_no_feature_at_module_level() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        if is_feature(module) or module in ("__init__", "__main__"):
-            continue
-        package = module.split(".") if path.stem == "__init__" else module.split(".")[:-1]
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = package[: len(package) - node.level + 1]
-                origin = ".".join([*base, *filter(None, [node.module])])
-                names = {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-                assert [name for name in names if is_feature(name)] == [], module
+    core = [module for module in MODULES if not is_feature(module) and module not in ("__init__", "__main__")]
+    arrows = [(module, target) for module in core for target in own_imports(module, lambda tree: tree.body)]
+    assert [arrow for arrow in arrows if is_feature(arrow[1])] == []

@@ -58,11 +58,6 @@ def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, capsys: pytest.
     run(page, capsys, lambda block: not OTHERS.search(block))
 
 
-def test_pages_of_examples_have_them() -> None:
-    assert len(WITH_PYTHON) >= 15
-    assert sum(len(blocks(page)) for page in WITH_PYTHON) >= 60
-
-
 def test_tests_files_and_modules_that_pages_name_exist() -> None:
     wrong: list[tuple[str, str]] = []
     for page in (*PAGES, "SECURITY.md", "CONTRIBUTING.md"):
@@ -85,6 +80,15 @@ def test_links_inside_the_repository_lead_to_a_file_and_a_heading() -> None:
     found = [(page, target, anchor) for page in PAGES for target, anchor in links(page)]
     wrong = [one for one in found if not one[1].exists() or (one[2] and one[2] not in headings(one[1]))]
     assert wrong == []
+
+
+def test_every_station_of_a_step_is_a_function_or_a_class_of_the_file() -> None:
+    text = (ROOT / "docs/explanation/one_step.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` `(\w+)` \|", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == [*range(1, len(rows) + 1)]
+    assert 10 <= len(rows) <= 15
+    texts = {path: (Path(fs.__file__).parent / path).read_text() for _, path, _ in rows}
+    assert [row for row in rows if not re.search(rf"^(def|class) {row[2]}\b", texts[row[1]], re.MULTILINE)] == []
 
 
 def test_every_tick_of_the_table_of_peers_links_to_a_test() -> None:

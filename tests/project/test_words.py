@@ -63,7 +63,3 @@ def test_every_word_of_the_glossary_has_one_meaning() -> None:
     ]
     assert len(words) > 40
     assert sorted({word for word in words if words.count(word) > 1}) == []
-
-
-def test_the_readme_links_to_the_glossary() -> None:
-    assert "](docs/glossary.md)" in (ROOT / "README.md").read_text()
