@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,8 @@ def operator(mesh: fs.Mesh, kind: str, **plan: Any) -> fs.curvature.Operator:
 
 def small(mesh: fs.Mesh) -> fs.curvature.Operator:
     """The Hessian of a loss of few parameters."""
-    params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
-    batch = mesh.split(tuple(rows.flatten(0, 1) for rows in convention.Samples.of(mesh.size).tensors()[:2]))
-    return mesh.spmd(hessian(lambda p, x, y: convention.plain_loss(fs.gather(p), x, y)))(params, *batch)
+    params, _, samples = convention.on(mesh)
+    return mesh.spmd(hessian(partial(convention.sharded_loss, lazy=None)))(params, samples.x, samples.y)
 
 
 def matrix_of_small(num_ranks: int) -> Tensor:

@@ -58,6 +58,13 @@ class Samples:
         return self.x, self.y, self.next_x, self.next_y
 
 
+def on(mesh: fs.Mesh, **plan: Any) -> tuple[fs.Sharded, fs.Sharded, Samples]:
+    """Parameters, a direction, and the samples of this rank, or on simulated ones those of all."""
+    layout = fs.plan(whole_parameters(), mesh, **plan)
+    rows = mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors()))
+    return fs.shard(whole_parameters(), layout), fs.shard(direction(), layout), Samples(*rows)
+
+
 def plain_loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
     return ((functional_call(model(), p, (x,)) - y) ** 2).mean()
 
@@ -140,13 +147,11 @@ def sharded_side(inner: str, lazy: bool | None, outer: Any = fs.grad) -> Side:
 
 def on_mesh(mesh: fs.Mesh, side: Side, tasks: list[str]) -> dict[str, fs.Full]:
     """Every task's result, whole."""
-    layout = fs.plan(whole_parameters(), mesh)
-    params, v = fs.shard(whole_parameters(), layout), fs.shard(direction(), layout)
-    rows = mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors()))
+    params, v, samples = on(mesh)
     results = {}
     for task in tasks:
-        result = mesh.spmd(lambda p, v, *rows, task=task: TASKS[task](side, p, v, Samples(*rows)))(params, v, *rows)
-        results[task] = fs.gather(fs.Sharded({k: x.detach() for k, x in result.items()}, layout), lazy=False)
+        run = mesh.spmd(lambda p, v, *rows, task=task: TASKS[task](side, p, v, Samples(*rows)))
+        results[task] = fs.gather(optree.tree_map(Tensor.detach, run(params, v, *samples.tensors())), lazy=False)
     return results
 
 

@@ -9,8 +9,8 @@ computed by a collective, which is one of ``COLLECTIVES``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -130,11 +130,9 @@ def whole_mixed_loss(p: Tree, x: Tensor, y: Tensor, verb: str) -> Tensor:
 class Column:
     """A kind of ranks, lazy or plain gathers, with or without recomputation, and a collective in the loss."""
 
-    name: str
     ranks: Ranks
     lazy: bool | None = None
     remat: bool = False
-    options: dict[str, Any] = field(default_factory=dict, compare=False)  # of plan
     verb: str = ""
 
     def side(self) -> Side:
@@ -143,41 +141,30 @@ class Column:
             loss = partial(sharded_mixed_loss, lazy=self.lazy, verb=self.verb)
         return Side(fs.remat(loss) if self.remat else loss, fs.grad, fs.jacrev, fs.jacfwd, fs.curvature.vdot)
 
-    def __str__(self) -> str:
-        return self.name
 
-
-def _columns() -> Iterator[Column]:
-    for axes, text in ((3, "1 axis"), (HYBRID, "2 axes")):
-        for remat in (False, True):
-            yield Column(f"simulated, {text}{', remat' * remat}", simulated(axes)[0], remat=remat)
-    for axes, text in ((2, "1 axis"), (HYBRID, "2 axes")):
-        for lazy, gathered in ((None, "lazy"), (False, "plain")):
-            for remat in (False, True):
-                name = f"gloo, {text}, {gathered}{', remat' * remat}"
-                yield Column(name, gloo(axes)[0], lazy, remat)
-    for axes, text in ((3, "1 axis"), (HYBRID, "2 axes")):
-        for remat in (False, True):
-            yield Column(f"one after the other, {text}{', remat' * remat}", sequential(axes)[0], remat=remat)
-
-
-def _mixed_columns() -> Iterator[Column]:
-    for verb in COLLECTIVES:
-        yield Column(f"simulated, 1 axis, {verb}", simulated(3)[0], verb=verb)
-        yield Column(f"simulated, 2 axes, {verb}", simulated(HYBRID)[0], verb=verb)
-        yield Column(f"gloo, 1 axis, {verb}", gloo(2)[0], verb=verb)
-        yield Column(f"gloo, 2 axes, {verb}", gloo(HYBRID)[0], verb=verb)
-
-
-COLUMNS: dict[str, Column] = {column.name: column for column in _columns()}
-MIXED: dict[str, Column] = {column.name: column for column in _mixed_columns()}
+KINDS: list[tuple[str, list[Ranks], list[tuple[str, bool | None]]]] = [
+    ("simulated", simulated(3, HYBRID), [("", None)]),
+    ("gloo", gloo(2, HYBRID), [(", lazy", None), (", plain", False)]),
+    ("one after the other", sequential(3, HYBRID), [("", None)]),
+]
+COLUMNS: dict[str, Column] = {
+    f"{kind}, {axes}{gathered}{', remat' * remat}": Column(ranks, lazy, remat)
+    for kind, several, ways in KINDS
+    for axes, ranks in zip(("1 axis", "2 axes"), several, strict=True)
+    for gathered, lazy in ways
+    for remat in (False, True)
+}
+MIXED: dict[str, Column] = {
+    f"{kind}, {axes}, {verb}": Column(ranks, verb=verb)
+    for verb in COLLECTIVES
+    for kind, several, _ in KINDS[:2]
+    for axes, ranks in zip(("1 axis", "2 axes"), several, strict=True)
+}
 
 
 def on_mesh(mesh: fs.Mesh, column: Column, rows: list[Row]) -> list[Any]:
     """What each row gives, whole, or the text of its error."""
-    layout = fs.plan(whole_parameters(), mesh, **column.options)
-    params, v = fs.shard(whole_parameters(), layout), fs.shard(direction(), layout)
-    x, y = mesh.split(tuple(x.flatten(0, 1) for x in Samples.of(mesh.size).tensors()[:2]))
+    params, v, samples = convention.on(mesh)
     side = column.side()
 
     def of_rank(row: Row, p: Tree, v: Tree, x: Tensor, y: Tensor) -> Any:
@@ -185,9 +172,9 @@ def on_mesh(mesh: fs.Mesh, column: Column, rows: list[Row]) -> list[Any]:
         return result if isinstance(result, fs.Sharded) else fs.collectives.pmean(result, mesh)
 
     def run(row: Row) -> Any:
-        result = mesh.spmd(partial(of_rank, row))(params, v, x, y)
+        result = mesh.spmd(partial(of_rank, row))(params, v, samples.x, samples.y)
         if isinstance(result, fs.Sharded):
-            result = fs.gather(fs.Sharded({k: x.detach() for k, x in result.items()}, layout), lazy=False)
+            result = fs.gather(tree_map(Tensor.detach, result), lazy=False)
             return {name: x.numpy(force=True) for name, x in result.items()}
         first = (0,) * len(mesh.axes) if mesh.is_simulated else ()
         return result.detach()[first].numpy(force=True)

@@ -10,52 +10,29 @@ import torch
 
 from tests.benchmarks.transforms import sign
 from tests.laws import nestings_fsdp2
-from tests.laws.nestings import COLLECTIVES, COLUMNS, INNER, MIXED, OUTER, ROWS, UNSHARDED, Row, verdicts
+from tests.laws.nestings import COLUMNS, INNER, MIXED, OUTER, ROWS, UNSHARDED, Row, verdicts
 from tests.support.pages import ROOT
 
 # torch.func.linearize traces what it differentiates, which torch does not do inside of vmap, and so on simulated ranks.
 TRACED = "linearize"
 ZERO_IN_TORCH = ("linearize", "jacrev")  # of plain tensors too, for most functions
-# Of each column the rows whose number has the given remainder, so that every row is tried on every way that ranks run
-# (test_every_nesting_is_tried): gloo ranks have 1 axis or 2, lazy or plain gathers, with remat or without, and four of
-# these eight try every row, each another quarter of it.
-ROWS_OF = {
-    "simulated, 2 axes": (0, 2),
-    "simulated, 1 axis": (1, 2),
-    "simulated, 1 axis, remat": (0, 2),
-    "simulated, 2 axes, remat": (1, 2),
-    "gloo, 1 axis, lazy": (0, 4),
-    "gloo, 2 axes, plain, remat": (0, 4),
-    "gloo, 1 axis, lazy, remat": (1, 4),
-    "gloo, 2 axes, plain": (1, 4),
-    "gloo, 1 axis, plain": (2, 4),
-    "gloo, 2 axes, lazy, remat": (2, 4),
-    "gloo, 1 axis, plain, remat": (3, 4),
-    "gloo, 2 axes, lazy": (3, 4),
-    "one after the other, 1 axis": (0, 16),
-    "one after the other, 2 axes": (0, 2),
-    "one after the other, 1 axis, remat": (1, 4),
-    "one after the other, 2 axes, remat": (3, 4),
-}
 DEFAULT = ["simulated, 2 axes", "gloo, 1 axis, lazy", "one after the other, 1 axis"]
 every_column = pytest.mark.parametrize(
     "column", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in COLUMNS]
 )
 
 
-def selected(column: str) -> list[Row]:
-    """Some rows, with every outer and every inner transform; other ones in other columns."""
-    start, step = ROWS_OF[column]
-    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER)) % step == start]
+def rows_of(column: str, columns: list[str]) -> list[Row]:
+    """A share of the rows, with every outer and every inner transform; ``columns`` together have all rows."""
+    place, number = columns.index(column), len(columns)
+    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER)) % number == place]
 
 
-@pytest.mark.parametrize(
-    ("kind", "remat"),
-    [*((kind, [remat]) for kind in ("simulated", "gloo") for remat in (True, False)), ("one after", [True, False])],
-)
-def test_every_nesting_is_tried(kind: str, remat: list[bool]) -> None:
-    columns = [name for name in COLUMNS if name.startswith(kind) and ("remat" in name) in remat]
-    assert {row for name in columns for row in selected(name)} == {*ROWS}
+def alike(column: str) -> list[str]:
+    """The columns that share the rows: gloo ranks have 1 axis or 2, lazy or plain gathers, with remat or without."""
+    kind, remat = column.split(",")[0], "remat" in column
+    sequential = kind == "one after the other"  # four of these share them, the others of one kind two or four
+    return [name for name in COLUMNS if name.startswith(kind) and (sequential or ("remat" in name) == remat)]
 
 
 def refused_on_simulated_ranks(column: str, row: Row) -> bool:
@@ -65,7 +42,7 @@ def refused_on_simulated_ranks(column: str, row: Row) -> bool:
 
 @every_column
 def test_every_nesting_of_two_transforms_is_that_of_the_unsharded_model(column: str) -> None:
-    rows = selected(column)
+    rows = rows_of(column, alike(column))
     assert_right(column, dict(zip(rows, verdicts(COLUMNS[column], rows), strict=True)))
 
 
@@ -76,25 +53,15 @@ def assert_right(column: str, found: dict[Row, str]) -> None:
     assert "wrong" not in odd.values()
 
 
-def mixed_rows(column: str) -> list[Row]:
-    """A share of the rows: the columns of one collective, or of another one, have each of them."""
-    number, step = [name for name in MIXED if "1 axis" in name].index(column), 2 * len(COLLECTIVES)
-    return [row for i, row in enumerate(ROWS) if (i + i // len(INNER)) % step == number]
-
-
-def test_every_nesting_is_tried_with_a_collective_in_the_loss() -> None:
-    assert {row for name in MIXED if "1 axis" in name for row in mixed_rows(name)} == {*ROWS}
+SHARES = [name for name in MIXED if "1 axis" in name]
 
 
 @pytest.mark.parametrize(
     ("column", "every"),
-    [
-        *((name, False) for name in MIXED if "1 axis" in name),
-        *(pytest.param(c, True, marks=pytest.mark.slow) for c in MIXED),
-    ],
+    [*((name, False) for name in SHARES), *(pytest.param(name, True, marks=pytest.mark.slow) for name in MIXED)],
 )
 def test_every_nesting_of_a_loss_with_a_collective_is_that_of_whole_arrays(column: str, every: bool) -> None:
-    rows = ROWS if every else mixed_rows(column)
+    rows = ROWS if every else rows_of(column, SHARES)
     found = dict(zip(rows, verdicts(MIXED[column], rows), strict=True))
     assert_right(column, {row: text for row, text in found.items() if row != ZERO_IN_TORCH})
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import optree
 import pytest
 
 import functorch_shard as fs
@@ -27,15 +29,10 @@ def test_the_python_of_the_page_runs_with_their_programs(library: str, capsys: p
     run("docs/pytree_libraries.md", capsys, lambda block: {*others.findall(block)} <= {library})
 
 
-def gradient(mesh: fs.Mesh) -> tuple[fs.Sharded, Any]:
-    params = fs.shard(convention.whole_parameters(), fs.plan(convention.whole_parameters(), mesh))
-    rows = mesh.split(tuple(x.flatten(0, 1) for x in convention.Samples.of(mesh.size).tensors()[:2]))
-    return mesh.spmd(fs.grad(lambda p, x, y: convention.plain_loss(fs.gather(p), x, y)))(params, *rows), (params, rows)
-
-
 def clipped(mesh: fs.Mesh) -> list[float]:
     """Norms after clipping to 0.01: by the library, and by this one."""
-    torchopt, (grads, _) = import_module("torchopt"), gradient(mesh)
+    torchopt, (params, _, samples) = import_module("torchopt"), convention.on(mesh)
+    grads = mesh.spmd(fs.grad(partial(convention.sharded_loss, lazy=None)))(params, samples.x, samples.y)
     clip = torchopt.clip.clip_grad_norm(0.01)
     by_torchopt, _ = clip.update(grads, clip.init(grads), inplace=False)
     return [fs.global_norm(by_torchopt).item(), fs.global_norm(fs.clip_by_global_norm(grads, 0.01)[0]).item()]
@@ -54,14 +51,10 @@ def solved(mesh: fs.Mesh) -> list[Any]:
     cg, made = import_module("torchopt").linalg.cg, operator(mesh, "gauss_newton")
     b = fs.partition(made.params)[0]
     vector = to_vector(b)
-    by_tree = cg(lambda v: tree_map(lambda a, b: a + 0.1 * b, made @ v, v), b, rtol=1e-10, maxiter=50)
+    by_tree = cg(lambda v: optree.tree_map(lambda a, b: a + 0.1 * b, made @ v, v), b, rtol=1e-10, maxiter=50)
     by_vector = cg(lambda v: made @ v + 0.1 * v, vector, rtol=1e-10)
     solutions = [to_vector(by_tree), by_vector]
     return [((made @ x + 0.1 * x - vector).norm() / vector.norm()).item() for x in solutions]
-
-
-def tree_map(fn: Any, *trees: Any) -> Any:
-    return import_module("optree").tree_map(fn, *trees)
 
 
 @needs_torchopt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 import functorch_shard as fs
 from functorch_shard.testing import assert_trees_close
-from tests.support.covering import covering, pairwise
+from tests.support.covering import covering
 from tests.support.ranks import HYBRID, Ranks, gloo, on_each, simulated
 
 
@@ -69,14 +69,6 @@ def test_the_asserts_of_a_body_count_on_every_kind(ranks: Ranks) -> None:
     else:
         with pytest.raises(AssertionError, match=str(ranks.axes["shard"])):
             fails(ranks)
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (6, 2, 3), (5, 2, 2, 3), (1, 4), (7,)])
-def test_in_rows_of_pairs_every_two_values_meet(sizes: tuple[int, ...]) -> None:
-    rows = pairwise(*(range(size) for size in sizes))
-    for i, j in combinations(range(len(sizes)), 2):
-        assert {(row[i], row[j]) for row in rows} == {*product(range(sizes[i]), range(sizes[j]))}
-    assert [{row[i] for row in rows} for i in range(len(sizes))] == [{*range(size)} for size in sizes]
 
 
 drawn: list[int] = []
