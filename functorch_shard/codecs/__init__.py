@@ -82,10 +82,6 @@ class _Blocks:
     largest: float
     block: int
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"block: got {self.block!r}, expected a positive number of elements")
-
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         rows = self._rows(x.float())
         scales = torch.linalg.vector_norm(rows, torch.inf, 1) / self.largest
@@ -131,7 +127,7 @@ class RowEncoding:
     def encode(self, x: Tensor) -> tuple[Tensor, Form]:
         """Encode each row of the last dim as one message: ``(*batch, n)`` to uint8 ``(*batch, bytes)``."""
         if x.ndim == 1:
-            return self._message(_rows(x)[0])
+            return self._message(x)
         messages, forms = zip(*map(self._message, _rows(x)), strict=True)
         if any(form != forms[0] for form in forms):
             raise ValueError(
@@ -156,8 +152,6 @@ class RowEncoding:
 
     def _message(self, row: Tensor) -> tuple[Tensor, Form]:
         leaves, treedef = optree.tree_flatten(self.codec.encode(row))
-        if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
-            raise TypeError(f"codec: encode returned {leaves}, expected a pytree of tensors")
         form = Form(treedef, tuple(tuple(x.shape) for x in leaves), tuple(x.dtype for x in leaves), row.numel())
         message = torch.cat([_Bits.apply(x.contiguous().view(-1), torch.uint8) for x in leaves])
         length = max(-(-message.numel() // _ALIGNMENT), 1) * _ALIGNMENT  # an empty row may have any offset

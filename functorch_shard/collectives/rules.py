@@ -45,20 +45,17 @@ COPY = "copy"  # of one value for each rank to use, where what ranks do with it 
 class LinearMap:
     """A collective of ``kind`` over ``axis``, whose transpose is of the kind ``transposed``.
 
-    Args:
-        dim: along which it gathers or scatters, from the last, as batch dims are in front; 0 if it does neither.
-        source, splits: see :class:`Collective`. A broadcast is the transpose of a sum if its operand is zero on all
-            ranks but the source, where it is a sum itself. A ragged exchange pads to the longest result of any rank.
-        mean: whether the sum is divided by the number of ranks behind it.
+    A broadcast is the transpose of a sum if its operand is zero on all ranks but the source, where it is a sum itself.
+    A ragged exchange pads to the longest result of any rank.
     """
 
     axis: Axis
     kind: str
     transposed: str
-    dim: int = 0
+    dim: int = 0  # along which it gathers or scatters, from the last, as batch dims are in front; 0 if it does neither
     source: int = 0
     splits: Splits = ()
-    mean: bool = False
+    mean: bool = False  # whether the sum is divided by the number of ranks behind it
 
     @property
     def derivative(self) -> LinearMap:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
-from ..collectives.primitives import psum, psum_scatter
+from ..collectives.rules import across, within
 from ..collectives.sinks import new_boundary
 from ..layout.buffers import Buffer
-from ..layout.layout import Layout, shard_axis, shard_index
+from ..layout.layout import shard_index
 from ..layout.trees import Full, Sharded, check_sharded
 from ..sharding.gather import gather
 from ..sharding.reduction import mean_at_end_of_grad
@@ -81,16 +81,14 @@ def jacfwd(fn: Callable[..., Any], argnums: int = 0, *, chunk_size: int | None =
     The values of :func:`jacrev`, in forward mode: for many outputs of few parameters.
 
     Args:
-        fn: returns a tensor, or a pytree of tensors, of the same shapes on every rank.
-        argnums: the positional argument to differentiate with respect to: a ``Sharded``.
+        fn, argnums: as in :func:`jacrev`.
         chunk_size: how many columns are computed at once; ``None``: those of a whole buffer.
 
     Returns:
         A function with the arguments of ``fn``, as that of :func:`jacrev`.
 
     Raises:
-        TypeError: the argument is not a ``Sharded``, or ``fn`` returns one, which is a part of a value: gather it.
-        RuntimeError: outside of ``mesh.spmd`` on simulated ranks.
+        TypeError, RuntimeError: as :func:`jacrev`.
 
     Cost:
         The gathers of ``fn`` with batches of tangents, as many as elements of the whole; one reduce-scatter of the
@@ -123,16 +121,14 @@ def hessian(fn: Callable[..., Tensor], argnums: int = 0, *, chunk_size: int | No
 
     Args:
         fn: returns a floating-point scalar, as for :func:`fs.grad`.
-        argnums: the positional argument to differentiate with respect to: a ``Sharded``.
-        chunk_size: how many columns are computed at once.
+        argnums, chunk_size: as in :func:`jacfwd`.
 
     Returns:
         A function with the arguments of ``fn``. It returns a ``Full``: for each trainable parameter of shape ``s`` a
         ``Sharded`` with leaves of shape ``(*s, shard_numel)``.
 
     Raises:
-        TypeError: the argument is not a ``Sharded``.
-        RuntimeError: outside of ``mesh.spmd`` on simulated ranks.
+        TypeError, RuntimeError: as :func:`jacrev`.
 
     Cost:
         A Hessian-vector product for each element of the whole, in batches.
@@ -191,18 +187,9 @@ def _columns(of: Of, params: Sharded, buffer: Buffer, chunk_size: int | None) ->
         return jvp(of, (params,), (Sharded(basis, params.layout),))[1]
 
     every = vmap(pushed, chunk_size=chunk_size, randomness="same")(torch.arange(buffer.numel, device=shard.device))
-    return optree.tree_map(lambda x: _own(x, buffer, params.layout).movedim(0, -1), every)
-
-
-def _own(x: Tensor, buffer: Buffer, layout: Layout) -> Tensor:
-    """Of columns (numel, ...), the mean over ranks of those of this rank's shard."""
-    if buffer.num_shards > 1:
-        x = psum_scatter(x, shard_axis(layout))
-    elif layout.num_shards > 1:
-        x = psum(x, shard_axis(layout))
-    if layout.axis_size(layout.replicate_axis) > 1:
-        x = psum(x, layout.mesh[layout.replicate_axis])
-    return x / layout.num_ranks if layout.reduction == "mean" else x
+    schedule = params.layout.schedules[buffer.key, shard.dtype if shard.is_complex() else None]
+    own = lambda x: across(within(x.movedim(0, -1), schedule), schedule).to(schedule.returned)  # noqa: E731
+    return optree.tree_map(own, every)
 
 
 def _is_sharded(x: Any) -> bool:

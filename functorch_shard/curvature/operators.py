@@ -21,7 +21,7 @@ from ..containers import is_array
 from ..errors import reject
 from ..layout.buffers import dtype_name
 from ..layout.layout import Layout, as_stored, rank_dims, select_buffers
-from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
+from ..layout.trees import Sharded, check_layout, check_sharded, check_shards, map_items
 from ..mesh.agreement import value_lines
 from ..sharding.gather import gather
 from ..sharding.shard import merge, partition, shard
@@ -83,8 +83,7 @@ def gauss_newton(predict: Callable[..., Any], loss: Callable[..., Tensor]) -> Ca
         A function of ``(params, inputs, *targets)`` that returns an :class:`Operator`.
 
     Raises:
-        TypeError: ``params`` is not a ``Sharded``.
-        ValueError: trainable parameters are complex, or DTensors.
+        TypeError, ValueError: as :func:`hessian`.
 
     Cost:
         Nothing here. A product: one forward pass with tangents, which keeps nothing, and one gradient.
@@ -126,8 +125,7 @@ def fisher(losses: Callable[..., Tensor]) -> Callable[..., Operator]:
         A function of ``(params, *args)`` that returns an :class:`Operator`: of the mean over ranks of each rank's mean.
 
     Raises:
-        TypeError: ``params`` is not a ``Sharded``.
-        ValueError: trainable parameters are complex, or DTensors.
+        TypeError, ValueError: as :func:`hessian`.
 
     Cost:
         Nothing here. A product: one forward pass with tangents, which keeps nothing, and one gradient; no gradient of a
@@ -218,15 +216,11 @@ def _product(operator: Operator, v: Sharded) -> Sharded:
     tangent = {key: torch.zeros_like(x) if part[key] is None else part[key].to(x.dtype) for key, x in trainable.items()}
     tree = Sharded(tangent, trainable.layout)
     product = operator.product(lambda p: merge(p, frozen), trainable, tree, operator.args)
-    return Sharded({key: product.get(key, _zeros(x)) for key, x in v.items()}, v.layout)
+    return map_items(lambda key, x: product.get(key, x if x is None else torch.zeros_like(x)), v)
 
 
 def _trainable(tree: Sharded) -> Sharded:
     return partition(tree)[0]
-
-
-def _zeros(x: Tensor | None) -> Tensor | None:
-    return None if x is None else torch.zeros_like(x)
 
 
 def _dot(a: Any, b: Any) -> Tensor:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.fx import GraphModule, Node
 
 from ..containers import KNOWN, place
-from ..errors import hint, reject
+from ..errors import reject
 from ..torch_internals.autograd import being_traced, in_transform, untraced
 from ..torch_internals.satellites import compile_with, compile_with_inductor, named_compiler
 from .recording import Recording, StepSchedule, as_inputs, record, schedule_of
@@ -62,8 +62,8 @@ def compile(  # noqa: A001  (as torch.compile)
 
     Raises:
         TypeError: an argument is a subclass of ``Tensor`` or offloaded, an array of another library, has no hash, or is
-            an object that holds a tensor and is not a container; all are named. Or a result is such an object.
-        ValueError: no such backend.
+            an object that holds a tensor and is not a container; all are named. Or a result is such an object. Or
+            ``options`` for another backend than ``"inductor"``.
         NotImplementedError: at a recording, where the step reads a value of a tensor; the message has the line. Or it
             contains what is done once, before steps: ``plan``, ``shard``, ``init``, ``checkpoint``.
         RuntimeError: at a recording, where ranks recorded different collectives; the message has the first difference.
@@ -85,7 +85,8 @@ def compile(  # noqa: A001  (as torch.compile)
     """
     if not callable(step):
         raise TypeError(f"compile: step: got {type(step).__name__}, expected a function")
-    check_backend(backend, options)
+    if options and backend != "inductor":
+        raise TypeError(f"compile: {', '.join(options)}: only backend='inductor' has options, and this is {backend!r}.")
     return Compiled(step, backend, options)
 
 
@@ -212,20 +213,6 @@ def runner(graph: GraphModule, inputs: Sequence[Tensor], backend: str | Backend,
     else:
         run = compile_with(backend if callable(backend) else named_compiler(backend), graph, every)
     return lambda tensors: run(*tensors, *constants)
-
-
-def check_backend(backend: str | Backend, options: Mapping[str, Any]) -> None:
-    """Raise unless there is such a backend."""
-    if options and backend != "inductor":
-        raise TypeError(f"compile: {', '.join(options)}: only backend='inductor' has options, and this is {backend!r}.")
-    if callable(backend) or backend in ("replay", "inductor"):
-        return
-    known = ["replay", *torch.compiler.list_backends(exclude_tags=())]
-    if backend not in known:
-        raise ValueError(
-            f"compile: backend: got {backend!r}{hint(str(backend), known)}, expected one of {', '.join(known)}, or a "
-            "function of a graph and its inputs."
-        )
 
 
 def _refuse_host_tensors(graph: GraphModule) -> None:

@@ -42,21 +42,13 @@ COMPUTED = object()  # stands for an output that the graph computes: the next on
 
 @dataclass(frozen=True)
 class Recording:
-    """A graph and how to call it.
+    """A graph and how to call it."""
 
-    Args:
-        graph: from the traced leaves of a call to its computed tensors.
-        treedef: the structure of the result.
-        outputs: its leaves: ``COMPUTED``, an :class:`Input`, or a value that is always the same.
-        written: the inputs that the graph writes to, by index.
-        simulated: the collectives of simulated ranks, which are arithmetic in the graph.
-    """
-
-    graph: GraphModule
-    treedef: Any
-    outputs: Sequence[Any]
-    written: Sequence[int]
-    simulated: Sequence[Collective] = field(repr=False)
+    graph: GraphModule  # from the traced leaves of a call to its computed tensors
+    treedef: Any  # of the result
+    outputs: Sequence[Any]  # its leaves: COMPUTED, an Input, or a value that is always the same
+    written: Sequence[int]  # the inputs that the graph writes to, by index
+    simulated: Sequence[Collective] = field(repr=False)  # collectives of simulated ranks: arithmetic in the graph
 
     @property
     def collectives(self) -> list[Collective]:

@@ -50,19 +50,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Parameters of one dtype that are updated together.
-
-    Args:
-        dtype: of the parameters.
-        owned: the names that each rank updates.
-        parts: ``parts[i][j]`` are in the shards of rank i, and rank j updates their parameters.
-        there: elements from rank i to rank j, of the parameters only.
-    """
+    """Parameters of one dtype that are updated together."""
 
     dtype: torch.dtype
-    owned: Sequence[Sequence[str]]
-    parts: Sequence[Sequence[Sequence[Part]]]
-    there: Splits
+    owned: Sequence[Sequence[str]]  # the names that each rank updates
+    parts: Sequence[Sequence[Sequence[Part]]]  # [i][j]: in the shards of rank i, of parameters that rank j updates
+    there: Splits  # elements from rank i to rank j, of the parameters only
 
     @property
     def back(self) -> Splits:
@@ -88,17 +81,11 @@ class Owned(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What does not change from step to step.
+    """What does not change from step to step."""
 
-    Args:
-        num_ranks: the ranks that update parameters for each other; one where each rank holds them whole.
-        owned: each parameter, by name.
-        state: the buffers that the state is in, by the name of an entry, then by key.
-    """
-
-    num_ranks: int
-    owned: Mapping[str, Owned]
-    state: Mapping[str, Buffers]
+    num_ranks: int  # that update parameters for each other; one where each rank holds them whole
+    owned: Mapping[str, Owned]  # each parameter, by name
+    state: Mapping[str, Buffers]  # the buffers that the state is in, by the name of an entry, then by key
 
     @cached_property
     def places(self) -> Mapping[tuple[str, str], tuple[str, int, int]]:

@@ -50,27 +50,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a class keeps for a parameter of one shape and dtype.
+    """What a class keeps for a parameter of one shape and dtype."""
 
-    Args:
-        entries: all of it, in the order of the leaves of ``treedef``, then ``STARTED``.
-        treedef: the structure of ``{**state, **numbers of its parameter groups}``.
-        numbers: the names of the numbers that it keeps in its parameter groups.
-        known: whether the state before the first step is known.
-    """
-
-    entries: tuple[Entry, ...]
-    treedef: Any
-    numbers: tuple[str, ...]
-    known: bool
+    entries: tuple[Entry, ...]  # all of it, in the order of the leaves of treedef, then STARTED
+    treedef: Any  # of {**state, **numbers of its parameter groups}
+    numbers: tuple[str, ...]  # the names of the numbers that it keeps in its parameter groups
+    known: bool  # whether the state before the first step is known
 
 
 def find_spec(cls: Class, options: Options, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Spec:
-    """Find what ``cls`` keeps for a parameter of this shape by two steps with numbers of the shape, Note above.
-
-    Raises:
-        TypeError: it keeps something that is neither a tensor nor a number, or something else from step to step.
-    """
+    """Find what ``cls`` keeps for a parameter of this shape by two steps with numbers of the shape, Note above."""
     options, known_options = _with_rate(options), option_names(cls)
     with outside_transforms(), torch.inference_mode(False), torch.no_grad():
         start = scattered(shape, 0).to(device, dtype)

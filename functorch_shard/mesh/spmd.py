@@ -160,17 +160,11 @@ def _ways_out() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MappedCall:
-    """The arguments of a call whose tensors have rank dims.
+    """The arguments of a call whose tensors have rank dims."""
 
-    Args:
-        leaves: of the tree of arguments and keyword arguments.
-        treedef: the structure of that tree.
-        starts: by the index of a leaf that has rank dims, the first of them.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # of the tree of arguments and keyword arguments
     treedef: Any
-    starts: Mapping[int, int]
+    starts: Mapping[int, int]  # by the index of a leaf that has rank dims, the first of them
 
     def of_rank(self, rows: Iterable[Tensor]) -> Any:
         """Return the arguments and keyword arguments of one rank, whose tensors are ``rows``."""

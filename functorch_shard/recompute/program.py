@@ -47,21 +47,13 @@ Attach = Callable[["Program"], "list[Tensor]"]
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A function of tensors that is run again.
+    """A function of tensors that is run again."""
 
-    Args:
-        run: from tensors to tensors; ``None`` for a result that is zero.
-        transforms: those that were active at the first call, ``None`` for those of now.
-        averages: whether its results depend on gathers, which may take the mean over ranks: Note [Boundary].
-        kept: the positions of the results that are differentiated.
-        batched: names of batched tensors that are not inputs: it cannot run outside of their vmap.
-    """
-
-    run: Run
-    transforms: Transforms | None = None
-    averages: bool = False
-    kept: tuple[int, ...] = ()
-    batched: Sequence[str] = ()
+    run: Run  # from tensors to tensors; None for a result that is zero
+    transforms: Transforms | None = None  # that were active at the first call; None: those of now
+    averages: bool = False  # whether its results depend on gathers, which may take the mean: Note [Boundary]
+    kept: tuple[int, ...] = ()  # the positions of the results that are differentiated
+    batched: Sequence[str] = ()  # names of batched tensors that are not inputs: it cannot run outside of their vmap
 
     def results(self, tensors: Tensors) -> list[Any]:
         results = self.run(tensors)
@@ -232,13 +224,13 @@ def _backward(ctx: Any, grads: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class _Recorded(NamedTuple):
-    """Results of a run: which depend on leaves of its graph, which of these are used, whether others or gathers are."""
+    """Results of a run, and what they depend on."""
 
     results: list[Tensor]
-    depends: list[bool]
-    used: list[bool]
-    on_others: bool
-    averages: bool
+    depends: list[bool]  # which of them depend on leaves of its graph
+    used: list[bool]  # which of these leaves are used
+    on_others: bool  # whether other leaves are
+    averages: bool  # whether gathers are
     pull: Callable[[Tensors], list[Tensor | None]]  # of gradients of the results that depend
 
 

@@ -35,7 +35,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     pickled; a tree comes back without its ranks (``Layout.on`` puts it on another mesh).
 
     Args:
-        fn: a function of a module, or a ``functools.partial`` of one: processes find it by its name.
+        fn: a function at the top of a module that can be imported, or a ``functools.partial`` of one. Processes find it
+            by its name, and so no lambda, and nothing that a notebook defines.
         world_size: the number of ranks.
         args, kwargs: the same for every rank.
         timeout: seconds for all of it; after that every rank is ended.
@@ -44,9 +45,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         The results, in rank order.
 
     Raises:
-        TypeError: the function, its arguments or its result cannot be sent to another process or found there, as what a
-            notebook defines cannot.
-        Exception: the first exception of any rank, of its own type, with its rank and traceback; the others are ended.
+        Exception: what ``pickle`` raises of the function, its arguments or its result; or the first exception of any
+            rank, of its own type, with its rank and traceback. The others are ended.
         RankError: a rank died without an exception, or did not answer in time; the message says which, and has the
             Python stack of each of its threads.
 
@@ -61,7 +61,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         raise ValueError(f"run_ranks: world_size: got {world_size}, expected 1 or more")
     if multiprocessing.current_process().daemon:
         raise RuntimeError("run_ranks: called in a rank of run_ranks, or another process that may not start any.")
-    work, deadline = pickled((fn, args, kwargs, dict(os.environ))), time.monotonic() + timeout
+    work, deadline = pickle.dumps((fn, args, kwargs, dict(os.environ))), time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         ranks = [start(_rank_main, rank, world_size, folder, work, timeout) for rank in range(world_size)]
         try:
@@ -152,10 +152,7 @@ def _received(waiting: dict[Connection, int], seconds: float) -> dict[int, tuple
         except (EOFError, OSError):
             answers[rank] = False, None
             continue
-        try:
-            answers[rank] = pickle.loads(message)
-        except Exception as error:
-            raise RankError(f"run_ranks: the answer of rank {rank} cannot be unpickled: {error!r}") from error
+        answers[rank] = pickle.loads(message)
     return answers
 
 
@@ -177,17 +174,6 @@ def _raise_first(failures: dict[int, Any], ranks: Sequence[RankProcess]) -> None
     raise exception from RankError(f"on rank {rank}:\n{text}")
 
 
-def pickled(work: tuple[Any, ...]) -> bytes:
-    """Return the function, its arguments and the environment, as they are sent."""
-    try:
-        return pickle.dumps(work)
-    except Exception as error:
-        raise TypeError(
-            f"run_ranks: {work[0]!r} or its arguments cannot be sent to another process ({error}). Pass a function "
-            "that is defined at the top of a module, and plain data."
-        ) from error
-
-
 def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, work: bytes, timeout: float) -> None:
     join = lambda: make_group(dist.FileStore(f"{folder}/store", world_size), rank, world_size, timeout)  # noqa: E731
     connection.send_bytes(answer(join, work))
@@ -197,24 +183,10 @@ def _rank_main(connection: Connection, rank: int, world_size: int, folder: str, 
 def answer(join: Callable[[], None], work: bytes) -> bytes:
     """Return what this rank sends back, after ``join`` made its process group: a result, or its error."""
     try:
-        try:
-            fn, args, kwargs, environ = pickle.loads(work)
-        except Exception as error:
-            raise TypeError(
-                f"run_ranks: the function or its arguments were not found in another process ({error}). Define them at "
-                "the top of a module that can be imported: not in a notebook, and not below "
-                '`if __name__ == "__main__":`.'
-            ) from error
+        fn, args, kwargs, environ = pickle.loads(work)
         os.environ.update(environ)  # the server's is as old as the server
         join()
-        value = fn(*args, **kwargs)
-        try:
-            return pickle.dumps((True, value))
-        except Exception as error:
-            raise TypeError(
-                f"run_ranks: a {type(value).__name__}, which the function returned, cannot be sent back ({error}). "
-                "Return plain data, tensors and trees of them."
-            ) from error
+        return pickle.dumps((True, fn(*args, **kwargs)))
     except BaseException as error:  # reported to the parent, whatever it is
         sent = None
         with suppress(Exception):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import _thread
 import gc
 import os
+import pickle
 import random
 import time
 import warnings
@@ -40,7 +41,7 @@ def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, pool: str = "", **kwargs: Any
 ) -> list[Any]:
     """``fs.testing.run_ranks``, on processes of ``pool`` that serve later calls too; a call that fails ends its own."""
-    work = processes.pickled((fn, args, kwargs, dict(os.environ)))
+    work = pickle.dumps((fn, args, kwargs, dict(os.environ)))
     deadline = time.monotonic() + timeout
     ranks = _first(world_size, _pools.setdefault(pool, []))
     try:

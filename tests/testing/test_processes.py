@@ -45,13 +45,6 @@ class CannotPickleError(Exception):
         self.what = lambda: what
 
 
-class Answer:
-    """Pickles, but not back."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
 def note_pid(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
 
@@ -79,15 +72,13 @@ FAILURES: dict[str, Any] = {
     "exit": lambda: sys.exit(4),
     "die": say_nothing,
     "result": lambda: lambda: None,
-    "answer": Answer,
 }
 EXPECTED: dict[str, tuple[type[Exception], str]] = {
     "raise": (KeyError, "absent"),
     "cannot_pickle": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*CannotPickleError: broken"),
     "exit": (RankError, "(?s)rank 1 raised what cannot be raised again here:.*SystemExit: 4"),
     "die": (RankError, "rank 1 died without an answer, exit code 3"),
-    "result": (TypeError, r"a function, which the function returned, cannot be sent back \(Can't (pickle|get) local"),
-    "answer": (RankError, "the answer of rank 1 cannot be unpickled: ValueError"),
+    "result": (Exception, "Can't (pickle|get) local"),  # AttributeError, or from Python 3.14 on PicklingError
 }
 
 
@@ -107,9 +98,8 @@ def test_the_first_failure_is_raised_and_those_who_wait_for_it_are_ended(how: st
     started = time.monotonic()
     with pytest.raises(kind, match=text) as caught:
         run_ranks(fail, 3, str(tmp_path), how)
-    assert type(caught.value) is kind
     assert time.monotonic() - started < 100  # run_ranks would give up after 120
-    if how not in ("die", "answer"):
+    if how != "die":
         cause = str(caught.value.__cause__)
         assert cause.startswith("on rank 1:\nTraceback")
         assert "test_processes.py" in cause or how == "result"
@@ -158,13 +148,11 @@ def ranks_in_a_rank() -> Any:
     return run_ranks(dist.get_rank, 1)
 
 
-def test_a_function_that_only_this_process_has_is_refused_with_where_to_define_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_function_that_only_this_process_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     later = functools.update_wrapper(lambda: None, identity)
     later.__name__ = later.__qualname__ = "defined_later"
     monkeypatch.setattr(sys.modules[__name__], "defined_later", later, raising=False)  # as in a cell of a notebook
-    with pytest.raises(TypeError, match=r"not found in another process .*'defined_later'.* not in a notebook"):
+    with pytest.raises(AttributeError, match="Can't get attribute 'defined_later'"):
         run_ranks(later, 2)
 
 
@@ -174,10 +162,9 @@ def test_a_rank_cannot_run_ranks() -> None:
 
 
 def test_what_cannot_be_sent_is_refused_before_anything_starts() -> None:
-    with pytest.raises(TypeError, match=r"lambda.* cannot be sent .* function that is defined at the top of a module"):
-        run_ranks(lambda: None, 2)
-    with pytest.raises(TypeError, match="or its arguments cannot be sent"):
-        run_ranks(identity, 2, lambda: None)
+    for fn, *args in ((lambda: None,), (identity, lambda: None)):
+        with pytest.raises(Exception, match=r"Can't pickle .*lambda"):
+            run_ranks(fn, 2, *args)
     with pytest.raises(ValueError, match="world_size: got 0, expected 1 or more"):
         run_ranks(identity, 0)
     assert run_ranks(functools.partial(variable, "RANK"), 2) == ["0", "1"]
