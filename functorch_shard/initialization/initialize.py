@@ -124,33 +124,38 @@ def init(
     return mesh.agree("init", build, lambda _: [f"seed={seed}", *lines], _SAME)
 
 
-class _Filling:
-    """A model that is not to be touched, its copy on the meta device, and what was filled so far."""
+class _Filling(TorchDispatchMode):
+    """A model that is not to be touched, its copy on the meta device, and what was filled so far.
+
+    As a mode, while one call runs: see Note [Memory on first use].
+    """
 
     def __init__(self, model: nn.Module, layout: Layout, seed: int, init: Init | None, lines: list[str]) -> None:
+        super().__init__()
         self._model, self._double, self._layout = model, _without_values(model), layout
         self._init, self._seed, self._lines = init and _of_copy(init, model, self._double), seed, lines
         self._device = layout.mesh.device
-        self._rows: dict[str, Tensor] = {}  # of shards
+        self._rows = {key: blank_rows(buffer, layout) for key, buffer in layout.buffers.items()}  # of shards
         self._filled: set[str] = set()
         self._problems: dict[str, str] = {}
         self._values = dict([*model.named_parameters(), *model.named_buffers()])
         # without values in each call; a buffer until it is filled
         self._blank = {name for name, x in self._values.items() if isinstance(x, nn.Parameter) or x.is_meta}
         self._placeholders = _tensors(self._double)
-        self.unit_of = {name: name.rpartition(".")[0] for name, _ in model.named_buffers()}
-        self.unit_of |= {slot.name: unit.name for unit in layout.units for b in unit.buffers for slot in b.slots}
+        self._unit_of = {name: name.rpartition(".")[0] for name, _ in model.named_buffers()}
+        self._unit_of |= {slot.name: unit.name for unit in layout.units for b in unit.buffers for slot in b.slots}
         both = [*((name, local_part(x)) for name, x in self._values.items()), *self._placeholders.items()]
         self._names = {identity_of_storage(x): name for name, x in reversed(both)}  # of several, the first
         self._known_as: dict[str | None, list[str]] = {}
         for name, x in self._placeholders.items():
-            self._known_as.setdefault(self.name_of(x), []).append(name)
+            self._known_as.setdefault(self._name_of(x), []).append(name)
         found = {n: next((r for r in RESETS if callable(getattr(m, r, None))), None) for n, m in model.named_modules()}
         self._resets = {name: reset for name, reset in found.items() if reset and init is None}
+        # of the call that runs: its module's name and own tensors; all tensors with memory, and those it wrote to
+        self._prefix, self._own, self._memory, self._written = "", set[str](), dict[str, Tensor](), set[str]()
 
     def fill(self) -> list[str]:
         """Fill the copy; return the tensors that are not as they have to be, and why."""
-        self._rows = {key: blank_rows(buffer, self._layout) for key, buffer in self._layout.buffers.items()}
         names = {module: name for name, module in self._double.named_modules()}
         with self._device:
             self._start_stream(self._seed)
@@ -163,18 +168,18 @@ class _Filling:
         layout = self._layout
         shards = {key: shard_of_rows(self._rows[key], buffer, layout) for key, buffer in layout.buffers.items()}
         ranks = () if layout.mesh.in_spmd else tuple(layout.mesh.axes.values())
-        values = {name: self.start(name) for name, _ in self._model.named_buffers()}
+        values = {name: self._start(name) for name, _ in self._model.named_buffers()}
         return Sharded(shards, layout), {name: x.expand(ranks + x.shape).contiguous() for name, x in values.items()}
 
     def _fill_by(self, module: nn.Module, prefix: str) -> None:
         """Take what the call with ``module`` fills; afterwards its tensors are on the meta device as before."""
         if not self._init and prefix not in self._resets:
             return
-        named = {key: self.name_of(x) for key, x in _tensors(module, recurse=False).items()}
-        own = {key: name for key, name in named.items() if name and self.may_fill(name, prefix)}
-        call = _Call(self, prefix, {*own.values()})
+        self._prefix, named = prefix, {key: self._name_of(x) for key, x in _tensors(module, recurse=False).items()}
+        own = {key: name for key, name in named.items() if name and self._may_fill(name)}
+        self._own = {*own.values()}
         try:
-            with call, _Properties(call):
+            with self, _Properties(self):
                 if self._init:
                     self._init(module)
                 else:
@@ -186,46 +191,96 @@ class _Filling:
                 f"{type(error).__name__} raised by {self._caller(prefix)}: {error}. It is called on a copy of the "
                 "model, in which tensors that are not its own are on the meta device, without values."
             ) from error
-        call.leave()
+        self._leave()
         for key, name in own.items():
             if (new := getattr(module, key, None)) is not self._placeholders[name]:
                 setattr(module, key, self._placeholders[name])
-                self.finish(name, new, prefix)
+                self._finish(name, new)
 
-    def name_of(self, x: Any) -> str | None:
+    def _name_of(self, x: Any) -> str | None:
         """Return the first name of the tensor whose memory ``x`` is in, of the model or of the copy."""
         return self._names.get(identity_of_storage(x))
 
-    def may_fill(self, name: str | None, prefix: str) -> bool:
-        """Whether the call with module ``prefix`` may fill the tensor. See Note [Who fills what]."""
+    def _may_fill(self, name: str | None) -> bool:
+        """Whether the call that runs may fill the tensor. See Note [Who fills what]."""
         known = [] if name is None else self._known_as[name] if self._init else [name]
-        return any(below(each, prefix) for each in known)
+        return any(below(each, self._prefix) for each in known)
 
-    def start(self, name: str) -> Tensor:
+    def _fillable(self, x: Any) -> str | None:
+        name = self._name_of(x) if isinstance(x, Tensor) and x.is_meta else None
+        return name if self._may_fill(name) else None
+
+    def in_memory(self, x: Any) -> Any:
+        """``x``, or the same elements in the memory that its tensor has in the call that runs."""
+        name = self._fillable(x)
+        if name is None:
+            return x
+        if name not in self._memory:
+            unit, others = self._unit_of.get, {*self._memory} - self._own
+            if name not in self._own and any(unit(other) != unit(name) for other in others):
+                self._leave(keep=self._own)
+            self._memory[name] = self._start(name)
+        memory = self._memory[name].untyped_storage()
+        view = torch.empty(0, dtype=x.dtype, device=memory.device)
+        return view.set_(memory, x.storage_offset(), x.shape, x.stride())
+
+    def assign(self, x: Any, value: Any) -> bool:
+        """Do ``x.data = value`` where ``x`` may be filled."""
+        if name := self._fillable(x):
+            self._memory[name] = value
+            self._written.add(name)
+        return name is not None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        originals: dict[int, Tensor] = {}
+
+        def moved(x: Any) -> Any:
+            there = self.in_memory(x)
+            originals[id(there)] = x
+            return there
+
+        call: Any = (args, kwargs or {})
+        args, kwargs = optree.tree_map(moved, call, none_is_leaf=True)
+        declared = schema_of(func).arguments
+        given = {**dict(zip([x.name for x in declared], args, strict=False)), **kwargs}
+        mine = {identity_of_storage(there): name for name, there in self._memory.items()}
+        for x in (x for one in declared if is_written(one) for x in tensors_of(given.get(one.name))):
+            if (storage := identity_of_storage(x)) in mine:
+                self._written.add(mine[storage])
+            elif (name := self._name_of(x)) and self._init:  # resets write to ties, without an effect
+                self._problems[name] = f"written to by {self._caller(self._prefix)}"
+        result = func(*args, **kwargs)
+        return optree.tree_map(lambda x: originals.get(id(x), x), result, none_is_leaf=True)  # where it works in place
+
+    def _leave(self, keep: Collection[str] = ()) -> None:
+        """Take what was written to, and give up the memory, of all tensors but ``keep``."""
+        for name in [name for name in self._memory if name not in keep]:
+            x = self._memory.pop(name)
+            if name in self._written:
+                self._written.remove(name)
+                self._finish(name, x)
+
+    def _start(self, name: str) -> Tensor:
         """What a call finds: the values that a buffer has; otherwise NaN, or an integer that stands for nothing."""
         x = self._values[name]
         if name not in self._blank:
             return x.detach().to(self._device, copy=True)
         return torch.full(x.shape, _blank_of(x.dtype), dtype=x.dtype, device=self._device)
 
-    def finish(self, name: str, x: Any, prefix: str) -> None:
-        """Take ``x``, which the call with module ``prefix`` filled, or note what is wrong with it."""
-        if name not in self.unit_of:
+    def _finish(self, name: str, x: Any) -> None:
+        """Keep ``x``, a buffer or this rank's part of a parameter that was filled, or note what is wrong with it."""
+        if name not in self._unit_of:
             return
         problem = _unfit(x, self._values[name])
         if not problem and name in self._blank and (left := _count_blank(x)):
             problem = f"{left:,} of {x.numel():,} elements left unfilled"
         if problem:
-            self._problems[name] = f"{problem} by {self._caller(prefix)}"
-        else:
-            self._filled.add(name)
-            self._take(name, x.detach())
-
-    def _take(self, name: str, x: Tensor) -> None:
-        """Keep a filled buffer, or this rank's part of a filled parameter."""
+            self._problems[name] = f"{problem} by {self._caller(self._prefix)}"
+            return
+        self._filled.add(name)
+        x, layout, slot = x.detach(), self._layout, self._layout.slots.get(name)
         if self._init:
             self._lines.extend(value_lines({name: x}, [name]))
-        layout, slot = self._layout, self._layout.slots.get(name)
         if slot is None:
             self._values[name] = x  # which a later call finds
             self._blank.discard(name)
@@ -237,18 +292,13 @@ class _Filling:
             x = cut_out(x, slot.dtensor, layout.tensor_meshes)
         fill_rows(self._rows[key], slot, x, layout.buffers[key], layout)
 
-    def refuse(self, name: str, prefix: str) -> None:
-        """Note that the call wrote to a tensor that it may not fill; of resets, ties do, without an effect."""
-        if self._init:
-            self._problems[name] = f"written to by {self._caller(prefix)}"
-
     def _check(self) -> None:
         """Add the problems of tensors that were replaced, and of those that no call filled."""
         now = _tensors(self._double)
         for name in [*self._placeholders, *(name for name in now if name not in self._placeholders)]:
             if now.get(name) is not self._placeholders.get(name) or not now[name].is_meta:
                 self._problems[name] = f"replaced in another call than that of {self._title(name.rpartition('.')[0])}"
-        for name in (name for name in self.unit_of if name in self._blank and name not in self._filled):
+        for name in (name for name in self._unit_of if name in self._blank and name not in self._filled):
             owner, numel = name.rpartition(".")[0], self._values[name].numel()
             around = [prefix for prefix in self._resets if below(name, prefix)]
             problem = f"neither {self._title(owner)} nor a module around it has a reset"
@@ -274,82 +324,18 @@ class _Filling:
                 kind.manual_seed(number)
 
 
-class _Call(TorchDispatchMode):
-    """The tensors that have memory while one call runs. See Note [Memory on first use]."""
-
-    def __init__(self, filling: _Filling, prefix: str, own: set[str]) -> None:
-        super().__init__()
-        self._filling, self._prefix, self._own = filling, prefix, own
-        self._memory: dict[str, Tensor] = {}
-        self._written: set[str] = set()
-
-    def in_memory(self, x: Any) -> Any:
-        """``x``, or the same elements in the memory that its tensor has here."""
-        name = self._fillable(x)
-        if name is None:
-            return x
-        if name not in self._memory:
-            unit, others = self._filling.unit_of.get, {*self._memory} - self._own
-            if name not in self._own and any(unit(other) != unit(name) for other in others):
-                self.leave(keep=self._own)
-            self._memory[name] = self._filling.start(name)
-        memory = self._memory[name].untyped_storage()
-        view = torch.empty(0, dtype=x.dtype, device=memory.device)
-        return view.set_(memory, x.storage_offset(), x.shape, x.stride())
-
-    def assign(self, x: Any, value: Any) -> bool:
-        """Do ``x.data = value`` where ``x`` has its memory here."""
-        if name := self._fillable(x):
-            self._memory[name] = value
-            self._written.add(name)
-        return name is not None
-
-    def leave(self, keep: Collection[str] = ()) -> None:
-        """Hand over what was written to, and give up the memory, of all tensors but ``keep``."""
-        for name in [name for name in self._memory if name not in keep]:
-            x = self._memory.pop(name)
-            if name in self._written:
-                self._written.remove(name)
-                self._filling.finish(name, x, self._prefix)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        originals: dict[int, Tensor] = {}
-
-        def moved(x: Any) -> Any:
-            there = self.in_memory(x)
-            originals[id(there)] = x
-            return there
-
-        call: Any = (args, kwargs or {})
-        args, kwargs = optree.tree_map(moved, call, none_is_leaf=True)
-        declared = schema_of(func).arguments
-        given = {**dict(zip([x.name for x in declared], args, strict=False)), **kwargs}
-        mine = {identity_of_storage(there): name for name, there in self._memory.items()}
-        for x in (x for one in declared if is_written(one) for x in tensors_of(given.get(one.name))):
-            if (storage := identity_of_storage(x)) in mine:
-                self._written.add(mine[storage])
-            elif name := self._filling.name_of(x):
-                self._filling.refuse(name, self._prefix)
-        result = func(*args, **kwargs)
-        return optree.tree_map(lambda x: originals.get(id(x), x), result, none_is_leaf=True)  # where it works in place
-
-    def _fillable(self, x: Any) -> str | None:
-        name = self._filling.name_of(x) if isinstance(x, Tensor) and x.is_meta else None
-        return name if self._filling.may_fill(name, self._prefix) else None
-
-
 class _Properties(TorchFunctionMode):
     """What torch does before it dispatches: where a tensor is, ``x[i] = y``, ``x.data = y`` and ``out=x``."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, filling: _Filling) -> None:
         super().__init__()
-        self._call = call
+        self._filling = filling
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {name: self._call.in_memory(x) if name == "out" else x for name, x in (kwargs or {}).items()}
+        kwargs = {name: self._filling.in_memory(x) if name == "out" else x for name, x in (kwargs or {}).items()}
         if func in _BEFORE:
-            args = (self._call.in_memory(args[0]), *args[1:])
-        if func == _DATA.__set__ and self._call.assign(*args):
+            args = (self._filling.in_memory(args[0]), *args[1:])
+        if func == _DATA.__set__ and self._filling.assign(*args):
             return None
         return func(*args, **kwargs)
 
