@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import optree
@@ -21,10 +20,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
-from ..layout.buffers import Unit
 from ..layout.layout import Layout
-from ..layout.trees import Sharded
-from ..sharding.gather import gather
 from .format import saved
 from .leaves import Leaf, leaves_of
 from .reader import Reader
@@ -93,23 +89,16 @@ def digests(source: Any) -> dict[str, str]:
 
 
 def _of_leaf(leaf: Leaf) -> Iterator[tuple[str, str]]:
-    x, layout, whole = leaf.value, leaf.layout, dict[str, Any]()
-    if leaf.buffer and layout and leaf.shard is not None:
-        slots = tuple(replace(slot, dtype=x.dtype) for slot in leaf.buffer.slots)  # a moment's may be another one
-        unit = Unit(leaf.buffer.key, (replace(leaf.buffer, slots=slots),))
-        whole = gather(Sharded({unit.name: x.detach()}, replace(layout, units=(unit,), aliases=())), lazy=False)
-    elif leaf.is_number:
-        x = x[(0,) * x.ndim]
-    elif leaf.tensor is None and not leaf.is_plain:  # nothing yet, and nothing in a checkpoint
-        return
-    elif leaf.is_plain:
+    if leaf.is_plain:
         try:
-            saved(x)  # of others a repr may be the same for different values
+            saved(leaf.value)  # of others a repr may be the same for different values
         except Exception as error:  # of any class's __reduce__
-            raise TypeError(f"digest: {leaf}: got a {type(x).__name__}, which save does not take ({error})") from error
-    for slot, names in leaf.parameters():
-        value = whole[slot.name] if slot and whole else x
-        yield from dict.fromkeys(names, _of(value.full_tensor() if slot and slot.dtensor and whole else value)).items()
+            what = f"got a {type(leaf.value).__name__}, which save does not take ({error})"
+            raise TypeError(f"digest: {leaf}: {what}") from error
+    elif leaf.tensor is None:  # nothing yet, and nothing in a checkpoint
+        return
+    for names, value in leaf.wholes():
+        yield from dict.fromkeys(names, _of(value)).items()
 
 
 def _of(x: Any) -> str:

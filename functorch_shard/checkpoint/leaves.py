@@ -10,8 +10,8 @@ tensors in it is a list; torch, which writes a tuple as one value, does not find
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from ..layout.buffers import Buffer, Slot
+from ..layout.buffers import Buffer, Slot, Unit
 from ..layout.layout import Layout, holders_of, shards_of_ranks
 from ..layout.trees import Sharded, is_number, rows_here
 from ..mesh.mesh import Mesh
+from ..sharding.gather import gather
 from ..sharding.lazy_tensor import Lazy
 from .format import SCALAR, Path, Region, dotted, regions
 
@@ -71,6 +72,20 @@ class Leaf(NamedTuple):
         slots: Sequence[Slot | None] = self.buffer.slots if self.buffer else [None]
         return ((slot, [*map(dotted, paths)]) for slot, paths in zip(slots, self.paths, strict=True))
 
+    def wholes(self) -> Iterator[tuple[list[str], Any]]:
+        """The names and the whole value of each parameter, which is gathered; for another value its name with it."""
+        x, gathered = self.value, dict[str, Any]()
+        if self.buffer and self.layout and self.shard is not None:
+            slots = tuple(replace(slot, dtype=x.dtype) for slot in self.buffer.slots)  # a moment's may be another one
+            unit = Unit(self.buffer.key, (replace(self.buffer, slots=slots),))
+            layout = replace(self.layout, units=(unit,), aliases=())
+            gathered = gather(Sharded({unit.name: x.detach()}, layout), lazy=False)
+        elif self.is_number:
+            x = x[(0,) * x.ndim]
+        for slot, names in self.parameters():
+            value = gathered[slot.name] if slot and gathered else x
+            yield names, value.full_tensor() if slot and slot.dtensor and gathered else value
+
 
 def leaves_of(tree: Any) -> list[Leaf]:
     """List the leaves of a tree."""
@@ -89,11 +104,6 @@ def tensor_problem(x: Tensor) -> str:
     if type(x) not in (Tensor, nn.Parameter, Lazy) or x.is_quantized or x.is_nested or x.layout != torch.strided:
         return f"got a {type(x).__name__} of {x.dtype}, {x.layout}, expected a plain tensor"
     return "without values, on the meta device" if x.is_meta else ""
-
-
-def twice(names: Iterator[str]) -> list[str]:
-    """Names that several leaves have, as problems."""
-    return [f"{name!r}: {count} leaves have this name" for name, count in Counter(names).items() if count > 1]
 
 
 def _visit(x: Any, path: Path, make: Callable[[Leaf], Any]) -> Any:
@@ -178,14 +188,19 @@ def chunks_of(leaf: Leaf, participants: Mesh) -> Iterator[Chunk]:
 
 def _of_buffer(leaf: Leaf, buffer: Buffer, layout: Layout, x: Tensor, participants: Mesh) -> Iterator[Chunk]:
     paths = {slot.name: paths for slot, paths in zip(buffer.slots, leaf.paths, strict=True)}
-    shard_of, first = shards_of_ranks(layout), _is_first_sibling(layout, buffer)
+    meshes, shard_of = layout.tensor_meshes, shards_of_ranks(layout)
+    coordinate = {axis: i for axes in meshes for axis, i in zip(dict(axes), meshes[axes].coordinate, strict=True)}
     for rank, row in rows_here(x, layout.mesh).items():
         writer = rank if participants.is_simulated else participants.rank
         holders = holders_of(buffer, layout)[shard_of[rank] if buffer.num_shards > 1 else 0]
         for part in buffer.slices(shard_of[rank]):
             slot, at = layout.slots[part.name], part.offset
-            writes = holders[slot.index % len(holders)] == rank and first[slot.name]
-            shape, origin = _origin(layout, slot)
+            spec, shape, origin = slot.dtensor, slot.shape, (0,) * len(slot.shape)
+            if spec:
+                shape, origin = spec.shape, spec.part_at(meshes[spec.axes].coordinate)[1]
+            # what several ranks of a tensor axis have is written by its first one
+            is_first = not any(i for axis, i in coordinate.items() if spec is None or axis not in spec.cut_over)
+            writes = is_first and holders[slot.index % len(holders)] == rank
             for region in regions(slot.shape, part.start, part.numel):
                 values = row[at : at + region.numel].view(region.sizes)
                 at += region.numel
@@ -193,24 +208,3 @@ def _of_buffer(leaf: Leaf, buffer: Buffer, layout: Layout, x: Tensor, participan
         for slot in (slot for slot in buffer.slots if not slot.numel and slot.dtensor is None):  # in files only
             empty = x.new_empty(slot.shape)
             yield Chunk(paths[slot.name], slot.shape, Region.whole(slot.shape), empty, writer, rank == 0)
-
-
-def _origin(layout: Layout, slot: Slot) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of the whole parameter, and where this process's slot begins in it: a DTensor's local tensor."""
-    spec = slot.dtensor
-    if spec is None:
-        return slot.shape, (0,) * len(slot.shape)
-    return spec.shape, spec.part_at(layout.tensor_meshes[spec.axes].coordinate)[1]
-
-
-def _is_first_sibling(layout: Layout, buffer: Buffer) -> Mapping[str, bool]:
-    """Which parameters of ``buffer`` this process writes, and not another one with the same elements of a DTensor."""
-    coordinates = {}
-    for axes, mesh in layout.tensor_meshes.items():
-        coordinates.update(zip(dict(axes), mesh.coordinate, strict=True))
-    return {
-        slot.name: not any(
-            i for axis, i in coordinates.items() if slot.dtensor is None or axis not in slot.dtensor.cut_over
-        )
-        for slot in buffer.slots
-    }

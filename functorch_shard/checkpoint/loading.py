@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ..errors import hints, reject
 from ..layout.buffers import Slot
 from ..layout.trees import participants_of
 from ..mesh.mesh import Mesh
-from .format import Entry, Path, dotted
+from .format import Entry, dotted
 from .leaves import Leaf, chunks_of, leaves_of, tensor_problem, with_values
 from .reader import Reader
 from .saving import SAME
@@ -29,76 +28,65 @@ def load_into(verb: str, like: Any, open_files: Callable[[], Reader], donate: bo
     """Read files into a tree like ``like``; every rank raises if one does."""
     participants = participants_of(like)
 
-    def begin() -> _Loading:
+    def begin() -> tuple[Reader, list[Leaf]]:
         refuse_derivatives(verb)
-        return _Loading.of(verb, open_files(), like, participants, donate, advice)
+        reader = open_files()
+        return reader, _allocated(verb, reader, leaves_of(like), participants.device, donate, advice)
 
-    loading = participants.agree(verb, begin, _Loading.lines, SAME)
-    return with_values(like, iter(participants.agree(verb, loading.read, lambda _: [])))
+    with torch.inference_mode(False), torch.no_grad():  # in any mode, what is loaded can be trained
+        reader, leaves = participants.agree(verb, begin, lambda made: [made[0].identity, *map(str, made[1])], SAME)
+        values = participants.agree(verb, lambda: _read(reader, leaves, participants), lambda _: [])
+        return with_values(like, iter(values))
 
 
-@dataclass(frozen=True)
-class _Loading:
-    """The leaves of a tree, each with memory to load into."""
+def _allocated(
+    verb: str, reader: Reader, given: Sequence[Leaf], device: torch.device, donate: bool, advice: str
+) -> list[Leaf]:
+    """Compare the files with a tree, and return its leaves with memory to load into; read no values."""
+    wanted, guess = [_with_template(leaf, reader) for leaf in given], hints(reader.entries)
+    problems = [
+        f"{name!r}: {f'got {got}, the checkpoint has {entry}' if entry else f'not in the checkpoint{guess(name)}'}"
+        for leaf in wanted
+        if leaf.tensor is not None or leaf.is_plain
+        for slot, name, entry in _entries(leaf, reader)
+        if (got := _misfit(leaf, slot, entry, reader.casts))
+    ]
+    tensors = [(leaf, leaf.tensor) for leaf in given if leaf.tensor is not None and not leaf.tensor.is_meta]
+    problems += [f"{leaf}: {problem}" for leaf, x in tensors if (problem := tensor_problem(x))]
+    reject(f"{verb}: {reader.folder}", problems, advice)
+    return [leaf._replace(value=_memory(leaf.value, donate, device)) for leaf in wanted]
 
-    reader: Reader
-    leaves: Sequence[Leaf]
-    participants: Mesh
 
-    @staticmethod
-    def of(verb: str, reader: Reader, like: Any, participants: Mesh, donate: bool, advice: str) -> _Loading:
-        """Compare the files with ``like``, and allocate memory; read no values."""
-        given = leaves_of(like)
-        wanted, guess = [_with_template(leaf, reader) for leaf in given], hints(reader.entries)
-        problems = [
-            f"{name!r}: {f'got {got}, the checkpoint has {entry}' if entry else f'not in the checkpoint{guess(name)}'}"
-            for leaf in wanted
-            if leaf.tensor is not None or leaf.is_plain
-            for slot, name, entry in _entries(leaf, reader)
-            if (got := _misfit(leaf, slot, entry, reader.casts))
-        ]
-        memory = [(leaf, _memory_problem(leaf.tensor, donate)) for leaf in given if leaf.tensor is not None]
-        problems += [f"{leaf}: {problem}" for leaf, problem in memory if problem]
-        reject(f"{verb}: {reader.folder}", problems, advice)
-        with torch.inference_mode(False), torch.no_grad():  # in any mode, what is loaded can be trained
-            leaves = [leaf._replace(value=_memory(leaf.value, donate, participants.device)) for leaf in wanted]
-        return _Loading(reader, leaves, participants)
+def _read(reader: Reader, leaves: Sequence[Leaf], participants: Mesh) -> list[Any]:
+    """Fill the memory, and return the values of all leaves."""
+    tensors = [leaf for leaf in leaves if leaf.tensor is not None and not leaf.is_number]
+    chunks = [(chunk, map(dotted, chunk.paths)) for leaf in tensors for chunk in chunks_of(leaf, participants)]
+    named = ((next(name for name in names if name in reader.entries), chunk) for chunk, names in chunks)
+    reader.read((name, chunk.region, chunk.values) for name, chunk in named)
+    return [_finished(leaf, reader) for leaf in leaves]
 
-    def lines(self) -> list[str]:
-        """Lines that have to be equal on all ranks."""
-        return [self.reader.identity, *map(str, self.leaves)]
 
-    def read(self) -> list[Any]:
-        """Fill the memory, and return the values of all leaves."""
-        with torch.inference_mode(False), torch.no_grad():
-            tensors = [leaf for leaf in self.leaves if leaf.tensor is not None and not leaf.is_number]
-            chunks = [chunk for leaf in tensors for chunk in chunks_of(leaf, self.participants)]
-            self.reader.read((self._present(chunk.paths), chunk.region, chunk.values) for chunk in chunks)
-            return [self._finished(leaf) for leaf in self.leaves]
+def _finished(leaf: Leaf, reader: Reader) -> Any:
+    """Return a tensor, which is read already, or read a plain value or a number, which a buffer has once."""
+    if not leaf.buffer and leaf.is_plain:
+        return reader.plain(str(leaf))
+    if not leaf.is_plain and not leaf.is_number:
+        return leaf.value
+    found = {name: _number(name, entry, reader) for _, name, entry in _entries(leaf, reader)}
+    advice = (
+        "A buffer has one number, for example a step count, for all of its parameters. Plan separate buffers "
+        "for parameters whose numbers differ: plan(labels=...)."
+    )
+    reject("load: numbers that differ", [f"{leaf}: {found}"] * (len({*map(str, found.values())}) > 1), advice)
+    number = next(iter(found.values()))
+    return leaf.tensor.fill_(number) if leaf.tensor is not None else number
 
-    def _present(self, paths: Sequence[Path]) -> str:
-        return next(name for name in map(dotted, paths) if name in self.reader.entries)
 
-    def _finished(self, leaf: Leaf) -> Any:
-        """Return a tensor, which is read already, or read a plain value or a number, which a buffer has once."""
-        if not leaf.buffer and leaf.is_plain:
-            return self.reader.plain(str(leaf))
-        if not leaf.is_plain and not leaf.is_number:
-            return leaf.value
-        found = {name: self._number(name, entry) for _, name, entry in _entries(leaf, self.reader)}
-        advice = (
-            "A buffer has one number, for example a step count, for all of its parameters. Plan separate buffers "
-            "for parameters whose numbers differ: plan(labels=...)."
-        )
-        reject("load: numbers that differ", [f"{leaf}: {found}"] * (len({*map(str, found.values())}) > 1), advice)
-        number = next(iter(found.values()))
-        return leaf.tensor.fill_(number) if leaf.tensor is not None else number
-
-    def _number(self, name: str, entry: Entry | None) -> Any:
-        x = self.reader.whole(name).item() if entry and entry.dtype else self.reader.plain(name)
-        is_one = isinstance(x, (bool, int, float, complex, type(None)))
-        reject("load: numbers", [] if is_one else [f"{name!r}: got a {type(x).__name__}"], _FITS)
-        return x
+def _number(name: str, entry: Entry | None, reader: Reader) -> Any:
+    x = reader.whole(name).item() if entry and entry.dtype else reader.plain(name)
+    is_one = isinstance(x, (bool, int, float, complex, type(None)))
+    reject("load: numbers", [] if is_one else [f"{name!r}: got a {type(x).__name__}"], _FITS)
+    return x
 
 
 def _entries(leaf: Leaf, reader: Reader) -> Iterator[tuple[Slot | None, str, Entry | None]]:
@@ -141,12 +129,3 @@ def _memory(x: Any, donate: bool, device: torch.device) -> Any:
     if x.is_meta:
         return torch.zeros_like(x, device=device)
     return x if donate else x.detach().clone()
-
-
-def _memory_problem(x: Tensor, donate: bool) -> str:
-    """Why there is no memory like that of ``x`` to load into, or none of ``x`` itself; empty if there is."""
-    if x.is_meta:
-        return "on the meta device: it has no memory to load into" if donate else ""
-    if donate and x.is_inference():
-        return "made in torch.inference_mode, whose tensors are not written to outside of it: load without donate"
-    return tensor_problem(x)

@@ -18,11 +18,10 @@ from torch import Tensor
 from ..errors import reject, shown
 from .format import FORMAT, LARGEST_PLAIN, MANIFEST, METADATA, Entry, NotPlainError, Region, Value, entries_of, loaded
 
-_ALTERED = (
-    "The files were altered since they were written. Load another checkpoint: latest(path, verify=True) finds it."
+_DAMAGED = (
+    "The files were altered, or were not written as torch.distributed.checkpoint writes them. Load another checkpoint: "
+    "latest(path, verify=True) finds it."
 )
-# Without a manifest the original contents are unknown.
-_UNKNOWN = "The checkpoint is damaged, or was not written as torch.distributed.checkpoint writes it. Load another one."
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Reader:
             damaged += [
                 f"{name}: {_found(name, lengths)}, expected {nbytes} bytes" for name, nbytes in expected.items()
             ]
-            reject(f"{folder}: damaged", damaged, _ALTERED, RuntimeError)
+            reject(f"{folder}: damaged", damaged, _DAMAGED, RuntimeError)
         try:
             entries = entries_of(raw)
         except RuntimeError as error:
@@ -66,7 +65,7 @@ class Reader:
             for value in entry.values
             if (problem := _problem(entry, value, lengths))
         }
-        reject(f"{folder}: damaged", sorted(problems), _ALTERED if manifest else _UNKNOWN, RuntimeError)
+        reject(f"{folder}: damaged", sorted(problems), _DAMAGED, RuntimeError)
         return Reader(folder, entries, manifest.get("checks", {}), f"{folder} {manifest.get('digest', digest)}")
 
     def tensor(self, name: str, value: Value) -> Tensor:
@@ -89,8 +88,8 @@ class Reader:
                 part = target[both.inside(region).index], both.inside(value.region).index
                 copies.setdefault((name, value), []).append(part)
             if missing := _missing(region, [*parts.values()]):
-                text = f"{self.folder}: {name!r}: {missing} elements of {region} are in no file. "
-                raise RuntimeError(text + (_ALTERED if self.checks else _UNKNOWN))
+                text = f"{self.folder}: {name!r}: {missing} elements of {region} are in no file."
+                raise RuntimeError(f"{text} {_DAMAGED}")
         for (name, value), pairs in sorted(copies.items(), key=lambda x: (x[0][1].file, x[0][1].start)):
             x = self.tensor(name, value)
             for target, source in pairs:
@@ -143,9 +142,8 @@ class Reader:
             raise self._damaged(name, value, f"the checksum is {found:08x}, expected {expected:08x}")
         return raw
 
-    def _damaged(self, name: str, value: Value, what: str, unproven: str = _UNKNOWN) -> RuntimeError:
+    def _damaged(self, name: str, value: Value, what: str, advice: str = _DAMAGED) -> RuntimeError:
         where = f"{value.nbytes:,} bytes at {value.start:,}"
-        advice = _ALTERED if self.checks else unproven
         return RuntimeError(f"{self.folder / value.file}: {name!r}: {where}: {what}. {advice}")
 
 
@@ -178,7 +176,7 @@ def _found(name: str, lengths: Mapping[str, int]) -> str:
 
 
 def _read_file(folder: Path, name: str, lengths: Mapping[str, int]) -> bytes:
-    reject(f"{folder}: damaged", [f"{name}: {_found(name, lengths)}"] * (name not in lengths), _ALTERED, RuntimeError)
+    reject(f"{folder}: damaged", [f"{name}: {_found(name, lengths)}"] * (name not in lengths), _DAMAGED, RuntimeError)
     return (folder / name).read_bytes()
 
 
@@ -188,7 +186,7 @@ def _manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
         return {}
     digest, _, body = _read_file(folder, MANIFEST, lengths).partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise RuntimeError(f"{folder}: {MANIFEST} is damaged: its digest differs. {_ALTERED}")
+        raise RuntimeError(f"{folder}: {MANIFEST} is damaged: its digest differs. {_DAMAGED}")
     try:
         manifest = json.loads(body)
         checks = {(file, start): crc for file, rows in manifest["checks"].items() for start, _, crc in rows}
@@ -196,7 +194,7 @@ def _manifest(folder: Path, lengths: Mapping[str, int]) -> dict[str, Any]:
         known = manifest["format"] == FORMAT and all(type(manifest[key]) is cls for key, cls in expected.items())
     except Exception as error:  # an arbitrary text raises arbitrary errors
         raise RuntimeError(
-            f"{folder}: {MANIFEST} is not a manifest, although its digest matches. {_ALTERED}"
+            f"{folder}: {MANIFEST} is not a manifest, although its digest matches. {_DAMAGED}"
         ) from error
     if not known:
         raise RuntimeError(f"{folder}: {MANIFEST} is not of format {FORMAT}, which this version reads.")

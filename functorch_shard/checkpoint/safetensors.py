@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..collectives.sinks import refuse_derivatives
 from ..errors import reject
-from ..layout.layout import Layout, as_stored, rank_dims
+from ..layout.layout import Layout, rank_dims
 from ..layout.trees import Sharded, check_layout, check_sharded, check_shards
-from ..sharding.gather import gather
 from .format import Entry, Region, Value
+from .leaves import leaves_of
 from .loading import load_into
 from .reader import Reader
 from .staging import StagingDirectory, local_path, sync
@@ -74,10 +74,10 @@ def import_safetensors(path: StrPath, layout: Layout) -> Sharded:
 
 
 def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = MAX_SHARD_SIZE) -> None:
-    """Write whole parameters to safetensors files, as Hugging Face's ``save_pretrained`` does; gathers unit by unit.
+    """Write whole parameters to safetensors files, as Hugging Face's ``save_pretrained`` does.
 
-    Rank 0 writes. The directory becomes visible when it is complete and synced to the disk, or never. Needs
-    ``pip install functorch_shard[safetensors]``.
+    Parameters are gathered buffer by buffer, and rank 0 writes. The directory becomes visible when it is complete and
+    synced to the disk, or never. Needs ``pip install functorch_shard[safetensors]``.
 
     Args:
         path: of the new directory. It gets ``model.safetensors``; or, if that were larger than
@@ -96,7 +96,7 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
 
     Cost:
         One all-gather per sharded buffer, in the stored dtype, and one of 32 bytes per axis. Memory on every rank: one
-        unit; on rank 0 also one file.
+        buffer; on rank 0 also one file.
 
     Example:
         >>> import os
@@ -116,13 +116,10 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
 
     def write() -> None:
         check_shards(_EXPORT, params, layout)
-        stored = Sharded({key: x.detach() for key, x in params.items()}, as_stored(layout))
-        names = {name: (name, *layout.aliases_of.get(name, ())) for name in layout.slots}
-        parts = (Sharded({key: stored[key] for key in part.buffers}, part) for part in layouts_of_units(stored.layout))
-        whole = (gather(part, lazy=False) for part in parts)
-        tensors = ((other, x) for unit in whole for name, x in unit.items() for other in names[name])
-        slots = [slot for unit in layout.units for buffer in unit.buffers for slot in buffer.slots]
-        sizes = {name: slot.numel * slot.dtype.itemsize for slot in slots for name in names[slot.name]}
+        leaves = leaves_of(params)
+        named = [(name, slot) for leaf in leaves for slot, names in leaf.parameters() for name in names if slot]
+        sizes = {name: slot.numel * slot.dtype.itemsize for name, slot in named}
+        tensors = ((name, x) for leaf in leaves for names, x in leaf.wholes() for name in names)
         try:
             if mesh.rank == 0:
                 write_files(local_path(f"{_EXPORT}: path", path), sizes, max_shard_size, tensors)
@@ -131,14 +128,6 @@ def export_safetensors(path: StrPath, params: Sharded, *, max_shard_size: int = 
                 pass
 
     mesh.agree(_EXPORT, write, lambda _: [])
-
-
-def layouts_of_units(layout: Layout) -> Iterator[Layout]:
-    """A layout for each unit."""
-    for unit in layout.units:
-        names = [slot.name for buffer in unit.buffers for slot in buffer.slots]
-        ties = sorted((alias, name) for name in names for alias in layout.aliases_of.get(name, ()))
-        yield replace(layout, units=(unit,), aliases=tuple(ties))
 
 
 def write_files(

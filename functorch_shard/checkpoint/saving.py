@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ..layout.trees import participants_of, ranks_here
 from ..mesh.mesh import Mesh
 from ..sharding.lazy_tensor import Lazy
 from .format import FORMAT, MANIFEST, METADATA, metadata_of, saved
-from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem, twice
+from .leaves import Chunk, Leaf, chunks_of, leaves_of, tensor_problem
 from .staging import StagingDirectory, is_free, local_path, lock, ordered, refuse_existing, remove, write_durably
 
 SAME = "Every rank must pass the same path, options and tree. A path that contains the time may differ between ranks."
@@ -162,7 +163,6 @@ class Writer:
         self.name, self._index = _file_name(rank), _index(folder, rank)
         self.rows: list[dict[str, Any]] = []
         self.total = self.crc = 0
-        self.error: OSError | None = None
         self.file = (folder / self.name).open("xb")
         self.flush = self.file.flush  # what torch.save calls
         lock(self.file.fileno())  # until it is closed, or the process ends
@@ -178,20 +178,14 @@ class Writer:
             dtype = str(x.dtype).removeprefix("torch.")
             try:
                 torch.save(x, self)  # pyright: ignore[reportArgumentType]
-            except RuntimeError:
-                if self.error:  # for example a full disk, which torch reports without the reason
-                    raise self.error from None
-                raise
+            except RuntimeError as error:  # torch's own, after a write that failed, for example on a full disk
+                raise error.__context__ or error from None
         place = {"start": start, "nbytes": self.total - start, "crc": self.crc}
         self.rows.append({"paths": chunk.paths, "shape": chunk.shape, "dtype": dtype, "region": chunk.region, **place})
 
     def write(self, data: Any) -> int:
         """Append bytes: what ``torch.save`` calls."""
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
+        self.file.write(data)
         nbytes = memoryview(data).nbytes
         self.crc, self.total = zlib.crc32(data, self.crc), self.total + nbytes
         return nbytes
@@ -230,11 +224,9 @@ def _index(folder: Path, rank: int) -> Path:
 
 def _writable(leaves: Sequence[Leaf], participants: Mesh) -> list[Leaf]:
     """The leaves, with the bytes of plain values; raise unless all can be read back by the ranks that save."""
-    reject(
-        "save: names",
-        twice(name for leaf in leaves for _, names in leaf.parameters() for name in names),
-        "Each leaf needs a unique name: put one of them under another key.",
-    )
+    counts = Counter(name for leaf in leaves for _, names in leaf.parameters() for name in names)
+    problems = [f"{name!r}: {count} leaves have this name" for name, count in counts.items() if count > 1]
+    reject("save: names", problems, "Each leaf needs a unique name: put one of them under another key.")
     tensors = [(leaf, leaf.tensor) for leaf in leaves if leaf.tensor is not None]
     problems = [f"{leaf}: {problem}" for leaf, x in tensors if (problem := tensor_problem(x))]
     writable = []

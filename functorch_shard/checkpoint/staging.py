@@ -8,6 +8,7 @@ belongs to a process that was killed, and is removed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -18,11 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .reader import order_of
-
-try:
-    import fcntl
-except ImportError:  # without locks, staging directories of other processes are not removed
-    fcntl = None
 
 _STAGING, _FAILED = ".functorch_shard.staging", "failed"
 
@@ -137,9 +133,8 @@ def sync(path: Path) -> None:
 def lock(handle: int, wait: bool = False) -> bool:
     """Lock an open file or directory until it is closed; False if another process has it, or nothing can be locked."""
     with suppress(OSError):  # a file system without locks
-        if fcntl is not None:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            return True
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return True
     return False
 
 

@@ -45,27 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The commands and their options."""
     made = argparse.ArgumentParser(
-        prog="python -m functorch_shard", description="Plan a model; see, check and convert checkpoints."
+        prog="python -m functorch_shard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = made.add_subparsers(required=True)
-    _add_plan(commands.add_parser("plan", help="memory and traffic of a rank, for any numbers of ranks"))
-    look = commands.add_parser("inspect", help="names, shapes, dtypes, bytes, and plain values such as the step")
-    check = commands.add_parser("verify", help="read every byte; with a problem the exit status is 1")
-    summary = commands.add_parser("digest", help="one SHA-256 of all values, for any layout and number of ranks")
-    make = commands.add_parser("consolidate", help="the model as safetensors files")
-    for name, command in {"inspect": look, "verify": check, "digest": summary, "consolidate": make}.items():
-        command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
-        command.set_defaults(run=partial(_of_checkpoint, name))
-    summary.add_argument("--leaves", action="store_true", help="one for each name, to compare by diff")
-    make.add_argument("path", metavar="out", type=Path, help="a new directory")
-    make.add_argument("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
-    make.add_argument("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")
-    return made
-
-
-def _add_plan(command: argparse.ArgumentParser) -> None:
-    command.set_defaults(run=plan)
-    add = command.add_argument
+    add = commands.add_parser("plan").add_argument
     add("model", help="package.module:name of a function or a class that makes the model, on the meta device")
     add("--ranks", type=_numbers, default=(8,), help="numbers of ranks, for example 8,64,512")
     add("--shards", type=int, help="ranks of one replica (default: all ranks)")
@@ -73,6 +56,19 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     add("--precision", help="gathered dtype, and reduced one: bfloat16 or bfloat16,float32")
     add("--units", default="auto", help="auto, blocks, or bytes")
     add("--no-reshard", action="store_true", help="keep gathered units from forward to backward")
+    commands.choices["plan"].set_defaults(run=plan)
+    for name in ("inspect", "verify", "digest", "consolidate"):
+        command = commands.add_parser(name)
+        command.add_argument("checkpoint", type=Path, help="a directory that checkpoint.save or dcp.save has written")
+        command.set_defaults(run=partial(_of_checkpoint, name))
+    commands.choices["digest"].add_argument(
+        "--leaves", action="store_true", help="one for each name, to compare by diff"
+    )
+    add = commands.choices["consolidate"].add_argument
+    add("path", metavar="out", type=Path, help="a new directory")
+    add("--prefix", default="model.", help="write the names that begin so, without it (default: model.)")
+    add("--max-shard-size", type=int, help="bytes of tensors in one file (default: 5 GB)")
+    return made
 
 
 def _numbers(text: str) -> tuple[int, ...]:

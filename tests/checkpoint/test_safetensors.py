@@ -28,7 +28,7 @@ DTYPES = [
 
 def of_every_dtype() -> dict[str, Tensor]:
     torch.manual_seed(1)
-    tensors = {f"m{i}.w": (9 * torch.randn(3, 5)).to(dtype) for i, dtype in enumerate(DTYPES)}
+    tensors = {f"m{i // 2}.w{i}": (9 * torch.randn(3, 5)).to(dtype) for i, dtype in enumerate(DTYPES)}
     return tensors | {"scalar": torch.tensor(1.5), "empty": torch.zeros(0, 3), "nan": torch.tensor([0.0, float("nan")])}
 
 
@@ -53,18 +53,17 @@ def planned(tensors: Any, axes: Any = 2, **options: Any) -> fs.Layout:
 @pytest.mark.parametrize("max_shard_size", [10**9, 100])
 def test_the_library_reads_what_was_exported_and_what_it_wrote_is_sharded(tmp_path: Path, max_shard_size: int) -> None:
     tensors = of_every_dtype()
-    params = fs.shard(tensors, planned(tensors, {"replicate": 2, "shard": 3}, ignored=["m1.w", "m7.w"]))
+    params = fs.shard(tensors, planned(tensors, {"replicate": 2, "shard": 3}, ignored=["m0.w1", "m3.w7"]))
     export_safetensors(tmp_path / "new", params, max_shard_size=max_shard_size)
     assert os.listdir(tmp_path) == ["new"]
     files = sorted((tmp_path / "new").glob("*.safetensors"))
     assert_same_bits({name: x for file in files for name, x in load_file(file).items()}, tensors)
     for axes in (1, 5, {"replicate": 3}):
-        layout = planned(tensors, axes, ignored=["m0.w", "m12.w"], align_bytes=0)
+        layout = planned(tensors, axes, ignored=["m0.w0", "m6.w12"], align_bytes=0)
         assert_same_bits(import_safetensors(str(tmp_path / "new"), layout), fs.shard(tensors, layout))
     if max_shard_size == 100:
         index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == tensors.keys()
-        assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+        assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
         sizes = [[x.nbytes for x in load_file(file).values()] for file in files]
         assert all(sum(each) <= max_shard_size or sum(size > 0 for size in each) == 1 for each in sizes)
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 import functorch_shard as fs
-from functorch_shard.checkpoint.safetensors import layouts_of_units
 from functorch_shard.errors import name_problems
 from functorch_shard.layout.layout import select_buffers
 from tests.support.refusals import refused
@@ -149,7 +148,6 @@ TASKS: dict[str, Task] = {
     "properties": of_layout(lambda x: (x.buffers, x.slots, x.key_of, x.aliases_of, hash(x))),
     "slices": of_layout(lambda layout: [layout.slices(rank) for rank in range(2)]),
     "select": of_layout(lambda x: select_buffers(x, {key: i % 2 == 0 for i, key in enumerate(x.buffers)})),
-    "units": of_layout(lambda layout: list(layouts_of_units(layout))),
     "estimate": of_layout(fs.estimate),
     "shard": of_tree(lambda params: fs.shard(fs.gather(params), params.layout)),
     "gather": of_tree(fs.gather),
