@@ -11,9 +11,9 @@ Instead of ``register_comm_hook``, ``set_custom_all_gather`` or ``set_custom_red
 derivatives are those of the true collectives, whose transposes go through it as well.
 
 Here bytes move between the ranks of one axis. ``collective``, ``backend``: the interface; ``simulated``,
-``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``joint``: several axes as
-one; ``wrappers`` count and skip; ``recorded``: what tracers record. Imports ``torch_internals``, ``errors`` and
-``containers`` alone; imported by ``gloo``, ``mesh`` and above.
+``process_group``: the backends, beside those of the packages ``gloo`` and ``sequential``; ``wrappers`` count and skip;
+``recorded``: what tracers record. Imports ``torch_internals``, ``errors`` and ``containers`` alone; imported by
+``gloo``, ``mesh`` and above.
 """
 
 from __future__ import annotations
@@ -38,14 +38,8 @@ __all__ = [
     "wrap",
 ]
 
-_ON_FIRST_USE = {
-    "Counter": ".wrappers",
-    "Traffic": ".wrappers",
-    "skip": ".wrappers",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _ON_FIRST_USE:
+    if name not in ("Counter", "Traffic", "skip"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
+    return getattr(import_module(".wrappers", __name__), name)

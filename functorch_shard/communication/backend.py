@@ -109,15 +109,8 @@ class Backend(ABC):
     issue the same in the same order. What a tracer records of them: Note [Recorded] in recorded.py.
     """
 
-    @property
-    def simulated(self) -> bool:
-        """Whether operands are the values of all ranks, stacked."""
-        return False
-
-    @property
-    def in_rank(self) -> bool:
-        """Whether code here runs as one of the ranks: on simulated ones, inside of ``spmd`` alone."""
-        return True
+    simulated: bool = False  # whether operands are the values of all ranks, stacked
+    in_rank: bool = True  # whether code here runs as one of the ranks: on simulated ones, inside of spmd alone
 
     @abstractmethod
     def index(self) -> Tensor | int:
@@ -148,13 +141,10 @@ class DetachedBackend(Backend):
     def index(self) -> int:
         return self.rank
 
-    def ready(self) -> None:
-        self._refuse()
-
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        self._refuse()
+        self.ready()
 
-    def _refuse(self) -> NoReturn:
+    def ready(self) -> NoReturn:
         raise RuntimeError(
             "this mesh was unpickled and its ranks are not here. Put the tree on a live mesh of the same sizes: "
             "tree.on(mesh)."
@@ -210,11 +200,7 @@ class Axis(Static):
     ) -> Work:
         """Start a collective over the ranks of this axis: the only way to one, so that all are counted and checked.
 
-        Args:
-            kind: see :class:`Collective`.
-            x: the operand, see :class:`Backend`.
-            dtype, key, dim, device, source, transient, splits: see :class:`Collective`; the dtype is that of ``x``
-                unless given.
+        ``x`` is the operand, see :class:`Backend`; the rest is of :class:`Collective`.
         """
         simulated = self.backend.simulated
         numel = x.numel() // max(len(x) * self.folded, 1) if simulated else x.numel()

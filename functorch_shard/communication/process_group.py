@@ -39,8 +39,6 @@ class GroupBackend(Backend):
     group: Any = field(repr=False)
     rank: int
     size: int
-    simulated: bool = field(default=False, init=False, repr=False)
-    in_rank: bool = field(default=True, init=False, repr=False)
 
     def index(self) -> int:
         return self.rank
@@ -58,21 +56,15 @@ class GroupBackend(Backend):
     def _all_gather(self, op: Collective, x: Tensor) -> Work:
         out = torch.empty((self.size, *x.shape), dtype=op.dtype, device=op.device or x.device)
         out[self.rank].copy_(x, non_blocking=True)  # cast and laid in place by one copy, and sent from there
-        if not out.numel():
-            return Finished(out.flatten(0, 1))
         rows = as_sendable(out)
-        handle = _gather_into(rows.flatten(0, 1), rows[self.rank], group=self.group, async_op=True)
-        return _sent(lambda: out.flatten(0, 1), handle, out)
+        return self._move(lambda: out.flatten(0, 1), out, _gather_into, rows.flatten(0, 1), rows[self.rank])
 
     _exchange = _all_gather
 
     def _psum_scatter(self, op: Collective, x: Tensor) -> Work:
         rows = as_real(x.contiguous())
         out = rows.new_empty((rows.shape[0] // self.size, *rows.shape[1:]))
-        if not out.numel():
-            return Finished(from_real(out, x.dtype))
-        handle = _scatter_into(out, rows, group=self.group, async_op=True)
-        return _sent(lambda: from_real(out, x.dtype), handle, out)
+        return self._move(lambda: from_real(out, x.dtype), out, _scatter_into, out, rows)
 
     def _psum(self, op: Collective, x: Tensor) -> Work:
         return self._all_reduce(as_real(x), dist.ReduceOp.SUM).then(lambda total: from_real(total, x.dtype))
@@ -87,16 +79,19 @@ class GroupBackend(Backend):
 
     def _broadcast(self, op: Collective, x: Tensor) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
-        if not out.numel():
-            return Finished(out)
-        handle = dist.broadcast(as_sendable(out), group=self.group, group_src=op.source, async_op=True)
-        return _sent(lambda: out, handle, out)
+        return self._move(lambda: out, out, dist.broadcast, as_sendable(out), group_src=op.source)
 
     def _all_reduce(self, x: Tensor, op: Any) -> Work:
         out = x.clone(memory_format=torch.contiguous_format)
+        return self._move(lambda: out, out, dist.all_reduce, out, op)
+
+    def _move(
+        self, finish: Callable[[], Tensor], out: Tensor, call: Callable[..., Any], *args: Any, **options: Any
+    ) -> Work:
+        """Start a collective of torch that writes to ``out``; one without elements sends nothing."""
         if not out.numel():
-            return Finished(out)
-        return _sent(lambda: out, dist.all_reduce(out, op, group=self.group, async_op=True), out)
+            return Finished(finish())
+        return _sent(finish, call(*args, group=self.group, async_op=True, **options), out)
 
     def _send_parts(self, op: Collective, x: Tensor) -> Work:
         """Any kind that torch has no collective for, by its law."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import reject
-from ..torch_internals.autograd import being_traced, outside_transforms, without_batches
+from ..torch_internals.autograd import Function, being_traced, outside_transforms, without_batches
 from ..torch_internals.tensors import batch_levels
 from .backend import Backend, Finished, Work
 from .collective import Collective
@@ -33,13 +33,23 @@ from .collective import Collective
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The number of the rank that runs, on one axis of batched ranks."""
+    """The number of the rank that runs, on one axis of ``size`` batched ranks."""
 
     name: str
+    size: int
 
     def get(self) -> Tensor | None:
         """Return the number, batched over all ranks; ``None`` outside of ``spmd``."""
         return RUN.get().indices.get(self)
+
+    def here(self) -> Tensor:
+        """Return the number; raise outside of ``spmd``."""
+        if (index := self.get()) is None:
+            raise RuntimeError(
+                f"simulated ranks of axis {self.name!r} only exist inside mesh.spmd: decorate the function that "
+                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
+            )
+        return index
 
 
 @dataclass(frozen=True)
@@ -80,37 +90,57 @@ def axes_over(x: Tensor) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StackedBackend(Backend):
-    """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them."""
+    """Simulated ranks: values of all ranks in dim 0, as the vmap rules of ``collectives`` see them.
+
+    A joint axis has the ranks of several, outermost first. A collective comes here at the innermost of their levels.
+    """
 
     size: int
-    ranks: Index = field(repr=False)
-    siblings: tuple[Index, ...] = field(default=(), repr=False)
-    simulated: bool = field(default=True, init=False)
+    ranks: tuple[Index, ...] = field(repr=False)
+    siblings: tuple[Index, ...] = field(repr=False)
+    simulated = True
 
     @property
-    def in_rank(self) -> bool:
-        return self.ranks.get() is not None
+    def in_rank(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.ranks[0].get() is not None
 
     def index(self) -> Tensor:
-        index = self.ranks.get()
-        if index is None:
-            raise RuntimeError(
-                f"simulated ranks of axis {self.ranks.name!r} only exist inside mesh.spmd: decorate the function that "
-                "communicates with @mesh.spmd, or wrap it, mesh.spmd(fn)(*args)."
-            )
+        index = self.ranks[0].here()
+        for each in self.ranks[1:]:
+            index = index * each.size + each.here()
         return index
 
     def place(self) -> tuple[Tensor, Tensor | None]:
-        return self.index(), sum_of(self.siblings)
+        others = [index for each in self.siblings if (index := each.get()) is not None]
+        return self.ranks[-1].here(), sum(others[1:], others[0]) if others else None
 
     def issue(self, op: Collective, x: Tensor, /) -> Work:
-        return Finished(of_all_ranks(op, x, self.size))
+        if len(x) == self.size:  # of a joint axis too, of what runs below every level
+            return Finished(of_all_ranks(op, x, self.size))
+        *outer, inner = self.ranks
+        for each in reversed(outer):
+            x = _Rows.apply(x, each.here())
+        made = of_all_ranks(op, x.flatten(0, len(outer)), self.size)
+        if op.law.is_scattered:  # each rank of the outer axes takes what is its own
+            made = made.unflatten(0, (*(each.size for each in outer), inner.size))
+            for each in outer:
+                made = made.index_select(0, each.here().reshape(1)).squeeze(0)
+        return Finished(made)
 
 
-def sum_of(ranks: Sequence[Index]) -> Tensor | None:
-    """Return a tensor that is batched at the levels of these axes; ``None`` if none of them runs."""
-    indices = [index for each in ranks if (index := each.get()) is not None]
-    return sum(indices[1:], indices[0]) if indices else None
+class _Rows(Function):
+    """The values of all ranks of an axis in dim 0, with which its level of vmap ends for them."""
+
+    @staticmethod
+    def forward(x: Tensor, index: Tensor) -> Tensor:
+        raise AssertionError("no level of the axis around this")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, index: Tensor) -> Any:
+        if in_dims[1] is not None:
+            return x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0), None
+        rows = _Rows.apply(x if in_dims[0] is None else x.movedim(in_dims[0], -1), index)  # of an axis between
+        return rows, None if in_dims[0] is None else rows.ndim - 1
 
 
 def of_all_ranks(op: Collective, x: Tensor, size: int) -> Tensor:

@@ -52,20 +52,14 @@ class BatchedRanks(Simulated):
     kind = "batched"
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        ranks = {name: Index(name) for name in sizes}
-        self._backends = {
-            name: StackedBackend(size, ranks[name], tuple(ranks[other] for other in sizes if other != name))
-            for name, size in sizes.items()
-        }
-        self.axes = tuple(Axis(name, backend.size, backend) for name, backend in self._backends.items())
+        self._ranks = {name: Index(name, size) for name, size in sizes.items()}
+        self.axes = tuple(Axis(name, size, self.joint([name])) for name, size in sizes.items())
 
-    def joint(self, names: Sequence[str]) -> Backend:
-        from ..communication.joint import JointStackedBackend
-
-        several = [name for name in names if self._backends[name].size > 1] or [*names]
-        parts = tuple(self._backends[name] for name in several)
-        siblings = tuple(backend.ranks for name, backend in self._backends.items() if name not in several)
-        return parts[0] if len(parts) == 1 else JointStackedBackend(parts, siblings)
+    def joint(self, names: Sequence[str]) -> StackedBackend:
+        ranks = tuple(self._ranks[name] for name in names)
+        ranks = tuple(each for each in ranks if each.size > 1) or ranks[:1]
+        siblings = tuple(each for each in self._ranks.values() if each not in ranks)
+        return StackedBackend(prod(each.size for each in ranks), ranks, siblings)
 
     def spmd(
         self, fn: Callable[..., Any], in_dims: Any, out_dims: Any, randomness: str, device: torch.device
@@ -94,8 +88,8 @@ class BatchedRanks(Simulated):
                 return tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
             run: Callable[..., Any] = one_rank
-            for backend in reversed(self._backends.values()):
-                run = _over_axis(run, backend, [*call.starts.values()], randomness, device)
+            for ranks in reversed(self._ranks.values()):
+                run = _over_axis(run, ranks, [*call.starts.values()], randomness, device)
             with writes_refused(), _ways_out(), default_group(prod(sizes)):
                 stacked = iter(run(*[call.leaves[i] for i in call.starts]))
             leaves, treedef, over = made
@@ -110,10 +104,10 @@ class BatchedRanks(Simulated):
 
 
 def _over_axis(
-    fn: Callable[..., Any], axis: StackedBackend, starts: list[int], randomness: str, device: torch.device
+    fn: Callable[..., Any], ranks: Index, starts: list[int], randomness: str, device: torch.device
 ) -> Callable[..., Any]:
     def one_rank(index: Tensor, *tensors: Tensor) -> Any:
-        with running({axis.ranks: index}):
+        with running({ranks: index}):
             return fn(*tensors)
 
     def all_ranks(*tensors: Tensor) -> Any:
@@ -125,7 +119,7 @@ def _over_axis(
         dims = [None if same else at for same, at in zip(one, starts, strict=True)]
         rows = [x.select(at, 0) if same else x for x, same, at in zip(tensors, one, starts, strict=True)]
         batched = vmap(one_rank, in_dims=(0, *dims), randomness=randomness)
-        return batched(torch.arange(axis.size, device=where), *rows)
+        return batched(torch.arange(ranks.size, device=where), *rows)
 
     return all_ranks
 

@@ -41,12 +41,12 @@ class SequentialBackend(Backend):
     ranks: SequentialRanks = field(repr=False)
 
     @property
-    def simulated(self) -> bool:
+    def simulated(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Outside of ``spmd`` values are those of all ranks, inside of it this rank's."""
         return self.ranks.run is None
 
     @property
-    def in_rank(self) -> bool:
+    def in_rank(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.ranks.run is not None
 
     def index(self) -> int:

@@ -43,7 +43,7 @@ CORE = {"torch_internals", "communication", "mesh", "layout", "collectives", "st
 FEATURES = {
     *("checkpoint", "cli", "codecs", "curvature", "debug", "gloo", "graph", "initialization", "matrix", "pictures"),
     *("recompute", "sequential", "tensor_parallel", "testing", "virtual"),
-    *("communication.joint", "communication.recorded", "communication.wrappers", "collectives.exchanges"),
+    *("communication.recorded", "communication.wrappers", "collectives.exchanges"),
     *("mesh.launching", "sharding.overlapped_means", "sharding.reshard", "sharding.varying", "storage.offloading"),
     *("torch_internals.satellites", "training.elementwise", "training.estimate"),
 }
