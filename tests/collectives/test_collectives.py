@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,20 +11,13 @@ from torch import Tensor
 from torch.func import vmap
 
 import functorch_shard as fs
-from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, psum, psum_scatter
+from functorch_shard.collectives import all_gather, axis_index, pmax, pmean, pmin, psum, psum_scatter
 from functorch_shard.testing import assert_trees_close
 from tests.support import reference
 from tests.support.programs import PROGRAMS, TRANSFORMS, as_rank, cases
-from tests.support.ranks import Ranks, gloo, rows_of, sequential, simulated, slow
+from tests.support.ranks import Ranks, gloo, on_each, rows_of, sequential, simulated, slow
 from tests.support.refusals import refused
 
-# What a collective needs besides its operand, for a number of ranks.
-OPTIONS: dict[str, Callable[[int], Any]] = {
-    "all_to_all": lambda n: {"split_dim": 0, "concat_dim": 1},
-    "ragged_all_to_all": lambda n: {"sizes": [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]},
-    "ppermute": lambda n: {"perm": [(i, (i + 1) % n) for i in range(n // 2)]},
-    "broadcast": lambda n: {"from_rank": n - 1},
-}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -71,12 +64,11 @@ def test_vmaps_on_both_sides_of_the_ranks_nest(program: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (2, 2, 2)])
-@pytest.mark.parametrize("verb", [verb for verb in reference.COLLECTIVES if verb not in OPTIONS] + [*OPTIONS])
+@pytest.mark.parametrize("verb", reference.COLLECTIVES)
 def test_a_mesh_of_several_axes_is_one_axis_in_row_major_order(verb: str, sizes: tuple[int, ...]) -> None:
     mesh = fs.simulated_mesh(dict(zip("abc", sizes, strict=False)))
     rows = torch.randn(*sizes, 2 * mesh.size, 3, dtype=torch.float64)
-    how = OPTIONS[verb](mesh.size) if verb in OPTIONS else {}
-    collective: Any = getattr(fs.collectives, verb)
+    how, collective = reference.OPTIONS[verb](mesh.size), getattr(fs.collectives, verb)
     actual = mesh.spmd(lambda x: axis_index(mesh) if verb == "axis_index" else collective(x, mesh, **how))(rows)
     expected = torch.stack(list(reference.COLLECTIVES[verb](list(rows.flatten(0, len(sizes) - 1)), how or 0)))
     torch.testing.assert_close(actual.flatten(0, len(sizes) - 1), expected)
@@ -92,96 +84,40 @@ def test_one_axis_of_two_leaves_the_other_alone(program: str, axis: str) -> None
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
-TRAVELLING = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]
-TRAVELLING += [torch.complex64, torch.float8_e4m3fn]
+VERBS = [verb for verb in reference.COLLECTIVES if verb != "axis_index"]
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.float8_e4m3fn]
+LARGEST = ("pmax", "pmin")
+UNKNOWN = {  # to torch, or to gloo
+    torch.int16: ("psum", *LARGEST),
+    torch.complex64: LARGEST,
+    torch.float8_e4m3fn: [verb for verb in VERBS if verb != "all_gather"],
+}
 
 
-def dtypes_on_this_rank(mesh: fs.Mesh) -> list[tuple[Any, ...]]:
-    results = []
-    for dtype in TRAVELLING:
-        x = (torch.arange(4) + mesh.rank).remainder(3).to(dtype)
-        gathered = fs.collectives.all_gather(x, mesh)
-        assert gathered.dtype == dtype
-        results.append((gathered.view(torch.uint8), fs.collectives.all_gather(x[:0], mesh).shape))
-        if dtype != torch.float8_e4m3fn:  # torch has no sum of it
-            results[-1] += (fs.collectives.psum_scatter(x, mesh),)
-        if dtype not in (torch.float8_e4m3fn, torch.int16):  # gloo has no all-reduce of it
-            results[-1] += (fs.collectives.psum(x, mesh),)
-    return results
+def as_added(x: Tensor, verb: str) -> Tensor:
+    """Booleans are counted, and a mean of integers, which may overflow as a sum, is a float."""
+    if verb == "pmean" and not (x.is_floating_point() or x.is_complex()):
+        return x.float()
+    return x.long() if x.dtype == torch.bool and verb in ("psum", "psum_scatter") else x
 
 
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_every_dtype_travels_between_real_ranks(ranks: Ranks) -> None:
-    first, second = ranks.run(dtypes_on_this_rank)
-    for dtype, mine, theirs in zip(TRAVELLING, first, second, strict=True):
-        rows = [(torch.arange(4) + rank).remainder(3).to(dtype) for rank in range(2)]
-        assert torch.equal(mine[0], torch.cat([row.view(torch.uint8) for row in rows]))
-        assert mine[1] == (0,)
-        if dtype != torch.float8_e4m3fn:
-            mine_and_theirs = [row.long() if dtype == torch.bool else row for row in rows]
-            total = mine_and_theirs[0] + mine_and_theirs[1]
-            assert torch.equal(torch.cat([mine[2], theirs[2]]), total)
-            assert all(torch.equal(x, total) for x in mine[3:])
-
-
-def test_booleans_are_counted_and_integers_averaged_in_floating_point() -> None:
-    mesh = fs.simulated_mesh(3)
-    flags = torch.tensor([True, False, True])
-    assert torch.equal(mesh.spmd(lambda x: psum(x, mesh))(flags), torch.tensor([2, 2, 2]))
-    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(torch.tensor([1, 2, 4])), torch.full((3,), 7 / 3))
-    large = torch.full((3,), 200, dtype=torch.uint8)
-    assert torch.equal(mesh.spmd(lambda x: pmean(x, mesh))(large), torch.full((3,), 200.0))
-
-
-DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float64)
-
-
-def dtypes_of(mesh: fs.Mesh) -> dict[tuple[str, torch.dtype], torch.dtype]:
-    """The dtype of each collective's result, by verb and dtype of the operand."""
-    results: dict[tuple[str, torch.dtype], torch.dtype] = {}
-    for verb in ("psum", "pmean", "pmax", "all_gather", "psum_scatter"):
-        collective: Any = getattr(fs.collectives, verb)
-        for dtype in DTYPES:
-            x = torch.ones(mesh.size * mesh.size, dtype=dtype)
-            results[verb, dtype] = mesh.spmd(lambda x, c=collective: c(x, mesh))(mesh.split(x)).dtype
-    return results
-
-
-@pytest.mark.parametrize("ranks", [*simulated(1, {"a": 1, "b": 2}), *gloo(2)], ids=str)
-def test_dtypes_of_results_do_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
-    expected = dtypes_of(fs.simulated_mesh(2))
-    assert ranks.run(dtypes_of) == [expected] * ranks.size
-    assert dtypes_of(fs.init_mesh()) == expected
-    assert {expected[verb, torch.bool] for verb in ("psum", "psum_scatter")} == {torch.int64}
-    assert expected["psum", torch.int8] == torch.int8
+@on_each([*simulated(1, 2, {"a": 1, "b": 2}), *gloo(1, 2)])
+def test_every_dtype_travels_and_that_of_a_result_is_the_same_for_any_number_of_ranks(mesh: fs.Mesh) -> None:
+    for verb, dtype, width in product(VERBS, DTYPES, (3, 0)):
+        if verb in UNKNOWN.get(dtype, ()):
+            continue
+        how, collective = reference.OPTIONS[verb](mesh.size), getattr(fs.collectives, verb)
+        rows = [((17 * torch.arange(4 * width) + 40 * r) % 201).view(4, width).to(dtype) for r in range(mesh.size)]
+        expected = reference.COLLECTIVES[verb]([as_added(x, verb) for x in rows], how or 0)
+        got = mesh.spmd(lambda x: collective(x, mesh, **how))(rows_of(mesh, torch.stack(rows)))  # noqa: B023
+        assert_trees_close([verb, dtype, got], [verb, dtype, rows_of(mesh, torch.stack([*expected]))], rtol=0, atol=0)
 
 
 def test_ranks_that_tie_for_the_largest_share_its_gradient() -> None:
     mesh = fs.simulated_mesh(4)
     rows = torch.tensor([1.0, 5.0, 5.0, 2.0])
     assert torch.equal(mesh.spmd(torch.func.grad(lambda x: pmax(x, mesh)))(rows), torch.tensor([0.0, 2.0, 2.0, 0.0]))
-
-
-def pushed_twice(mesh: fs.Mesh) -> Any:
-    """The second derivatives of functions of x**3 at 1, 2, ... along themselves, all of which depend on x twice."""
-    x = rows_of(mesh, torch.arange(1.0, mesh.size + 1).unsqueeze(1))
-    verbs: dict[str, Any] = {"pmax": pmax, "psum": psum, "pmean": pmean, "all_gather": all_gather}
-
-    def of(x: Tensor) -> Any:
-        def along(f: Any) -> Any:
-            return lambda x: torch.func.jvp(f, (x,), (x,))[1]
-
-        return {name: along(along(lambda x: verb(x**3, mesh)))(x) for name, verb in verbs.items()}  # noqa: B023
-
-    return mesh.spmd(of)(x)
-
-
-def test_forward_mode_over_forward_mode_is_that_of_one_process(ranks: Ranks) -> None:
-    cubes = 9 * torch.arange(1.0, ranks.size + 1) ** 3  # x (x (x**3)')' is 9 x**3
-    for result in ranks.run(pushed_twice):
-        expected = {"pmax": cubes.max(), "psum": cubes.sum(), "pmean": cubes.mean()}
-        assert_trees_close({name: result[name][0] for name in expected}, expected)
-        assert_trees_close(result["all_gather"], cubes)
 
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -192,24 +128,26 @@ EXTREMES = [
 ]
 
 
-def largest(mesh: fs.Mesh) -> list[Tensor]:
+INTEGERS = [torch.tensor([[-128, 127], [0, -1]], dtype=torch.int8), torch.tensor([[0, 255], [1, 254]]).byte()]
+
+
+@on_each([*simulated(2), *gloo(2)])
+def test_the_largest_and_the_smallest_of_nan_infinities_and_integers(mesh: fs.Mesh) -> None:
     rows = torch.tensor(EXTREMES, dtype=torch.float64)
     rows[:, 1] = -rows[:, 1]  # a NaN may have a sign
     given = [x for dtype in FLOATS for x in (rows.to(dtype), rows.to(dtype)[:, 3], rows[:, :0])]
-    return [mesh.spmd(lambda x: fs.collectives.pmax(x, mesh))(rows_of(mesh, x)) for x in given]
+    for x, (verb, whole) in product([*given, *INTEGERS], ((pmax, torch.amax), (pmin, torch.amin))):
+        got = mesh.spmd(lambda x: verb(x, mesh))(rows_of(mesh, x))  # noqa: B023
+        assert_trees_close(got, rows_of(mesh, whole(x, 0).expand_as(x)), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("ranks", gloo(2), ids=str)
-def test_the_largest_value_of_real_ranks_is_that_of_simulated_ones_nan_included(ranks: Ranks) -> None:
-    assert_trees_close(ranks.run(largest), ranks.simulated.run(largest), rtol=0, atol=0)
-
-
-def test_an_axis_of_one_rank_is_the_identity_and_costs_nothing() -> None:
-    x = torch.randn(3, 2)
-    for mesh in (fs.init_mesh(), fs.simulated_mesh(1)):
+def test_an_axis_of_one_rank_sends_nothing() -> None:
+    x = torch.randn(4, 2)
+    for mesh, verb in product((fs.init_mesh(), fs.simulated_mesh(1)), VERBS):
+        how = reference.OPTIONS[verb](1)
         with fs.testing.count_collectives() as seen:
-            for verb in (psum, pmean, pmax, all_gather, psum_scatter):
-                assert torch.equal(verb(x, mesh), x)
+            got = getattr(fs.collectives, verb)(x, mesh, **how)
+        assert torch.equal(got, reference.COLLECTIVES[verb]([x], how or 0)[0])
         assert seen.total == 0
     assert axis_index(fs.init_mesh()).item() == 0
     with torch.device("meta"):  # what is made without a device has no values

@@ -137,13 +137,8 @@ def sent_by_each(mesh: fs.Mesh) -> dict[str, tuple[int, int]]:
     """How many collectives of each kind, forward and backward, and the bytes that a rank sends in one, on average."""
     found: dict[str, tuple[int, int]] = {}
     n = mesh.size
-    table = [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
-    for verb, options in (
-        ("all_to_all", {"split_dim": 0, "concat_dim": 0}),
-        ("ragged_all_to_all", {"sizes": table}),
-        ("ppermute", {"perm": [(0, 1)]}),
-        ("broadcast", {"from_rank": 0}),
-    ):
+    for verb in VERBS:
+        options: Any = reference.OPTIONS[verb](n)
         counter = fs.communication.Counter()
         counted = mesh.with_backend(counter)
         x = rows_of(mesh, torch.ones(n, 2 * n, 3, dtype=torch.float64))
@@ -159,7 +154,7 @@ def sent_by_each(mesh: fs.Mesh) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize("ranks", [*simulated(3), *sequential(3), *gloo(3)], ids=str)
 def test_ranks_send_what_the_table_or_the_pairs_say_and_count_it_by_name(ranks: Ranks) -> None:
     n, nbytes = ranks.size, 8 * 2 * ranks.size * 3
-    table = [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]
+    table = reference.OPTIONS["ragged_all_to_all"](n)["sizes"]
     to_others = sum(sum(row) - row[i] for i, row in enumerate(table))
     assert (
         ranks.run(sent_by_each)
@@ -177,42 +172,6 @@ def test_ranks_send_what_the_table_or_the_pairs_say_and_count_it_by_name(ranks: 
         ]
         * ranks.size
     )
-
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]
-DTYPES += [torch.complex64]
-
-
-@on_each([*simulated(2), *gloo(2)])
-def test_every_dtype_travels_and_stays(mesh: fs.Mesh) -> None:
-    for dtype in DTYPES:
-        x = rows_of(mesh, (torch.arange(8) % 3).unflatten(0, (2, 4)).to(dtype))
-        options: dict[str, Any] = {
-            "all_to_all": {"split_dim": 0, "concat_dim": 0},
-            "ragged_all_to_all": {"sizes": [[1, 2], [0, 3]]},
-            "ppermute": {"perm": [(0, 1)]},
-            "broadcast": {"from_rank": 1},
-        }
-        for verb, how in options.items():
-            rows = [*(torch.arange(8) % 3).unflatten(0, (2, 4)).to(dtype)]
-            expected = rows_of(mesh, torch.stack([*reference.COLLECTIVES[verb](rows, how)]))
-            got = mesh.spmd(lambda x, verb=verb, how=how: VERBS[verb](x, mesh, **how))(x)
-            assert got.dtype == dtype
-            assert torch.equal(got, expected)
-
-
-@on_each([*simulated(2), *gloo(2)])
-def test_the_smallest_of_integers_booleans_and_nan(mesh: fs.Mesh) -> None:
-    least = torch.iinfo(torch.int8).min
-    for rows, expected in (
-        (torch.tensor([[least, 127], [0, -1]], dtype=torch.int8), [least, -1]),
-        (torch.tensor([[0, 255], [1, 254]], dtype=torch.uint8), [0, 254]),
-        (torch.tensor([[True, True], [False, True]]), [False, True]),
-        (torch.tensor([[float("nan"), -1.0], [1.0, float("inf")]]), [float("nan"), -1.0]),
-    ):
-        got = mesh.spmd(lambda x: pmin(x, mesh))(rows_of(mesh, rows))
-        expected_rows = rows_of(mesh, torch.tensor(expected, dtype=rows.dtype).expand(2, -1))
-        torch.testing.assert_close(got, expected_rows, rtol=0, atol=0, equal_nan=True)
 
 
 @on_each([*simulated(3), *sequential(2), *gloo(2)])
@@ -274,19 +233,6 @@ def test_ranks_that_exchange_by_other_pairs_tables_or_sources_all_raise(ranks: R
         assert "splits ((0, 1),)" in texts[0]
         assert "splits ((1, 0),)" in texts[0]
         assert "source 1" in texts[2]
-
-
-def test_an_axis_of_one_rank_sends_nothing() -> None:
-    x = torch.randn(4, 2)
-    for mesh in (fs.init_mesh(), fs.simulated_mesh(1)):
-        with fs.testing.count_collectives() as seen:
-            assert torch.equal(all_to_all(x, mesh, split_dim=0, concat_dim=1), x)
-            assert torch.equal(ragged_all_to_all(x, mesh, [[3]]), x[:3])
-            assert torch.equal(ppermute(x, mesh, [(0, 0)]), x)
-            assert torch.equal(ppermute(x, mesh, []), torch.zeros_like(x))
-            assert torch.equal(broadcast(x, mesh, from_rank=0), x)
-            assert torch.equal(pmin(x, mesh), x)
-        assert seen.total == 0
 
 
 def test_a_broadcast_is_one_value_for_all_simulated_ranks() -> None:

@@ -206,6 +206,7 @@ TRANSFORMS: dict[str, Any] = {
     # Both sides differentiate the sum over ranks of g . v, as the plain sum of what ranks return.
     "reverse over reverse": (lambda f, x, v, w: grad(lambda x: (grad(weighed(f, w))(x) * v).sum())(x),) * 2,
     "reverse over forward": (lambda f, x, v, w: grad(lambda x: (jvp(f, (x,), (v,))[1] * w).sum())(x),) * 2,
+    "forward over forward": (lambda f, x, v, w: jvp(lambda x: jvp(f, (x,), (v,))[1], (x,), (v,))[1],) * 2,
     "third order": (lambda f, x, v, w: jvp(lambda x: jvp(grad(weighed(f, w)), (x,), (v,))[1], (x,), (v,))[1],) * 2,
     "inner vmap at dim 1": (
         lambda f, x, v, w: vmap(f, in_dims=1, out_dims=-1)(torch.stack([x, v, x * v], 1)),

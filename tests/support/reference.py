@@ -66,6 +66,14 @@ COLLECTIVES: dict[str, Callable[[list[Tensor], Any], Sequence[Tensor]]] = {
     "broadcast": lambda xs, o: [xs[o["from_rank"]]] * len(xs),
     "axis_index": lambda xs, _: [torch.tensor(r) for r in range(len(xs))],
 }
+# What a collective needs besides its operand, for a number of ranks.
+OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {
+    **dict.fromkeys(COLLECTIVES, lambda n: {}),
+    "all_to_all": lambda n: {"split_dim": 0, "concat_dim": 1},
+    "ragged_all_to_all": lambda n: {"sizes": [[(i + 2 * j) % 3 for j in range(n)] for i in range(n)]},
+    "ppermute": lambda n: {"perm": [(i, (i + 1) % n) for i in range(n // 2)]},
+    "broadcast": lambda n: {"from_rank": n - 1},
+}
 
 
 def data_parallel_loss(

@@ -192,16 +192,12 @@ def lazy_parts_hold_no_data_until_they_are_used(axes: DeviceMesh, mesh: fs.Mesh)
     params = fs.shard(values, fs.plan(values, mesh))
     with count_collectives() as seen:
         full = fs.gather(params)
-        views = [full[name].t() for name in ("a.even", "a.uneven")]
-        assert all(type(x.detach().to_local()) is Lazy for x in [*full.values(), *views] if is_dtensor(x))
+        every: Any = [*full.values(), *(full[name].t() for name in ("a.even", "a.uneven"))]
+        assert all(type(x.detach().to_local()) is Lazy for x in every if hasattr(x, "placements"))
         assert "lazy parameter of shape" in repr(full["a.even"])
         assert seen.total == 0
         assert_same(full["a.even"] * 2, values["a.even"] * 2)
         assert seen["all_gather"] > 0
-
-
-def is_dtensor(x: object) -> bool:
-    return isinstance(x, DTensor)
 
 
 @check
@@ -302,7 +298,7 @@ def one_rank_of_the_data_axis_has_the_parts_of_all(axes: DeviceMesh, mesh: fs.Me
     layout = fs.plan(model, mesh)
     expected = fs.shard(model, layout)
     iterated = {name: whole(fs.materialize(x)).detach() for name, x in fs.gather(expected).items()}
-    exactly(iterated, tree_map(Tensor.detach, tied_values()))
+    exactly(iterated, tree_map(Tensor.detach, dict(tie(transformer()).named_parameters())))
     with torch.no_grad():  # what other ranks have counts nothing
         for parameter in model.parameters():
             parameter.mul_(1.0 if mesh.rank == 1 else float("nan"))
@@ -340,10 +336,6 @@ def init_fills_a_parallel_model_as_the_same_one_alone(axes: DeviceMesh, mesh: fs
     expected = fs.gather(fs.init(alone, fs.plan(alone, fs.simulated_mesh(1)), seed=3)[0], lazy=False)
     params, _ = fs.init(parallel, fs.plan(parallel, mesh), seed=3)
     exactly({name: whole(x) for name, x in fs.gather(params, lazy=False).items()}, dict(expected))
-
-
-def tied_values() -> dict[str, Tensor]:
-    return dict(tie(transformer()).named_parameters())
 
 
 @check
@@ -384,21 +376,14 @@ def transforms_of_torch_func_are_refused_and_not_wrong(axes: DeviceMesh, mesh: f
         assert "which torch.func transforms do not support. Differentiate with fs.grad" in text
 
 
-BASIC = [
-    "gather_gives_back_what_was_sharded_and_where_it_was",
-    "scatter_grads_brings_gradients_to_the_placements_of_their_parameters",
-    "norms_and_clipping_are_those_of_the_whole_parameters",
-]
-
-
 @cache
-def outcomes(basic: bool) -> list[dict[str, str]]:
-    return run_ranks(checks_on_this_rank, RANKS, basic, timeout=300)
+def outcomes() -> list[dict[str, str]]:
+    return run_ranks(checks_on_this_rank, RANKS, timeout=300)
 
 
-def checks_on_this_rank(basic: bool) -> dict[str, str]:
+def checks_on_this_rank() -> dict[str, str]:
     axes = device_mesh()
-    return {name: _outcome(fn, axes) for name, fn in CHECKS.items() if (name in BASIC) == basic}
+    return {name: _outcome(fn, axes) for name, fn in CHECKS.items()}
 
 
 def _outcome(fn: Check, axes: DeviceMesh) -> str:
@@ -409,10 +394,7 @@ def _outcome(fn: Check, axes: DeviceMesh) -> str:
     return ""
 
 
-FURTHER = [pytest.param(claim, marks=pytest.mark.slow) for claim in CHECKS if claim not in BASIC]
-
-
-@pytest.mark.parametrize("claim", [*BASIC, *FURTHER])
+@pytest.mark.parametrize("claim", CHECKS)
 def test_on_four_ranks(claim: str) -> None:
-    reports = [reported[claim] for reported in outcomes(claim in BASIC)]
+    reports = [reported[claim] for reported in outcomes()]
     assert reports == [""] * RANKS, "\n".join(reports)
